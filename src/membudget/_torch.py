@@ -1,0 +1,110 @@
+"""The private names of torch that membudget needs, each with the reason.
+
+Nothing else in the package may touch a name of torch that begins with an underscore;
+`tests/test_torch_private.py` fails with the name when torch renames one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+# `torch.autograd.graph.saved_tensors_hooks` is public but costs 1.3 µs a region in
+# its context manager; these are the two calls inside it.
+push_saved_tensors_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = (
+    torch._C._autograd._push_saved_tensors_default_hooks
+)
+pop_saved_tensors_hooks: Callable[[], None] = (
+    torch._C._autograd._pop_saved_tensors_default_hooks
+)
+
+# Says which backward is running, so that what it leaves over is freed when it ends.
+current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# One call instead of one for each device type, in the forward of every region.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# False inside `autograd.grad` and `backward(inputs=...)`, in which a reentrant region
+# would add gradients to parameters that nobody asked for.
+is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+
+# A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
+# storage's address must be compared too.
+storage_address: Callable[[Tensor], int] = torch._C._storage_address
+
+# The lengths are asked for in every forward; Python has no public way to see a stack.
+function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
+dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
+
+# `sdpa_kernel(..., set_priority=True)` changes this order; only setting is public.
+get_sdpa_priority: Callable[[], list[int]] = torch._C._get_sdp_priority_order
+set_sdpa_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
+
+
+def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
+    """Return the innermost (pack, unpack) pair, through which a region packs inputs."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks or None
+
+
+def function_modes() -> tuple[Any, ...]:
+    """Return the active `TorchFunctionMode`s, outermost first."""
+    return tuple(
+        torch._C._get_function_stack_at(i) for i in range(function_mode_count())
+    )
+
+
+def dispatch_modes() -> tuple[Any, ...]:
+    """Return the active `TorchDispatchMode`s, outermost first."""
+    return tuple(
+        torch._C._get_dispatch_stack_at(i) for i in range(dispatch_mode_count())
+    )
+
+
+def is_device_context(mode: Any) -> bool:
+    """Tell whether a function mode is `torch.device(...)` used as a context."""
+    from torch.utils._device import DeviceContext
+
+    return isinstance(mode, DeviceContext)
+
+
+def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+    """Set version counters, after a buffer was put back to what it held before."""
+    torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
+
+
+def is_view_operator(operator: Any) -> bool:
+    """Tell whether an operator only makes views: it reads no element."""
+    schema = operator._schema
+    return not schema.is_mutable and any(
+        argument.alias_info is not None for argument in schema.arguments
+    )
+
+
+def written_arguments(
+    operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    """Yield the operands that an operator writes in place, lists flattened."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(item, Tensor):
+                yield item
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that is running has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def module_call_codes() -> frozenset[Any]:
+    """Return the code objects in whose Python frames `self` is the running module."""
+    call: Any = torch.nn.Module._call_impl
+    return frozenset((call.__code__,))

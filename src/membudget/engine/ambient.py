@@ -1,0 +1,150 @@
+"""What surrounds a call and changes what it computes, though nobody hands it over.
+
+A recompute happens later, inside a backward, perhaps in another thread; it must find
+the surroundings that the forward had: autocast with its dtypes and cache, the stacks of
+function and dispatch modes, the default device and dtype, context variables, and the
+process-wide choices of kernels (`sdpa_kernel`, matmul precision, determinism).
+
+Almost always they are what they were, so the forward notes them as cheaply as it can
+and the recompute touches only what differs.
+"""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from membudget import _torch
+
+Getter = Callable[[], Any]
+Setter = Callable[[Any], Any]
+
+# Process-wide settings that choose kernels or dtypes: how each is read and set.
+_SETTINGS: tuple[tuple[Getter, Setter], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (
+        torch.backends.cuda.mem_efficient_sdp_enabled,
+        torch.backends.cuda.enable_mem_efficient_sdp,
+    ),
+    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (_torch.get_sdpa_priority, _torch.set_sdpa_priority),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (
+        torch.are_deterministic_algorithms_enabled,
+        torch.use_deterministic_algorithms,
+    ),
+)
+_GETTERS = tuple(getter for getter, _ in _SETTINGS)
+
+
+class Autocast:
+    """The whole state of autocast: enabled and dtype by device type, and the cache."""
+
+    __slots__ = ("by_device", "cache")
+
+    def __init__(self) -> None:
+        """Read the state."""
+        self.cache = torch.is_autocast_cache_enabled()
+        self.by_device = {
+            device: (
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+            )
+            for device in _device_types()
+        }
+
+    def enter(self, scope: ExitStack) -> None:
+        """Bring the state back until `scope` ends."""
+        for device, (enabled, dtype) in self.by_device.items():
+            scope.enter_context(
+                torch.autocast(
+                    device, dtype=dtype, enabled=enabled, cache_enabled=self.cache
+                )
+            )
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+class AutocastOnly:
+    """The part of the surroundings that torch's own checkpoint brings back."""
+
+    __slots__ = ("autocast",)
+
+    def __init__(self) -> None:
+        """Note whether autocast is on, and if so, how."""
+        self.autocast = Autocast() if _torch.is_any_autocast_enabled() else None
+
+    def enter(self, scope: ExitStack) -> None:
+        """Bring autocast to what it was, until `scope` ends."""
+        if self.autocast is not None:
+            self.autocast.enter(scope)
+        elif _torch.is_any_autocast_enabled():
+            for device in _device_types():
+                scope.enter_context(torch.autocast(device, enabled=False))
+
+
+class Ambient(AutocastOnly):
+    """All the surroundings."""
+
+    __slots__ = ("context", "dispatch_modes", "function_modes", "settings")
+
+    def __init__(self) -> None:
+        """Note the surroundings of the forward."""
+        super().__init__()
+        self.function_modes = (
+            _torch.function_modes() if _torch.function_mode_count() else ()
+        )
+        self.dispatch_modes = (
+            _torch.dispatch_modes() if _torch.dispatch_mode_count() else ()
+        )
+        self.settings = [getter() for getter in _GETTERS]
+        self.context = contextvars.copy_context()
+
+    def enter(self, scope: ExitStack) -> None:
+        """Bring back what differs now, until `scope` ends."""
+        super().enter(scope)
+        settings = [getter() for getter in _GETTERS]
+        if settings != self.settings:
+            self._enter_settings(scope, settings)
+        if self.function_modes or _torch.function_mode_count():
+            self._enter_function_modes(scope)
+        if self.dispatch_modes:
+            # A mode that is active around the backward alone stays: a counter of
+            # operators is meant to see the recompute.
+            _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
+
+    def _enter_settings(self, scope: ExitStack, current: list[Any]) -> None:
+        for (_, setter), wanted, now in zip(
+            _SETTINGS, self.settings, current, strict=True
+        ):
+            if wanted != now:
+                scope.callback(setter, now)
+                setter(wanted)
+
+    def _enter_function_modes(self, scope: ExitStack) -> None:
+        active = _torch.function_modes()
+        if active == self.function_modes:
+            return
+        had_device = any(map(_torch.is_device_context, self.function_modes))
+        if not had_device and any(map(_torch.is_device_context, active)):
+            # The backward runs under a default device that the forward did not have.
+            scope.enter_context(torch.device("cpu"))
+        _enter_missing(scope, self.function_modes, active)
+
+
+def _enter_missing(
+    scope: ExitStack, wanted: tuple[Any, ...], active: tuple[Any, ...]
+) -> None:
+    present = {id(mode) for mode in active}
+    for mode in wanted:
+        if id(mode) not in present:
+            scope.enter_context(mode)

@@ -1,0 +1,276 @@
+"""The arguments of a region, held so that a recompute can have them once more.
+
+A tensor is held detached, so that the region's frame never keeps the graph above it
+alive, and through the saved-tensor hooks that surround the region, if there are any:
+so an offloader moves a region's inputs, and an outer region drops those of an inner
+one. Parameters are held as they are. Lists, dicts, sets, dataclasses and tuples are
+copied as deep as they go: what the function appends to a list it was given, the
+recompute does not find there.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from membudget._torch import storage_address, top_saved_tensors_hooks
+
+Memo = dict[int, Any]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the version of a tensor's content; -1 where torch keeps none."""
+    try:
+        return tensor._version
+    except RuntimeError:  # An inference tensor tracks no version.
+        return -1
+
+
+def address_of(tensor: Tensor) -> int:
+    """Return where the tensor's storage lies; 0 where it has none (a sparse tensor)."""
+    try:
+        return storage_address(tensor)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """Return the stride; `None` where there is none (a sparse tensor)."""
+    return tensor.stride() if tensor.layout is torch.strided else None
+
+
+def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+    """Return `tensor` with the layout that it had before an offloader packed it.
+
+    `torch.autograd.graph.save_on_cpu` hands back contiguous tensors, and a kernel may
+    round differently on another layout: the recompute would not be bitwise equal.
+    """
+    if stride is None or tensor.stride() == stride:
+        return tensor
+    # An expanded dimension is one element, seen many times.
+    once = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)]
+    laid_out = torch.empty_strided(
+        once.shape, stride, dtype=tensor.dtype, device=tensor.device
+    )
+    return laid_out.copy_(once).expand(tensor.shape)
+
+
+class HeldTensor:
+    """One tensor among the arguments.
+
+    Attributes:
+        name: Where it was given, as text.
+        version: The version of its content when the region began.
+        address: Where its storage lay.
+        changed_by_region: Whether the function itself wrote into it.
+    """
+
+    __slots__ = (
+        "address",
+        "changed_by_region",
+        "name",
+        "packed",
+        "requires_grad",
+        "stride",
+        "unpack",
+        "version",
+    )
+
+    def __init__(self, tensor: Tensor, name: str, hooks: tuple[Any, Any] | None):
+        """Hold `tensor`, through `hooks` if there are any."""
+        self.name = name
+        self.requires_grad = tensor.requires_grad
+        self.changed_by_region = False
+        self.unpack: Callable[[Any], Tensor] | None = None
+        if isinstance(tensor, Parameter):
+            self.packed: Any = tensor
+        else:
+            self.packed = tensor.detach()
+            if hooks is not None:
+                self.stride = stride_of(tensor)
+                self.packed, self.unpack = hooks[0](self.packed), hooks[1]
+        if self.unpack is None:
+            self.version = version_of(tensor)
+            self.address = address_of(tensor)
+
+    def note_forward_end(self) -> None:
+        """Notice whether the function wrote into its argument."""
+        if self.unpack is None and version_of(self.packed) != self.version:
+            self.changed_by_region = True
+
+    def has_changed(self) -> bool:
+        """Tell whether the content is another than when the region began."""
+        return self.unpack is None and (
+            version_of(self.packed) != self.version
+            or address_of(self.packed) != self.address
+        )
+
+    def rebuild(self, memo: Memo) -> Tensor:
+        """Return the tensor as a leaf that requires a gradient if the argument did."""
+        if self.unpack is None:
+            tensor: Tensor = self.packed
+            if isinstance(tensor, Parameter):
+                return tensor
+        else:
+            tensor = with_stride(self.unpack(self.packed), self.stride)
+        tensor = tensor.detach()
+        return tensor.requires_grad_() if self.requires_grad else tensor
+
+
+class _HeldContainer:
+    """A container whose items are held one by one, and made again for a recompute."""
+
+    __slots__ = ("items", "key", "make")
+
+    def __init__(self, key: int, items: Any, make: Callable[[Any], Any]):
+        self.key = key
+        self.items = items
+        self.make = make
+
+    def rebuild(self, memo: Memo) -> Any:
+        if self.key not in memo:
+            memo[self.key] = self.make([rebuild(item, memo) for item in self.items])
+        return memo[self.key]
+
+
+def rebuild(value: Any, memo: Memo) -> Any:
+    """Return what a held value stands for; everything else stands for itself."""
+    if isinstance(value, HeldTensor | _HeldContainer):
+        return value.rebuild(memo)
+    return value
+
+
+class HeldArguments:
+    """All arguments of one call of a region.
+
+    Attributes:
+        tensors: The tensors among them, nested ones included, in order.
+    """
+
+    __slots__ = ("_args", "_hooks", "_kwargs", "_memo", "tensors")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        """Hold them; the innermost saved-tensor hooks of the caller are asked now."""
+        self.tensors: list[HeldTensor] = []
+        self._hooks = top_saved_tensors_hooks()
+        self._memo: Memo = {}
+        self._args = [
+            self._hold(value, "argument", i) if _may_hold(value) else value
+            for i, value in enumerate(args)
+        ]
+        self._kwargs = {
+            name: self._hold(value, "argument", name) if _may_hold(value) else value
+            for name, value in kwargs.items()
+        }
+        del self._memo
+
+    def rebuild(self) -> tuple[list[Any], dict[str, Any]]:
+        """Return fresh arguments for one recompute."""
+        memo: Memo = {}
+        args = [rebuild(value, memo) for value in self._args]
+        return args, {name: rebuild(v, memo) for name, v in self._kwargs.items()}
+
+    def cuda_devices(self) -> set[int]:
+        """Return the indices of the CUDA devices on which the tensors lie."""
+        packed = (held.packed for held in self.tensors)
+        return {t.get_device() for t in packed if isinstance(t, Tensor) and t.is_cuda}
+
+    def _hold(self, value: Any, owner: str, key: Any) -> Any:
+        if isinstance(value, Tensor):
+            name = f"{owner} {key!r}" if owner == "argument" else f"{owner}[{key!r}]"
+            held = HeldTensor(value, name, self._hooks)
+            self.tensors.append(held)
+            return held
+        known = self._memo.get(id(value))
+        if known is None:
+            owner = f"{owner} {key!r}" if owner == "argument" else f"{owner}[{key!r}]"
+            known = self._hold_container(value, owner)
+            self._memo[id(value)] = known
+        return known
+
+    def _hold_container(self, value: Any, owner: str) -> Any:
+        items: list[Any] = []
+        # A container may hold itself: what leads back to it stands for itself.
+        self._memo[id(value)] = value
+        for key, item in _entries(value):
+            items.append(self._hold(item, owner, key) if _may_hold(item) else item)
+        if isinstance(value, tuple) and not any(
+            isinstance(item, HeldTensor | _HeldContainer) for item in items
+        ):
+            return value
+        return _HeldContainer(id(value), items, _maker(value))
+
+
+_LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+_CONTAINERS = (list, tuple, dict, set)
+
+
+def _may_hold(value: Any) -> bool:
+    kind = type(value)
+    if kind in _LEAVES:
+        return False
+    return isinstance(value, (Tensor, *_CONTAINERS)) or _is_record(value)
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the items of a container with the key under which an error names each."""
+    if isinstance(value, dict):
+        yield from value.items()
+    elif _is_record(value):
+        yield from vars(value).items() if hasattr(value, "__dict__") else (
+            (field.name, getattr(value, field.name))
+            for field in dataclasses.fields(value)
+        )
+    else:
+        yield from enumerate(value)
+
+
+def _maker(value: Any) -> Callable[[Any], Any]:
+    """Return the function that makes a container like `value` from a list of items.
+
+    What is not an item (the keys, a subclass's attributes) is copied here and now,
+    before the function can change it.
+    """
+    if isinstance(value, tuple):
+        return getattr(value, "_make", type(value))
+    if isinstance(value, set):
+        return type(value)
+    keys = [key for key, _ in _entries(value)]
+    empty = copy.copy(value)
+    if isinstance(value, list):
+        empty.clear()
+        return lambda items: _refilled_list(empty, items)
+    # The model of the container must not keep the tensors themselves alive.
+    _refill(empty, keys, [None] * len(keys))
+    return lambda items: _refill(copy.copy(empty), keys, items)
+
+
+def _refilled_list(empty: list[Any], items: list[Any]) -> list[Any]:
+    fresh = copy.copy(empty)
+    fresh.extend(items)
+    return fresh
+
+
+def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
+    """Put items under their keys, past the guards of frozen or fixed containers.
+
+    Some containers (the outputs of Hugging Face models) are a dict and a dataclass at
+    once, and hold each item twice.
+    """
+    attributes = getattr(container, "__dict__", {})
+    for key, item in zip(keys, items, strict=True):
+        if isinstance(container, dict):
+            dict.__setitem__(container, key, item)
+        if not isinstance(container, dict) or key in attributes:
+            object.__setattr__(container, key, item)
+    return container

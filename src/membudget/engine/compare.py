@@ -1,0 +1,206 @@
+"""Is the recomputed tensor the one that was saved? And if not, who can say why?
+
+Comparing is on the hot path and is a tuple of metadata; a *fingerprint* of the bytes
+joins it on demand. Explaining happens once, when a region has failed: the Python stack
+of the recompute, at the moment in which autograd saves the wrong tensor, names the
+module, the call and the user's line.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget._torch import module_call_codes
+from membudget.errors import RecomputeMismatchError
+
+Metadata = tuple[Any, ...]
+
+_CHUNK = 1 << 20
+
+
+def metadata(tensor: Tensor) -> Metadata:
+    """Return shape, dtype, device and stride."""
+    try:
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+    except (RuntimeError, NotImplementedError):  # A sparse tensor has no stride.
+        return (tensor.shape, tensor.dtype, tensor.device, None)
+
+
+def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
+    """Compare two that are not equal at first sight.
+
+    The stride of a dimension that has one element, or of an empty tensor, places
+    nothing, and kernels differ in what they write there.
+    """
+    if saved[:3] != recomputed[:3] or saved[3] is None or recomputed[3] is None:
+        return False
+    shape = saved[0]
+    return 0 in shape or all(
+        size == 1 or a == b
+        for size, a, b in zip(shape, saved[3], recomputed[3], strict=True)
+    )
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> tuple[int, int]:
+    """Return two sums over the bits of a tensor, the second weighted by position.
+
+    Both wrap at 64 bits. Equal tensors have equal fingerprints; changing one element or
+    exchanging two different ones changes it. It reads every byte once and waits for
+    the device.
+
+    Example:
+        >>> a = torch.tensor([1.0, 2.0])
+        >>> fingerprint(a) == fingerprint(a.clone()), fingerprint(a) == fingerprint(-a)
+        (True, False)
+        >>> fingerprint(a) == fingerprint(a.flip(0))
+        False
+    """
+    if tensor.layout is not torch.strided or tensor.is_meta or type(tensor) not in (
+        Tensor,
+        torch.nn.Parameter,
+    ):
+        return (0, 0)
+    raw = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    data = raw.reshape(-1).view(torch.uint8)
+    total = weighted = 0
+    for start in range(0, data.numel(), _CHUNK):
+        chunk = data[start : start + _CHUNK].to(torch.int64)
+        place = torch.arange(
+            start + 1, start + 1 + chunk.numel(), device=data.device
+        )
+        total += int(chunk.sum())
+        # An odd multiplier spreads neighbouring positions over all the bits.
+        weighted += int((chunk * (place * 0x9E3779B1)).sum())
+    mask = (1 << 64) - 1
+    return total & mask, weighted & mask
+
+
+def describe(data: Metadata) -> str:
+    """Return metadata as a person reads it.
+
+    Example:
+        >>> describe(metadata(torch.zeros(2, 3)))
+        'float32[2, 3] on cpu, stride (3, 1)'
+    """
+    shape, dtype, device, stride = data
+    name = str(dtype).removeprefix("torch.")
+    place = "no stride" if stride is None else f"stride {stride}"
+    return f"{name}{list(shape)} on {device}, {place}"
+
+
+class CallSite:
+    """Where in the user's program a tensor is being saved.
+
+    Attributes:
+        module_path: The innermost module that runs, by its name in the region.
+        operator: The call, as it is written at the innermost line of Python.
+        line: The user's line, `"file.py:12"`.
+    """
+
+    __slots__ = ("line", "module_path", "operator")
+
+    def __init__(self, frame: FrameType | None, module_names: Mapping[int, str]):
+        """Read the stack from `frame` outwards."""
+        self.operator = _expression(frame) if frame is not None else ""
+        self.module_path = ""
+        self.line = ""
+        codes = module_call_codes()
+        while frame is not None:
+            if not self.line and not is_internal(frame.f_code):
+                name = os.path.basename(frame.f_code.co_filename)
+                self.line = f"{name}:{frame.f_lineno}"
+            if not self.module_path and frame.f_code in codes:
+                module = frame.f_locals["self"]
+                known = module_names.get(id(module))
+                self.module_path = known or type(module).__name__
+            if self.line and self.module_path:
+                return
+            frame = frame.f_back
+
+
+_INTERNAL = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, os.path.dirname(__file__))
+)
+
+
+def is_internal(code: CodeType) -> bool:
+    """Tell whether code belongs to torch or to membudget."""
+    return code.co_filename.startswith(_INTERNAL)
+
+
+def calling_frame() -> FrameType | None:
+    """Return the innermost frame outside of membudget."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL[1]):
+        frame = frame.f_back
+    return frame
+
+
+def _expression(frame: FrameType) -> str:
+    """Return the text of the expression that `frame` is evaluating."""
+    positions = list(frame.f_code.co_positions())
+    line, end_line, start, end = positions[frame.f_lasti // 2]
+    if line is None or start is None or end is None:
+        return frame.f_code.co_name
+    text = linecache.getline(frame.f_code.co_filename, line)
+    expression = text[start : end if end_line == line else None].strip()
+    return expression[:80] or frame.f_code.co_name
+
+
+def mismatch_error(
+    index: int | None,
+    site: CallSite | None,
+    saved: str,
+    recomputed: str,
+    causes: Sequence[str],
+    traces: str = "",
+) -> RecomputeMismatchError:
+    """Return the error for a recompute that made something else than the forward.
+
+    Args:
+        index: Which saved tensor differs; `None` if their number does.
+        site: Where the recompute was; `None` if it had ended.
+        saved: What the forward saved.
+        recomputed: What the recompute made.
+        causes: What probably made the difference.
+        traces: Both operator traces, if debugging was on.
+    """
+    what = "the number of tensors" if index is None else f"saved tensor {index}"
+    lines = [
+        f"the recompute of a region did not repeat its forward: {what} differs.",
+        f"  saved in the forward: {saved}",
+        f"  made by the recompute: {recomputed}",
+    ]
+    facts = {"module_path": "", "operator": "", "line": ""}
+    if site is not None:
+        facts = {
+            "module_path": site.module_path,
+            "operator": site.operator,
+            "line": site.line,
+        }
+        where = f"module {site.module_path!r}, " if site.module_path else ""
+        lines.append(f"  where: {where}{site.operator} at {site.line}")
+    lines += [f"  likely cause: {cause}" for cause in causes]
+    lines.append(
+        traces
+        or "  To see the operators of both runs, give the region debug=True or use "
+        "set_checkpoint_debug_enabled(True)."
+    )
+    return RecomputeMismatchError(
+        "\n".join(lines),
+        index=index,
+        saved=saved,
+        recomputed=recomputed,
+        causes=causes,
+        **facts,
+    )

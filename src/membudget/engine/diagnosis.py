@@ -1,0 +1,76 @@
+"""What probably made a recompute differ from its forward.
+
+Asked only when a region has failed. Each hint is drawn from a fact: a list that grew
+while the forward ran, a dtype that changed, a guard that was switched off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from membudget.engine.options import RegionOptions
+from membudget.engine.reach import reach
+from membudget.engine.reads import Reads
+
+
+def module_names(function: Any, label: str = "") -> Mapping[int, str]:
+    """Return the path of every module that `function` reaches, by its identity."""
+    reached = reach(function, names=True)
+    return {
+        key: ".".join(filter(None, (label, path)))
+        for key, path in reached.module_names.items()
+    }
+
+
+def likely_causes(
+    function: Any,
+    reads: Reads | None,
+    options: RegionOptions,
+    saved: Any,
+    made: Any,
+) -> list[str]:
+    """Return hints, the likeliest first.
+
+    Args:
+        function: The region's function.
+        reads: What it reached; `None` without guards.
+        options: The region's options.
+        saved: Metadata of the saved tensor, if a pair is at hand.
+        made: Metadata of the recomputed one.
+    """
+    causes = _grown(function, reads)
+    if saved is not None and made is not None:
+        if saved[1] != made[1]:
+            causes.append(
+                f"the dtype changed from {saved[1]} to {made[1]}: code that casts by a "
+                "flag of its own, or state that another dtype was stored in"
+            )
+        elif saved[2] != made[2]:
+            causes.append(f"the device changed from {saved[2]} to {made[2]}")
+        elif saved[0] == made[0] and saved[3] != made[3]:
+            causes.append("only the memory layout differs: hooks that drop strides")
+    if not options.guards:
+        causes.append("guards=False: only torch's guarantees hold in this region")
+    if not options.preserve_rng_state:
+        causes.append("preserve_rng_state=False: random numbers were drawn anew")
+    causes.append(
+        "the function depends on state that its own forward changed (a counter, a "
+        "cache, a branch on data); guard such code with membudget.is_recomputing()"
+    )
+    return causes
+
+
+def _grown(function: Any, reads: Reads | None) -> list[str]:
+    if reads is None:
+        return []
+    grown = reads.grown()
+    if not grown:
+        return []
+    names = reach(function, names=True).names or {}
+    return [
+        f"the {type(container).__name__} {names.get(id(container), '?')!r} grew from "
+        f"{length} to {len(container)} while the forward ran (a cache?): pass it as an "
+        "argument, whose lists are seen again as they were, or do not fill it here"
+        for container, length in grown
+    ]

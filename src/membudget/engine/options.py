@@ -1,0 +1,93 @@
+"""The options of a region: what they mean, and that they are checked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from membudget.errors import OptionError
+
+DeterminismCheck = Literal["default", "values", "none"]
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionOptions:
+    """How one region is run and recomputed.
+
+    Attributes:
+        use_reentrant: Use the classic variant, an `autograd.Function`. It has limits,
+            which are errors; it is here for code that asks for it.
+        context_fn: Returns two context managers, one for the forward and one for each
+            recompute: selective checkpointing comes in this way.
+        determinism_check: What of a recomputed tensor is compared with the saved one:
+            `"default"` shape, dtype, device and stride; `"values"` a fingerprint of
+            its bytes, too; `"none"` nothing.
+        debug: Note the operators of both runs, for the message of a mismatch.
+        early_stop: End a recompute once the last tensor that is needed is made.
+        preserve_rng_state: Let a recompute draw the random numbers of the forward.
+        guards: Repair and check whatever the function can reach besides its arguments:
+            buffers, parameters, closed-over tensors, private generators, Python's and
+            NumPy's random streams, modes, context variables, process-wide settings,
+            training flags. `False` leaves what torch's own checkpoint promises: the
+            random streams of the CPU and the arguments' devices, autocast, and
+            arguments that did not change.
+    """
+
+    use_reentrant: bool = False
+    context_fn: Callable[[], ContextPair] | None = None
+    determinism_check: DeterminismCheck = "default"
+    debug: bool = False
+    early_stop: bool = True
+    preserve_rng_state: bool = True
+    guards: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be meant."""
+        if self.determinism_check not in get_args(DeterminismCheck):
+            raise OptionError(
+                "determinism_check must be one of 'default', 'values' and 'none'; got "
+                f"{self.determinism_check!r}"
+            )
+        if self.context_fn is not None and not callable(self.context_fn):
+            raise OptionError(
+                "context_fn must be a function that returns two context managers; got "
+                f"{self.context_fn!r}"
+            )
+        if self.use_reentrant and (self.context_fn is not None or self.debug):
+            raise OptionError(
+                "use_reentrant=True has neither context_fn nor debug: leave it out to "
+                "use the default engine, which has both"
+            )
+
+
+OPTION_NAMES = frozenset(field.name for field in fields(RegionOptions))
+DEFAULTS = RegionOptions()
+
+
+def take_options(kwargs: dict[str, Any]) -> RegionOptions:
+    """Take the options of a region out of the keywords of a call.
+
+    Args:
+        kwargs: The keywords; what is an option is removed.
+
+    Returns:
+        The options, checked.
+    """
+    names = OPTION_NAMES & kwargs.keys()
+    if not names:
+        return DEFAULTS
+    return RegionOptions(**{name: kwargs.pop(name) for name in names})
+
+
+def checked_options(options: Mapping[str, Any]) -> RegionOptions:
+    """Return options given by name, refusing names that are none."""
+    unknown = options.keys() - OPTION_NAMES
+    if unknown:
+        raise OptionError(
+            f"unknown option {', '.join(map(repr, sorted(unknown)))}; a region has "
+            f"{', '.join(sorted(OPTION_NAMES))}"
+        )
+    return RegionOptions(**options)

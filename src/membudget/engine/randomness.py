@@ -1,0 +1,285 @@
+"""Every source of random numbers that a region may draw from.
+
+Rerun must find each source where the forward found it, and leave it where it was. So
+a forward reads the sources when it begins and again when it ends; what did not move in
+between was not drawn from, and is neither kept nor touched later.
+
+Reading must be cheap, because every region does it. torch's generators hand out a
+small tensor. Python and NumPy build large objects (13 µs and 42 µs where a whole region
+may take 60), so for these two a raw look at the generator's memory serves as a
+*fingerprint*, and the state proper, by the public functions, is read only when the
+fingerprint is a new one. The raw bytes are never written back. `_raw_look_is_honest`
+tries the trick once a process; where it fails, the public functions are used alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Iterable
+from contextlib import ExitStack
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Generator
+
+
+class Source(Protocol):
+    """A source of random numbers whose state can be read and put back."""
+
+    def read(self) -> Any:
+        """Return the state; states compare equal if nothing was drawn in between."""
+
+    def write(self, state: Any) -> None:
+        """Put a state back."""
+
+
+class TorchSource:
+    """One `torch.Generator`, of whichever device."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: Generator):
+        """Watch `generator`."""
+        self.generator = generator
+
+    def read(self) -> bytes:
+        """Return the state as bytes, which compare ten times faster than tensors."""
+        state = self.generator.get_state()
+        return ctypes.string_at(state.data_ptr(), state.numel())
+
+    def write(self, state: bytes) -> None:
+        """Put a state back."""
+        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+        self.generator.set_state(tensor)
+
+
+class _FingerprintedSource:
+    """A source with a dear public state and a cheap fingerprint of it.
+
+    The last pair of both is remembered, so that regions between which nothing is drawn
+    share one state object.
+    """
+
+    __slots__ = ("_fingerprint", "_state")
+
+    def __init__(self) -> None:
+        self._fingerprint: Any = None
+        self._state: Any = None
+
+    def fingerprint(self) -> Any:
+        raise NotImplementedError
+
+    def public_state(self) -> Any:
+        raise NotImplementedError
+
+    def read(self) -> Any:
+        """Return a pair of fingerprint and state; the same object if nothing moved."""
+        fingerprint = self.fingerprint()
+        if fingerprint != self._fingerprint or self._state is None:
+            self._fingerprint = fingerprint
+            self._state = (fingerprint, self.public_state())
+        return self._state
+
+
+class PythonSource(_FingerprintedSource):
+    """A `random.Random`, the module-level one above all."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: random.Random):
+        """Watch `generator`."""
+        super().__init__()
+        self.generator = generator
+
+    def fingerprint(self) -> Any:
+        """Return the raw words of the Mersenne twister and the spare Gaussian."""
+        generator = self.generator
+        if not _raw_look_is_honest(random.Random):
+            return self.public_state()
+        return _raw(generator), generator.gauss_next  # type: ignore[attr-defined]
+
+    def public_state(self) -> Any:
+        """Return `getstate()`."""
+        return self.generator.getstate()
+
+    def write(self, state: Any) -> None:
+        """Put a state back."""
+        self.generator.setstate(state[1])
+
+
+class NumpyLegacySource(_FingerprintedSource):
+    """A `numpy.random.RandomState`, the one behind `numpy.random.rand` above all."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: Any):
+        """Watch `generator`."""
+        super().__init__()
+        self.generator = generator
+
+    def fingerprint(self) -> Any:
+        """Return the raw memory of the object and of its Mersenne twister."""
+        generator = self.generator
+        bits = generator._bit_generator
+        if type(bits).__name__ != "MT19937" or not _raw_look_is_honest(type(generator)):
+            return repr(self.public_state())
+        address = bits.ctypes.state_address
+        return _raw(generator), ctypes.string_at(address, _MT19937_BYTES)
+
+    def public_state(self) -> Any:
+        """Return `get_state(legacy=False)`, with the state's array copied."""
+        return self.generator.get_state(legacy=False)
+
+    def write(self, state: Any) -> None:
+        """Put a state back."""
+        self.generator.set_state(state[1])
+
+
+class NumpySource:
+    """A `numpy.random.Generator`."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self, generator: Any):
+        """Watch `generator`."""
+        self.generator = generator
+
+    def read(self) -> Any:
+        """Return the state with a text that compares it."""
+        state = self.generator.bit_generator.state
+        return _Compared(repr(state), state)
+
+    def write(self, state: Any) -> None:
+        """Put a state back."""
+        self.generator.bit_generator.state = state.state
+
+
+class _Compared:
+    """A state that holds arrays, compared by its text."""
+
+    __slots__ = ("state", "text")
+
+    def __init__(self, text: str, state: Any):
+        self.text = text
+        self.state = state
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Compared) and self.text == other.text
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+_MT19937_BYTES = 624 * 4 + 4  # Its words and its position: NumPy's documented struct.
+
+
+def _raw(thing: object) -> bytes:
+    """Return the memory of an object of C type, without its reference count."""
+    header = object.__basicsize__
+    return ctypes.string_at(id(thing) + header, type(thing).__basicsize__ - header)
+
+
+@cache
+def _raw_look_is_honest(kind: Any) -> bool:
+    """Tell whether the raw memory of a `kind` moves whenever a number is drawn.
+
+    A Mersenne twister moves with each draw, but the second of two Gaussians comes from
+    a spare that is kept beside it, so both draws are tried.
+    """
+    if sys.implementation.name != "cpython":
+        return False
+    if kind is random.Random:
+        probe = random.Random(0)
+        before = _raw(probe)
+        probe.random()
+        return before != _raw(probe)
+    twin = kind(0)
+    bits = twin._bit_generator.ctypes.state_address
+    looks = []
+    for _ in range(3):
+        looks.append((_raw(twin), ctypes.string_at(bits, _MT19937_BYTES)))
+        twin.standard_normal()
+    return looks[0] != looks[1] != looks[2]
+
+
+PYTHON = PythonSource(random._inst)  # type: ignore[attr-defined]
+CPU = TorchSource(torch.default_generator)
+
+
+@cache
+def _numpy_global(numpy_random: Any) -> NumpyLegacySource:
+    return NumpyLegacySource(numpy_random.get_state.__self__)
+
+
+def global_sources() -> list[Source]:
+    """Return the sources that any code can draw from without naming one.
+
+    The CPU's generator, Python's `random`, NumPy's if NumPy was imported, and those of
+    every accelerator that is in use.
+    """
+    sources: list[Source] = [CPU, PYTHON]
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        sources.append(_numpy_global(numpy_random))
+    if torch.cuda.is_initialized():
+        sources.extend(map(TorchSource, torch.cuda.default_generators))
+    return sources
+
+
+def torch_sources(device_indices: Iterable[int]) -> list[Source]:
+    """Return the sources that torch's own checkpoint restores: CPU and named devices."""
+    sources: list[Source] = [CPU]
+    if torch.cuda.is_initialized():
+        generators = torch.cuda.default_generators
+        sources.extend(TorchSource(generators[i]) for i in sorted(set(device_indices)))
+    return sources
+
+
+def private_sources(generators: Iterable[object]) -> list[Source]:
+    """Return the sources behind generator objects that a region can reach."""
+    sources: list[Source] = []
+    numpy_random: Any = sys.modules.get("numpy.random")
+    for generator in generators:
+        if isinstance(generator, Generator):
+            if generator is not torch.default_generator:
+                sources.append(TorchSource(generator))
+        elif isinstance(generator, random.SystemRandom):
+            continue  # It has no state.
+        elif isinstance(generator, random.Random):
+            sources.append(PythonSource(generator))
+        elif isinstance(generator, numpy_random.Generator):
+            sources.append(NumpySource(generator))
+        else:
+            sources.append(NumpyLegacySource(generator))
+    return sources
+
+
+class Drawn:
+    """What a region drew from, and where each source stood before.
+
+    Begin it before the function runs and `finish` it after.
+    """
+
+    __slots__ = ("_before",)
+
+    def __init__(self, sources: Iterable[Source]):
+        """Read every source."""
+        self._before = [(source, source.read()) for source in sources]
+
+    def finish(self) -> None:
+        """Forget the sources that did not move."""
+        self._before = [
+            (source, state) for source, state in self._before if source.read() != state
+        ]
+
+    def __bool__(self) -> bool:
+        """Tell whether anything is to be restored."""
+        return bool(self._before)
+
+    def enter(self, scope: ExitStack) -> None:
+        """Put every source where the forward found it, until `scope` ends."""
+        for source, state in self._before:
+            scope.callback(source.write, source.read())
+            source.write(state)

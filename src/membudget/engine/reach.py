@@ -1,0 +1,332 @@
+"""What a region can read besides its arguments.
+
+A function reaches tensors, modules and random generators through its closure, its
+defaults, the globals that its code names, the object it is bound to, and whatever
+those hold in turn. `reach` walks that graph before each forward, so it must be quick:
+what can be known once for a code object or a class (which globals it names) is
+remembered, and of a module's attributes only those are looked at that may hold
+something.
+
+The walk goes through containers, and through plain objects for `_MAX_DEPTH` steps. It
+sees more than the function reads, never mind: a change counts only once the
+recompute is about to read what was changed (see `watch`).
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+_MAX_DEPTH = 3
+_MAX_ITEMS = 4096
+
+
+class Reached:
+    """What a walk found, each thing once.
+
+    Attributes:
+        tensors: Every tensor: parameters, buffers, attributes, closed-over ones.
+        buffers: Those that a forward may change as its state: the modules' buffers
+            and plain tensor attributes.
+        modules: Every module.
+        generators: Private random generators, of torch, Python and NumPy.
+        containers: Lists and dicts with their lengths, to tell which one grew.
+        names: A name for each tensor and container by its `id`; filled only if asked.
+        module_names: Likewise the path of each module.
+    """
+
+    __slots__ = (
+        "_seen",
+        "buffers",
+        "containers",
+        "generators",
+        "module_names",
+        "modules",
+        "names",
+        "tensors",
+    )
+
+    def __init__(self, names: bool = False):
+        """Begin with nothing found."""
+        self.tensors: list[Tensor] = []
+        self.buffers: list[Tensor] = []
+        self.modules: list[Module] = []
+        self.generators: list[Any] = []
+        self.containers: list[tuple[Any, int]] = []
+        self.names: dict[int, str] | None = {} if names else None
+        self.module_names: dict[int, str] = {}
+        self._seen: set[int] = set()
+
+    def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
+        """Take in one value and what it holds."""
+        kind = type(value)
+        if kind in _INERT:
+            return
+        visitor = _VISITORS.get(kind) or _visitor_of(kind)
+        if visitor is None or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        visitor(self, value, name, depth)
+
+    def _note(self, value: Any, name: str) -> None:
+        if self.names is not None:
+            self.names.setdefault(id(value), name)
+
+    def _tensor(self, value: Tensor, name: str, depth: int) -> None:
+        self.tensors.append(value)
+        self._note(value, name)
+
+    def _generator(self, value: Any, name: str, depth: int) -> None:
+        self.generators.append(value)
+
+    def _sequence(self, value: Any, name: str, depth: int) -> None:
+        if len(value) > _MAX_ITEMS:
+            return
+        self.containers.append((value, len(value)))
+        self._note(value, name)
+        for i, item in enumerate(value):
+            if type(item) not in _INERT:
+                self.visit(item, f"{name}[{i}]" if self.names is not None else "", depth)
+
+    def _mapping(self, value: dict[Any, Any], name: str, depth: int) -> None:
+        if len(value) > _MAX_ITEMS:
+            return
+        self.containers.append((value, len(value)))
+        self._note(value, name)
+        for key, item in list(value.items()):
+            if type(item) not in _INERT:
+                inner = f"{name}[{key!r}]" if self.names is not None else ""
+                self.visit(item, inner, depth)
+
+    def _object(self, value: Any, name: str, depth: int) -> None:
+        if depth >= _MAX_DEPTH:
+            return
+        self.visit_call(type(value))
+        for key, item in list(getattr(value, "__dict__", {}).items()):
+            if type(item) not in _INERT:
+                self.visit(item, f"{name}.{key}", depth + 1)
+
+    def _method(self, value: types.MethodType, name: str, depth: int) -> None:
+        self.visit(value.__self__, name, depth)
+        self.visit(value.__func__, name, depth)
+
+    def _partial(self, value: functools.partial[Any], name: str, depth: int) -> None:
+        self.visit(value.func, name, depth)
+        self._sequence(value.args, "argument", depth)
+        self._mapping(value.keywords, "argument", depth)
+
+    def _function(self, value: types.FunctionType, name: str, depth: int) -> None:
+        closure = value.__closure__
+        if closure is not None:
+            free = value.__code__.co_freevars
+            for cell_name, cell in zip(free, closure, strict=True):
+                try:
+                    self.visit(cell.cell_contents, cell_name, depth)
+                except ValueError:  # The cell is still empty.
+                    continue
+        if value.__defaults__ or value.__kwdefaults__:
+            self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
+            self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
+        for namespace, key in _global_slots(value):
+            self.visit(namespace.get(key), key, depth + 1)
+
+    def visit_call(self, kind: type) -> None:
+        """Take in the globals that the methods of a user's class name."""
+        slots = _CLASS_SLOTS.get(kind)
+        if slots is None:
+            slots = _CLASS_SLOTS[kind] = _class_slots(kind)
+        for namespace, key in slots:
+            self.visit(namespace.get(key), key, 1)
+
+    def _module(self, value: Module, name: str, depth: int) -> None:
+        self.modules.append(value)
+        attributes = value.__dict__
+        self.visit_call(type(value))
+        naming = self.names is not None
+        if naming:
+            self.module_names[id(value)] = name
+        for key, tensor in attributes["_parameters"].items():
+            if tensor is not None:
+                self.visit(tensor, _join(name, key) if naming else "", depth)
+        for key, tensor in attributes["_buffers"].items():
+            if tensor is not None:
+                self.buffers.append(tensor)
+                self.visit(tensor, _join(name, key) if naming else "", depth)
+        for key in _extras(value, attributes):
+            item = attributes.get(key)
+            if isinstance(item, Tensor) and item.grad_fn is None:
+                self.buffers.append(item)
+            if depth < _MAX_DEPTH:
+                self.visit(item, _join(name, key) if naming else "", depth + 1)
+        for key, child in attributes["_modules"].items():
+            self.visit(child, _join(name, key) if naming else "", depth)
+
+
+def _join(owner: str, key: str) -> str:
+    return f"{owner}.{key}" if owner else key
+
+
+Visitor = Callable[[Reached, Any, str, int], None]
+
+# Types of values that hold nothing: met so often that they are sorted out first.
+_INERT = frozenset(
+    (
+        *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
+        *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType),
+        *(types.BuiltinFunctionType, types.MethodWrapperType, type(Tensor.sin)),
+    )
+)
+
+_VISITORS: dict[type, Visitor | None] = {
+    Tensor: Reached._tensor,
+    torch.nn.Parameter: Reached._tensor,
+    torch.Generator: Reached._generator,
+    random.Random: Reached._generator,
+    list: Reached._sequence,
+    tuple: Reached._sequence,
+    set: Reached._sequence,
+    dict: Reached._mapping,
+    functools.partial: Reached._partial,
+    types.FunctionType: Reached._function,
+    types.MethodType: Reached._method,
+}
+
+
+def _visitor_of(kind: type) -> Visitor | None:
+    """Decide once for each class what is done with its instances."""
+    visitor: Visitor | None = Reached._object
+    if issubclass(kind, Tensor):
+        visitor = Reached._tensor
+    elif issubclass(kind, Module):
+        visitor = Reached._module
+    elif issubclass(kind, random.Random | torch.Generator) or _is_numpy_generator(kind):
+        visitor = Reached._generator
+    elif issubclass(kind, list | tuple | set):
+        visitor = Reached._sequence
+    elif issubclass(kind, dict):
+        visitor = Reached._mapping
+    elif issubclass(kind, type) or _is_library(kind.__module__):
+        visitor = None
+    _VISITORS[kind] = visitor
+    if visitor is None:
+        _VISITORS[kind] = _skip
+        return _skip
+    return visitor
+
+
+def _skip(reached: Reached, value: Any, name: str, depth: int) -> None:
+    """Pass over an instance of a class that holds nothing of the user's."""
+
+
+def _is_numpy_generator(kind: type) -> bool:
+    numpy_random: Any = sys.modules.get("numpy.random")
+    return numpy_random is not None and issubclass(
+        kind, numpy_random.Generator | numpy_random.RandomState
+    )
+
+
+_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
+
+
+def _is_library(module_name: str | None) -> bool:
+    """Tell whether code of this module is not the user's: torch's, ours, Python's."""
+    root = (module_name or "").partition(".")[0]
+    return root in {"torch", "membudget", "numpy"} or root in _STANDARD
+
+
+def _extras(module: Module, attributes: dict[str, Any]) -> list[str]:
+    """Return the names of a module's own attributes that may hold something.
+
+    They are remembered with the number of attributes, so that a new attribute is
+    noticed; an attribute that is `None` now may hold a tensor later and stays in.
+    """
+    known = _EXTRAS.get(module)
+    if known is not None and known[0] == len(attributes):
+        return known[1]
+    names = [
+        key
+        for key, item in attributes.items()
+        if key not in _MODULE_INTERNALS
+        and (item is None or type(item) not in _INERT)
+        and not (isinstance(item, Module))
+    ]
+    _EXTRAS[module] = (len(attributes), names)
+    return names
+
+
+_MODULE_INTERNALS = frozenset(Module().__dict__)
+_EXTRAS: WeakKeyDictionary[Module, tuple[int, list[str]]] = WeakKeyDictionary()
+
+# A global that code names: the namespace and the key. Looked up anew in each walk,
+# because the global may be bound to something else by then.
+Slots = list[tuple[dict[str, Any], str]]
+_CLASS_SLOTS: dict[type, Slots] = {}
+_CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
+
+
+def _global_slots(function: types.FunctionType) -> Slots:
+    code = function.__code__
+    known = _CODE_SLOTS.get(id(code))
+    if known is None:
+        # The code object is kept with its slots, so that its id stays its own.
+        known = _CODE_SLOTS[id(code)] = (code, list(_named_globals(function)))
+    return known[1]
+
+
+def _named_globals(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the globals named by a user's function that can hold something."""
+    if _is_library(function.__module__):
+        return
+    namespace = function.__globals__
+    for key in _all_names(function.__code__):
+        value = namespace.get(key, namespace)
+        kind = type(value)
+        if value is namespace or (value is not None and kind in _INERT):
+            continue
+        if kind is types.FunctionType and _is_library(value.__module__):
+            continue
+        yield namespace, key
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            names |= _all_names(constant)
+    return names
+
+
+def _class_slots(kind: type) -> Slots:
+    slots: Slots = []
+    for base in kind.__mro__:
+        if _is_library(base.__module__):
+            continue
+        for value in list(vars(base).values()):
+            function = getattr(value, "__func__", value)
+            if isinstance(function, types.FunctionType):
+                slots.extend(_global_slots(function))
+    return slots
+
+
+def reach(function: Any, names: bool = False) -> Reached:
+    """Walk everything that `function` can read besides its arguments.
+
+    Args:
+        function: What the region calls.
+        names: Whether to note names, for a message; a forward does without.
+
+    Returns:
+        What was found.
+    """
+    reached = Reached(names)
+    reached.visit(function, "")
+    return reached

@@ -1,0 +1,203 @@
+"""What a region read besides its arguments, and how a recompute finds it again.
+
+Three kinds of things, three ways:
+
+* *Buffers* (and plain tensor attributes of modules) are state that a forward may
+  advance: BatchNorm's statistics, a router's bias, an amax history. They are copied
+  before the forward. A recompute starts from the copy, and what it writes is undone,
+  with the version counters, so that the step advances them once.
+* *Training flags* are set to what they were.
+* *Everything else* is compared by version and storage with what the forward left. A
+  change is an error once the recompute reads it (see `watch`).
+
+BatchNorm's kernel writes its running statistics without telling the version counter.
+So a small buffer is always put back; a large one (a causal mask) only when its version
+says that the forward wrote it, and its copy is dropped at once otherwise.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget import _torch
+from membudget.engine.arguments import HeldTensor, address_of, version_of
+from membudget.engine.reach import Reached, reach
+from membudget.engine.watch import Watch, rewritten_error
+
+_SMALL_BYTES = 64 * 1024
+
+
+class Reads:
+    """What one forward could read besides its arguments."""
+
+    __slots__ = (
+        "_addresses",
+        "_containers",
+        "_modules",
+        "_rewritten",
+        "_snapshots",
+        "_tensors",
+        "_training",
+        "_versions",
+    )
+
+    def __init__(self, reached: Reached):
+        """Note everything before the function runs."""
+        # Detached, so that an activation kept on a module does not keep its graph.
+        self._tensors = [
+            t if t.grad_fn is None else t.detach() for t in reached.tensors
+        ]
+        self._versions = [version_of(t) for t in self._tensors]
+        self._addresses = [address_of(t) for t in self._tensors]
+        self._modules = reached.modules
+        self._training = [module.training for module in reached.modules]
+        self._containers = reached.containers
+        self._rewritten: list[int] = []
+        self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
+
+    def finish(self) -> None:
+        """Notice, after the function ran, what it changed itself."""
+        versions = [version_of(t) for t in self._tensors]
+        if versions != self._versions:
+            self._note_rewritten(versions)
+        if self._snapshots:
+            moved = {id(self._tensors[i]) for i in self._rewritten}
+            self._snapshots = [
+                (buffer, copy)
+                for buffer, copy in self._snapshots
+                if id(buffer) in moved or buffer.nbytes <= _SMALL_BYTES
+            ]
+
+    def _note_rewritten(self, versions: list[int]) -> None:
+        self._rewritten = [
+            i for i, version in enumerate(versions) if version != self._versions[i]
+        ]
+        self._versions = versions
+
+    def grown(self) -> list[tuple[Any, int]]:
+        """Return the containers that are longer than they were, with that length."""
+        return [(c, length) for c, length in self._containers if len(c) > length]
+
+    def state_addresses(self) -> frozenset[int]:
+        """Return where the storages lie that a recompute writes and puts back."""
+        return frozenset(address_of(buffer) for buffer, _ in self._snapshots)
+
+    def enter(
+        self,
+        scope: ExitStack,
+        function: Any,
+        arguments: list[HeldTensor],
+        hide_gradients: bool,
+    ) -> None:
+        """Bring everything back for a recompute, until `scope` ends.
+
+        Args:
+            scope: Where undoing is registered.
+            function: The region's function, walked again only to name what changed.
+            arguments: The tensors among the region's arguments.
+            hide_gradients: Whether the function runs a backward of its own, whose
+                gradients must not be added to those of the parameters again.
+        """
+        for module, training in zip(self._modules, self._training, strict=True):
+            if module.training != training:
+                scope.callback(setattr, module, "training", module.training)
+                module.training = training
+        watch = self._watch(function, arguments)
+        if self._snapshots:
+            _enter_snapshots(scope, self._snapshots)
+        if watch is not None:
+            scope.enter_context(watch)
+        if hide_gradients:
+            _hide_gradients(scope, self._tensors)
+
+    def _watch(self, function: Any, arguments: list[HeldTensor]) -> Watch | None:
+        """Return the mode that looks out for what was changed, if anything was."""
+        state = {id(buffer) for buffer, _ in self._snapshots}
+        rewritten = [
+            self._tensors[i]
+            for i in self._rewritten
+            if id(self._tensors[i]) not in state
+        ]
+        advanced = {id(self._tensors[i]) for i in self._rewritten} & state
+        changed = [
+            tensor
+            for tensor, version, address in zip(
+                self._tensors, self._versions, self._addresses, strict=True
+            )
+            if (version_of(tensor) != version or address_of(tensor) != address)
+            and id(tensor) not in advanced
+        ]
+        moved = [held for held in arguments if held.has_changed()]
+        if not (changed or rewritten or moved):
+            return None
+        names = _names(function)
+        watched = {address_of(t): name_of(t, names) for t in changed}
+        for held in moved:
+            if held.changed_by_region:
+                raise rewritten_error(held.name)
+            watched[address_of(held.packed)] = held.name
+        own = {address_of(t): name_of(t, names) for t in rewritten}
+        for address in watched.keys() & own.keys():
+            del own[address]
+        return Watch(watched, own)
+
+
+def _names(function: Any) -> dict[int, str]:
+    """Return the names of what `function` reaches, by identity and by storage."""
+    reached = reach(function, names=True)
+    known = dict(reached.names or {})
+    for tensor in reached.tensors:
+        known.setdefault(address_of(tensor), known[id(tensor)])
+    return known
+
+
+def name_of(tensor: Tensor, names: dict[int, str]) -> str:
+    """Return what an error calls a tensor that the region reached."""
+    if isinstance(tensor, torch.nn.Parameter):
+        kind = "parameter"
+    else:
+        kind = "tensor"
+    name = names.get(id(tensor)) or names.get(address_of(tensor))
+    return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
+
+
+Snapshots = list[tuple[Tensor, Tensor]]
+
+
+@torch.no_grad()
+def _snapshots(buffers: list[Tensor]) -> Snapshots:
+    unique = {id(buffer): buffer for buffer in buffers}
+    return [
+        (buffer, buffer.detach().clone())
+        for buffer in unique.values()
+        if not buffer.requires_grad
+    ]
+
+
+def _enter_snapshots(scope: ExitStack, snapshots: Snapshots) -> None:
+    buffers = [buffer for buffer, _ in snapshots]
+    versions = [version_of(buffer) for buffer in buffers]
+    with torch.no_grad():
+        current = [buffer.detach().clone() for buffer in buffers]
+
+        def undo() -> None:
+            with torch.no_grad():
+                for buffer, content in zip(buffers, current, strict=True):
+                    buffer.copy_(content)
+            _torch.set_versions(buffers, versions)
+
+        scope.callback(undo)
+        for buffer, copy in snapshots:
+            buffer.copy_(copy)
+
+
+def _hide_gradients(scope: ExitStack, tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.requires_grad and tensor.is_leaf:
+            scope.callback(setattr, tensor, "grad", tensor.grad)
+            tensor.grad = None
+

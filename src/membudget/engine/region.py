@@ -1,0 +1,176 @@
+"""`checkpoint`: run a function as a region.
+
+A region is a call whose saved tensors are dropped in the forward and recomputed when
+a backward asks for them. These are the rules; tests bear their numbers.
+
+Rule 1. Saved tensors belong to the innermost region. The inputs of a region are saved
+    tensors of whatever surrounds it: an outer region drops them, an offloader moves
+    them.
+Rule 2. A recompute runs the function once and stops when the last living handle is
+    served. Where nothing was saved, or no handle lives, nothing is recomputed.
+Rule 3. A recomputed tensor leaves its handle when autograd takes it. So memory falls as
+    the backward goes, and each further unpack (a second backward with `retain_graph`,
+    `ctx.saved_tensors` read twice) recomputes again, right each time. Inside
+    `execution_group` it stays.
+Rule 4. What a backward recomputed and did not use is freed when that backward ends.
+Rule 5. A recompute sees what the forward saw: arguments and the containers among them,
+    random streams, autocast, modes, settings, context variables, training flags, and
+    the buffers that the forward advanced.
+Rule 6. A recompute leaves no trace: streams, buffers with their version counters, flags
+    and settings are afterwards what they were, also when it fails.
+Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
+    tensors, and a recompute adds nothing to the parameters' gradients.
+Rule 8. What was changed since the forward raises once the recompute reads it. Changed by
+    an operator means its version, by `.data =` its storage. `.data.add_(...)`, which
+    hides from autograd on purpose, is seen only by `determinism_check="values"`.
+Rule 9. A recomputed tensor that is not the saved one raises, and says where and why.
+Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
+    reference cycle of its own. When the graph dies, so does the region.
+Rule 11. An exception of the function passes through unchanged, from the forward and from
+    the recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any, TypeVar, overload
+
+import torch
+
+from membudget.engine.options import DEFAULTS, RegionOptions, take_options
+from membudget.engine.reentrant import run_reentrant
+from membudget.engine.rerun import Frame
+from membudget.engine.statistics import Statistics
+from membudget.engine.switches import SWITCHES
+
+T = TypeVar("T")
+
+
+@overload
+def checkpoint(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T: ...
+
+
+@overload
+def checkpoint(
+    function: None = None, /, **options: Any
+) -> Callable[[Callable[..., T]], Callable[..., T]]: ...
+
+
+def checkpoint(
+    function: Callable[..., Any] | None = None, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Run `function(*args, **kwargs)` without keeping its activations.
+
+    What autograd would save inside is dropped, and recomputed when a backward needs it.
+    Loss, gradients, buffers and random streams are those of the plain call, bit for bit;
+    the rules are at the top of this module. It is a drop-in for
+    `torch.utils.checkpoint.checkpoint`.
+
+    The options below are taken out of `kwargs`. To pass a keyword of the same name to
+    the function, give the options first and the function after:
+    `checkpoint(early_stop=False)(function)(x, early_stop=x)`.
+
+    Args:
+        function: Any callable: a module, a method, a lambda.
+        *args: Its arguments. Tensors may be nested in lists, tuples, dicts, sets and
+            dataclasses.
+        **kwargs: Its keyword arguments, and options of the region: `use_reentrant`,
+            `context_fn`, `determinism_check`, `debug`, `early_stop`,
+            `preserve_rng_state`, `guards`; see `RegionOptions`.
+
+    Returns:
+        What `function` returns; without a function, a decorator.
+
+    Raises:
+        OptionError: An option has a value that cannot be meant.
+        ChangedSinceForwardError: In the backward, if something that the function read
+            was changed in between (Rule 8).
+        RecomputeMismatchError: In the backward, if the function did not do the same
+            again (Rule 9).
+
+    Not counted among what is kept: 5 KiB for a region that draws random numbers on the
+    CPU, and a copy of the small buffers that the region can reach.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> x = torch.linspace(0, 1, 4, requires_grad=True)
+        >>> y = mb.checkpoint(lambda x: x.sin().exp(), x)
+        >>> plain = x.sin().exp()
+        >>> torch.equal(*torch.autograd.grad(y.sum(), x), *torch.autograd.grad(plain.sum(), x))
+        True
+    """
+    if torch.compiler.is_compiling():
+        return _checkpoint_in_compiled_code(function, args, kwargs)
+    options = take_options(kwargs)
+    if function is None:
+        return lambda wrapped: _curried(wrapped, options)
+    return run_region(function, args, kwargs, options)
+
+
+def run_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions = DEFAULTS,
+    statistics: Statistics | None = None,
+) -> Any:
+    """Run one region with options that are already checked.
+
+    Args:
+        function: What the region calls.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments, without options.
+        options: The region's options.
+        statistics: Where to count, if somebody counts.
+
+    Returns:
+        What `function` returns.
+    """
+    if not torch.is_grad_enabled() or SWITCHES.disabled:
+        return function(*args, **kwargs)
+    if SWITCHES.early_stop is not None or SWITCHES.debug is not None:
+        options = _switched(options)
+    if options.use_reentrant:
+        return run_reentrant(function, args, kwargs, options, statistics)
+    frame = Frame(function, args, kwargs, options, statistics)
+    result = frame.run(args, kwargs)
+    if statistics is not None:
+        if frame.handles:
+            statistics.forwards += 1
+        else:
+            statistics.skipped += 1
+    return result
+
+
+def _switched(options: RegionOptions) -> RegionOptions:
+    changed = asdict(options)
+    if SWITCHES.early_stop is not None:
+        changed["early_stop"] = SWITCHES.early_stop
+    if SWITCHES.debug is not None and not options.use_reentrant:
+        changed["debug"] = SWITCHES.debug
+    return RegionOptions(**changed)
+
+
+def _curried(function: Callable[..., T], options: RegionOptions) -> Callable[..., T]:
+    def region(*args: Any, **kwargs: Any) -> Any:
+        return run_region(function, args, kwargs, options)
+
+    return region
+
+
+def _checkpoint_in_compiled_code(
+    function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Hand over to torch's checkpoint, which `torch.compile` knows how to trace.
+
+    Compiled code has no Python state to repair: random numbers and buffers are inputs
+    and outputs of the graph, so torch's guarantees are enough there.
+    """
+    from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+    for ours in ("guards", "use_reentrant"):
+        kwargs.pop(ours, None)
+    if kwargs.get("determinism_check") == "values":
+        kwargs["determinism_check"] = "default"
+    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

@@ -1,0 +1,101 @@
+"""How long a recomputed tensor stays with its handle.
+
+As a rule autograd takes it away, and what one backward recomputed but did not use is
+freed when that backward ends; a later backward over the same graph recomputes again.
+Inside an execution group a recomputed tensor stays until the group ends (or autograd
+drops the handle), so that several backwards recompute each region at most once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+from weakref import ReferenceType, ref
+
+from membudget._torch import at_end_of_backward, current_graph_task_id
+
+
+class Releasable(Protocol):
+    """A frame whose handles may hold recomputed tensors."""
+
+    def release(self) -> None:
+        """Let go of the recomputed tensors that nobody took."""
+
+
+_Frames = list["ReferenceType[Releasable]"]
+
+# Frames that recomputed in a backward, by the number of its graph task. A backward that
+# fails never calls back; its entry holds nothing but dead references, and is dropped
+# when later ones have pushed it out.
+_BY_BACKWARD: dict[int, _Frames] = {}
+_MOST_BACKWARDS = 64
+
+# The groups that are open. They are process-wide, because autograd runs on threads of
+# its own: a recompute must see the group from there.
+_OPEN_GROUPS: list[_Frames] = []
+
+_OUTSIDE_BACKWARD = -1
+
+
+def group_is_open() -> bool:
+    """Tell whether recomputed tensors are to stay with their handles."""
+    return bool(_OPEN_GROUPS)
+
+
+@contextmanager
+def execution_group() -> Iterator[None]:
+    """Recompute each region at most once over all backwards run inside.
+
+    Several backwards over one graph (one loss after another, or gradients for the
+    inputs first and for the weights later) then share the recomputed tensors. They are
+    held until the group ends, or until autograd frees what they belong to.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = mb.checkpoint(lambda x: x.sin().exp(), x)
+        >>> with mb.execution_group():
+        ...     y[0].backward(retain_graph=True)
+        ...     y[1].backward()
+    """
+    frames: _Frames = []
+    _OPEN_GROUPS.append(frames)
+    try:
+        yield
+    finally:
+        _OPEN_GROUPS.remove(frames)
+        if not _OPEN_GROUPS:
+            _release(frames)
+        else:
+            _OPEN_GROUPS[-1].extend(frames)
+
+
+def release_in_time(frame: Releasable) -> bool:
+    """See to it that `frame` is released when its recomputed tensors are out of date.
+
+    Returns:
+        Whether somebody will release it; `False` outside of any backward, where the
+        caller must.
+    """
+    if _OPEN_GROUPS:
+        _OPEN_GROUPS[-1].append(ref(frame))
+        return True
+    task = current_graph_task_id()
+    if task == _OUTSIDE_BACKWARD:
+        return False
+    frames = _BY_BACKWARD.get(task)
+    if frames is None:
+        frames = _BY_BACKWARD[task] = []
+        at_end_of_backward(lambda: _release(_BY_BACKWARD.pop(task, [])))
+        if len(_BY_BACKWARD) > _MOST_BACKWARDS:
+            del _BY_BACKWARD[min(_BY_BACKWARD)]
+    frames.append(ref(frame))
+    return True
+
+
+def _release(frames: _Frames) -> None:
+    for reference in frames:
+        frame = reference()
+        if frame is not None:
+            frame.release()

@@ -1,0 +1,86 @@
+"""Switches that hold for a stretch of code in one thread.
+
+Each is a slot of one `threading.local`, so that reading one costs an attribute. A
+region reads them once, in its forward: a switch belongs to the forward, not to the
+backward that comes later.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class _Switches(threading.local):
+    """What holds in this thread; class attributes are the defaults."""
+
+    disabled: bool = False
+    early_stop: bool | None = None
+    debug: bool | None = None
+    recomputing: int = 0
+
+
+SWITCHES = _Switches()
+
+
+@contextmanager
+def _switched(name: str, value: object) -> Iterator[None]:
+    before = getattr(SWITCHES, name)
+    setattr(SWITCHES, name, value)
+    try:
+        yield
+    finally:
+        setattr(SWITCHES, name, before)
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Run regions as plain code in this thread: nothing is dropped or recomputed.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> with mb.disable_checkpointing():
+        ...     y = mb.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
+    """
+    with _switched("disabled", True):
+        yield
+
+
+@contextmanager
+def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
+    """Switch early stop on or off for the regions entered here, in this thread.
+
+    It wins over the argument `early_stop` and belongs to the forward: the recompute
+    of a region follows what held when the region ran.
+
+    Args:
+        enable: Whether a recompute stops once the last tensor that is needed is made.
+    """
+    with _switched("early_stop", enable):
+        yield
+
+
+@contextmanager
+def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+    """Switch debugging on or off for the regions entered here, in this thread.
+
+    Args:
+        enabled: Wins over the argument `debug` of regions; `None` leaves it to that.
+    """
+    with _switched("debug", enabled):
+        yield
+
+
+def is_recomputing() -> bool:
+    """Tell whether the code that asks runs in the recompute of a region.
+
+    Use it to guard side effects that must happen once a step, such as appending to a
+    list of auxiliary losses:
+
+    Example:
+        >>> import membudget as mb
+        >>> if not mb.is_recomputing():
+        ...     pass  # log, count, append
+    """
+    return SWITCHES.recomputing > 0

@@ -1,0 +1,97 @@
+"""Stop a recompute that is about to read what was changed since the forward.
+
+Walking what a function can reach finds more than it reads. So a change that was noticed
+counts only when an operator of the recompute takes the changed storage; this mode
+looks. It is pushed only when something did change, so it costs a clean step nothing.
+
+A tensor that the region *itself* changed (embedding's `max_norm` renormalises its
+weight) is another matter: the recompute starts from what the forward left. That is
+right if the first operator that touches the tensor is the one that writes it, and
+leaves it as it was; otherwise it is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter
+
+from membudget._torch import TorchDispatchMode, is_view_operator, written_arguments
+from membudget.engine.arguments import address_of
+from membudget.errors import ChangedSinceForwardError
+
+Names = dict[int, str]
+
+
+class Watch(TorchDispatchMode):
+    """Raise when an operator reads a storage that was changed."""
+
+    def __init__(self, changed: Names, rewritten: Names):
+        """Watch storages.
+
+        Args:
+            changed: Names of what somebody changed since the forward, by the address
+                of the storage.
+            rewritten: Names of what the region itself changed, likewise.
+        """
+        super().__init__()
+        self.changed = changed
+        self.rewritten = dict(rewritten)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Look at the operands, then let the operator run."""
+        kwargs = kwargs or {}
+        if is_view_operator(func):
+            return func(*args, **kwargs)
+        operands = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        addresses = {address_of(t) for t in operands}
+        hit = addresses & self.changed.keys()
+        if hit:
+            raise changed_error([self.changed[address] for address in sorted(hit)])
+        if not addresses & self.rewritten.keys():
+            return func(*args, **kwargs)
+        return self._rewrite(func, args, kwargs, addresses)
+
+    def _rewrite(self, func: Any, args: Any, kwargs: Any, addresses: set[int]) -> Any:
+        written = {
+            address_of(t): t for t in written_arguments(func, args, kwargs)
+        }
+        for address in addresses & self.rewritten.keys():
+            if address not in written:
+                raise rewritten_error(self.rewritten[address])
+        before = {a: t.detach().clone() for a, t in written.items()}
+        result = func(*args, **kwargs)
+        for address, tensor in written.items():
+            name = self.rewritten.pop(address, None)
+            if name is not None and not torch.equal(before[address], tensor.detach()):
+                tensor.detach().copy_(before[address])
+                raise rewritten_error(name)
+        return result
+
+
+def changed_error(names: list[str]) -> ChangedSinceForwardError:
+    """Return the error for what somebody changed after the forward."""
+    return ChangedSinceForwardError(
+        f"{' and '.join(names)} was changed after the forward of a region that reads "
+        "it, and before the region was recomputed: its gradients would be those of "
+        "another function. One of the variables needed for gradient computation has "
+        "been modified by an inplace operation, plain autograd would say. Change it "
+        "after the backward, or hand the region a copy (`tensor.clone()`).",
+        names,
+    )
+
+
+def rewritten_error(name: str) -> ChangedSinceForwardError:
+    """Return the error for what the region itself changes."""
+    return ChangedSinceForwardError(
+        f"{name} is changed in place by the region itself, so a recompute cannot start "
+        "from what the forward started from. Give the region a copy "
+        "(`tensor.clone()`), leave the in-place operator out (`inplace=False`), or "
+        "make the tensor a buffer of a module that the region calls: buffers are put "
+        "back before a recompute.",
+        [name],
+    )

@@ -1,0 +1,107 @@
+"""Every exception that membudget raises on purpose.
+
+    MembudgetError
+    ├── OptionError (ValueError)               an option or argument that cannot be meant
+    ├── SelectionError (ValueError)            a selection of modules that matches nothing
+    ├── MissingExtraError (ImportError)        an optional dependency is not installed
+    └── CheckpointError (RuntimeError)         a region cannot do what was asked of it
+        ├── RecomputeMismatchError             the recompute made other tensors than the forward
+        ├── ChangedSinceForwardError           something that the region read was changed since
+        └── ReentrantLimitError                a limit of the classic, reentrant variant
+
+Each message says what was asked, what was found and what to do; the facts are
+attributes. This module must not import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class MembudgetError(Exception):
+    """The root of membudget's exceptions."""
+
+
+class OptionError(MembudgetError, ValueError):
+    """An option or argument has a value that cannot be meant."""
+
+
+class SelectionError(MembudgetError, ValueError):
+    """A selection of modules matches nothing, or cannot carry a region."""
+
+
+class MissingExtraError(MembudgetError, ImportError):
+    """An optional dependency is not installed.
+
+    Attributes:
+        package: The package that is missing.
+        extra: The extra of membudget that brings it.
+    """
+
+    def __init__(self, package: str, extra: str, purpose: str) -> None:
+        """Name the package, the extra that brings it, and what it is for."""
+        super().__init__(
+            f"{purpose} needs the package {package!r}, which is not installed. "
+            f'Install it with: pip install "membudget[{extra}]"'
+        )
+        self.package = package
+        self.extra = extra
+
+
+class CheckpointError(MembudgetError, RuntimeError):
+    """A region cannot do what was asked of it."""
+
+
+class RecomputeMismatchError(CheckpointError):
+    """The recompute of a region made other tensors than its forward did.
+
+    Attributes:
+        index: Which saved tensor of the region differs, counted from 0 in the order
+            in which the forward saved them; `None` if their number differs.
+        module_path: The module whose forward was running, such as `"h.3.mlp"`;
+            empty outside every module.
+        operator: The function that was called, such as `"torch.nn.functional.gelu"`.
+        line: The user's line, as `"file.py:12"`.
+        saved: What the forward saved, as text.
+        recomputed: What the recompute made, as text.
+        causes: What probably made the difference, the likeliest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        index: int | None = None,
+        module_path: str = "",
+        operator: str = "",
+        line: str = "",
+        saved: str = "",
+        recomputed: str = "",
+        causes: Sequence[str] = (),
+    ) -> None:
+        """Hold the message and the facts behind it."""
+        super().__init__(message)
+        self.index = index
+        self.module_path = module_path
+        self.operator = operator
+        self.line = line
+        self.saved = saved
+        self.recomputed = recomputed
+        self.causes = tuple(causes)
+
+
+class ChangedSinceForwardError(CheckpointError):
+    """Something that a region read was changed before the region was recomputed.
+
+    Attributes:
+        names: What was changed, such as `("argument 0", "parameter 'fc.weight'")`.
+    """
+
+    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
+        """Hold the message and the names of what was changed."""
+        super().__init__(message)
+        self.names = tuple(names)
+
+
+class ReentrantLimitError(CheckpointError):
+    """A limit of `use_reentrant=True`, which would otherwise lose gradients."""
