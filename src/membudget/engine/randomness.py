@@ -7,8 +7,8 @@ between was not drawn from, and is neither kept nor touched later.
 Reading must be cheap, because every region does it. torch's generators hand out a
 small tensor. Python and NumPy build large objects (13 µs and 42 µs where a whole region
 may take 60), so for these two a raw look at the generator's memory serves as a
-*fingerprint*, and the state proper, by the public functions, is read only when the
-fingerprint is a new one. The raw bytes are never written back. `_raw_look_is_honest`
+*mark*, and the state proper, by the public functions, is read only when the mark is a
+new one. The raw bytes are never written back. `_raw_look_is_honest`
 tries the trick once a process; where it fails, the public functions are used alone.
 """
 
@@ -17,20 +17,24 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
+
+from membudget.engine.scope import Scope
 
 
 class Source(Protocol):
     """A source of random numbers whose state can be read and put back."""
 
-    def read(self) -> Any:
-        """Return the state; states compare equal if nothing was drawn in between."""
+    def state(self) -> Any:
+        """Return the state."""
+
+    def mark(self) -> Any:
+        """Return what compares equal as long as nothing is drawn."""
 
     def write(self, state: Any) -> None:
         """Put a state back."""
@@ -39,48 +43,44 @@ class Source(Protocol):
 class TorchSource:
     """One `torch.Generator`, of whichever device."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("state", "write")
 
     def __init__(self, generator: Generator):
         """Watch `generator`."""
-        self.generator = generator
+        self.state: Callable[[], Tensor] = generator.get_state
+        self.write: Callable[[Tensor], object] = generator.set_state
 
-    def read(self) -> bytes:
-        """Return the state as bytes, which compare ten times faster than tensors."""
-        state = self.generator.get_state()
+    def mark(self) -> bytes:
+        """Return the state's bytes, which compare ten times faster than tensors."""
+        state = self.state()
         return ctypes.string_at(state.data_ptr(), state.numel())
-
-    def write(self, state: bytes) -> None:
-        """Put a state back."""
-        tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-        self.generator.set_state(tensor)
 
 
 class _FingerprintedSource:
-    """A source with a dear public state and a cheap fingerprint of it.
+    """A source with a dear public state and a cheap mark.
 
     The last pair of both is remembered, so that regions between which nothing is drawn
     share one state object.
     """
 
-    __slots__ = ("_fingerprint", "_state")
+    __slots__ = ("_mark", "_state")
 
     def __init__(self) -> None:
-        self._fingerprint: Any = None
+        self._mark: Any = None
         self._state: Any = None
 
-    def fingerprint(self) -> Any:
-        raise NotImplementedError
-
-    def public_state(self) -> Any:
+    def mark(self) -> Any:
         raise NotImplementedError
 
     def read(self) -> Any:
-        """Return a pair of fingerprint and state; the same object if nothing moved."""
-        fingerprint = self.fingerprint()
-        if fingerprint != self._fingerprint or self._state is None:
-            self._fingerprint = fingerprint
-            self._state = (fingerprint, self.public_state())
+        raise NotImplementedError
+
+    def state(self) -> Any:
+        """Return the state; the same object if nothing was drawn since."""
+        mark = self.mark()
+        if mark != self._mark or self._state is None:
+            self._state = self.read()
+            self._mark = mark
         return self._state
 
 
@@ -94,20 +94,20 @@ class PythonSource(_FingerprintedSource):
         super().__init__()
         self.generator = generator
 
-    def fingerprint(self) -> Any:
+    def mark(self) -> Any:
         """Return the raw words of the Mersenne twister and the spare Gaussian."""
         generator = self.generator
         if not _raw_look_is_honest(random.Random):
-            return self.public_state()
+            return self.read()
         return _raw(generator), generator.gauss_next  # type: ignore[attr-defined]
 
-    def public_state(self) -> Any:
+    def read(self) -> Any:
         """Return `getstate()`."""
         return self.generator.getstate()
 
     def write(self, state: Any) -> None:
         """Put a state back."""
-        self.generator.setstate(state[1])
+        self.generator.setstate(state)
 
 
 class NumpyLegacySource(_FingerprintedSource):
@@ -120,22 +120,22 @@ class NumpyLegacySource(_FingerprintedSource):
         super().__init__()
         self.generator = generator
 
-    def fingerprint(self) -> Any:
+    def mark(self) -> Any:
         """Return the raw memory of the object and of its Mersenne twister."""
         generator = self.generator
         bits = generator._bit_generator
         if type(bits).__name__ != "MT19937" or not _raw_look_is_honest(type(generator)):
-            return repr(self.public_state())
+            return repr(self.read())
         address = bits.ctypes.state_address
         return _raw(generator), ctypes.string_at(address, _MT19937_BYTES)
 
-    def public_state(self) -> Any:
+    def read(self) -> Any:
         """Return `get_state(legacy=False)`, with the state's array copied."""
         return self.generator.get_state(legacy=False)
 
     def write(self, state: Any) -> None:
         """Put a state back."""
-        self.generator.set_state(state[1])
+        self.generator.set_state(state)
 
 
 class NumpySource:
@@ -147,29 +147,17 @@ class NumpySource:
         """Watch `generator`."""
         self.generator = generator
 
-    def read(self) -> Any:
-        """Return the state with a text that compares it."""
-        state = self.generator.bit_generator.state
-        return _Compared(repr(state), state)
+    def state(self) -> Any:
+        """Return the state of its bits, a dict that may hold arrays."""
+        return self.generator.bit_generator.state
+
+    def mark(self) -> str:
+        """Return the state as text."""
+        return repr(self.state())
 
     def write(self, state: Any) -> None:
         """Put a state back."""
-        self.generator.bit_generator.state = state.state
-
-
-class _Compared:
-    """A state that holds arrays, compared by its text."""
-
-    __slots__ = ("state", "text")
-
-    def __init__(self, text: str, state: Any):
-        self.text = text
-        self.state = state
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Compared) and self.text == other.text
-
-    __hash__ = None  # type: ignore[assignment]
+        self.generator.bit_generator.state = state
 
 
 _MT19937_BYTES = 624 * 4 + 4  # Its words and its position: NumPy's documented struct.
@@ -262,24 +250,28 @@ class Drawn:
     Begin it before the function runs and `finish` it after.
     """
 
-    __slots__ = ("_before",)
+    __slots__ = ("_before", "_marks")
 
     def __init__(self, sources: Iterable[Source]):
         """Read every source."""
-        self._before = [(source, source.read()) for source in sources]
+        self._before = [(source, source.state()) for source in sources]
+        self._marks: list[Any] = []
+
+    def mark(self) -> None:
+        """Note where every source stands, so that `finish` can tell what moved."""
+        self._marks = [source.mark() for source, _ in self._before]
 
     def finish(self) -> None:
         """Forget the sources that did not move."""
         self._before = [
-            (source, state) for source, state in self._before if source.read() != state
+            (source, state)
+            for (source, state), mark in zip(self._before, self._marks, strict=True)
+            if source.mark() != mark
         ]
+        self._marks = []
 
-    def __bool__(self) -> bool:
-        """Tell whether anything is to be restored."""
-        return bool(self._before)
-
-    def enter(self, scope: ExitStack) -> None:
+    def enter(self, scope: Scope) -> None:
         """Put every source where the forward found it, until `scope` ends."""
         for source, state in self._before:
-            scope.callback(source.write, source.read())
+            scope.callback(source.write, source.state())
             source.write(state)

@@ -17,7 +17,6 @@ says that the forward wrote it, and its copy is dropped at once otherwise.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from membudget import _torch
 from membudget.engine.arguments import HeldTensor, address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.watch import Watch, rewritten_error
+from membudget.engine.scope import Scope
 
 _SMALL_BYTES = 64 * 1024
 
@@ -88,7 +88,7 @@ class Reads:
 
     def enter(
         self,
-        scope: ExitStack,
+        scope: Scope,
         function: Any,
         arguments: list[HeldTensor],
         hide_gradients: bool,
@@ -178,7 +178,7 @@ def _snapshots(buffers: list[Tensor]) -> Snapshots:
     ]
 
 
-def _enter_snapshots(scope: ExitStack, snapshots: Snapshots) -> None:
+def _enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
     buffers = [buffer for buffer, _ in snapshots]
     versions = [version_of(buffer) for buffer in buffers]
     with torch.no_grad():
@@ -195,7 +195,7 @@ def _enter_snapshots(scope: ExitStack, snapshots: Snapshots) -> None:
             buffer.copy_(copy)
 
 
-def _hide_gradients(scope: ExitStack, tensors: list[Tensor]) -> None:
+def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:
     for tensor in tensors:
         if tensor.requires_grad and tensor.is_leaf:
             scope.callback(setattr, tensor, "grad", tensor.grad)

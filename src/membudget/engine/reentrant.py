@@ -13,7 +13,6 @@ which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
 from membudget.errors import ReentrantLimitError
+from membudget.engine.scope import Scope
 
 _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 
@@ -99,14 +99,14 @@ def _differentiate(
     outputs: list[Any] = []
 
     def rerun() -> None:
-        with ExitStack() as ambient:
+        with Scope() as ambient:
             call.surroundings.enter_ambient(ambient)
             output = call.function(*call.with_tensors(tuple(inputs)), **call.kwargs)
             outputs.extend(output if isinstance(output, tuple | list) else [output])
 
     # The buffers stay as the graph saw them until it was differentiated; autocast
     # must have ended by then, or it would cast the operators of the backward.
-    with ExitStack() as state:
+    with Scope() as state:
         call.surroundings.enter_state(state)
         SWITCHES.recomputing += 1
         try:

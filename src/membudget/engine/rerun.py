@@ -33,6 +33,7 @@ from membudget.engine.compare import (
 )
 from membudget.engine.diagnosis import likely_causes, module_names
 from membudget.engine.options import ContextPair, RegionOptions
+from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
@@ -185,7 +186,8 @@ class Frame:
             if tensor is None:
                 self._recompute()
                 tensor = handle.tensor
-                if not retention.release_in_time(self):
+                # With one handle there is nothing left over to be released.
+                if len(self.handles) > 1 and not retention.release_in_time(self):
                     self.release()
         if tensor is None:
             raise self._mismatch(None, None, self.cursor)
@@ -224,7 +226,7 @@ class Frame:
 
     def _recompute_in_scope(self) -> None:
         surroundings = self.surroundings
-        with ExitStack() as scope:
+        with Scope() as scope:
             args, kwargs = surroundings.arguments.rebuild()
             surroundings.enter_ambient(scope)
             self.state_addresses = surroundings.state_addresses()

@@ -7,11 +7,11 @@ the random sources, the ambient state, and what the function can reach.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from membudget._torch import set_grad_enabled
 from membudget.engine.ambient import Ambient, AutocastOnly
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.options import RegionOptions
@@ -23,6 +23,7 @@ from membudget.engine.randomness import (
 )
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
+from membudget.engine.scope import Scope
 
 
 class Surroundings:
@@ -66,6 +67,7 @@ class Surroundings:
             if reached.generators:
                 sources += private_sources(reached.generators)
             self._drawn = Drawn(sources)
+            self._drawn.mark()
 
     def finish(self) -> None:
         """Note, after the function ran, what it drew and what it changed itself."""
@@ -89,14 +91,15 @@ class Surroundings:
         else:
             body()
 
-    def enter_ambient(self, scope: ExitStack) -> None:
+    def enter_ambient(self, scope: Scope) -> None:
         """Bring back random sources, modes and settings until `scope` ends."""
         self._ambient.enter(scope)
         if self._drawn is not None:
             self._drawn.enter(scope)
-        scope.enter_context(torch.enable_grad())
+        scope.callback(set_grad_enabled, torch.is_grad_enabled())
+        set_grad_enabled(True)
 
-    def enter_state(self, scope: ExitStack, hide_gradients: bool = False) -> None:
+    def enter_state(self, scope: Scope, hide_gradients: bool = False) -> None:
         """Bring back buffers and flags until `scope` ends; see `Reads.enter`."""
         if self.reads is not None:
             self.reads.enter(

@@ -1,0 +1,60 @@
+"""A stack of things to undo, for the hot path of a recompute.
+
+`contextlib.ExitStack` does the same and hands exceptions to each context; that costs
+6 µs a recompute where the whole region should cost 30. What is undone here (streams,
+modes, settings) does not care how the recompute ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+
+class Scope:
+    """Undo, in reverse order, what was entered; all of it, whatever happens.
+
+    Example:
+        >>> with Scope() as scope:
+        ...     scope.callback(print, "undone last")
+        ...     scope.callback(print, "undone first")
+        undone first
+        undone last
+    """
+
+    __slots__ = ("_undo",)
+
+    def __init__(self) -> None:
+        """Begin with nothing to undo."""
+        self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+
+    def __enter__(self) -> Scope:
+        """Return the scope itself."""
+        return self
+
+    def callback(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call `function(*args)` when the scope ends."""
+        self._undo.append((function, args))
+
+    def enter_context(self, context: AbstractContextManager[Any]) -> None:
+        """Enter a context now and leave it when the scope ends."""
+        context.__enter__()
+        self._undo.append((context.__exit__, (None, None, None)))
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Undo everything, newest first."""
+        undo = self._undo
+        while undo:
+            function, args = undo.pop()
+            try:
+                function(*args)
+            except BaseException:
+                self.__exit__(None, None, None)
+                raise
