@@ -1,0 +1,51 @@
+"""What every test starts from: seed 0 and one thread; the header names the device."""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def device_name() -> str:
+    """Return the name of the device that tests marked `cuda` would run on."""
+    if torch.cuda.is_available():
+        return f"cuda ({torch.cuda.get_device_name()})"
+    return "cpu"
+
+
+def pytest_report_header() -> str:
+    """Say which torch, Python and device the results below are about."""
+    return (
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{device_name()}, {os.cpu_count()} cores"
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests that need a CUDA device where there is none."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def same_start() -> Iterator[None]:
+    """Begin each test with seed 0 everywhere and one thread."""
+    torch.manual_seed(0)
+    random.seed(0)
+    # Only where a test has imported it: membudget must not need numpy.
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(0)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
