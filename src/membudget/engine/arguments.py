@@ -73,12 +73,10 @@ class HeldTensor:
     Attributes:
         place: Where it was given: the owner and the key, nested.
         version: The version of its content when the region began.
-        address: Where its storage lay.
         changed_by_region: Whether the function itself wrote into it.
     """
 
     __slots__ = (
-        "address",
         "changed_by_region",
         "packed",
         "place",
@@ -103,7 +101,6 @@ class HeldTensor:
                 self.packed, self.unpack = hooks[0](self.packed), hooks[1]
         if self.unpack is None:
             self.version = version_of(tensor)
-            self.address = address_of(tensor)
 
     @property
     def name(self) -> str:
@@ -116,20 +113,20 @@ class HeldTensor:
             self.changed_by_region = True
 
     def has_changed(self) -> bool:
-        """Tell whether the content is another than when the region began."""
-        return self.unpack is None and (
-            version_of(self.packed) != self.version
-            or address_of(self.packed) != self.address
-        )
+        """Tell whether the content is another than when the region began.
+
+        A caller who exchanges the storage (`x.data = y`) changes nothing here: the
+        region holds an alias of the old one.
+        """
+        return self.unpack is None and version_of(self.packed) != self.version
 
     def rebuild(self, memo: Memo) -> Tensor:
         """Return the tensor as a leaf that requires a gradient if the argument did."""
-        if self.unpack is None:
-            tensor: Tensor = self.packed
-            if is_parameter(tensor):
-                return tensor
-        else:
-            tensor = with_stride(self.unpack(self.packed), self.stride)
+        tensor: Tensor = self.packed
+        if self.unpack is not None:
+            tensor = with_stride(self.unpack(tensor), self.stride)
+        elif is_parameter(tensor):
+            return tensor
         tensor = tensor.detach()
         return tensor.requires_grad_() if self.requires_grad else tensor
 
@@ -152,7 +149,8 @@ class _HeldContainer:
 
 def rebuild(value: Any, memo: Memo) -> Any:
     """Return what a held value stands for; everything else stands for itself."""
-    if isinstance(value, HeldTensor | _HeldContainer):
+    kind = type(value)
+    if kind is HeldTensor or kind is _HeldContainer:
         return value.rebuild(memo)
     return value
 
@@ -171,21 +169,23 @@ class HeldArguments:
         self.tensors: list[HeldTensor] = []
         self._hooks = top_saved_tensors_hooks()
         self._memo: Memo = {}
+        hold = self._hold
         self._args = [
-            value if type(value) in _LEAVES else self._hold(value, (None, i))
+            value if type(value) in _LEAVES else hold(value, (None, i))
             for i, value in enumerate(args)
         ]
-        self._kwargs = {
-            name: value if type(value) in _LEAVES else self._hold(value, (None, name))
+        self._kwargs = kwargs and {
+            name: value if type(value) in _LEAVES else hold(value, (None, name))
             for name, value in kwargs.items()
         }
-        del self._memo
+        self._memo = {}
 
     def rebuild(self) -> tuple[list[Any], dict[str, Any]]:
         """Return fresh arguments for one recompute."""
         memo: Memo = {}
         args = [rebuild(value, memo) for value in self._args]
-        return args, {name: rebuild(v, memo) for name, v in self._kwargs.items()}
+        kwargs = self._kwargs
+        return args, kwargs and {k: rebuild(v, memo) for k, v in kwargs.items()}
 
     def cuda_devices(self) -> set[int]:
         """Return the indices of the CUDA devices on which the tensors lie."""

@@ -30,11 +30,11 @@ from membudget.engine.scope import Scope
 class Source(Protocol):
     """A source of random numbers whose state can be read and put back."""
 
-    def state(self) -> Any:
-        """Return the state."""
+    def look(self) -> tuple[Any, Any]:
+        """Return a mark, which is equal as long as nothing is drawn, and the state."""
 
     def mark(self) -> Any:
-        """Return what compares equal as long as nothing is drawn."""
+        """Return the mark alone."""
 
     def write(self, state: Any) -> None:
         """Put a state back."""
@@ -50,24 +50,27 @@ class TorchSource:
         self.state: Callable[[], Tensor] = generator.get_state
         self.write: Callable[[Tensor], object] = generator.set_state
 
-    def mark(self) -> bytes:
-        """Return the state's bytes, which compare ten times faster than tensors."""
+    def look(self) -> tuple[bytes, Tensor]:
+        """Return the state as bytes, which compare quickly, and as a tensor."""
         state = self.state()
-        return ctypes.string_at(state.data_ptr(), state.numel())
+        return ctypes.string_at(state.data_ptr(), state.numel()), state
+
+    def mark(self) -> bytes:
+        """Return the state as bytes."""
+        return self.look()[0]
 
 
-class _FingerprintedSource:
+class _DearSource:
     """A source with a dear public state and a cheap mark.
 
     The last pair of both is remembered, so that regions between which nothing is drawn
     share one state object.
     """
 
-    __slots__ = ("_mark", "_state")
+    __slots__ = ("_last",)
 
     def __init__(self) -> None:
-        self._mark: Any = None
-        self._state: Any = None
+        self._last: tuple[Any, Any] | None = None
 
     def mark(self) -> Any:
         raise NotImplementedError
@@ -75,31 +78,32 @@ class _FingerprintedSource:
     def read(self) -> Any:
         raise NotImplementedError
 
-    def state(self) -> Any:
-        """Return the state; the same object if nothing was drawn since."""
+    def look(self) -> tuple[Any, Any]:
+        """Return mark and state; the same pair if nothing was drawn since."""
         mark = self.mark()
-        if mark != self._mark or self._state is None:
-            self._state = self.read()
-            self._mark = mark
-        return self._state
+        last = self._last
+        if last is None or last[0] != mark:
+            last = self._last = (mark, self.read())
+        return last
 
 
-class PythonSource(_FingerprintedSource):
+class PythonSource(_DearSource):
     """A `random.Random`, the module-level one above all."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("_memory", "generator")
 
     def __init__(self, generator: random.Random):
         """Watch `generator`."""
         super().__init__()
         self.generator = generator
+        honest = _raw_look_is_honest(random.Random)
+        self._memory = _memory(generator) if honest else None
 
     def mark(self) -> Any:
         """Return the raw words of the Mersenne twister and the spare Gaussian."""
-        generator = self.generator
-        if not _raw_look_is_honest(random.Random):
+        if self._memory is None:
             return self.read()
-        return _raw(generator), generator.gauss_next  # type: ignore[attr-defined]
+        return self._memory.raw, self.generator.gauss_next  # type: ignore[attr-defined]
 
     def read(self) -> Any:
         """Return `getstate()`."""
@@ -110,32 +114,38 @@ class PythonSource(_FingerprintedSource):
         self.generator.setstate(state)
 
 
-class NumpyLegacySource(_FingerprintedSource):
+class NumpyLegacySource(_DearSource):
     """A `numpy.random.RandomState`, the one behind `numpy.random.rand` above all."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("_memory", "generator")
 
     def __init__(self, generator: Any):
         """Watch `generator`."""
         super().__init__()
         self.generator = generator
+        self._memory = None
+        if _is_mt19937(generator) and _raw_look_is_honest(type(generator)):
+            self._memory = _memory(generator)
 
     def mark(self) -> Any:
         """Return the raw memory of the object and of its Mersenne twister."""
         generator = self.generator
-        bits = generator._bit_generator
-        if type(bits).__name__ != "MT19937" or not _raw_look_is_honest(type(generator)):
+        if self._memory is None or not _is_mt19937(generator):
             return repr(self.read())
-        address = bits.ctypes.state_address
-        return _raw(generator), ctypes.string_at(address, _MT19937_BYTES)
+        address = generator._bit_generator.ctypes.state_address
+        return self._memory.raw, ctypes.string_at(address, _MT19937_BYTES)
 
     def read(self) -> Any:
-        """Return `get_state(legacy=False)`, with the state's array copied."""
+        """Return `get_state(legacy=False)`."""
         return self.generator.get_state(legacy=False)
 
     def write(self, state: Any) -> None:
         """Put a state back."""
         self.generator.set_state(state)
+
+
+def _is_mt19937(generator: Any) -> bool:
+    return type(generator._bit_generator).__name__ == "MT19937"
 
 
 class NumpySource:
@@ -147,13 +157,14 @@ class NumpySource:
         """Watch `generator`."""
         self.generator = generator
 
-    def state(self) -> Any:
-        """Return the state of its bits, a dict that may hold arrays."""
-        return self.generator.bit_generator.state
+    def look(self) -> tuple[str, Any]:
+        """Return the state of its bits, a dict that may hold arrays, as text too."""
+        state = self.generator.bit_generator.state
+        return repr(state), state
 
     def mark(self) -> str:
         """Return the state as text."""
-        return repr(self.state())
+        return self.look()[0]
 
     def write(self, state: Any) -> None:
         """Put a state back."""
@@ -163,10 +174,14 @@ class NumpySource:
 _MT19937_BYTES = 624 * 4 + 4  # Its words and its position: NumPy's documented struct.
 
 
-def _raw(thing: object) -> bytes:
-    """Return the memory of an object of C type, without its reference count."""
+def _memory(thing: object) -> Any:
+    """Return a view of an object of C type, without its reference count.
+
+    The view does not keep the object alive; whoever holds it must.
+    """
     header = object.__basicsize__
-    return ctypes.string_at(id(thing) + header, type(thing).__basicsize__ - header)
+    size = type(thing).__basicsize__ - header
+    return (ctypes.c_char * size).from_address(id(thing) + header)
 
 
 @cache
@@ -180,14 +195,14 @@ def _raw_look_is_honest(kind: Any) -> bool:
         return False
     if kind is random.Random:
         probe = random.Random(0)
-        before = _raw(probe)
+        before = _memory(probe).raw
         probe.random()
-        return before != _raw(probe)
+        return bool(before != _memory(probe).raw)
     twin = kind(0)
     bits = twin._bit_generator.ctypes.state_address
     looks = []
     for _ in range(3):
-        looks.append((_raw(twin), ctypes.string_at(bits, _MT19937_BYTES)))
+        looks.append((_memory(twin).raw, ctypes.string_at(bits, _MT19937_BYTES)))
         twin.standard_normal()
     return looks[0] != looks[1] != looks[2]
 
@@ -213,15 +228,6 @@ def global_sources() -> list[Source]:
         sources.append(_numpy_global(numpy_random))
     if torch.cuda.is_initialized():
         sources.extend(map(TorchSource, torch.cuda.default_generators))
-    return sources
-
-
-def torch_sources(device_indices: Iterable[int]) -> list[Source]:
-    """Return the sources that torch's own checkpoint restores: CPU and named devices."""
-    sources: list[Source] = [CPU]
-    if torch.cuda.is_initialized():
-        generators = torch.cuda.default_generators
-        sources.extend(TorchSource(generators[i]) for i in sorted(set(device_indices)))
     return sources
 
 
@@ -253,22 +259,46 @@ class Drawn:
     __slots__ = ("_before", "_marks")
 
     def __init__(self, sources: Iterable[Source]):
-        """Read every source."""
-        self._before = [(source, source.state()) for source in sources]
+        """Read every source, with a mark by which `finish` tells what moved."""
+        self._before: list[tuple[Source, Any]] = []
         self._marks: list[Any] = []
-
-    def mark(self) -> None:
-        """Note where every source stands, so that `finish` can tell what moved."""
-        self._marks = [source.mark() for source, _ in self._before]
+        for source in sources:
+            mark, state = source.look()
+            self._before.append((source, state))
+            self._marks.append(mark)
 
     def finish(self) -> None:
         """Forget the sources that did not move."""
         self._before = [
-            (source, state)
-            for (source, state), mark in zip(self._before, self._marks, strict=True)
-            if source.mark() != mark
+            pair
+            for pair, mark in zip(self._before, self._marks, strict=True)
+            if pair[0].mark() != mark
         ]
         self._marks = []
+
+    def enter(self, scope: Scope) -> None:
+        """Put every source where the forward found it, until `scope` ends."""
+        for source, state in self._before:
+            scope.callback(source.write, source.look()[1])
+            source.write(state)
+
+
+class DrawnFromTorch:
+    """The same for torch's sources alone, restored without asking what moved."""
+
+    __slots__ = ("_before",)
+
+    def __init__(self, device_indices: Callable[[], Iterable[int]]):
+        """Read the CPU's source and those of the CUDA devices named."""
+        self._before = [(CPU, CPU.state())]
+        if torch.cuda.is_initialized():
+            generators = torch.cuda.default_generators
+            for index in sorted(set(device_indices())):
+                source = TorchSource(generators[index])
+                self._before.append((source, source.state()))
+
+    def finish(self) -> None:
+        """Keep everything."""
 
     def enter(self, scope: Scope) -> None:
         """Put every source where the forward found it, until `scope` ends."""

@@ -62,10 +62,16 @@ class Handle:
 
 
 class _StopRecompute(BaseException):
-    """Everything that is needed is there. No `except Exception` of a user eats it."""
+    """Everything that is needed is there. No `except Exception` of a user eats it.
+
+    C++ turns an exception that passes through it to text, so the text is empty.
+    """
 
     def __init__(self, frame: Frame):
         self.frame = frame
+
+    def __str__(self) -> str:
+        return ""
 
 
 class Frame:
@@ -238,7 +244,12 @@ class Frame:
                 scope.enter_context(self.contexts[1])
             stopped = self._rerun(args, kwargs)
         if self.failure is not None:
-            raise self.failure
+            # Raised again here, in case the function caught it. A local name for it
+            # would tie its traceback into a reference cycle.
+            try:
+                raise self.failure
+            finally:
+                self.failure = None
         if not stopped:
             self._check_count()
 

@@ -17,9 +17,9 @@ from membudget.engine.arguments import HeldArguments
 from membudget.engine.options import RegionOptions
 from membudget.engine.randomness import (
     Drawn,
+    DrawnFromTorch,
     global_sources,
     private_sources,
-    torch_sources,
 )
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
@@ -47,7 +47,7 @@ class Surroundings:
         """Note everything; the function has not run yet."""
         self._function = function
         self.arguments = HeldArguments(args, kwargs)
-        self._drawn: Drawn | None = None
+        self._drawn: Drawn | DrawnFromTorch | None = None
         self.reads: Reads | None = None
         self.trainable = True
         if options.guards:
@@ -55,7 +55,7 @@ class Surroundings:
         else:
             self._ambient = AutocastOnly()
             if options.preserve_rng_state:
-                self._drawn = Drawn(torch_sources(self.arguments.cuda_devices()))
+                self._drawn = DrawnFromTorch(self.arguments.cuda_devices)
 
     def _note_everything(self, options: RegionOptions) -> None:
         self._ambient = Ambient()
@@ -67,7 +67,6 @@ class Surroundings:
             if reached.generators:
                 sources += private_sources(reached.generators)
             self._drawn = Drawn(sources)
-            self._drawn.mark()
 
     def finish(self) -> None:
         """Note, after the function ran, what it drew and what it changed itself."""
