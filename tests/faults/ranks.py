@@ -1,0 +1,85 @@
+"""Run a script in two processes that form a gloo group, and read what each reports.
+
+The processes meet through a file, so no port is needed, and each writes its report as
+JSON, so that a test asserts on plain values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+WORLD_SIZE = 2
+_ROOT = Path(__file__).parents[2]
+_DEADLINE_S = 60
+
+
+def run_ranks(script: Path, folder: Path) -> list[Any]:
+    """Run `script` on every rank.
+
+    Args:
+        script: A file whose main block calls `report_rank`.
+        folder: An empty folder for the meeting point and the reports.
+
+    Returns:
+        Each rank's report.
+    """
+    paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(rank), str(folder)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORLD_SIZE)
+    ]
+    try:
+        outputs = [process.communicate(timeout=_DEADLINE_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output[-4000:]
+    return [
+        json.loads((folder / f"report-{rank}.json").read_text())
+        for rank in range(WORLD_SIZE)
+    ]
+
+
+def report_rank(body: Callable[[int], Any]) -> None:
+    """Join the group, run `body` with the rank, and write what it returns.
+
+    The rank and the folder are the script's arguments.
+    """
+    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder / 'meeting-point'}",
+        rank=rank,
+        world_size=WORLD_SIZE,
+        timeout=timedelta(seconds=_DEADLINE_S / 2),
+    )
+    try:
+        report = body(rank)
+        (folder / f"report-{rank}.json").write_text(json.dumps(report))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
