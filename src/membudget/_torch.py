@@ -11,7 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch._ops import OpOverload as OperatorOverload
+from torch._ops import OpOverloadPacket as OperatorPacket
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+# Modes and trees live in modules that torch names with an underscore, though its own
+# documentation sends users there; operators have no public class.
+__all__ = [
+    "OperatorOverload",
+    "OperatorPacket",
+    "TorchDispatchMode",
+    "tree_iter",
+    "tree_map_only",
+]
 
 # `torch.autograd.graph.saved_tensors_hooks` is public but costs 1.3 µs a region in
 # its context manager; these are the two calls inside it.

@@ -240,9 +240,13 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
     if isinstance(value, dict):
         yield from value.items()
     elif _is_record(value):
-        yield from vars(value).items() if hasattr(value, "__dict__") else (
-            (field.name, getattr(value, field.name))
-            for field in dataclasses.fields(value)
+        yield from (
+            vars(value).items()
+            if hasattr(value, "__dict__")
+            else (
+                (field.name, getattr(value, field.name))
+                for field in dataclasses.fields(value)
+            )
         )
     else:
         yield from enumerate(value)

@@ -64,9 +64,14 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
         >>> fingerprint(a) == fingerprint(a.flip(0))
         False
     """
-    if tensor.layout is not torch.strided or tensor.is_meta or type(tensor) not in (
-        Tensor,
-        torch.nn.Parameter,
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_meta
+        or type(tensor)
+        not in (
+            Tensor,
+            torch.nn.Parameter,
+        )
     ):
         return (0, 0)
     raw = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -74,9 +79,7 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
     total = weighted = 0
     for start in range(0, data.numel(), _CHUNK):
         chunk = data[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(
-            start + 1, start + 1 + chunk.numel(), device=data.device
-        )
+        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=data.device)
         total += int(chunk.sum())
         # An odd multiplier spreads neighbouring positions over all the bits.
         weighted += int((chunk * (place * 0x9E3779B1)).sum())

@@ -95,7 +95,9 @@ class Reached:
         self._note(value, name)
         for i, item in enumerate(value):
             if type(item) not in _INERT:
-                self.visit(item, f"{name}[{i}]" if self.names is not None else "", depth)
+                self.visit(
+                    item, f"{name}[{i}]" if self.names is not None else "", depth
+                )
 
     def _mapping(self, value: dict[Any, Any], name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
@@ -282,7 +284,9 @@ def _global_slots(function: types.FunctionType) -> Slots:
     return known[1]
 
 
-def _named_globals(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+def _named_globals(
+    function: types.FunctionType,
+) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the globals named by a user's function that can hold something."""
     if _is_library(function.__module__):
         return

@@ -200,4 +200,3 @@ def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:
         if tensor.requires_grad and tensor.is_leaf:
             scope.callback(setattr, tensor, "grad", tensor.grad)
             tensor.grad = None
-

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
-from membudget._torch import is_whole_backward
+from membudget._torch import is_whole_backward, tree_iter
 from membudget.engine.options import RegionOptions
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import Surroundings

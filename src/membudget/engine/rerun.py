@@ -364,4 +364,3 @@ def _changed_inside(tensor: Tensor) -> ChangedSinceForwardError:
         "the out-of-place operator, or change a clone.",
         [f"saved tensor of shape {shape}"],
     )
-

@@ -13,9 +13,8 @@ from types import FrameType
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
-from membudget._torch import TorchDispatchMode
+from membudget._torch import TorchDispatchMode, tree_iter
 from membudget.engine.compare import is_internal
 
 _BEFORE = 4

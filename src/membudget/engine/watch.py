@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_iter
 
-from membudget._torch import TorchDispatchMode, is_view_operator, written_arguments
+from membudget._torch import (
+    TorchDispatchMode,
+    is_view_operator,
+    tree_iter,
+    written_arguments,
+)
 from membudget.engine.arguments import address_of
 from membudget.errors import ChangedSinceForwardError
 
@@ -57,9 +61,7 @@ class Watch(TorchDispatchMode):
         return self._rewrite(func, args, kwargs, addresses)
 
     def _rewrite(self, func: Any, args: Any, kwargs: Any, addresses: set[int]) -> Any:
-        written = {
-            address_of(t): t for t in written_arguments(func, args, kwargs)
-        }
+        written = {address_of(t): t for t in written_arguments(func, args, kwargs)}
         for address in addresses & self.rewritten.keys():
             if address not in written:
                 raise rewritten_error(self.rewritten[address])

@@ -1,0 +1,117 @@
+"""Regions over the segments of a chain of layers.
+
+A chain of n equal layers in k segments keeps k inputs and, in the backward, one segment
+of n/k activations; the sum is least at k = √n (Chen, Xu, Zhang and Guestrin 2016,
+"Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4.1). The
+last segment is never recomputed: its backward comes at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from torch.nn import Module, Sequential
+
+from membudget.engine.options import RegionOptions, checked_options
+from membudget.engine.region import run_region
+from membudget.errors import OptionError
+
+Layer = Callable[..., Any]
+
+
+def segment_bounds(layers: int, segments: int) -> list[int]:
+    """Return where each of `segments` even segments begins, and the end.
+
+    No two segments differ by more than one layer; the longer ones come first.
+
+    Args:
+        layers: How many layers there are.
+        segments: How many segments to cut them into.
+
+    Raises:
+        OptionError: If there are fewer layers than segments, or no segment.
+
+    Example:
+        >>> segment_bounds(11, 6)
+        [0, 2, 4, 6, 8, 10, 11]
+    """
+    if not 1 <= segments <= layers:
+        raise OptionError(
+            f"segments must be between 1 and the number of layers, {layers}; got "
+            f"{segments}. Leave it out for √n segments."
+        )
+    size, longer = divmod(layers, segments)
+    bounds = [0]
+    for segment in range(segments):
+        bounds.append(bounds[-1] + size + (segment < longer))
+    return bounds
+
+
+def checkpoint_sequential(
+    functions: Sequential | Sequence[Layer],
+    segments: int | Literal["sqrt"] | None = None,
+    *inputs: Any,
+    **options: Any,
+) -> Any:
+    """Run a chain of layers in segments, each of which is a region but the last.
+
+    Args:
+        functions: An `nn.Sequential` or the layers in order. Each takes what the one
+            before returned.
+        segments: How many segments, from 1 to the number of layers. Left out or
+            `"sqrt"`: about the square root of the number of layers.
+        *inputs: What the first layer takes. If there are several, a tuple that a layer
+            returns is handed to the next as several arguments; otherwise as one, as
+            `nn.Sequential` does.
+        **options: Options of the regions; see `checkpoint`.
+
+    Returns:
+        What the last layer returns.
+
+    Raises:
+        OptionError: If `segments` does not suit the layers, or an option is unknown.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> layers = [torch.sin] * 11
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = mb.checkpoint_sequential(layers, 6, x)
+    """
+    layers = (
+        list(functions.children()) if isinstance(functions, Module) else list(functions)
+    )
+    checked = checked_options(options)
+    bounds = segment_bounds(len(layers), _count(segments, len(layers)))
+    values = inputs
+    spread = len(inputs) > 1
+    for start, end in zip(bounds[:-2], bounds[1:-1], strict=True):
+        values = _run_segment(layers[start:end], values, spread, checked)
+    return _run_layers(layers[bounds[-2] :], spread, *values)
+
+
+def _count(segments: int | Literal["sqrt"] | None, layers: int) -> int:
+    if segments is None or segments == "sqrt":
+        return max(1, round(math.sqrt(layers)))
+    if not isinstance(segments, int) or isinstance(segments, bool):
+        raise OptionError(f"segments must be an int or 'sqrt'; got {segments!r}")
+    return segments
+
+
+def _run_segment(
+    layers: list[Layer], values: Any, spread: bool, options: RegionOptions
+) -> tuple[Any, ...]:
+    # A partial, because the walk over what a region can read looks into its arguments.
+    function = functools.partial(_run_layers, layers, spread)
+    result = run_region(function, values, {}, options)
+    return result if spread and isinstance(result, tuple) else (result,)
+
+
+def _run_layers(layers: list[Layer], spread: bool, *values: Any) -> Any:
+    result: Any = values
+    for position, layer in enumerate(layers):
+        several = position == 0 or (spread and isinstance(result, tuple))
+        result = layer(*result) if several else layer(result)
+    return result
