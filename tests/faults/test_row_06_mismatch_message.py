@@ -80,10 +80,10 @@ class Model(nn.Module):
         return x
 
 
-def failed_step(kind: type[Impure], **options: bool) -> mb.RecomputeMismatchError:
+def failed_step(kind: type[Impure], debug: bool = False) -> mb.RecomputeMismatchError:
     """Return the error of a step in which the last block is recomputed first."""
     model = Model(kind)
-    mb.apply(model, blocks=Block, **options)
+    mb.apply(model, blocks=Block, debug=debug)
     loss = model(torch.ones(3, 4)).sum()
     with pytest.raises(mb.RecomputeMismatchError, match="recompute") as raised:
         loss.backward()

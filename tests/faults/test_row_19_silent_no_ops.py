@@ -84,7 +84,7 @@ def test_row19_status_prints_a_line_for_each_region() -> None:
     ids=["blocks", "names", "list of names", "where"],
 )
 def test_row19_selection_that_matches_nothing_raises(
-    selection: dict[str, object],
+    selection: dict[str, Any],
 ) -> None:
     with pytest.raises(mb.SelectionError, match="match"):
         mb.apply(make_model(), **selection)

@@ -60,6 +60,14 @@ def rrelu_gradient(
     return x.grad
 
 
+def gradient_or_none(checkpoint: Checkpoint, function: Checkpoint) -> Tensor | None:
+    """Return the gradient, or nothing if the region noticed other values."""
+    try:
+        return rrelu_gradient(checkpoint, function)
+    except mb.RecomputeMismatchError:
+        return None
+
+
 class TwiceReadSine(torch.autograd.Function):
     """Reads its saved tensor twice in the backward."""
 
@@ -99,12 +107,11 @@ def test_row27_check_of_values_lets_no_wrong_rrelu_gradient_pass(
         return mb.checkpoint(function, x, determinism_check="values")
 
     expected = rrelu_gradient(plain, function)
-    try:
-        found = rrelu_gradient(checked, function)
-    except mb.RecomputeMismatchError:
-        return
+    # Which memory the noise gets is luck; now and then it holds the same bytes twice.
+    for _ in range(50):
+        found = gradient_or_none(checked, function)
 
-    assert torch.equal(found, expected)
+        assert found is None or torch.equal(found, expected)
 
 
 def test_row27_saved_tensors_may_be_read_twice() -> None:
