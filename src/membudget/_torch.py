@@ -112,6 +112,11 @@ def is_view_operator(operator: Any) -> bool:
     )
 
 
+def is_random_operator(operator: Any) -> bool:
+    """Tell whether an operator draws from a generator."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
 def written_arguments(
     operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:

@@ -9,6 +9,7 @@ the region off gives the class back.
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -235,6 +236,9 @@ def _without_region(
 ) -> tuple[Any, ...]:
     """Return what `__reduce_ex__` returned, of a plain module."""
     parts = list(reduced)
+    if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # Pickle refuses this one for an object of another class than it names.
+        parts[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
     parts[1] = tuple(plain if item is made else item for item in parts[1])
     if len(parts) > 2 and isinstance(parts[2], dict):
         parts[2] = {key: item for key, item in parts[2].items() if key != _KEY}

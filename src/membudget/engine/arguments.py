@@ -13,7 +13,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
+from operator import is_
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -78,6 +80,7 @@ class HeldTensor:
 
     __slots__ = (
         "changed_by_region",
+        "origin",
         "packed",
         "place",
         "requires_grad",
@@ -92,10 +95,13 @@ class HeldTensor:
         self.requires_grad = tensor.requires_grad
         self.changed_by_region = False
         self.unpack: Callable[[Any], Tensor] | None = None
+        self.origin: ReferenceType[Tensor] | None = None
         if is_parameter(tensor):
             self.packed: Any = tensor
         else:
             self.packed = tensor.detach()
+            if not self.requires_grad:
+                self.origin = ref(tensor)
             if hooks is not None:
                 self.stride = stride_of(tensor)
                 self.packed, self.unpack = hooks[0](self.packed), hooks[1]
@@ -127,6 +133,10 @@ class HeldTensor:
             tensor = with_stride(self.unpack(tensor), self.stride)
         elif is_parameter(tensor):
             return tensor
+        elif self.origin is not None:
+            # The very object that the caller gave, if it still lives.
+            origin = self.origin()
+            return tensor if origin is None else origin
         tensor = tensor.detach()
         return tensor.requires_grad_() if self.requires_grad else tensor
 
@@ -147,10 +157,24 @@ class _HeldContainer:
         return memo[self.key]
 
 
+class _PlainContainer(_HeldContainer):
+    """A container without tensors: itself, as long as nobody changed it."""
+
+    __slots__ = ("original",)
+
+    def __init__(self, original: Any, items: list[Any]):
+        super().__init__(id(original), items, _maker(original))
+        self.original = original
+
+    def rebuild(self, memo: Memo) -> Any:
+        now = [item for _, item in _entries(self.original)]
+        same = len(now) == len(self.items) and all(map(is_, now, self.items))
+        return self.original if same else super().rebuild(memo)
+
+
 def rebuild(value: Any, memo: Memo) -> Any:
     """Return what a held value stands for; everything else stands for itself."""
-    kind = type(value)
-    if kind is HeldTensor or kind is _HeldContainer:
+    if isinstance(value, HeldTensor | _HeldContainer):
         return value.rebuild(memo)
     return value
 
@@ -160,13 +184,16 @@ class HeldArguments:
 
     Attributes:
         tensors: The tensors among them, nested ones included, in order.
+        others: What is neither a tensor nor a container nor a plain value: modules,
+            generators, functions, objects.
     """
 
-    __slots__ = ("_args", "_hooks", "_kwargs", "_memo", "tensors")
+    __slots__ = ("_args", "_hooks", "_kwargs", "_memo", "others", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """Hold them; the innermost saved-tensor hooks of the caller are asked now."""
         self.tensors: list[HeldTensor] = []
+        self.others: list[Any] = []
         self._hooks = top_saved_tensors_hooks()
         self._memo: Memo = {}
         hold = self._hold
@@ -198,6 +225,7 @@ class HeldArguments:
             self.tensors.append(held)
             return held
         if not _is_container(value):
+            self.others.append(value)
             return value
         known = self._memo.get(id(value))
         if known is None:
@@ -211,11 +239,9 @@ class HeldArguments:
             item if type(item) in _LEAVES else self._hold(item, (place, key))
             for key, item in _entries(value)
         ]
-        if isinstance(value, tuple) and not any(
-            isinstance(item, HeldTensor | _HeldContainer) for item in items
-        ):
-            return value
-        return _HeldContainer(id(value), items, _maker(value))
+        if any(isinstance(item, HeldTensor | _HeldContainer) for item in items):
+            return _HeldContainer(id(value), items, _maker(value))
+        return value if isinstance(value, tuple) else _PlainContainer(value, items)
 
 
 _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))

@@ -43,12 +43,12 @@ class Source(Protocol):
 class TorchSource:
     """One `torch.Generator`, of whichever device."""
 
-    __slots__ = ("state", "write")
+    __slots__ = ("_generator", "state")
 
     def __init__(self, generator: Generator):
         """Watch `generator`."""
         self.state: Callable[[], Tensor] = generator.get_state
-        self.write: Callable[[Tensor], object] = generator.set_state
+        self._generator = generator
 
     def look(self) -> tuple[bytes, Tensor]:
         """Return the state as bytes, which compare quickly, and as a tensor."""
@@ -58,6 +58,10 @@ class TorchSource:
     def mark(self) -> bytes:
         """Return the state as bytes."""
         return self.look()[0]
+
+    def write(self, state: Tensor) -> None:
+        """Put a state back."""
+        self._generator.set_state(state)
 
 
 class _DearSource:
@@ -216,28 +220,38 @@ def _numpy_global(numpy_random: Any) -> NumpyLegacySource:
     return NumpyLegacySource(numpy_random.get_state.__self__)
 
 
-def global_sources() -> list[Source]:
+def global_sources(torch_too: bool = True) -> list[Source]:
     """Return the sources that any code can draw from without naming one.
 
-    The CPU's generator, Python's `random`, NumPy's if NumPy was imported, and those of
-    every accelerator that is in use.
+    Python's `random`, NumPy's if NumPy was imported, the CPU's generator, and those of
+    the CUDA devices if CUDA is in use.
+
+    Args:
+        torch_too: Whether torch's generators are wanted.
     """
-    sources: list[Source] = [CPU, PYTHON]
+    sources: list[Source] = [PYTHON]
+    if torch_too:
+        sources.append(CPU)
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         sources.append(_numpy_global(numpy_random))
-    if torch.cuda.is_initialized():
+    if torch_too and torch.cuda.is_initialized():
         sources.extend(map(TorchSource, torch.cuda.default_generators))
     return sources
 
 
-def private_sources(generators: Iterable[object]) -> list[Source]:
-    """Return the sources behind generator objects that a region can reach."""
+def private_sources(generators: Iterable[object], torch_too: bool) -> list[Source]:
+    """Return the sources behind generator objects that a region can reach.
+
+    Args:
+        generators: Generators of torch, Python and NumPy.
+        torch_too: Whether torch's generators are wanted.
+    """
     sources: list[Source] = []
     numpy_random: Any = sys.modules.get("numpy.random")
     for generator in generators:
         if isinstance(generator, Generator):
-            if generator is not torch.default_generator:
+            if torch_too and generator is not torch.default_generator:
                 sources.append(TorchSource(generator))
         elif isinstance(generator, random.SystemRandom):
             continue  # It has no state.

@@ -18,7 +18,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -38,6 +38,7 @@ class Reached:
         buffers: Those that a forward may change as its state: the modules' buffers
             and plain tensor attributes.
         modules: Every module.
+        stateful_modules: Those of the user's own classes, whose forward may bind names.
         generators: Private random generators, of torch, Python and NumPy.
         containers: Lists and dicts with their lengths, to tell which one grew.
         names: A name for each tensor and container by its `id`; filled only if asked.
@@ -52,6 +53,7 @@ class Reached:
         "module_names",
         "modules",
         "names",
+        "stateful_modules",
         "tensors",
     )
 
@@ -60,6 +62,7 @@ class Reached:
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.modules: list[Module] = []
+        self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
         self.containers: list[tuple[Any, int]] = []
         self.names: dict[int, str] | None = {} if names else None
@@ -153,6 +156,8 @@ class Reached:
         self.modules.append(value)
         attributes = value.__dict__
         self.visit_call(type(value))
+        if not _is_library(type(value).__module__):
+            self.stateful_modules.append(value)
         naming = self.names is not None
         if naming:
             self.module_names[id(value)] = name
@@ -239,6 +244,7 @@ def _is_numpy_generator(kind: type) -> bool:
 _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 
 
+@functools.cache
 def _is_library(module_name: str | None) -> bool:
     """Tell whether code of this module is not the user's: torch's, ours, Python's."""
     root = (module_name or "").partition(".")[0]
@@ -321,11 +327,12 @@ def _class_slots(kind: type) -> Slots:
     return slots
 
 
-def reach(function: Any, names: bool = False) -> Reached:
-    """Walk everything that `function` can read besides its arguments.
+def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:
+    """Walk everything that `function` can read besides its arguments' tensors.
 
     Args:
         function: What the region calls.
+        others: Arguments that are neither tensors nor containers, such as modules.
         names: Whether to note names, for a message; a forward does without.
 
     Returns:
@@ -333,4 +340,6 @@ def reach(function: Any, names: bool = False) -> Reached:
     """
     reached = Reached(names)
     reached.visit(function, "")
+    for other in others:
+        reached.visit(other, "argument")
     return reached

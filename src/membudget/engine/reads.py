@@ -6,7 +6,9 @@ Three kinds of things, three ways:
   advance: BatchNorm's statistics, a router's bias, an amax history. They are copied
   before the forward. A recompute starts from the copy, and what it writes is undone,
   with the version counters, so that the step advances them once.
-* *Training flags* are set to what they were.
+* *Training flags*, and the attributes that a forward binds on modules of the user's own
+  classes (a counter, a lazily made mask), are bound to what they were, for the time of
+  the recompute. What a list or dict among them holds is not.
 * *Everything else* is compared by version and storage with what the forward left. A
   change is an error once the recompute reads it (see `watch`).
 
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from membudget import _torch
-from membudget.engine.arguments import HeldTensor, address_of, version_of
+from membudget.engine.arguments import HeldArguments, address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.watch import Watch, rewritten_error
 from membudget.engine.scope import Scope
@@ -38,6 +40,7 @@ class Reads:
         "_addresses",
         "_containers",
         "_modules",
+        "_namespaces",
         "_rewritten",
         "_snapshots",
         "_tensors",
@@ -55,6 +58,7 @@ class Reads:
         self._addresses = [address_of(t) for t in self._tensors]
         self._modules = reached.modules
         self._training = [module.training for module in reached.modules]
+        self._namespaces = _namespaces(reached)
         self._containers = reached.containers
         self._rewritten: list[int] = []
         self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
@@ -90,65 +94,108 @@ class Reads:
         self,
         scope: Scope,
         function: Any,
-        arguments: list[HeldTensor],
+        arguments: HeldArguments,
         hide_gradients: bool,
-    ) -> None:
-        """Bring everything back for a recompute, until `scope` ends.
+    ) -> dict[int, str] | None:
+        """Bring everything back for a recompute; see `Surroundings.enter_state`."""
+        self._enter_attributes(scope)
+        watch = self._watch(function, arguments)
+        if self._snapshots:
+            _enter_snapshots(scope, self._snapshots)
+        if hide_gradients:
+            _hide_gradients(scope, self._tensors)
+        if watch is None:
+            return None
+        scope.enter_context(watch)
+        return watch.changed
 
-        Args:
-            scope: Where undoing is registered.
-            function: The region's function, walked again only to name what changed.
-            arguments: The tensors among the region's arguments.
-            hide_gradients: Whether the function runs a backward of its own, whose
-                gradients must not be added to those of the parameters again.
-        """
+    def _enter_attributes(self, scope: Scope) -> None:
         for module, training in zip(self._modules, self._training, strict=True):
             if module.training != training:
                 scope.callback(setattr, module, "training", module.training)
                 module.training = training
-        watch = self._watch(function, arguments)
-        if self._snapshots:
-            _enter_snapshots(scope, self._snapshots)
-        if watch is not None:
-            scope.enter_context(watch)
-        if hide_gradients:
-            _hide_gradients(scope, self._tensors)
+        for namespace, before in self._namespaces:
+            now = namespace.copy()
+            # Whatever the recompute binds is unbound again, also where nothing was to
+            # be brought back.
+            scope.callback(_rebind, namespace, now)
+            _rebind(namespace, before)
 
-    def _watch(self, function: Any, arguments: list[HeldTensor]) -> Watch | None:
+    def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
         """Return the mode that looks out for what was changed, if anything was."""
-        state = {id(buffer) for buffer, _ in self._snapshots}
-        rewritten = [
-            self._tensors[i]
-            for i in self._rewritten
-            if id(self._tensors[i]) not in state
-        ]
-        advanced = {id(self._tensors[i]) for i in self._rewritten} & state
-        changed = [
-            tensor
-            for tensor, version, address in zip(
-                self._tensors, self._versions, self._addresses, strict=True
-            )
-            if (version_of(tensor) != version or address_of(tensor) != address)
-            and id(tensor) not in advanced
-        ]
-        moved = [held for held in arguments if held.has_changed()]
-        if not (changed or rewritten or moved):
+        moved = [held for held in arguments.tensors if held.has_changed()]
+        changed = self._changed()
+        if not (changed or self._rewritten or moved):
             return None
-        names = _names(function)
+        state = {id(buffer) for buffer, _ in self._snapshots}
+        names = _names(function, arguments.others)
         watched = {address_of(t): name_of(t, names) for t in changed}
         for held in moved:
             if held.changed_by_region:
                 raise rewritten_error(held.name)
             watched[address_of(held.packed)] = held.name
-        own = {address_of(t): name_of(t, names) for t in rewritten}
-        for address in watched.keys() & own.keys():
-            del own[address]
-        return Watch(watched, own)
+        rewritten = {
+            address_of(self._tensors[i]): name_of(self._tensors[i], names)
+            for i in self._rewritten
+            if id(self._tensors[i]) not in state
+        }
+        for address in watched.keys() & rewritten.keys():
+            del rewritten[address]
+        return Watch(watched, rewritten) if watched or rewritten else None
+
+    def _changed(self) -> list[Tensor]:
+        """Return what somebody changed after the forward ended."""
+        changed = [
+            i
+            for i, (tensor, version, address) in enumerate(
+                zip(self._tensors, self._versions, self._addresses, strict=True)
+            )
+            if version_of(tensor) != version or address_of(tensor) != address
+        ]
+        if not changed:
+            return []
+        state = {id(buffer) for buffer, _ in self._snapshots}
+        # A buffer that the forward advanced, and a later forward advanced again, is
+        # brought back from its copy.
+        advanced = {i for i in self._rewritten if id(self._tensors[i]) in state}
+        return [self._tensors[i] for i in changed if i not in advanced]
 
 
-def _names(function: Any) -> dict[int, str]:
+_ABSENT = object()
+
+
+def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Bind in `namespace` what is bound in `wanted`, and nothing else."""
+    for key in namespace.keys() - wanted.keys():
+        del namespace[key]
+    for key, value in wanted.items():
+        if namespace.get(key, _ABSENT) is not value:
+            namespace[key] = value
+
+
+def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return where a forward may bind names, with a copy of what is bound.
+
+    An activation that is kept on a module is left out of the copy: it would keep its
+    graph, and with it the regions of the step before.
+    """
+    pairs = []
+    for module in reached.modules:
+        buffers = module.__dict__["_buffers"]
+        if buffers:
+            pairs.append((buffers, buffers.copy()))
+    for module in reached.stateful_modules:
+        bound = module.__dict__.copy()
+        for key, value in module.__dict__.items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                bound[key] = value.detach()
+        pairs.append((module.__dict__, bound))
+    return pairs
+
+
+def _names(function: Any, others: list[Any]) -> dict[int, str]:
     """Return the names of what `function` reaches, by identity and by storage."""
-    reached = reach(function, names=True)
+    reached = reach(function, others, names=True)
     known = dict(reached.names or {})
     for tensor in reached.tensors:
         known.setdefault(address_of(tensor), known[id(tensor)])

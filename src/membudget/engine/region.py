@@ -38,9 +38,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 
+from membudget.engine import isolation
+from membudget.engine.frame import Frame
 from membudget.engine.options import DEFAULTS, RegionOptions, take_options
 from membudget.engine.reentrant import run_reentrant
-from membudget.engine.rerun import Frame
 from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
 
@@ -133,10 +134,14 @@ def run_region(
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
-    frame = Frame(function, args, kwargs, options, statistics)
-    result = frame.run(args, kwargs)
+    quiet = isolation.enter()
+    try:
+        frame = Frame(function, args, kwargs, options, statistics)
+        result = frame.run(args, kwargs)
+    finally:
+        isolation.leave(quiet)
     if statistics is not None:
-        if frame.handles:
+        if frame.recording.handles:
             statistics.forwards += 1
         else:
             statistics.skipped += 1
