@@ -1,0 +1,62 @@
+"""What `torch.utils.checkpoint` makes of the zoo: the reason for this package.
+
+A case that says torch gets it wrong, or refuses it, must see that happen: otherwise the
+case has lost its teeth. Where a case says that torch is right, torch must be, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.oracles import assert_same_step, differences, plain, run_step
+from tests.zoo import CASES, Call, Case
+
+pytestmark = pytest.mark.skipif(
+    not torch.__version__.startswith("2.13."),
+    reason="the cases say what torch 2.13 does",
+)
+
+# Its faulty gradients come from memory that nobody has filled; by luck that can hold
+# the noise of the forward.
+_BY_LUCK = "rrelu_in_training"
+
+
+def torch_region(call: Call) -> Any:
+    """Run the call as a region of torch."""
+    return checkpoint(call.function, *call.args, use_reentrant=False, **call.kwargs)
+
+
+def _of(outcome: str) -> list[Case]:
+    return [c for c in CASES if c.torch == outcome and c.name != _BY_LUCK]
+
+
+@pytest.mark.parametrize("case", _of("right"), ids=str)
+def test_torch_is_right(case: Case) -> None:
+    assert_same_step(run_step(case, plain), run_step(case, torch_region))
+
+
+@pytest.mark.parametrize("case", _of("wrong"), ids=str)
+def test_torch_is_silently_wrong(case: Case) -> None:
+    assert differences(run_step(case, plain), run_step(case, torch_region))
+
+
+@pytest.mark.parametrize("case", _of("raises"), ids=str)
+def test_torch_refuses(case: Case) -> None:
+    # A `RuntimeError` of its own, or whatever the function raises on its second run.
+    with pytest.raises(Exception, match=case.torch_says):
+        run_step(case, torch_region)
+
+
+def test_torch_fails_in_a_third_of_the_zoo() -> None:
+    failing = [case for case in CASES if case.torch != "right"]
+
+    assert 3 * len(failing) >= len(CASES)
+
+
+def test_every_case_is_repeatable() -> None:
+    for case in CASES:
+        assert_same_step(run_step(case, plain), run_step(case, plain))
