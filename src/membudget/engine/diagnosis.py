@@ -70,7 +70,7 @@ def _grown(function: Any, reads: Reads | None) -> list[str]:
     names = reach(function, names=True).names or {}
     return [
         f"the {type(container).__name__} {names.get(id(container), '?')!r} grew from "
-        f"{length} to {len(container)} while the forward ran (a cache?): pass it as an "
+        f"{before} to {after} while the forward ran (a cache?): pass it as an "
         "argument, whose lists are seen again as they were, or do not fill it here"
-        for container, length in grown
+        for container, before, after in grown
     ]

@@ -78,6 +78,7 @@ class Frame:
             result = self._run_hooked(args, kwargs)
         recording = self.recording
         if recording.handles:
+            recording.settle()
             self._surroundings.finish()
         recording.finished = True
         return result

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from typing import Any
-from weakref import ReferenceType, ref
 
 import torch
 from torch import Generator, Tensor
@@ -36,14 +35,14 @@ class _Registry:
         owner: The identity of the one thread that runs regions.
         running: How many regions the owner is inside of, without isolation.
         shared: Whether there are several at a time.
-        threads: Those that are, or were when it began.
+        threads: The identities of those that are, or were when it began.
     """
 
     def __init__(self) -> None:
         self.owner = 0
         self.running = 0
         self.shared = False
-        self.threads: dict[int, ReferenceType[threading.Thread]] = {}
+        self.threads: set[int] = set()
         self.quiet = threading.Event()
         self.lock = threading.Lock()
 
@@ -84,17 +83,15 @@ def is_shared() -> bool:
 def _enter_slowly(registry: _Registry, me: int) -> bool:
     """Make this thread the owner, or find that there are several."""
     with registry.lock:
-        alone = not registry.shared and registry.running <= 0
-        if registry.shared:
-            alone = not _others_alive(registry, me)
-        if alone or not _others_alive(registry, me):
+        idle = not registry.shared and registry.running <= 0
+        if idle or not _others_alive(registry, me):
             registry.owner, registry.running, registry.shared = me, 1, False
-            registry.threads = {me: ref(threading.current_thread())}
+            registry.threads = {me}
             return True
         if not registry.shared:
             registry.quiet.clear()
             registry.shared = True
-        registry.threads[me] = ref(threading.current_thread())
+        registry.threads.add(me)
     # Regions that the owner is inside of restore whole states. It is given the time to
     # leave them; a bound, because it may be waiting for this very thread.
     if registry.running > 0 and me != registry.owner:
@@ -103,11 +100,9 @@ def _enter_slowly(registry: _Registry, me: int) -> bool:
 
 
 def _others_alive(registry: _Registry, me: int) -> bool:
-    for ident, reference in registry.threads.items():
-        thread = reference()
-        if ident != me and thread is not None and thread.is_alive():
-            return True
-    return False
+    # By identity alone: a new thread may have the identity of one that has ended.
+    alive = {thread.ident for thread in threading.enumerate()}
+    return bool((registry.threads - {me}) & alive)
 
 
 class RandomLog:

@@ -39,6 +39,7 @@ class Reads:
     __slots__ = (
         "_addresses",
         "_containers",
+        "_grown",
         "_modules",
         "_namespaces",
         "_rewritten",
@@ -60,6 +61,7 @@ class Reads:
         self._training = [module.training for module in reached.modules]
         self._namespaces = _namespaces(reached)
         self._containers = reached.containers
+        self._grown: list[tuple[Any, int, int]] = []
         self._rewritten: list[int] = []
         self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
 
@@ -68,6 +70,11 @@ class Reads:
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
+        self._grown = [
+            (held, before, len(held))
+            for held, before in self._containers
+            if len(held) > before
+        ]
         if self._snapshots:
             moved = {id(self._tensors[i]) for i in self._rewritten}
             self._snapshots = [
@@ -82,9 +89,9 @@ class Reads:
         ]
         self._versions = versions
 
-    def grown(self) -> list[tuple[Any, int]]:
-        """Return the containers that are longer than they were, with that length."""
-        return [(c, length) for c, length in self._containers if len(c) > length]
+    def grown(self) -> list[tuple[Any, int, int]]:
+        """Return the containers that grew in the forward, with both lengths."""
+        return self._grown
 
     def state_addresses(self) -> frozenset[int]:
         """Return where the storages lie that a recompute writes and puts back."""

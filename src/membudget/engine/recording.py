@@ -34,6 +34,7 @@ class Recording:
         fingerprints: Of each tensor's bytes, if they are to be compared.
         trace: The operators of the forward, if debugging is on.
         finished: Whether the forward has ended.
+        pending: A saved tensor whose fingerprint is not taken yet.
     """
 
     __slots__ = (
@@ -42,6 +43,7 @@ class Recording:
         "finished",
         "handles",
         "metadata",
+        "pending",
         "trace",
     )
 
@@ -50,6 +52,7 @@ class Recording:
         self.handles: list[ReferenceType[Handle]] = []
         self.metadata: list[Metadata] = []
         self.fingerprints: list[tuple[int, int]] = []
+        self.pending: Tensor | None = None
         self.trace: Trace | None = None
         self.finished = False
 
@@ -62,9 +65,20 @@ class Recording:
         return handle
 
     def pack_with_fingerprint(self, tensor: Tensor) -> Handle:
-        """Do the same, with a fingerprint of the tensor's bytes."""
-        self.fingerprints.append(fingerprint(tensor))
+        """Do the same, with a fingerprint of the tensor's bytes.
+
+        An operator may save a tensor before it fills it (RReLU does), so the
+        fingerprint is taken when the next tensor comes, or at the end.
+        """
+        self.settle()
+        self.pending = tensor
         return self.pack(tensor)
+
+    def settle(self) -> None:
+        """Take the fingerprint that is still to be taken."""
+        if self.pending is not None:
+            self.fingerprints.append(fingerprint(self.pending))
+            self.pending = None
 
     def last_needed(self) -> int:
         """Return the last index whose handle lives and is empty; -1 if there is none."""

@@ -65,6 +65,7 @@ class Rerun:
         "_last_needed",
         "_nested_backward",
         "_options",
+        "_pending",
         "_recording",
         "_state",
         "_surroundings",
@@ -100,6 +101,7 @@ class Rerun:
         self._nested_backward = nested_backward
         self._last_needed = recording.last_needed()
         self._cursor = 0
+        self._pending: Tensor | None = None
         self._failure: CheckpointError | None = None
         self._trace: Trace | None = None
         self._state: frozenset[int] = frozenset()
@@ -147,6 +149,7 @@ class Rerun:
         push_saved_tensors_hooks(self._pack, _as_it_is)
         try:
             self._function(*args, **kwargs)
+            self._settle()
         except _StopRecompute as stop:
             if stop.rerun is not self:
                 raise
@@ -157,9 +160,12 @@ class Rerun:
 
     def _pack(self, tensor: Tensor) -> Tensor | None:
         """Give the tensor that is being saved to the handle that it belongs to."""
+        recording = self._recording
+        if recording.fingerprints:
+            self._settle()
+            self._pending = tensor
         index = self._cursor
         self._cursor = index + 1
-        recording = self._recording
         if index < len(recording.handles):
             if self._options.determinism_check != "none":
                 self._check(index, tensor)
@@ -175,6 +181,7 @@ class Rerun:
         if (
             index >= self._last_needed
             and self._options.early_stop
+            and not recording.fingerprints  # Then the stop comes one tensor later.
             and not _fills_what_it_saved()
         ):
             raise _StopRecompute(self)
@@ -194,10 +201,20 @@ class Rerun:
         saved, made = recording.metadata[index], metadata(tensor)
         if saved != made and not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
-        prints = recording.fingerprints
-        if prints and prints[index] != fingerprint(tensor):
-            text = describe(saved)
-            self._fail(index, text, f"{text}, with other values in it", saved, made)
+
+    def _settle(self) -> None:
+        """Compare the bytes of the last saved tensor, which its operator has filled."""
+        index, tensor = self._cursor - 1, self._pending
+        prints = self._recording.fingerprints
+        self._pending = None
+        if tensor is None or index >= len(prints):
+            return
+        if prints[index] != fingerprint(tensor):
+            data = metadata(tensor)
+            text = describe(data)
+            self._fail(index, text, f"{text}, with other values in it", data, data)
+        if self._options.early_stop and index >= self._last_needed:
+            raise _StopRecompute(self)
 
     def _fail(
         self, index: int, saved: str, made: str, before: Metadata, now: Metadata

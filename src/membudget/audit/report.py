@@ -1,0 +1,201 @@
+"""What an audit says: one screen of plain text, or data for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from membudget.apply import RegionStatus
+from membudget.audit.compare import Difference
+
+MAX_LINES = 12
+"""How many differences the text shows of each list; `AuditReport` holds them all."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many things of each kind an audit compared.
+
+    Attributes:
+        losses: 1, or 0 where the step was the user's own.
+        outputs: Tensors that the step returned.
+        gradients: Gradients that the plain step made.
+        no_gradients: Tensors that require a gradient and got none in the plain step.
+        parameters: Parameters, whose content a step without optimizer leaves alone.
+        buffers: Buffers.
+        attributes: Tensors that a module or the batch holds without registering them.
+        streams: Random streams.
+    """
+
+    losses: int = 0
+    outputs: int = 0
+    gradients: int = 0
+    no_gradients: int = 0
+    parameters: int = 0
+    buffers: int = 0
+    attributes: int = 0
+    streams: int = 0
+
+    def __str__(self) -> str:
+        """Return the counts as one phrase, those that are zero left out."""
+        nouns = {
+            "losses": ("loss", "losses"),
+            "no_gradients": ("missing gradient", "missing gradients"),
+            "attributes": ("tensor attribute", "tensor attributes"),
+            "streams": ("random stream", "random streams"),
+        }
+        phrases = []
+        for name, count in asdict(self).items():
+            one, many = nouns.get(name, (name.removesuffix("s"), name))
+            if count:
+                phrases.append(f"{count:,} {one if count == 1 else many}")
+        return ", ".join(phrases)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """A plain step beside the same step under regions.
+
+    Attributes:
+        differences: What differs between them, to the bit: loss, outputs, gradients,
+            parameters, buffers, tensor attributes and random streams.
+        side_effects: Python values (counters, lengths of lists) that differ. They are
+            no bits of the step, so `equal` does not count them: code with side effects
+            ran once more than in the plain step.
+        unrepeatable: What differs between two runs of the plain step.
+        compared: How many things of each kind were compared.
+        regions: What each region did in the budgeted run; `None` if the step calls its
+            regions itself, so that nobody counted.
+        loss_from: Where the loss comes from, in words; empty for a user's own step.
+        loss: The plain step's loss, as text; empty for a user's own step.
+        zero_gradients: Whether every gradient of the plain step is zero, so that equal
+            gradients say little.
+    """
+
+    differences: tuple[Difference, ...]
+    side_effects: tuple[Difference, ...] = ()
+    unrepeatable: tuple[Difference, ...] = ()
+    compared: Compared = Compared()
+    regions: tuple[RegionStatus, ...] | None = None
+    loss_from: str = ""
+    loss: str = ""
+    zero_gradients: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Whether the budgeted step equals the plain one to the last bit."""
+        return not self.differences
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether the plain step equals itself; if not, a difference proves nothing."""
+        return not self.unrepeatable
+
+    @property
+    def regions_ran(self) -> int | None:
+        """How many regions dropped saved tensors; `None` if nobody counted."""
+        if self.regions is None:
+            return None
+        return sum(region.forwards > 0 for region in self.regions)
+
+    @property
+    def recomputes(self) -> int | None:
+        """How often regions were recomputed, in all; `None` if nobody counted."""
+        if self.regions is None:
+            return None
+        return sum(region.recomputes for region in self.regions)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader must know before trusting `equal`, one sentence each."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        if self.regions_ran == 0:
+            yield "no region ran: the two steps are the same code"
+        elif self.recomputes == 0:
+            yield "no region was recomputed: the loss does not lead back to one"
+        if self.unrepeatable:
+            yield (
+                "the plain step does not repeat itself, so a difference proves "
+                "nothing about regions; it may draw on a clock, on global variables "
+                "or on nondeterministic kernels "
+                "(torch.use_deterministic_algorithms(True) helps)"
+            )
+        if not self.compared.gradients:
+            yield "no gradient was compared: does the step call backward()?"
+        elif self.zero_gradients:
+            yield "every gradient is zero, so that equality says little"
+        if self.side_effects:
+            yield (
+                f"{len(self.side_effects)} Python value(s) differ: code with side "
+                f"effects ran again; guard it with `if not membudget.is_recomputing()`"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as data for JSON."""
+        return {
+            "equal": self.equal,
+            "repeatable": self.repeatable,
+            "regions_ran": self.regions_ran,
+            "recomputes": self.recomputes,
+            "loss": self.loss,
+            "loss_from": self.loss_from,
+            "compared": asdict(self.compared),
+            "regions": None
+            if self.regions is None
+            else list(map(asdict, self.regions)),
+            "differences": [item.to_dict() for item in self.differences],
+            "side_effects": [item.to_dict() for item in self.side_effects],
+            "unrepeatable": [item.to_dict() for item in self.unrepeatable],
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        """Return the report as one screen of text."""
+        verdict = "equal to the last bit" if self.equal else self._count_differences()
+        lines = [f"audit: {verdict}", f"  compared  {self.compared}"]
+        if self.loss_from:
+            lines.append(f"  loss      {self.loss}, {self.loss_from}")
+        lines.append(f"  regions   {self._region_line()}")
+        lines += [f"  warning   {warning}" for warning in self.warnings]
+        lines += _section("differences, plain beside budgeted:", self.differences)
+        lines += _section("differences between two plain runs:", self.unrepeatable)
+        lines += _section("Python values that differ:", self.side_effects)
+        return "\n".join(lines)
+
+    def _count_differences(self) -> str:
+        count = len(self.differences)
+        return f"NOT equal: {count:,} difference{'' if count == 1 else 's'}"
+
+    def _region_line(self) -> str:
+        if self.regions is None:
+            return "not counted, the step calls them itself"
+        counts = f"{self.regions_ran} of {len(self.regions)} ran"
+        uneven = [
+            f"{region.name} {region.recomputes}"
+            for region in self.regions
+            if region.recomputes != region.forwards
+        ]
+        text = f"{counts}, {self.recomputes} recomputes"
+        if uneven:
+            shown = ", ".join(uneven[:6]) + (", ..." if len(uneven) > 6 else "")
+            text += f" (not once for each forward: {shown})"
+        return text
+
+
+def _section(title: str, differences: tuple[Difference, ...]) -> list[str]:
+    """Return a titled list of differences, cut to `MAX_LINES`."""
+    if not differences:
+        return []
+    shown = differences[:MAX_LINES]
+    kind_width = max(len(item.kind) for item in shown)
+    name_width = min(40, max(len(item.name) for item in shown))
+    lines = [title] + [
+        f"  {item.kind:{kind_width}}  {item.name:{name_width}}  {item.detail}"
+        for item in shown
+    ]
+    if len(differences) > len(shown):
+        lines.append(f"  and {len(differences) - len(shown):,} more")
+    return lines

@@ -1,0 +1,150 @@
+"""The state that a step starts from, held so that every run starts from the same.
+
+Python objects are put back by identity: a holder (the attributes of a module, a list, a
+dict) holds the same things again. Tensors are put back by content, in place, so that
+whoever else holds them sees the old content too. Gradients are laid aside while runs
+are compared, and given back in the end: the very same tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget.audit.held import HeldTensor, hold, is_same, write
+from membudget.audit.streams import Stream, frozen, global_streams
+from membudget.audit.walk import Holder, copy_of, put_back, walk
+from membudget.errors import MembudgetError, OptionError
+
+
+@dataclass
+class _HeldState:
+    """One tensor of the start state.
+
+    Attributes:
+        tensor: The tensor itself.
+        content: A copy of its content.
+        alias: Its storage and shape, for a step that exchanges them (`p.data = ...`).
+        requires_grad: Whether it required a gradient.
+        grad: Its gradient, laid aside, with a copy of that one's content.
+    """
+
+    tensor: Tensor
+    content: HeldTensor
+    alias: Tensor
+    requires_grad: bool
+    grad: tuple[Tensor, HeldTensor] | None
+
+
+class State:
+    """Everything that a step can change, as it was when this was made.
+
+    Args:
+        roots: The objects whose state it is, with the name under which each is
+            reported; two may have the same name.
+
+    Raises:
+        OptionError: If a parameter is not yet there (a lazy module's).
+    """
+
+    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
+        """Hold the state; nothing is changed."""
+        found = walk(roots)
+        self._tensors = {
+            name: _held_state(name, tensor)
+            for name, (_, tensor) in found.tensors.items()
+        }
+        self._holders: list[tuple[Holder, Any]] = [
+            (holder, copy_of(holder)) for holder in found.holders
+        ]
+        self._streams: dict[str, tuple[Stream, Any]] = {
+            name: (stream, stream.read())
+            for name, stream in (global_streams() | found.streams).items()
+        }
+
+    def contents(self) -> dict[str, HeldTensor]:
+        """Return the content of each tensor, by name."""
+        return {name: held.content for name, held in self._tensors.items()}
+
+    def stream_states(self) -> dict[str, Any]:
+        """Return the state of each random stream, by name."""
+        return {name: frozen(state) for name, (_, state) in self._streams.items()}
+
+    def restore(self) -> None:
+        """Put everything back, except gradients, which are laid aside.
+
+        Raises:
+            MembudgetError: If the content of a tensor cannot be put back.
+        """
+        for holder, content in self._holders:
+            put_back(holder, content)
+        for name, held in self._tensors.items():
+            _restore_tensor(name, held)
+        for stream, state in self._streams.values():
+            stream.write(state)
+        # Casts of weights that autocast remembers would be found by the next run.
+        torch.clear_autocast_cache()
+
+    def restore_gradients(self) -> None:
+        """Give the gradients back that were laid aside."""
+        for name, held in self._tensors.items():
+            if held.grad is not None:
+                grad, content = held.grad
+                _write_if_changed(f"the gradient of {name!r}", grad, content)
+                held.tensor.grad = grad
+
+
+def _held_state(name: str, tensor: Tensor) -> _HeldState:
+    if torch.nn.parameter.is_lazy(tensor):
+        raise OptionError(
+            f"{name!r} has no shape yet, because its module is lazy; an audit needs a "
+            f"model that can be put back. Run the model once, then audit it."
+        )
+    grad = tensor.grad if tensor.is_leaf else None
+    return _HeldState(
+        tensor,
+        hold(tensor),
+        tensor.detach(),
+        tensor.requires_grad,
+        None if grad is None else (grad, hold(grad)),
+    )
+
+
+def _restore_tensor(name: str, held: _HeldState) -> None:
+    tensor = held.tensor
+    if _is_plain(tensor) and _layout(tensor) != _layout(held.alias):
+        tensor.data = held.alias
+    _write_if_changed(repr(name), tensor, held.content)
+    if tensor.is_leaf:
+        tensor.grad = None
+        if tensor.requires_grad != held.requires_grad:
+            tensor.requires_grad_(held.requires_grad)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Tell whether a tensor has one storage, which a step may exchange for another."""
+    kinds = (Tensor, torch.nn.Parameter)
+    return (
+        type(tensor) in kinds
+        and tensor.layout is torch.strided
+        and not tensor.is_nested
+    )
+
+
+def _layout(tensor: Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def _write_if_changed(name: str, tensor: Tensor, content: HeldTensor) -> None:
+    if is_same(hold(tensor), content):
+        return
+    write(tensor, content)
+    if not is_same(hold(tensor), content):
+        raise MembudgetError(
+            f"the audited step changed {name} ({content.about}), and that cannot be "
+            f"put back"
+        )
