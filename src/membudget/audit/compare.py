@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from membudget.audit.held import HeldTensor, first_difference, hold, is_same
+from membudget.audit.state import State
 from membudget.audit.streams import frozen, global_streams
 from membudget.audit.walk import walk
 
@@ -93,8 +94,8 @@ class Outcome:
     """What one run left behind, held to be compared.
 
     Attributes:
-        tensors: The content of each tensor by kind and name; `None` for a leaf that
-            requires a gradient and got none.
+        tensors: The content of each tensor by kind and name; `None` for the gradient
+            of a leaf that got none.
         streams: The state of each random stream, by name.
         results: The Python values in what the step returned, by name.
         values: The Python values that the step's objects hold, by name.
@@ -103,23 +104,24 @@ class Outcome:
     def __init__(
         self,
         roots: Mapping[str, Any],
+        state: State,
         results: Results | None = None,
-        same: Mapping[str, HeldTensor] | None = None,
     ) -> None:
         """Hold what `roots` hold now.
 
         Args:
             roots: The objects that the run may have changed, by name.
+            state: The state before the run. What the run did not change is shared with
+                it, and only what it had has gradients: a region may leave a tensor of
+                its own on a module, and that one's gradient is nobody's.
             results: What the run returned.
-            same: Contents from before the run, shared by what it did not change.
         """
         found = walk(roots.items())
-        same = same or {}
         results = results or Results()
         self.tensors: dict[tuple[Kind, str], HeldTensor | None] = {**results.tensors}
         for name, (kind, tensor) in found.tensors.items():
-            self.tensors[kind, name] = hold(tensor, same.get(name))
-            if tensor.is_leaf and tensor.requires_grad:
+            self.tensors[kind, name] = hold(tensor, state.content(name))
+            if state.had_leaf(tensor):
                 grad = tensor.grad
                 self.tensors["gradient", name] = None if grad is None else hold(grad)
         streams = global_streams() | found.streams

@@ -13,6 +13,7 @@ from membudget.audit.compare import Outcome, Results, compare
 from membudget.audit.regions import counting, regions_for
 from membudget.audit.report import AuditReport
 from membudget.audit.run import Run, compare_runs
+from membudget.audit.state import State
 from membudget.audit.step import LossFunction, TrainingStep
 from membudget.errors import OptionError
 
@@ -212,7 +213,8 @@ def _check_same_start(plain: Run, budgeted: Run) -> None:
     """Refuse two models that are not equal to begin with."""
     if plain.roots == budgeted.roots:
         return
-    left, right = Outcome(plain.roots), Outcome(budgeted.roots)
+    state = State([*plain.roots.items(), *budgeted.roots.items()])
+    left, right = Outcome(plain.roots, state), Outcome(budgeted.roots, state)
     state_kinds = ("parameter", "buffer", "stream")
     unequal = [
         difference

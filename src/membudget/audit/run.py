@@ -87,7 +87,7 @@ def run_once(run: Run, state: State) -> Outcome:
     try:
         with torch.inference_mode(False), torch.enable_grad():
             results = run.step()
-        return Outcome(run.roots, results, state.contents())
+        return Outcome(run.roots, state, results)
     except BaseException as error:
         error.add_note(
             f"Raised in {run.label} of an audit; the state from before was put back."

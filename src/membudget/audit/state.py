@@ -58,6 +58,11 @@ class State:
             name: _held_state(name, tensor)
             for name, (_, tensor) in found.tensors.items()
         }
+        self._leaves = {
+            id(held.tensor)
+            for held in self._tensors.values()
+            if held.requires_grad and held.tensor.is_leaf
+        }
         self._holders: list[tuple[Holder, Any]] = [
             (holder, copy_of(holder)) for holder in found.holders
         ]
@@ -66,9 +71,14 @@ class State:
             for name, stream in (global_streams() | found.streams).items()
         }
 
-    def contents(self) -> dict[str, HeldTensor]:
-        """Return the content of each tensor, by name."""
-        return {name: held.content for name, held in self._tensors.items()}
+    def content(self, name: str) -> HeldTensor | None:
+        """Return the content of a tensor, if there was one of that name."""
+        held = self._tensors.get(name)
+        return None if held is None else held.content
+
+    def had_leaf(self, tensor: Tensor) -> bool:
+        """Tell whether a tensor was there, and gets a gradient if a step uses it."""
+        return id(tensor) in self._leaves
 
     def stream_states(self) -> dict[str, Any]:
         """Return the state of each random stream, by name."""

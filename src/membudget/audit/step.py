@@ -38,7 +38,7 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
     Raises:
         OptionError: If the output holds no floating tensor.
     """
-    if isinstance(output, Tensor) and output.dim() == 0:
+    if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
         return output, "the model's output"
     loss = output.get("loss") if isinstance(output, Mapping) else None
     where = "output['loss']"

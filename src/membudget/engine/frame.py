@@ -130,9 +130,9 @@ class Frame:
                 tensor = handle.tensor
                 # With one handle there is nothing left over to be released.
                 if len(self.recording.handles) > 1 and not retention.release_in_time(
-                    self.recording
+                    self
                 ):
-                    self.recording.release()
+                    self.release()
         if tensor is None:
             raise mismatch_error(
                 None,
@@ -142,6 +142,15 @@ class Frame:
                 ["determinism_check='none' hides where the runs part"],
             )
         return tensor
+
+    def release(self) -> None:
+        """Let go of the recomputed tensors that nobody took (Rule 4).
+
+        The lock keeps the end of one thread's backward from emptying the handles that
+        another thread's recompute has just filled.
+        """
+        with self._lock:
+            self.recording.release()
 
     def _recompute(self) -> None:
         # A backward of the function's own asks while the forward still runs (Rule 7).
