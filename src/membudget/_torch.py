@@ -18,13 +18,24 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 # Modes and trees live in modules that torch names with an underscore, though its own
 # documentation sends users there; operators have no public class.
-__all__ = [
-    "OperatorOverload",
-    "OperatorPacket",
-    "TorchDispatchMode",
-    "tree_iter",
-    "tree_map_only",
-]
+__all__ = ["OperatorOverload", "OperatorPacket", "tree_iter", "tree_map_only"]
+
+
+class DispatchMode(TorchDispatchMode):
+    """A `TorchDispatchMode` with types."""
+
+    def __init__(self) -> None:
+        """Prepare the mode; `with` enters it."""
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __enter__(self) -> Any:
+        """Push the mode."""
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Pop the mode."""
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+
 
 # `torch.autograd.graph.saved_tensors_hooks` is public but costs 1.3 µs a region in
 # its context manager; these are the two calls inside it.
@@ -50,7 +61,7 @@ is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
 # storage's address must be compared too.
-storage_address: Callable[[Tensor], int] = torch._C._storage_address
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
 # The lengths are asked for in every forward; Python has no public way to see a stack.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
@@ -74,7 +85,7 @@ set_sdpa_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_orde
 
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """Return the innermost (pack, unpack) pair, through which a region packs inputs."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or None
 
 

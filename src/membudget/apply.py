@@ -13,7 +13,7 @@ import copyreg
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -203,7 +203,7 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
     known = _CLASSES.get(plain)
     if known is not None:
         return known
-    made = type(
+    made: Any = type(
         plain.__name__,
         (plain,),
         {
@@ -225,10 +225,10 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
         return _without_region(super(made, self).__reduce_ex__(protocol), made, plain)
 
     # Set afterwards: some classes rewrite the `forward` of a subclass when it is made.
-    made.forward = forward  # type: ignore[method-assign]
-    made.__reduce_ex__ = reduce  # type: ignore[method-assign, assignment]
+    made.forward = forward
+    made.__reduce_ex__ = reduce
     _CLASSES[plain] = made
-    return made
+    return cast("type[Module]", made)
 
 
 def _without_region(
@@ -296,8 +296,10 @@ def _matches(name: str, pattern: str) -> bool:
     """Match a dotted name part by part.
 
     Example:
-        >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*"), _matches("a.b.c", "**.c")
-        (True, False, True)
+        >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*")
+        (True, False)
+        >>> _matches("a.b.c", "**.c")
+        True
     """
     return _parts_match(name.split("."), pattern.split("."))
 

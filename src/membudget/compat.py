@@ -205,7 +205,7 @@ def checkpoint_wrapper(
     """
     if checkpoint_fn is not None:
         raise CheckpointError(
-            "checkpoint_wrapper takes no checkpoint_fn here: the region is membudget's. "
+            "checkpoint_wrapper takes no checkpoint_fn: the region is membudget's. "
             "Pass the region's options instead."
         )
     if getattr(checkpoint_impl, "name", None) == "REENTRANT":

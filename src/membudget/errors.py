@@ -1,13 +1,13 @@
 """Every exception that membudget raises on purpose.
 
     MembudgetError
-    ├── OptionError (ValueError)               an option or argument that cannot be meant
-    ├── SelectionError (ValueError)            a selection of modules that matches nothing
-    ├── MissingExtraError (ImportError)        an optional dependency is not installed
-    └── CheckpointError (RuntimeError)         a region cannot do what was asked of it
-        ├── RecomputeMismatchError             the recompute made other tensors than the forward
-        ├── ChangedSinceForwardError           something that the region read was changed since
-        └── ReentrantLimitError                a limit of the classic, reentrant variant
+    ├── OptionError (ValueError)          an option that cannot be meant
+    ├── SelectionError (ValueError)       a selection that matches nothing
+    ├── MissingExtraError (ImportError)   an optional dependency is not installed
+    └── CheckpointError (RuntimeError)    a region cannot do what was asked of it
+        ├── RecomputeMismatchError        the recompute is not the forward again
+        ├── ChangedSinceForwardError      what the region read was changed since
+        └── ReentrantLimitError           a limit of the classic, reentrant variant
 
 Each message says what was asked, what was found and what to do; the facts are
 attributes. This module must not import torch.

@@ -11,8 +11,8 @@ notes the generator's state before each random operator, and the recompute puts 
 there for that operator alone. A lock is held for one operator. One thread alone, the
 rule, pays nothing for this.
 
-What is not covered: draws from Python's and NumPy's global streams in several threads at
-once, and draws of torch's outside of every region, while another thread recomputes.
+What is not covered: draws from Python's and NumPy's global streams in several threads
+at once, and draws of torch's outside of every region, while another thread recomputes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from membudget._torch import TorchDispatchMode, is_random_operator, tree_iter
+from membudget._torch import DispatchMode, is_random_operator, tree_iter
 
 _HANDSHAKE_S = 1.0
 
@@ -114,16 +114,16 @@ class RandomLog:
         """Begin with an empty log."""
         self.states: list[Tensor] = []
 
-    def recorder(self) -> TorchDispatchMode:
+    def recorder(self) -> DispatchMode:
         """Return the mode for the forward."""
         return _Record(self.states)
 
-    def player(self) -> TorchDispatchMode:
+    def player(self) -> DispatchMode:
         """Return the mode for one recompute."""
         return _Play(self.states)
 
 
-class _Record(TorchDispatchMode):
+class _Record(DispatchMode):
     def __init__(self, states: list[Tensor]):
         super().__init__()
         self.states = states
@@ -139,7 +139,7 @@ class _Record(TorchDispatchMode):
             return func(*args, **kwargs)
 
 
-class _Play(TorchDispatchMode):
+class _Play(DispatchMode):
     def __init__(self, states: list[Tensor]):
         super().__init__()
         self.states = iter(states)

@@ -128,7 +128,7 @@ class NumpyLegacySource(_DearSource):
         super().__init__()
         self.generator = generator
         self._memory = None
-        if _is_mt19937(generator) and _raw_look_is_honest(type(generator)):
+        if _is_mt19937(generator) and _raw_look_is_honest(generator.__class__):
             self._memory = _memory(generator)
 
     def mark(self) -> Any:
@@ -211,7 +211,7 @@ def _raw_look_is_honest(kind: Any) -> bool:
     return looks[0] != looks[1] != looks[2]
 
 
-PYTHON = PythonSource(random._inst)  # type: ignore[attr-defined]
+PYTHON = PythonSource(random._inst)
 CPU = TorchSource(torch.default_generator)
 
 

@@ -161,21 +161,17 @@ class Reached:
         naming = self.names is not None
         if naming:
             self.module_names[id(value)] = name
-        for key, tensor in attributes["_parameters"].items():
-            if tensor is not None:
-                self.visit(tensor, _join(name, key) if naming else "", depth)
-        for key, tensor in attributes["_buffers"].items():
-            if tensor is not None:
-                self.buffers.append(tensor)
-                self.visit(tensor, _join(name, key) if naming else "", depth)
+        for held in ("_parameters", "_buffers", "_modules"):
+            for key, item in attributes[held].items():
+                if item is not None:
+                    self.visit(item, _join(name, key) if naming else "", depth)
+        self.buffers.extend(b for b in attributes["_buffers"].values() if b is not None)
         for key in _extras(value, attributes):
             item = attributes.get(key)
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
             if depth < _MAX_DEPTH:
                 self.visit(item, _join(name, key) if naming else "", depth + 1)
-        for key, child in attributes["_modules"].items():
-            self.visit(child, _join(name, key) if naming else "", depth)
 
 
 def _join(owner: str, key: str) -> str:

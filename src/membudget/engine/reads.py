@@ -27,8 +27,8 @@ from torch import Tensor
 from membudget import _torch
 from membudget.engine.arguments import HeldArguments, address_of, version_of
 from membudget.engine.reach import Reached, reach
-from membudget.engine.watch import Watch, rewritten_error
 from membudget.engine.scope import Scope
+from membudget.engine.watch import Watch, rewritten_error
 
 _SMALL_BYTES = 64 * 1024
 
@@ -211,10 +211,7 @@ def _names(function: Any, others: list[Any]) -> dict[int, str]:
 
 def name_of(tensor: Tensor, names: dict[int, str]) -> str:
     """Return what an error calls a tensor that the region reached."""
-    if isinstance(tensor, torch.nn.Parameter):
-        kind = "parameter"
-    else:
-        kind = "tensor"
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     name = names.get(id(tensor)) or names.get(address_of(tensor))
     return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
 

@@ -81,7 +81,7 @@ class Recording:
             self.pending = None
 
     def last_needed(self) -> int:
-        """Return the last index whose handle lives and is empty; -1 if there is none."""
+        """Return the last index whose handle lives and is empty, or -1."""
         handles = self.handles
         for index in range(len(handles) - 1, -1, -1):
             handle = handles[index]()

@@ -4,8 +4,8 @@ Its forward runs the function without a graph, its backward runs it again with o
 differentiates that. It costs nothing for each saved tensor, and it has limits, each of
 which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`:
 
-* some positional tensor must require a gradient, if the function has parameters to train;
-* tensors that require a gradient must be positional arguments, not keywords, not nested;
+* some positional tensor must require a gradient, if there are parameters to train;
+* tensors that require a gradient must be positional, not keywords, not nested;
 * outputs are a tensor or a tuple or list of tensors and other values;
 * `torch.autograd.grad`, `backward(inputs=...)` and double backward are refused.
 """
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
 from membudget.engine.options import RegionOptions
+from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
 from membudget.errors import ReentrantLimitError
-from membudget.engine.scope import Scope
 
 _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 

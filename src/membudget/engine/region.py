@@ -20,14 +20,14 @@ Rule 6. A recompute leaves no trace: streams, buffers with their version counter
     and settings are afterwards what they were, also when it fails.
 Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
     tensors, and a recompute adds nothing to the parameters' gradients.
-Rule 8. What was changed since the forward raises once the recompute reads it. Changed by
-    an operator means its version, by `.data =` its storage. `.data.add_(...)`, which
-    hides from autograd on purpose, is seen only by `determinism_check="values"`.
+Rule 8. What was changed since the forward raises once the recompute reads it. A change
+    is seen by the version of a tensor, or by its storage (`.data =`). `.data.add_(...)`,
+    which hides on purpose, is seen only by `determinism_check="values"`.
 Rule 9. A recomputed tensor that is not the saved one raises, and says where and why.
 Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
     reference cycle of its own. When the graph dies, so does the region.
-Rule 11. An exception of the function passes through unchanged, from the forward and from
-    the recompute.
+Rule 11. An exception of the function passes through unchanged, from the forward and
+    from the recompute.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def checkpoint(
     """Run `function(*args, **kwargs)` without keeping its activations.
 
     What autograd would save inside is dropped, and recomputed when a backward needs it.
-    Loss, gradients, buffers and random streams are those of the plain call, bit for bit;
-    the rules are at the top of this module. It is a drop-in for
+    Loss, gradients, buffers and random streams are those of the plain call, bit for
+    bit; the rules are at the top of this module. It is a drop-in for
     `torch.utils.checkpoint.checkpoint`.
 
     The options below are taken out of `kwargs`. To pass a keyword of the same name to
@@ -97,8 +97,9 @@ def checkpoint(
         >>> import membudget as mb, torch
         >>> x = torch.linspace(0, 1, 4, requires_grad=True)
         >>> y = mb.checkpoint(lambda x: x.sin().exp(), x)
-        >>> plain = x.sin().exp()
-        >>> torch.equal(*torch.autograd.grad(y.sum(), x), *torch.autograd.grad(plain.sum(), x))
+        >>> (gradient,) = torch.autograd.grad(y.sum(), x)
+        >>> (plain,) = torch.autograd.grad(x.sin().exp().sum(), x)
+        >>> torch.equal(gradient, plain)
         True
     """
     if torch.compiler.is_compiling():

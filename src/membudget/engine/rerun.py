@@ -52,9 +52,9 @@ class _StopRecompute(BaseException):
 class Rerun:
     """One recompute of one region.
 
-    The graph that the recompute builds keeps this object, through its hooks, for as long
-    as the user's code keeps a tensor of it. So when the run is over the object lets go
-    of the region (Rule 10).
+    The graph that the recompute builds keeps this object, through its hooks, for as
+    long as the user's code keeps a tensor of it. So when the run is over the object
+    lets go of the region (Rule 10).
     """
 
     __slots__ = (

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
 from membudget._torch import (
+    DispatchMode,
     OperatorOverload,
     OperatorPacket,
-    TorchDispatchMode,
     tree_iter,
     tree_map_only,
 )
@@ -56,7 +56,7 @@ def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
 
 
-class _Forward(TorchDispatchMode):
+class _Forward(DispatchMode):
     """Ask the policy for each operator, and record."""
 
     def __init__(self, policy: Policy):
@@ -77,9 +77,9 @@ class _Forward(TorchDispatchMode):
         self.record.append((func, _Kept(outputs) if save else None))
         return outputs
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        if error[0] is None and self.record and not any(k for _, k in self.record):
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)
+        if kind is None and self.record and not any(k for _, k in self.record):
             warnings.warn(
                 "the policy of a selective region kept the output of none of its "
                 f"{len(self.record)} operators. A policy function sees overloads, such "
@@ -89,7 +89,7 @@ class _Forward(TorchDispatchMode):
             )
 
 
-class _Recompute(TorchDispatchMode):
+class _Recompute(DispatchMode):
     """Hand out what was kept, and run the rest."""
 
     def __init__(self, forward: _Forward, allow_mutation: bool):

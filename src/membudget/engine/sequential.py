@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 from torch.nn import Module, Sequential
@@ -80,14 +81,13 @@ def checkpoint_sequential(
         >>> x = torch.ones(3, requires_grad=True)
         >>> y = mb.checkpoint_sequential(layers, 6, x)
     """
-    layers = (
-        list(functions.children()) if isinstance(functions, Module) else list(functions)
-    )
+    sequence = functions.children() if isinstance(functions, Module) else functions
+    layers: list[Layer] = list(sequence)
     checked = checked_options(options)
     bounds = segment_bounds(len(layers), _count(segments, len(layers)))
     values = inputs
     spread = len(inputs) > 1
-    for start, end in zip(bounds[:-2], bounds[1:-1], strict=True):
+    for start, end in pairwise(bounds[:-1]):
         values = _run_segment(layers[start:end], values, spread, checked)
     return _run_layers(layers[bounds[-2] :], spread, *values)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from membudget._torch import TorchDispatchMode, tree_iter
+from membudget._torch import DispatchMode, tree_iter
 from membudget.engine.compare import is_internal
 
 _BEFORE = 4
@@ -22,7 +22,7 @@ _AFTER = 4
 _STACK = 3
 
 
-class Trace(TorchDispatchMode):
+class Trace(DispatchMode):
     """Note every operator that runs inside.
 
     Attributes:

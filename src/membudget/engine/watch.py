@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from membudget._torch import (
-    TorchDispatchMode,
+    DispatchMode,
     is_view_operator,
     tree_iter,
     written_arguments,
@@ -29,7 +29,7 @@ from membudget.errors import ChangedSinceForwardError
 Names = dict[int, str]
 
 
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):
     """Raise when an operator reads a storage that was changed."""
 
     def __init__(self, changed: Names, rewritten: Names):
