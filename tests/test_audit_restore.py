@@ -1,0 +1,238 @@
+"""An audit leaves everything as it was: afterwards, after a failure, between runs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import deque
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.audit import audit
+from membudget.audit.streams import frozen, global_streams
+
+
+class Untidy(nn.Module):
+    """A block whose forward changes whatever a module can hold."""
+
+    mean: Tensor
+    replaced: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("replaced", torch.zeros(4))
+        self.register_buffer("late", None)
+        self.calls = 0
+        self.seen: list[float] = []
+        self.table: dict[str, Any] = {"inner": [1]}
+        self.recent: deque[int] = deque([1, 2], maxlen=2)
+        self.known = {1}
+        self.loose = torch.zeros(4)
+        self.generator = torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen.append(x.mean().item())
+        self.table["new"] = x
+        self.table["inner"].append(2)
+        self.recent.append(self.calls)
+        self.known.add(self.calls + 1)
+        self.last = x
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+            self.loose.add_(1)
+        self.replaced = self.replaced + 1
+        self.late = torch.ones(1)
+        self.train(not self.training)
+        noise = torch.rand(4, generator=self.generator) * random.random()
+        return torch.tanh(self.linear(x)) * noise * torch.rand(4) * np.random.rand()  # noqa: NPY002
+
+
+class Clamps(nn.Linear):
+    """A layer that changes its own parameter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(max=0)
+        return super().forward(x)
+
+
+def everything(model: nn.Module) -> tuple[dict[str, Any], ...]:
+    """Return all that a model holds: the very objects, and copies of their content."""
+    objects = {
+        f"{name}.{key}": value
+        for name, module in model.named_modules()
+        for space in (vars(module), module._parameters, module._buffers)
+        for key, value in space.items()
+    }
+    inert = {k: v for k, v in objects.items() if not isinstance(v, torch.Generator)}
+    return objects, copy.deepcopy(inert)
+
+
+def assert_same(model: nn.Module, before: tuple[dict[str, Any], ...]) -> None:
+    objects, contents = before
+    objects_now, contents_now = everything(model)
+    assert list(objects_now) == list(objects)
+    for key, value in objects.items():
+        assert objects_now[key] is value, key
+    for key, value in contents.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(contents_now[key], value), key
+        elif not key.endswith("_modules"):
+            assert repr(contents_now[key]) == repr(value), key
+
+
+def streams() -> dict[str, Any]:
+    return {name: frozen(stream.read()) for name, stream in global_streams().items()}
+
+
+def untidy() -> Any:
+    model: Any = nn.Sequential(Untidy(), nn.Dropout(), Untidy(), Clamps(4, 4))
+    model[2].linear.weight.requires_grad_(False)
+    return model
+
+
+def test_a_model_that_changes_everything_is_as_it_was():
+    model, x = untidy(), torch.randn(5, 4)
+    generator_before = model[0].generator.get_state()
+    before, streams_before = everything(model), streams()
+
+    report = audit(model, x, names=["0", "1", "2"])
+
+    assert report.equal
+    assert_same(model, before)
+    assert torch.equal(model[0].generator.get_state(), generator_before)
+    assert streams() == streams_before
+    assert [type(module) for module in model] == [Untidy, nn.Dropout, Untidy, Clamps]
+
+
+def test_a_failing_step_leaves_everything_as_it_was_and_says_which_run_failed():
+    class Fails(Untidy):
+        def forward(self, x: Tensor) -> Tensor:
+            if mb.is_recomputing():
+                raise KeyError("in the recompute")
+            return super().forward(x)
+
+    x = torch.randn(5, 4)
+    model: Any = nn.Sequential(Fails(), Fails())
+    model[0].linear.weight.grad = torch.ones(4, 4)
+    grad = model[0].linear.weight.grad
+    before, streams_before = everything(model), streams()
+
+    with pytest.raises(KeyError, match="in the recompute") as caught:
+        audit(model, x)
+
+    assert_same(model, before)
+    assert streams() == streams_before
+    assert model[0].linear.weight.grad is grad
+    assert type(model[0]) is Fails
+    assert "the budgeted run of an audit" in caught.value.__notes__[-1]
+
+
+def test_a_step_that_fails_plain_says_so():
+    model = nn.Sequential(nn.Linear(4, 4))
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        audit(model, torch.ones(5, 3))
+
+    assert "the plain run of an audit" in caught.value.__notes__[-1]
+
+
+def test_gradients_are_the_very_same_tensors_and_are_not_added_to():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.grad = torch.full((4, 4), 1e8)
+    grad = model[0].weight.grad
+
+    report = audit(model, torch.randn(5, 4))
+
+    # A fault would be rounded away if the step's gradient were added to 1e8.
+    assert report.equal
+    assert model[0].weight.grad is grad
+    assert torch.equal(grad, torch.full((4, 4), 1e8))
+    assert model[0].bias.grad is None
+    assert model[1].weight.grad is None
+
+
+def test_a_gradient_that_a_step_writes_into_is_as_it_was():
+    linear = nn.Linear(2, 2)
+    linear.weight.grad = shared = torch.ones(2, 2)
+
+    def step(_: int) -> None:
+        linear(torch.ones(1, 2)).sum().backward()
+        shared.zero_()
+
+    audit(step, plain=0, budgeted=1, modules=linear)
+
+    assert torch.equal(shared, torch.ones(2, 2))
+
+
+def test_a_parameter_whose_data_a_step_exchanges_is_as_it_was():
+    class Exchanges(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = self.weight.data * 2
+            return super().forward(x)
+
+    linear = Exchanges(2, 2)
+    address, content = linear.weight.data_ptr(), linear.weight.detach().clone()
+
+    report = audit(
+        lambda _: linear(torch.ones(1, 2)).sum().backward(),
+        plain=0,
+        budgeted=1,
+        modules=linear,
+    )
+
+    assert report.equal
+    assert linear.weight.data_ptr() == address
+    assert torch.equal(linear.weight, content)
+
+
+def test_an_optimizer_inside_the_backward_is_undone_and_compared():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+
+    def update(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter -= parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    report = audit(model, torch.randn(5, 4))
+
+    assert report.equal
+    assert report.compared.no_gradients == 4
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]), name
+
+
+def test_regions_that_were_there_stay_and_count_nothing():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    applied = mb.apply(model, blocks=nn.Linear)
+    model(torch.randn(2, 4)).sum().backward()
+    before = applied.status()
+
+    report = audit(model, torch.randn(5, 4))
+
+    assert report.equal
+    assert report.regions_ran == 2
+    assert [region.name for region in report.regions or ()] == ["0", "2"]
+    assert applied.status() == before
+    applied.remove()
+    assert type(model[0]) is nn.Linear
+
+
+def test_a_lazy_module_is_refused_before_anything_runs():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
+
+    with pytest.raises(mb.OptionError, match=r"'1\.weight' has no shape yet"):
+        audit(model, torch.randn(5, 4))
