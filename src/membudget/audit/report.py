@@ -172,17 +172,22 @@ class AuditReport:
     def _region_line(self) -> str:
         if self.regions is None:
             return "not counted, the step calls them itself"
-        counts = f"{self.regions_ran} of {len(self.regions)} ran"
+        idle = [region.name for region in self.regions if not region.forwards]
         uneven = [
-            f"{region.name} {region.recomputes}"
+            f"{region.name} ({region.recomputes})"
             for region in self.regions
             if region.recomputes != region.forwards
         ]
-        text = f"{counts}, {self.recomputes} recomputes"
-        if uneven:
-            shown = ", ".join(uneven[:6]) + (", ..." if len(uneven) > 6 else "")
-            text += f" (not once for each forward: {shown})"
-        return text
+        text = f"{self.regions_ran} of {len(self.regions)} ran"
+        text += _listed("without", idle) + f", {self.recomputes} recomputes"
+        return text + _listed("not once a forward:", uneven)
+
+
+def _listed(word: str, names: list[str], limit: int = 6) -> str:
+    """Return some names in brackets; nothing if there are none."""
+    if not names:
+        return ""
+    return f" ({word} {', '.join(names[:limit])}{', ...' if names[limit:] else ''})"
 
 
 def _section(title: str, differences: tuple[Difference, ...]) -> list[str]:

@@ -22,6 +22,7 @@ from membudget._torch import module_call_codes
 from membudget.errors import RecomputeMismatchError
 
 Metadata = tuple[Any, ...]
+Fingerprint = tuple[int, int]
 
 _CHUNK = 1 << 20
 
@@ -50,7 +51,7 @@ def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
 
 
 @torch.no_grad()
-def fingerprint(tensor: Tensor) -> tuple[int, int]:
+def fingerprint(tensor: Tensor) -> Fingerprint:
     """Return two sums over the bits of a tensor, the second weighted by position.
 
     Both wrap at 64 bits. Equal tensors have equal fingerprints; changing one element or

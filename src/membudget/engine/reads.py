@@ -26,6 +26,7 @@ from torch import Tensor
 
 from membudget import _torch
 from membudget.engine.arguments import HeldArguments, address_of, version_of
+from membudget.engine.compare import Fingerprint, fingerprint
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
 from membudget.engine.watch import Watch, rewritten_error
@@ -62,7 +63,7 @@ class Reads:
         self._namespaces = _namespaces(reached)
         self._containers = reached.containers
         self._grown: list[tuple[Any, int, int]] = []
-        self._rewritten: list[int] = []
+        self._rewritten: dict[int, Fingerprint | None] = {}
         self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
 
     def finish(self) -> None:
@@ -84,9 +85,12 @@ class Reads:
             ]
 
     def _note_rewritten(self, versions: list[int]) -> None:
-        self._rewritten = [
-            i for i, version in enumerate(versions) if version != self._versions[i]
-        ]
+        state = {id(buffer) for buffer, _ in self._snapshots}
+        self._rewritten = {
+            i: None if id(tensor) in state else fingerprint(tensor)
+            for i, tensor in enumerate(self._tensors)
+            if versions[i] != self._versions[i]
+        }
         self._versions = versions
 
     def grown(self) -> list[tuple[Any, int, int]]:
@@ -161,11 +165,14 @@ class Reads:
         ]
         if not changed:
             return []
-        state = {id(buffer) for buffer, _ in self._snapshots}
-        # A buffer that the forward advanced, and a later forward advanced again, is
-        # brought back from its copy.
-        advanced = {i for i in self._rewritten if id(self._tensors[i]) in state}
-        return [self._tensors[i] for i in changed if i not in advanced]
+        # What the forward wrote, a later forward may have written again: a buffer is
+        # brought back from its copy, and of another tensor the content must be the same.
+        return [
+            self._tensors[i]
+            for i in changed
+            if i not in self._rewritten
+            or self._rewritten[i] not in (None, fingerprint(self._tensors[i]))
+        ]
 
 
 _ABSENT = object()

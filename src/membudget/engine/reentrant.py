@@ -12,7 +12,7 @@ which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -40,17 +40,17 @@ class _Call:
         options: RegionOptions,
     ):
         self.function = function
-        self.args = args
         self.kwargs = kwargs
         self.sequence: type | None = None
         self.statistics: Statistics | None = None
-        self.surroundings = Surroundings(function, (), {}, options)
         self.positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
-        self.others = [None if isinstance(a, Tensor) else a for a in args]
+        self.others = tuple(None if isinstance(a, Tensor) else a for a in args)
+        # The tensors are autograd's to save; all the rest is held as ever.
+        self.surroundings = Surroundings(function, self.others, kwargs, options)
 
-    def with_tensors(self, tensors: tuple[Tensor, ...]) -> list[Any]:
+    def with_tensors(self, others: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
         """Return the positional arguments with `tensors` in their places."""
-        args = list(self.others)
+        args = list(others)
         for position, tensor in zip(self.positions, tensors, strict=True):
             args[position] = tensor
         return args
@@ -61,8 +61,10 @@ class _Reentrant(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         ctx.call = call
         ctx.save_for_backward(*tensors)
-        output = call.function(*call.with_tensors(tensors), **call.kwargs)
+        args = call.with_tensors(call.others, tensors)
+        output = call.function(*args, **call.kwargs)
         call.surroundings.finish()
+        _check_grown(call)
         _check_output(output)
         if isinstance(output, tuple | list):
             call.sequence = type(output)
@@ -99,8 +101,9 @@ def _differentiate(
 
     def rerun() -> None:
         with Scope() as ambient:
+            others, kwargs = call.surroundings.arguments.rebuild()
             call.surroundings.enter_ambient(ambient)
-            output = call.function(*call.with_tensors(tuple(inputs)), **call.kwargs)
+            output = call.function(*call.with_tensors(others, inputs), **kwargs)
             outputs.extend(output if isinstance(output, tuple | list) else [output])
 
     # The buffers stay as the graph saw them until it was differentiated; autocast
@@ -173,6 +176,20 @@ def _check_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                     "tensor that requires a gradient; only positional tensors get "
                     f"one. {_REMEDY}"
                 )
+
+
+def _check_grown(call: _Call) -> None:
+    """Refuse tensors that the function left in a container that it was given."""
+    before = call.surroundings.arguments.rebuild()
+    if _count_tensors((call.others, call.kwargs)) > _count_tensors(before):
+        raise ReentrantLimitError(
+            "a region with use_reentrant=True put tensors into a list or dict that it "
+            f"was given; no gradient would reach them. {_REMEDY}"
+        )
+
+
+def _count_tensors(tree: Any) -> int:
+    return sum(isinstance(leaf, Tensor) for leaf in tree_iter(tree))
 
 
 def _check_output(output: Any) -> None:

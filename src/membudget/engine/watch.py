@@ -20,6 +20,7 @@ from torch import Tensor
 from membudget._torch import (
     DispatchMode,
     is_view_operator,
+    set_versions,
     tree_iter,
     written_arguments,
 )
@@ -43,6 +44,7 @@ class Watch(DispatchMode):
         super().__init__()
         self.changed = changed
         self.rewritten = dict(rewritten)
+        self.versions: list[tuple[Tensor, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -60,12 +62,21 @@ class Watch(DispatchMode):
             return func(*args, **kwargs)
         return self._rewrite(func, args, kwargs, addresses)
 
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Put the versions back of what was written without being changed."""
+        super().__exit__(kind, error, trace)
+        for tensor, version in self.versions:
+            set_versions([tensor], [version])
+
     def _rewrite(self, func: Any, args: Any, kwargs: Any, addresses: set[int]) -> Any:
         written = {address_of(t): t for t in written_arguments(func, args, kwargs)}
         for address in addresses & self.rewritten.keys():
             if address not in written:
                 raise rewritten_error(self.rewritten[address])
         before = {a: t.detach().clone() for a, t in written.items()}
+        self.versions += [
+            (t, t._version) for a, t in written.items() if a in self.rewritten
+        ]
         result = func(*args, **kwargs)
         for address, tensor in written.items():
             name = self.rewritten.pop(address, None)
