@@ -7,6 +7,7 @@ import json
 import torch
 from torch import nn
 
+from membudget.apply import RegionStatus
 from membudget.audit import AuditReport, audit
 
 X = torch.ones(2, 4)
@@ -49,6 +50,21 @@ def test_the_report_of_an_equal_step_reads_so():
     assert lines[2].endswith(", loss_fn(output, batch)")
     assert lines[3] == "  regions   3 of 3 ran, 3 recomputes"
     assert len(lines) == 4
+
+
+def test_the_report_names_regions_that_did_not_run_or_not_once_for_each_forward():
+    regions = (
+        RegionStatus("used", forwards=1, recomputes=1, skipped=0),
+        RegionStatus("frozen", forwards=0, recomputes=0, skipped=1),
+        RegionStatus("twice", forwards=1, recomputes=2, skipped=0),
+    )
+
+    text = str(AuditReport((), regions=regions))
+
+    assert (
+        "  regions   2 of 3 ran (without frozen), 3 recomputes "
+        "(not once a forward: twice (2))"
+    ) in text.splitlines()
 
 
 def test_the_report_is_data_for_json():
