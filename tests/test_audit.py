@@ -174,6 +174,24 @@ def test_a_buffer_that_is_updated_twice_is_named():
     assert report.differences[-1].detail == "plain 1, budgeted 2"
 
 
+def test_random_numbers_that_an_option_leaves_alone_are_found():
+    model = nn.Sequential(*(nn.Sequential(nn.Dropout(), nn.Linear(4, 4)) for _ in "ab"))
+
+    report = audit(model, torch.randn(5, 4), preserve_rng_state=False)
+
+    assert names(report, "stream") == ["torch CPU"]
+    assert {"0.1.weight", "1.1.weight"} <= {*names(report, "gradient")}
+
+
+def test_buffers_that_an_option_leaves_alone_are_found():
+    model = nn.Sequential(nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Tanh()))
+
+    report = audit(model, torch.randn(5, 4), names="0", guards=False)
+
+    assert "0.0.num_batches_tracked" in names(report, "buffer")
+    assert names(report, "gradient") == []
+
+
 def test_a_tensor_attribute_that_no_one_registered_is_compared():
     class Average(nn.Linear):
         average: Tensor

@@ -75,3 +75,10 @@ def test_a_stream_says_which_run_drew_from_it():
 
     details = {item.name: item.detail for item in report.differences}
     assert details["torch CPU"] == "budgeted drew from it, plain did not"
+
+
+def test_a_source_without_a_state_is_no_stream():
+    model: Any = nn.Sequential(nn.Linear(4, 4))
+    model.source = random.SystemRandom()
+
+    assert audit(model, torch.randn(5, 4)).equal
