@@ -1,39 +1,118 @@
-"""Train PyTorch models in the memory that you have."""
+"""Train PyTorch models in the memory that you have.
 
-from membudget import compat
-from membudget.apply import Applied, RegionStatus, Status, apply
-from membudget.engine.region import checkpoint
-from membudget.engine.retention import execution_group
-from membudget.engine.sequential import checkpoint_sequential
-from membudget.engine.switches import disable_checkpointing, is_recomputing
-from membudget.errors import (
-    ChangedSinceForwardError,
-    CheckpointError,
-    MembudgetError,
-    MissingExtraError,
-    OptionError,
-    RecomputeMismatchError,
-    ReentrantLimitError,
-    SelectionError,
-)
+The public names are loaded when they are first used, so that `membudget --help` answers
+at once: importing torch takes seconds.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from membudget import compat
+    from membudget.apply import Applied, RegionStatus, Status, apply
+    from membudget.audit import AuditReport, audit
+    from membudget.engine.region import checkpoint
+    from membudget.engine.retention import execution_group
+    from membudget.engine.sequential import checkpoint_sequential
+    from membudget.engine.switches import disable_checkpointing, is_recomputing
+    from membudget.errors import (
+        ChangedSinceForwardError,
+        CheckpointError,
+        MembudgetError,
+        MissingExtraError,
+        OptionError,
+        RecomputeMismatchError,
+        ReentrantLimitError,
+        SelectionError,
+    )
+    from membudget.memory import (
+        Peak,
+        SavedReport,
+        SavedTensor,
+        peak,
+        saved,
+        storage_bytes,
+    )
 
 __all__ = [
     "Applied",
+    "AuditReport",
     "ChangedSinceForwardError",
     "CheckpointError",
     "MembudgetError",
     "MissingExtraError",
     "OptionError",
+    "Peak",
     "RecomputeMismatchError",
     "ReentrantLimitError",
     "RegionStatus",
+    "SavedReport",
+    "SavedTensor",
     "SelectionError",
     "Status",
     "apply",
+    "audit",
     "checkpoint",
     "checkpoint_sequential",
     "compat",
     "disable_checkpointing",
     "execution_group",
     "is_recomputing",
+    "peak",
+    "saved",
+    "storage_bytes",
 ]
+
+_HOMES = {
+    "membudget.apply": ("Applied", "RegionStatus", "Status", "apply"),
+    "membudget.audit": ("AuditReport", "audit"),
+    "membudget.engine.region": ("checkpoint",),
+    "membudget.engine.retention": ("execution_group",),
+    "membudget.engine.sequential": ("checkpoint_sequential",),
+    "membudget.engine.switches": ("disable_checkpointing", "is_recomputing"),
+    "membudget.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "membudget.memory": (
+        "Peak",
+        "SavedReport",
+        "SavedTensor",
+        "peak",
+        "saved",
+        "storage_bytes",
+    ),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name."""
+    if name == "compat":
+        return import_module("membudget.compat")
+    if name not in _HOME:
+        raise AttributeError(f"module 'membudget' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names, loaded or not."""
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """The package, on which `apply` and `audit` are functions.
+
+    Two modules bear the names of the functions that they hold, and importing a module
+    binds its name on its package. The functions must win, whichever comes first.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _HOME and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -55,6 +55,9 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # One call instead of one for each device type, in the forward of every region.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
+# The meter reads the profiler's events, and must not share them with another profiler.
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
 # False inside `autograd.grad` and `backward(inputs=...)`, in which a reentrant region
 # would add gradients to parameters that nobody asked for.
 is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid

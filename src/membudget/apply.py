@@ -199,6 +199,12 @@ def has_region(module: Module) -> bool:
     return _KEY in module.__dict__
 
 
+def statistics_of(module: Module) -> Statistics | None:
+    """Return where a module's region counts; `None` without a region."""
+    region: _Region | None = module.__dict__.get(_KEY)
+    return None if region is None else region.statistics
+
+
 def _class_with_region(plain: type[Module]) -> type[Module]:
     known = _CLASSES.get(plain)
     if known is not None:
@@ -301,7 +307,7 @@ def _matches(name: str, pattern: str) -> bool:
         >>> _matches("a.b.c", "**.c")
         True
     """
-    return _parts_match(name.split("."), pattern.split("."))
+    return bool(name) and _parts_match(name.split("."), pattern.split("."))
 
 
 def _parts_match(parts: list[str], patterns: list[str]) -> bool:

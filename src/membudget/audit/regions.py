@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from membudget.apply import _KEY, RegionStatus, apply, has_region
+from membudget.apply import RegionStatus, apply, has_region, statistics_of
 from membudget.engine.statistics import Statistics
 from membudget.errors import OptionError, SelectionError
 
@@ -94,8 +94,7 @@ class RegionCounts:
             id(statistics): (name, statistics, _counts(statistics))
             for root in modules
             for name, module in root.named_modules()
-            if has_region(module)
-            for statistics in [vars(module)[_KEY].statistics]
+            if (statistics := statistics_of(module)) is not None
         }
 
     def since(self) -> tuple[RegionStatus, ...]:

@@ -166,7 +166,7 @@ class Reads:
         if not changed:
             return []
         # What the forward wrote, a later forward may have written again: a buffer is
-        # brought back from its copy, and of another tensor the content must be the same.
+        # brought back from its copy, and another tensor must have the same content.
         return [
             self._tensors[i]
             for i in changed

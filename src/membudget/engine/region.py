@@ -21,8 +21,8 @@ Rule 6. A recompute leaves no trace: streams, buffers with their version counter
 Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
     tensors, and a recompute adds nothing to the parameters' gradients.
 Rule 8. What was changed since the forward raises once the recompute reads it. A change
-    is seen by the version of a tensor, or by its storage (`.data =`). `.data.add_(...)`,
-    which hides on purpose, is seen only by `determinism_check="values"`.
+    is seen by the version of a tensor, or by its storage (`.data =`). One by
+    `.data.add_(...)`, which hides on purpose, only `determinism_check="values"` sees.
 Rule 9. A recomputed tensor that is not the saved one raises, and says where and why.
 Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
     reference cycle of its own. When the graph dies, so does the region.

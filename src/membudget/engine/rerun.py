@@ -15,11 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from membudget._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from membudget.callsite import CallSite, calling_frame
 from membudget.engine.arguments import address_of, version_of
 from membudget.engine.compare import (
-    CallSite,
     Metadata,
-    calling_frame,
     describe,
     fingerprint,
     metadata,

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from membudget._torch import DispatchMode, tree_iter
-from membudget.engine.compare import is_internal
+from membudget.callsite import is_internal
 
 _BEFORE = 4
 _AFTER = 4

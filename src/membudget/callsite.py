@@ -1,0 +1,77 @@
+"""Where in the user's program autograd saves a tensor.
+
+A pack hook runs below the code that made autograd save: the Python stack names the
+module, the call and the user's line, without any mode or patch.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+from collections.abc import Mapping
+from types import CodeType, FrameType
+
+import torch
+
+from membudget._torch import module_call_codes
+
+
+class CallSite:
+    """Where in the user's program a tensor is being saved.
+
+    Attributes:
+        module_path: The innermost module that runs, by its name in the region.
+        operator: The call, as it is written at the innermost line of Python.
+        line: The user's line, `"file.py:12"`.
+    """
+
+    __slots__ = ("line", "module_path", "operator")
+
+    def __init__(self, frame: FrameType | None, module_names: Mapping[int, str]):
+        """Read the stack from `frame` outwards."""
+        self.operator = _expression(frame) if frame is not None else ""
+        self.module_path = ""
+        self.line = ""
+        codes = module_call_codes()
+        while frame is not None:
+            if not self.line and not is_internal(frame.f_code):
+                name = os.path.basename(frame.f_code.co_filename)
+                self.line = f"{name}:{frame.f_lineno}"
+            if not self.module_path and frame.f_code in codes:
+                module = frame.f_locals["self"]
+                known = module_names.get(id(module))
+                self.module_path = known or type(module).__name__
+            if self.line and self.module_path:
+                return
+            frame = frame.f_back
+
+
+_INTERNAL = tuple(
+    os.path.dirname(os.path.abspath(path)) + os.sep
+    for path in (torch.__file__, __file__)
+)
+
+
+def is_internal(code: CodeType) -> bool:
+    """Tell whether code belongs to torch or to membudget."""
+    return code.co_filename.startswith(_INTERNAL)
+
+
+def calling_frame() -> FrameType | None:
+    """Return the innermost frame outside of membudget."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL[1]):
+        frame = frame.f_back
+    return frame
+
+
+def _expression(frame: FrameType) -> str:
+    """Return the text of the expression that `frame` is evaluating."""
+    positions = list(frame.f_code.co_positions())
+    line, end_line, start, end = positions[frame.f_lasti // 2]
+    if line is None or start is None or end is None:
+        return frame.f_code.co_name
+    text = linecache.getline(frame.f_code.co_filename, line)
+    expression = text[start : end if end_line == line else None].strip()
+    return expression[:80] or frame.f_code.co_name
