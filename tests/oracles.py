@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from tests.zoo import Call, Case
@@ -152,6 +154,27 @@ def same_bits(a: Any, b: Any) -> bool:
 def _bits(tensor: Tensor) -> Tensor:
     whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return whole.reshape(-1).view(torch.uint8)
+
+
+class CountedOperators(TorchDispatchMode):
+    """Count the operators that run, by name.
+
+    `detach` and `alias` compute nothing: they make another Python object of a tensor.
+    """
+
+    def __init__(self) -> None:
+        """Begin at zero."""
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Count an operator and run it."""
+        name = func.overloadpacket.__name__
+        if name not in ("detach", "alias"):
+            self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:

@@ -21,6 +21,7 @@ from tests.oracles import (
     Way,
     assert_same_step,
     backward_twice,
+    differences,
     double_backward,
     plain,
     run_step,
@@ -179,6 +180,21 @@ def test_several_backwards_are_those_of_the_plain_step(
 )
 def test_a_step_under_a_reentrant_region_is_the_plain_step(case: Case) -> None:
     check(case, plain, functools.partial(one_region, use_reentrant=True))
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in CASES if case.not_reentrant], ids=str
+)
+def test_what_a_reentrant_region_does_not_take_is_never_silently_wrong(
+    case: Case,
+) -> None:
+    try:
+        step = run_step(case, functools.partial(one_region, use_reentrant=True))
+    except RuntimeError:  # A `ReentrantLimitError`, or one of autograd's own.
+        return
+    found = differences(run_step(case, plain), step)
+    # That an output claims to require a gradient does no harm.
+    assert [name for name in found if not name.endswith("requires_grad")] == []
 
 
 @pytest.mark.parametrize(
