@@ -74,7 +74,7 @@ def test_help_answers_without_importing_torch():
 @pytest.mark.parametrize("function", ["make", "make_with_loss"])
 def test_an_equal_step_gives_0_and_a_report(good, tmp_path, capsys, function):
     report = tmp_path / "report.json"
-    code = main(["audit", f"GOOD:{function}", "--json", str(report)])
+    code = main(["audit", f"{good}:{function}", "--json", str(report)])
     assert code == OK
     assert "equal" in capsys.readouterr().out
     assert json.loads(report.read_text())["equal"] is True
@@ -88,7 +88,7 @@ def test_a_differing_step_gives_1_and_names_the_gradient(tmp_path, capsys):
 
 
 def test_names_choose_the_regions(good, capsys):
-    assert main(["audit", "GOOD:make", "--names", "2"]) == OK
+    assert main(["audit", f"{good}:make", "--names", "2"]) == OK
     assert capsys.readouterr().out
 
 

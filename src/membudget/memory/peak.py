@@ -33,13 +33,11 @@ class Peak(Generic[T]):
     """What a call needed.
 
     Attributes:
-        peak_bytes: The most bytes alive at once, above what was alive at the start.
-            What the call released of that is subtracted; it is never below 0.
-        end_bytes: What was still alive at the end, above the start; a call that
-            releases older tensors makes it negative. It includes `result`.
+        peak_bytes: The most bytes alive at once of what the call allocated.
+        end_bytes: What of that was still alive at the end, `result` included.
         operator: The operator that ran when the peak was reached, such as
             `"aten::addmm"`; empty if none did, or on CUDA.
-        timeline: The bytes above the start after each event, in order; empty on CUDA.
+        timeline: The bytes alive after each event, in order; empty on CUDA.
         reserved_bytes: On CUDA, by how much the allocator's rounding and its cached
             blocks exceeded `peak_bytes`; 0 on the CPU.
         result: What the call returned.
@@ -57,8 +55,10 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
     """Call a function and measure the most bytes of tensor storage alive during it.
 
     What was alive before the call is not counted: add `storage_bytes` of the
-    parameters, buffers, optimizer state and inputs for the total. Allocator rounding is
-    not counted either.
+    parameters, buffers, optimizer state and inputs for the total. On the CPU that holds
+    also for what the call releases of it (the profiler reports the release of no
+    storage whose allocation it did not see), so set old gradients to `None` before.
+    Allocator rounding is not counted.
 
     Args:
         function: What to call. Whatever it runs in other threads of this process

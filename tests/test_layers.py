@@ -1,0 +1,143 @@
+"""The house: who may import whom, and where private names of torch may stand."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "membudget"
+
+# Imports only point down: a floor may import those named beside it, and itself.
+ALLOWED = {
+    "errors": set(),
+    "_torch": set(),
+    "callsite": {"_torch"},
+    "memory": {"_torch", "callsite", "errors"},
+    "engine": {"_torch", "callsite", "errors"},
+    "apply": {"engine", "errors"},
+    "audit": {"_torch", "apply", "engine", "errors", "memory"},
+    "compat": {"apply", "engine", "errors"},
+    "cli": {"audit", "errors"},
+    "__init__": {"apply", "audit", "compat", "engine", "errors", "memory"},
+}
+WITHOUT_TORCH = ("errors", "cli", "__init__")
+
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a file's module below the package."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    if len(parts) > 1 and parts[-1] == "__init__":
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Yield each imported module of ours, and whether it is for type checking alone."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} has a relative import"
+            module = node.module or ""
+            inner = [f"{module}.{alias.name}" for alias in node.names]
+            names = [n if is_module(n) else module for n in inner]
+        for name in names:
+            yield name, id(node) in typing_only
+
+
+def is_module(dotted: str) -> bool:
+    """Tell whether a dotted name is a module of ours."""
+    if not dotted.startswith("membudget."):
+        return False
+    path = SOURCE.joinpath(*dotted.split(".")[1:])
+    return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
+
+
+def ours(path: Path) -> set[str]:
+    """Return the modules of ours that a file imports, by their dotted names."""
+    return {
+        name.removeprefix("membudget.")
+        for name, _ in imports(path)
+        if name.startswith("membudget.")
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_down(path: Path):
+    floor = module_name(path).split(".")[0]
+    upward = {n for n in ours(path) if n.split(".")[0] not in ALLOWED[floor] | {floor}}
+    assert not upward
+
+
+def test_no_two_modules_import_each_other_in_a_circle():
+    graph = {module_name(path): ours(path) for path in FILES}
+    done: set[str] = set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, " -> ".join([*above, name])
+        if name not in done:
+            for below in graph.get(name, ()):
+                visit(below, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        if name != "__init__":
+            visit(name, ())
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_some_modules_do_not_import_torch(name: str):
+    found = {module for module, typing in imports(SOURCE / f"{name}.py") if not typing}
+    assert not {module for module in found if module.split(".")[0] == "torch"}
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in FILES if path.name != "_torch.py"], ids=module_name
+)
+def test_private_names_of_torch_stand_in_one_module(path: Path):
+    tree = ast.parse(path.read_text())
+    private = [
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and ast.unparse(node).startswith("torch.")
+    ]
+    private += [
+        f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch")
+        for alias in node.names
+        if any(p.startswith("_") for p in f"{node.module}.{alias.name}".split("."))
+    ]
+    assert not private
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_file_is_long(path: Path):
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_no_function_is_long(path: Path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            body = node.body
+            if ast.get_docstring(node) is not None:
+                body = body[1:]
+            lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+            assert lines <= 45, f"{node.name} has {lines} lines"

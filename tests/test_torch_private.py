@@ -1,0 +1,116 @@
+"""Each private name of torch that membudget needs is there, and does what it must.
+
+If a test fails after an upgrade of torch, the name in it has gone or changed; `_torch`
+says what it was for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from membudget import _torch
+
+
+def test_saved_tensor_hooks_can_be_pushed_read_and_popped():
+    pack, unpack = (lambda t: t), (lambda t: t)
+    assert _torch.top_saved_tensors_hooks() is None
+    _torch.push_saved_tensors_hooks(pack, unpack)
+    try:
+        assert _torch.top_saved_tensors_hooks() == (pack, unpack)
+    finally:
+        _torch.pop_saved_tensors_hooks()
+    assert _torch.top_saved_tensors_hooks() is None
+
+
+def test_the_graph_task_is_known_inside_a_backward_and_ends_with_a_callback():
+    seen: list[int] = []
+    ended: list[bool] = []
+
+    def hook(gradient: torch.Tensor) -> None:
+        seen.append(_torch.current_graph_task_id())
+        _torch.at_end_of_backward(lambda: ended.append(True))
+
+    x = torch.ones(2, requires_grad=True)
+    x.register_hook(hook)
+    x.sum().backward()
+    assert seen[0] >= 0
+    assert ended == [True]
+    assert _torch.current_graph_task_id() == -1
+
+
+def test_autocast_is_noticed():
+    assert not _torch.is_any_autocast_enabled()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert _torch.is_any_autocast_enabled()
+
+
+def test_the_grad_mode_can_be_set():
+    _torch.set_grad_enabled(False)
+    assert not torch.is_grad_enabled()
+    _torch.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_a_whole_backward_is_told_from_a_partial_one():
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    for differentiate in (torch.autograd.backward, lambda y: torch.autograd.grad(y, x)):
+        y = x * 2
+        y.register_hook(lambda gradient: seen.append(_torch.is_whole_backward()))
+        differentiate(y.sum())
+    assert seen == [True, False]
+
+
+def test_a_view_has_the_storage_address_of_its_base():
+    x = torch.zeros(4)
+    assert _torch.storage_address(x) == _torch.storage_address(x[2:])
+    assert _torch.storage_address(x) != _torch.storage_address(x.clone())
+
+
+def test_settings_of_attention_and_matmul_are_read():
+    assert all(isinstance(flag(), bool) for flag in _torch.get_sdpa_flags)
+    _torch.set_sdpa_priority(_torch.get_sdpa_priority())
+    assert _torch.get_matmul_precision() == torch.get_float32_matmul_precision()
+    assert _torch.get_deterministic() == torch.are_deterministic_algorithms_enabled()
+
+
+def test_modes_are_listed_outermost_first():
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("cpu") as device, Mode() as outer, Mode() as inner:
+        assert _torch.function_mode_count() == 1
+        assert _torch.is_device_context(_torch.function_modes()[0]), device
+        assert _torch.dispatch_mode_count() == 2
+        assert _torch.dispatch_modes() == (outer, inner)
+
+
+def test_versions_can_be_put_back():
+    x = torch.zeros(2)
+    x.add_(1)
+    _torch.set_versions([x], [0])
+    assert x._version == 0
+
+
+def test_operators_say_what_they_are():
+    aten = torch.ops.aten
+    assert _torch.is_view_operator(aten.view.default)
+    assert not _torch.is_view_operator(aten.add_.Tensor)
+    assert _torch.is_random_operator(aten.bernoulli_.float)
+    assert not _torch.is_random_operator(aten.sin.default)
+    x = torch.zeros(2)
+    assert list(_torch.written_arguments(aten.add_.Tensor, (x, 1), {})) == [x]
+
+
+def test_the_profiler_says_that_it_runs():
+    from torch.autograd.profiler import profile
+
+    assert not _torch.is_profiling()
+    with profile():
+        assert _torch.is_profiling()
+
+
+def test_a_module_s_call_has_a_code_object_with_self():
+    (code,) = _torch.module_call_codes()
+    assert code.co_varnames[0] == "self"
