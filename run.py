@@ -131,8 +131,8 @@ def make_venv() -> None:
         subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
     except subprocess.CalledProcessError as error:
         raise SetUpError(
-            "Python could not make a virtual environment. On Debian and Ubuntu, install "
-            "it with: apt install python3-venv"
+            "Python could not make a virtual environment. On Debian and Ubuntu, "
+            "install it with: apt install python3-venv"
         ) from error
 
 

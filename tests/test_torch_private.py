@@ -114,3 +114,9 @@ def test_the_profiler_says_that_it_runs():
 def test_a_module_s_call_has_a_code_object_with_self():
     (code,) = _torch.module_call_codes()
     assert code.co_varnames[0] == "self"
+
+
+def test_an_open_dual_level_is_noticed():
+    assert not _torch.is_forward_ad_on()
+    with torch.autograd.forward_ad.dual_level():
+        assert _torch.is_forward_ad_on()

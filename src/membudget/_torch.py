@@ -86,6 +86,11 @@ get_sdpa_priority: Callable[[], list[int]] = torch._C._get_sdp_priority_order
 set_sdpa_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
 
 
+def is_forward_ad_on() -> bool:
+    """Tell whether a `forward_ad.dual_level` is open: `detach` would drop tangents."""
+    return torch.autograd.forward_ad._current_level >= 0
+
+
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """Return the innermost (pack, unpack) pair, through which a region packs inputs."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -19,9 +19,14 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.nn import Parameter
 
-from membudget._torch import storage_address, top_saved_tensors_hooks
+from membudget._torch import (
+    is_forward_ad_on,
+    storage_address,
+    top_saved_tensors_hooks,
+)
 
 Memo = dict[int, Any]
 Place = tuple[Any, Any]
@@ -85,6 +90,7 @@ class HeldTensor:
         "place",
         "requires_grad",
         "stride",
+        "tangent",
         "unpack",
         "version",
     )
@@ -96,6 +102,7 @@ class HeldTensor:
         self.changed_by_region = False
         self.unpack: Callable[[Any], Tensor] | None = None
         self.origin: ReferenceType[Tensor] | None = None
+        self.tangent = unpack_dual(tensor).tangent if is_forward_ad_on() else None
         if is_parameter(tensor):
             self.packed: Any = tensor
         else:
@@ -138,7 +145,9 @@ class HeldTensor:
             origin = self.origin()
             return tensor if origin is None else origin
         tensor = tensor.detach()
-        return tensor.requires_grad_() if self.requires_grad else tensor
+        if self.requires_grad:
+            tensor.requires_grad_()
+        return tensor if self.tangent is None else make_dual(tensor, self.tangent)
 
 
 class _HeldContainer:

@@ -40,7 +40,12 @@ import torch
 
 from membudget.engine import isolation
 from membudget.engine.frame import Frame
-from membudget.engine.options import DEFAULTS, RegionOptions, take_options
+from membudget.engine.options import (
+    DEFAULTS,
+    RegionOptions,
+    checked_options,
+    take_options,
+)
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
@@ -106,6 +111,7 @@ def checkpoint(
         return _checkpoint_in_compiled_code(function, args, kwargs)
     options = take_options(kwargs)
     if function is None:
+        checked_options(kwargs)  # Whatever is left is no option.
         return lambda wrapped: _curried(wrapped, options)
     return run_region(function, args, kwargs, options)
 
