@@ -91,7 +91,7 @@ def halved(layers: int, **options: Any) -> Run:
         if length == 1:
             return x.sin()
         x = mb.checkpoint(run, x, length // 2, **options)
-        return mb.checkpoint(run, x, length // 2, **options)  # type: ignore[no-any-return]
+        return mb.checkpoint(run, x, length // 2, **options)
 
     return run
 

@@ -96,7 +96,7 @@ def test_the_backward_of_a_region_adds_its_forward_and_nothing_else() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 5])
 def test_what_lies_k_regions_deep_runs_k_times_more(depth: int) -> None:
-    marks = [F.gelu, F.silu, F.mish, F.softplus, F.tanh]
+    marks: list[Any] = [F.gelu, F.silu, F.mish, F.softplus, F.tanh]
 
     def level(k: int, x: Tensor) -> Tensor:
         x = marks[k](x)
@@ -114,7 +114,7 @@ def test_what_lies_k_regions_deep_runs_k_times_more(depth: int) -> None:
 def test_a_region_directly_in_a_region_runs_once_more_in_all() -> None:
     # The outer region saves the inner one's input alone, so its recompute stops there.
     x = _input()
-    calls = []
+    calls: list[None] = []
 
     def function(x: Tensor) -> Tensor:
         calls.append(None)
