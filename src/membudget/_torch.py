@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload as OperatorOverload
 from torch._ops import OpOverloadPacket as OperatorPacket
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -61,6 +62,10 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 # False inside `autograd.grad` and `backward(inputs=...)`, in which a reentrant region
 # would add gradients to parameters that nobody asked for.
 is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+
+# BatchNorm and InstanceNorm, whose kernels write running statistics without moving the
+# version counter, have no public base class.
+NormalizationWithStatistics: type[torch.nn.Module] = _NormBase
 
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
 # storage's address must be compared too.

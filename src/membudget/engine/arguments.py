@@ -141,9 +141,11 @@ class HeldTensor:
         elif is_parameter(tensor):
             return tensor
         elif self.origin is not None:
-            # The very object that the caller gave, if it still lives.
+            # The very object that the caller gave, if it still is what it was.
             origin = self.origin()
-            return tensor if origin is None else origin
+            if origin is None or address_of(origin) != address_of(tensor):
+                return tensor
+            return origin
         tensor = tensor.detach()
         if self.requires_grad:
             tensor.requires_grad_()

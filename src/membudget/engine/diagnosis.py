@@ -6,6 +6,7 @@ while the forward ran, a dtype that changed, a guard that was switched off.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -48,6 +49,12 @@ def likely_causes(
             )
         elif saved[2] != made[2]:
             causes.append(f"the device changed from {saved[2]} to {made[2]}")
+        elif saved[0] != made[0] and "torch._dynamo" in sys.modules:
+            causes.append(
+                "the shape changed; if the region calls compiled code that was "
+                "compiled again in between, name its varying sizes with "
+                "torch._dynamo.mark_dynamic"
+            )
         elif saved[0] == made[0] and saved[3] != made[3]:
             causes.append("only the memory layout differs: hooks that drop strides")
     if not options.guards:

@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from membudget._torch import NormalizationWithStatistics
+
 _MAX_DEPTH = 3
 _MAX_ITEMS = 4096
 
@@ -39,6 +41,7 @@ class Reached:
             and plain tensor attributes.
         modules: Every module.
         stateful_modules: Those of the user's own classes, whose forward may bind names.
+        silent: Those buffers whose writing the version counter does not tell.
         generators: Private random generators, of torch, Python and NumPy.
         containers: Lists and dicts with their lengths, to tell which one grew.
         names: A name for each tensor and container by its `id`; filled only if asked.
@@ -53,6 +56,7 @@ class Reached:
         "module_names",
         "modules",
         "names",
+        "silent",
         "stateful_modules",
         "tensors",
     )
@@ -61,6 +65,7 @@ class Reached:
         """Begin with nothing found."""
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
+        self.silent: set[int] = set()
         self.modules: list[Module] = []
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
@@ -152,6 +157,12 @@ class Reached:
         for namespace, key in slots:
             self.visit(namespace.get(key), key, 1)
 
+    def _note_buffers(self, value: Module) -> None:
+        buffers = [b for b in value.__dict__["_buffers"].values() if b is not None]
+        self.buffers += buffers
+        if isinstance(value, NormalizationWithStatistics):
+            self.silent.update(map(id, buffers))
+
     def _module(self, value: Module, name: str, depth: int) -> None:
         self.modules.append(value)
         attributes = value.__dict__
@@ -165,7 +176,8 @@ class Reached:
             for key, item in attributes[held].items():
                 if item is not None:
                     self.visit(item, _join(name, key) if naming else "", depth)
-        self.buffers.extend(b for b in attributes["_buffers"].values() if b is not None)
+        if attributes["_buffers"]:
+            self._note_buffers(value)
         for key in _extras(value, attributes):
             item = attributes.get(key)
             if isinstance(item, Tensor) and item.grad_fn is None:

@@ -13,8 +13,9 @@ Three kinds of things, three ways:
   change is an error once the recompute reads it (see `watch`).
 
 BatchNorm's kernel writes its running statistics without telling the version counter.
-So a small buffer is always put back; a large one (a causal mask) only when its version
-says that the forward wrote it, and its copy is dropped at once otherwise.
+So its buffers, and all small ones, are always put back; another large one (a causal
+mask) only when its version says that the forward wrote it, and its copy is dropped at
+once otherwise.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Reads:
         "_modules",
         "_namespaces",
         "_rewritten",
+        "_silent",
         "_snapshots",
         "_tensors",
         "_training",
@@ -61,6 +63,7 @@ class Reads:
         self._modules = reached.modules
         self._training = [module.training for module in reached.modules]
         self._namespaces = _namespaces(reached)
+        self._silent = reached.silent
         self._containers = reached.containers
         self._grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
@@ -81,7 +84,9 @@ class Reads:
             self._snapshots = [
                 (buffer, copy)
                 for buffer, copy in self._snapshots
-                if id(buffer) in moved or buffer.nbytes <= _SMALL_BYTES
+                if buffer.nbytes <= _SMALL_BYTES
+                or id(buffer) in moved
+                or id(buffer) in self._silent
             ]
 
     def _note_rewritten(self, versions: list[int]) -> None:

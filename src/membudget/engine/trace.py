@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from membudget._torch import DispatchMode, tree_iter
@@ -41,6 +42,9 @@ class Trace(DispatchMode):
     ) -> Any:
         """Note the operator and let it run."""
         kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            # The engine detaches what it hands to autograd; the user's code did not.
+            return func(*args, **kwargs)
         operands = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
             for t in tree_iter((args, kwargs))
