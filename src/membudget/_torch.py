@@ -136,6 +136,22 @@ def is_view_operator(operator: Any) -> bool:
     )
 
 
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """Return an alias that shares the version, also from inside a dispatch mode.
+
+    Below autograd, `detach` alone would give the alias a version counter of its own.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    ):
+        return tensor.detach()
+
+
+def is_mutable_operator(operator: Any) -> bool:
+    """Tell whether an operator writes any of its operands."""
+    return bool(operator._schema.is_mutable)
+
+
 def is_random_operator(operator: Any) -> bool:
     """Tell whether an operator draws from a generator."""
     return torch.Tag.nondeterministic_seeded in operator.tags

@@ -133,7 +133,7 @@ class HeldTensor:
         """
         return self.unpack is None and version_of(self.packed) != self.version
 
-    def rebuild(self, memo: Memo) -> Tensor:
+    def rebuild(self) -> Tensor:
         """Return the tensor as a leaf that requires a gradient if the argument did."""
         tensor: Tensor = self.packed
         if self.unpack is not None:
@@ -185,9 +185,13 @@ class _PlainContainer(_HeldContainer):
 
 def rebuild(value: Any, memo: Memo) -> Any:
     """Return what a held value stands for; everything else stands for itself."""
-    if isinstance(value, HeldTensor | _HeldContainer):
-        return value.rebuild(memo)
-    return value
+    if isinstance(value, HeldTensor):
+        # A tensor that was given twice is one tensor: attention asks `query is key`.
+        key = id(value)
+        if key not in memo:
+            memo[key] = value.rebuild()
+        return memo[key]
+    return value.rebuild(memo) if isinstance(value, _HeldContainer) else value
 
 
 class HeldArguments:
@@ -232,8 +236,10 @@ class HeldArguments:
 
     def _hold(self, value: Any, place: Place) -> Any:
         if isinstance(value, Tensor):
-            held = HeldTensor(value, place, self._hooks)
-            self.tensors.append(held)
+            held = self._memo.get(id(value))
+            if held is None:
+                held = self._memo[id(value)] = HeldTensor(value, place, self._hooks)
+                self.tensors.append(held)
             return held
         if not _is_container(value):
             self.others.append(value)

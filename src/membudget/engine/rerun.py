@@ -160,6 +160,9 @@ class Rerun:
     def _pack(self, tensor: Tensor) -> Tensor | None:
         """Give the tensor that is being saved to the handle that it belongs to."""
         recording = self._recording
+        if tensor.grad_fn is not None:
+            # Its history is that of the recompute, and would keep it alive.
+            tensor = tensor.detach()
         if recording.fingerprints:
             self._settle()
             self._pending = tensor
@@ -174,9 +177,7 @@ class Rerun:
                     handle.version = self._version_of_external(tensor)
                 else:
                     handle.version = version_of(tensor)
-                # A custom function saves a tensor with its history, which is that of
-                # the recompute.
-                handle.tensor = tensor if tensor.grad_fn is None else tensor.detach()
+                handle.tensor = tensor
         if (
             index >= self._last_needed
             and self._options.early_stop

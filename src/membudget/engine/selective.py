@@ -21,6 +21,8 @@ from membudget._torch import (
     DispatchMode,
     OperatorOverload,
     OperatorPacket,
+    detach_with_version,
+    is_mutable_operator,
     tree_iter,
     tree_map_only,
 )
@@ -45,7 +47,7 @@ class _Kept:
     __slots__ = ("outputs", "versions")
 
     def __init__(self, outputs: Any):
-        self.outputs = tree_map_only(Tensor, Tensor.detach, outputs)
+        self.outputs = tree_map_only(Tensor, detach_with_version, outputs)
         self.versions = [version_of(t) for t in _tensors(self.outputs)]
 
     def changed(self) -> bool:
@@ -74,6 +76,8 @@ class _Forward(DispatchMode):
         context = SelectiveCheckpointContext(is_recompute=False, op_output=outputs)
         decision = self.policy(context, func, *args, **kwargs)
         save = decision in _SAVE if isinstance(decision, CheckpointPolicy) else decision
+        if is_mutable_operator(func):
+            save = False  # Its output is its operand, which must be written again.
         self.record.append((func, _Kept(outputs) if save else None))
         return outputs
 
