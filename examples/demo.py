@@ -167,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.print(
         f"A GPT of {count:,} parameters, {config.blocks} blocks, on "
         f"{len(corpus.tokens):,} bytes of Python's documentation"
-        f" (Python {platform.python_version()}, sha256 {corpus.digest[:12]}); torch {torch.__version__},"
-        f" {torch.get_num_threads()} threads."
+        f" (Python {platform.python_version()}, sha256 {corpus.digest[:12]});"
+        f" torch {torch.__version__}, {torch.get_num_threads()} threads."
     )
     train(console, (plain, budgeted), batches)
 

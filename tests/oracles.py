@@ -1,7 +1,8 @@
 """The step that decides: what a call computes and leaves behind, bit for bit.
 
-`run_step` builds a case anew, runs its forward in a way that the caller gives, then
-loss and backward, and takes down everything that a step may change. Two results are the
+`run_step` builds a case anew, runs its forward in a way that the caller gives, draws
+random numbers, as any step does in between, then runs loss and backward, and takes down
+everything that a step may change. Two results are the
 same when each bit is: NaN equals itself, and zero is not minus zero.
 """
 
@@ -90,6 +91,7 @@ def run_step(case: Case, way: Way, backward: Backward = backward_once) -> StepRe
     loss = scalar(call.used(outputs))
     held = {"function": call.function, "args": call.args, "kwargs": call.kwargs}
     held |= call.state
+    _draw_from_every_stream(held)
     found = dict(tensors_in(held))
     leaves = {id(t): t for t in found.values() if t.requires_grad and t.is_leaf}
     backward(loss, list(leaves.values()))
@@ -102,6 +104,18 @@ def run_step(case: Case, way: Way, backward: Backward = backward_once) -> StepRe
         streams=_global_streams()
         | {n: _stream_state(v) for n, v in values.items() if _is_stream(v)},
     )
+
+
+def _draw_from_every_stream(held: Any) -> None:
+    """Move every stream on, so that a recompute does not find it in place by luck."""
+    torch.rand(())
+    random.random()
+    np.random.random()  # noqa: NPY002
+    for _, stream in _walk(held, ""):
+        if isinstance(stream, Generator):
+            torch.rand((), generator=stream)
+        elif _is_stream(stream):
+            stream.random()
 
 
 def scalar(outputs: Any) -> Tensor:
