@@ -1,4 +1,4 @@
-"""What the benchmarks share: interleaved repeats, medians, a table, JSON."""
+"""What the benchmarks share: interleaved repeats, medians, a table, JSON.
 
 Cases are timed in turns: every round times one batch of calls of each case, in an order
 drawn anew. Whatever else the machine does then falls on all cases alike, and what is
