@@ -168,7 +168,8 @@ def test_b144_dropout_is_replayed_inside_compiled_code() -> None:
     def step(region: Region) -> Any:
         function = run(region)
         if region is not plain:
-            function = torch.compile(function, backend="eager")
+            # Not `eager`, with which torch 2.13 draws another mask in its recompute.
+            function = torch.compile(function, backend="aot_eager")
         return gradients(function, leaf(50))
 
     assert differences(step) == []
