@@ -2,8 +2,8 @@
 
 `run_step` builds a case anew, runs its forward in a way that the caller gives, draws
 random numbers, as any step does in between, then runs loss and backward, and takes down
-everything that a step may change. Two results are the
-same when each bit is: NaN equals itself, and zero is not minus zero.
+everything that a step may change. Two results are the same when each bit is: NaN equals
+itself, and zero is not minus zero.
 """
 
 from __future__ import annotations

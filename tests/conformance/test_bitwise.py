@@ -136,7 +136,13 @@ def twice_plain(call: Call) -> Any:
     return [plain(call), plain(call)]
 
 
+def its_own_regions(call: Call) -> Any:
+    """Run the call in the regions that its own code makes, if any, and no other."""
+    return call.function(*call.args, **call.kwargs)
+
+
 WAYS: dict[str, tuple[Way, Way]] = {
+    "its-own": (plain, its_own_regions),
     "rerun": (plain, one_region),
     "nested": (plain, nested(2)),
     "three-deep": (plain, nested(3)),
@@ -202,6 +208,53 @@ def test_what_a_reentrant_region_does_not_take_is_never_silently_wrong(
 )
 def test_a_step_without_guards_is_plain_where_torch_is_right(case: Case) -> None:
     check(case, plain, functools.partial(one_region, guards=False))
+
+
+def a_counter_in_a_dict() -> Callable[[torch.Tensor], torch.Tensor]:
+    calls = {"n": 0}
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        calls["n"] += 1
+        return (x * calls["n"]).sin()
+
+    return function
+
+
+def a_counter_closed_over() -> Callable[[torch.Tensor], torch.Tensor]:
+    calls = 0
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return (x * calls).sin()
+
+    return function
+
+
+def an_iterator() -> Callable[[torch.Tensor], torch.Tensor]:
+    factors = iter([2.0, 3.0, 5.0])
+    return lambda x: (x * next(factors)).sin()
+
+
+def a_quasi_random_sequence() -> Callable[[torch.Tensor], torch.Tensor]:
+    engine = torch.quasirandom.SobolEngine(6, scramble=True, seed=1)
+    return lambda x: (x * engine.draw(5)).sin()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [a_counter_in_a_dict, a_counter_closed_over, an_iterator, a_quasi_random_sequence],
+)
+def test_state_that_only_python_knows_is_detected_by_its_values(
+    make: Callable[[], Callable[[torch.Tensor], torch.Tensor]],
+) -> None:
+    # These are the limits of running a function again: no engine can put back what an
+    # iterator has given out. The default check, of shapes, does not see it.
+    x = torch.randn(5, 6, requires_grad=True)
+    y = mb.checkpoint(make(), x, determinism_check="values")
+
+    with pytest.raises(mb.RecomputeMismatchError, match="with other values in it"):
+        y.sum().backward()
 
 
 def check(

@@ -5,6 +5,7 @@ Each module holds the cases of one idea and enters them into `CASES`.
 
 from tests.zoo import (
     arguments,
+    attributes,
     differentiation,
     layers,
     mutation,
@@ -19,6 +20,7 @@ __all__ = [
     "Call",
     "Case",
     "arguments",
+    "attributes",
     "differentiation",
     "layers",
     "mutation",

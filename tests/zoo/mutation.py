@@ -93,6 +93,31 @@ def in_place_on_the_input() -> Call:
     return Call(lambda y: F.relu(y, inplace=True) * 2, (x * 1,), state={"x": x})
 
 
+@case(refused="changed in place by the region itself", torch="wrong")
+def running_mean_closed_over() -> Call:
+    mean = torch.ones(6)  # No buffer of a module, so nobody knows it to be state.
+
+    def function(x: Tensor) -> Tensor:
+        mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return ((x - mean) * x).sin()
+
+    return Call(function, (leaf(5, 6),), state={"mean": mean})
+
+
+@case(
+    refused="changed in place by the region itself|modified by an inplace operation",
+    not_reentrant="a recompute would start from the mean that the forward left",
+    torch="raises",
+    torch_says="modified by an inplace operation",
+)
+def running_mean_as_argument() -> Call:
+    def function(x: Tensor, mean: Tensor) -> Tensor:
+        mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return ((x - mean) * x).sin()
+
+    return Call(function, (leaf(5, 6), torch.ones(6)))
+
+
 @case()
 def foreach_operators() -> Call:
     def function(x: Tensor, y: Tensor) -> list[Tensor]:

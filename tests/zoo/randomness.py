@@ -38,6 +38,25 @@ def reseeding_inside() -> Call:
     return Call(function, (leaf(5, 6),))
 
 
+@case()
+def sampling() -> Call:
+    def function(x: Tensor) -> Tensor:
+        chosen = torch.multinomial(x.softmax(-1), 2)
+        return x.gather(1, chosen).sin() * F.gumbel_softmax(x)[:, :2]
+
+    return Call(function, (leaf(5, 6),))
+
+
+@case(torch="wrong")
+def python_reseeded_inside() -> Call:
+    def function(x: Tensor) -> Tensor:
+        x = (x * random.random()).sin()
+        random.seed(4)
+        return (x * random.random()).sin()
+
+    return Call(function, (leaf(5, 6),))
+
+
 class _Noise(nn.Module):
     """Multiply by noise from a generator that the module owns."""
 

@@ -38,6 +38,19 @@ def batch_norm_with_cumulative_average() -> Call:
     return Call(model, (leaf(5, 6),))
 
 
+@case(torch="wrong")
+def batch_norm_with_large_buffers() -> Call:
+    # Its kernel advances the buffers behind the back of their version counters, and
+    # 80 kB are more than one copies without a reason.
+    return Call(nn.Sequential(nn.BatchNorm1d(20_000), nn.Tanh()), (leaf(2, 20_000),))
+
+
+@case(torch="wrong")
+def instance_norm_with_statistics() -> Call:
+    model = nn.Sequential(nn.InstanceNorm1d(3, track_running_stats=True), nn.Tanh())
+    return Call(model, (leaf(2, 3, 6),))
+
+
 @case()
 def batch_norm_in_evaluation() -> Call:
     model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh()).eval()
@@ -230,3 +243,9 @@ class _Codebook(nn.Module):
 @case(torch="wrong")
 def codebook_that_moves() -> Call:
     return Call(_Codebook(), (leaf(5, 6),))
+
+
+@case()
+def orthogonal_weight() -> Call:
+    model = nn.Sequential(parametrizations.orthogonal(nn.Linear(6, 6)), nn.Tanh())
+    return Call(model, (leaf(5, 6),))

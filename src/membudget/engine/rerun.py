@@ -160,8 +160,9 @@ class Rerun:
     def _pack(self, tensor: Tensor) -> Tensor | None:
         """Give the tensor that is being saved to the handle that it belongs to."""
         recording = self._recording
-        if tensor.grad_fn is not None:
-            # Its history is that of the recompute, and would keep it alive.
+        if self._nested_backward:
+            # With a whole graph, the tensor's history would keep the tensor alive;
+            # otherwise it is nodes alone, and not worth the microsecond of a detach.
             tensor = tensor.detach()
         if recording.fingerprints:
             self._settle()
@@ -169,8 +170,9 @@ class Rerun:
         index = self._cursor
         self._cursor = index + 1
         if index < len(recording.handles):
-            if self._options.determinism_check != "none":
-                self._check(index, tensor)
+            made = metadata(tensor)
+            if made != recording.metadata[index]:
+                self._check(index, made)
             handle = recording.handles[index]()
             if handle is not None:
                 if self._state or self._watched:
@@ -196,10 +198,11 @@ class Rerun:
             raise self._failure
         return None if address in self._state else version_of(tensor)
 
-    def _check(self, index: int, tensor: Tensor) -> None:
-        recording = self._recording
-        saved, made = recording.metadata[index], metadata(tensor)
-        if saved != made and not same_metadata(saved, made):
+    def _check(self, index: int, made: Metadata) -> None:
+        if self._options.determinism_check == "none":
+            return
+        saved = self._recording.metadata[index]
+        if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
     def _settle(self) -> None:

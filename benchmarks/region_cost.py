@@ -1,0 +1,157 @@
+"""What a region costs: once, and for each tensor that autograd saves in it.
+
+A chain of `sin` on a 4x4 tensor saves one tensor an operator and computes next to
+nothing, so its time over the plain chain is the region's own. Two lengths give a line:
+its slope is the cost of a saved tensor, its value at one operator minus one slope the
+fixed cost.
+
+    python3 run.py bench region_cost [--seconds 30]
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from harness import Case, Estimate, in_turns, machine, save, show
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import membudget as mb
+
+Region = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
+
+LENGTHS = (1, 21)
+BASE = "torch"
+# The bounds that this project set itself, as fractions of torch's cost.
+FIXED_BOUNDS = {"membudget, guards=False": 0.25, "membudget": 0.5}
+SAVED_BOUND = 0.5
+
+
+def ways() -> dict[str, Region]:
+    """Return the ways of running a function, the plain one first."""
+    lean = mb.checkpoint(guards=False)
+    classic = mb.checkpoint(use_reentrant=True)
+    return {
+        "plain": lambda function, x: function(x),
+        BASE: lambda function, x: torch_checkpoint(function, x, use_reentrant=False),
+        "torch, reentrant": lambda function, x: torch_checkpoint(
+            function, x, use_reentrant=True
+        ),
+        "membudget": mb.checkpoint,
+        "membudget, guards=False": lambda function, x: lean(function)(x),
+        "membudget, reentrant": lambda function, x: classic(function)(x),
+    }
+
+
+def chain(length: int) -> Callable[[Tensor], Tensor]:
+    """Return a function of `length` operators."""
+
+    def function(x: Tensor) -> Tensor:
+        for _ in range(length):
+            x = x.sin()
+        return x
+
+    return function
+
+
+def cases(backward: bool) -> dict[str, Case]:
+    """Return every way with every length."""
+    x = torch.randn(4, 4, requires_grad=True)
+    gradient = torch.ones(4, 4)
+
+    def case(region: Region, function: Callable[[Tensor], Tensor]) -> Case:
+        if backward:
+            return lambda: torch.autograd.backward(region(function, x), gradient)
+        return lambda: region(function, x)
+
+    return {
+        f"{name}/{length}": case(region, chain(length))
+        for name, region in ways().items()
+        for length in LENGTHS
+    }
+
+
+def costs(estimates: dict[str, Estimate]) -> dict[str, tuple[Estimate, Estimate]]:
+    """Return the fixed cost and the cost of a saved tensor of each way, over plain."""
+    short, long = LENGTHS
+    found = {}
+    for name in ways():
+        if name == "plain":
+            continue
+        first, last = (
+            estimates[f"{name}/{n}"] - estimates[f"plain/{n}"] for n in LENGTHS
+        )
+        slope = (last - first) * (1 / (long - short))
+        found[name] = (first - slope * short, slope)
+    return found
+
+
+def table(title: str, found: dict[str, tuple[Estimate, Estimate]]) -> Table:
+    """Return costs in microseconds and as fractions of torch's, median (quartile)."""
+    result = Table(title=title)
+    for head in ("", "fixed µs", "÷ torch", "saved tensor µs", "÷ torch"):
+        result.add_column(head, justify="right" if head else "left")
+    for name, both in found.items():
+        cells = []
+        for estimate, base in zip(both, found[BASE], strict=True):
+            ratio, quartile = estimate.ratio(base)
+            cells += [f"{estimate.median_us:.1f}", f"{ratio:.2f} ({quartile:.2f})"]
+        result.add_row(name, *cells)
+    return result
+
+
+def verdicts(found: dict[str, tuple[Estimate, Estimate]]) -> list[str]:
+    """Say of each bound whether it was met; nothing is asserted, times are noisy."""
+    lines = []
+    for name, bound in FIXED_BOUNDS.items():
+        fixed, saved = (
+            estimate.ratio(base)[0]
+            for estimate, base in zip(found[name], found[BASE], strict=True)
+        )
+        for what, ratio, limit in (
+            ("fixed", fixed, bound),
+            ("saved tensor", saved, SAVED_BOUND),
+        ):
+            met = "met" if ratio <= limit else "NOT met"
+            lines.append(f"{name}, {what}: {ratio:.2f} of torch, bound {limit}: {met}")
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the tables, write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=40)
+    seconds = parser.parse_args(arguments).seconds / 2
+    torch.set_num_threads(1)
+    console = Console()
+    console.print(", ".join(f"{key} {value}" for key, value in machine().items()))
+    results: dict[str, Any] = {}
+    for title, backward in (("forward", False), ("forward and backward", True)):
+        estimates, rounds = in_turns(cases(backward), seconds=seconds)
+        found = costs(estimates)
+        show(console, table(f"{title}, {rounds} rounds, median (quartile)", found))
+        results[title] = {
+            name: {
+                "fixed_us": fixed.median_us,
+                "saved_tensor_us": slope.median_us,
+                "fixed_of_torch": fixed.ratio(found[BASE][0])[0],
+                "saved_tensor_of_torch": slope.ratio(found[BASE][1])[0],
+            }
+            for name, (fixed, slope) in found.items()
+        }
+    results["verdicts"] = verdicts(found)
+    for line in results["verdicts"]:
+        console.print(line)
+    path = save("region_cost", results)
+    console.print(f"written to {path.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
