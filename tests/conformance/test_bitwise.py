@@ -136,13 +136,7 @@ def twice_plain(call: Call) -> Any:
     return [plain(call), plain(call)]
 
 
-def its_own_regions(call: Call) -> Any:
-    """Run the call in the regions that its own code makes, if any, and no other."""
-    return call.function(*call.args, **call.kwargs)
-
-
 WAYS: dict[str, tuple[Way, Way]] = {
-    "its-own": (plain, its_own_regions),
     "rerun": (plain, one_region),
     "nested": (plain, nested(2)),
     "three-deep": (plain, nested(3)),
