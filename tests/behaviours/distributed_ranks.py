@@ -227,29 +227,26 @@ def offload_outside(region: Region, rank: int) -> list[Tensor]:
 
 
 def offload_inside(region: Region, rank: int) -> list[Tensor]:
-    """Offload what a part of each region saves."""
+    """Offload what a part of each region saves; the region drops the rest."""
 
-    def region_with_offload(function: Callable[..., Tensor], *args: Any) -> Tensor:
-        y: Tensor = region(lambda *args: offloading(function, *args), *args)
+    def region_with_offload(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+        y: Tensor = region(lambda x: function(offloading(torch.sin, x)), x)
         return y
 
     return region_inside(region_with_offload, rank)
 
 
-def applied_first(region: Region, rank: int) -> list[Tensor]:
+def applied(shard_first: bool, region: Region, rank: int) -> list[Tensor]:
     torch.manual_seed(0)
     model = Stack()
-    if region is not plain:
-        mb.apply(model, blocks=Layer)
-    return train(sharded(model), rank)
-
-
-def applied_last(region: Region, rank: int) -> list[Tensor]:
-    torch.manual_seed(0)
-    model = sharded(Stack())
-    if region is not plain:
-        mb.apply(model, blocks=Layer)
-    return train(model, rank)
+    if shard_first:
+        sharded(model)
+    if region is plain:
+        return train(model if shard_first else sharded(model), rank)
+    regions = mb.apply(model, blocks=Layer)
+    found = train(model if shard_first else sharded(model), rank)
+    assert [r.recomputes for r in regions.status().regions] == [STEPS] * 3
+    return found
 
 
 def ddp_cases() -> Iterator[tuple[str, Case]]:
@@ -290,8 +287,8 @@ def fsdp_cases() -> Iterator[tuple[str, Case]]:
     yield "141 region around all", region_around_all
     yield "141 offload outside", offload_outside
     yield "141 offload inside", offload_inside
-    yield "141 applied, then sharded", applied_first
-    yield "141 sharded, then applied", applied_last
+    yield "141 applied, then sharded", functools.partial(applied, False)
+    yield "141 sharded, then applied", functools.partial(applied, True)
 
 
 CASES: dict[str, Case] = dict([*ddp_cases(), *fsdp_cases()])
