@@ -6,6 +6,7 @@ Nothing else in the package may touch a name of torch that begins with an unders
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,10 @@ from torch import Tensor
 from torch._ops import OpOverload as OperatorOverload
 from torch._ops import OpOverloadPacket as OperatorPacket
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+)
 from torch.utils._pytree import tree_iter, tree_map_only
 
 # Modes and trees live in modules that torch names with an underscore, though its own
@@ -100,6 +104,13 @@ def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """Return the innermost (pack, unpack) pair, through which a region packs inputs."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or None
+
+
+@contextlib.contextmanager
+def without_dispatch_modes() -> Iterator[None]:
+    """Run the engine's own operators past every dispatch mode: no user's code ran."""
+    with _disable_current_modes():
+        yield
 
 
 def function_modes() -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ import torch
 from torch.nn import Module
 
 from membudget.engine.options import RegionOptions, checked_options
-from membudget.engine.region import run_region
+from membudget.engine.region import checkpoint, run_region
 from membudget.engine.statistics import Statistics
 from membudget.errors import OptionError, SelectionError
 
@@ -225,6 +225,8 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
         function = super(made, self).forward
         if region is None:
             return function(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return checkpoint(function, *args, **kwargs)
         return run_region(function, args, kwargs, region.options, region.statistics)
 
     def reduce(self: Module, protocol: Any) -> Any:

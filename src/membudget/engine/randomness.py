@@ -1,15 +1,15 @@
 """Every source of random numbers that a region may draw from.
 
-Rerun must find each source where the forward found it, and leave it where it was. So
-a forward reads the sources when it begins and again when it ends; what did not move in
-between was not drawn from, and is neither kept nor touched later.
+Rerun must find each source where the forward found it, and leave it where it was. The
+state is noted before every region, whether or not it draws: a function may also reseed,
+so that a state that is the same afterwards proves nothing.
 
-Reading must be cheap, because every region does it. torch's generators hand out a
-small tensor. Python and NumPy build large objects (13 µs and 42 µs where a whole region
-may take 60), so for these two a raw look at the generator's memory serves as a
-*mark*, and the state proper, by the public functions, is read only when the mark is a
-new one. The raw bytes are never written back. `_raw_look_is_honest`
-tries the trick once a process; where it fails, the public functions are used alone.
+Noting must be cheap. torch's generators hand out a small tensor. Python and NumPy
+build large objects (13 µs and 42 µs, where a whole region may take 60), so for these
+two a raw look at the generator's memory serves as a *mark*, and the state proper, by
+the public functions, is read only when the mark is a new one. The raw bytes are never
+written back. `_raw_look_is_honest` tries the trick once a process; where it fails, the
+public functions are used alone.
 """
 
 from __future__ import annotations
@@ -22,45 +22,52 @@ from functools import cache
 from typing import Any, Protocol
 
 import torch
-from torch import Generator, Tensor
+from torch import Generator
 
 from membudget.engine.scope import Scope
 
 
 class Source(Protocol):
-    """A source of random numbers whose state can be read and put back."""
+    """A source of random numbers whose state can be noted and brought back."""
 
-    def look(self) -> tuple[Any, Any]:
-        """Return a mark, which is equal as long as nothing is drawn, and the state."""
+    def note(self) -> Any:
+        """Return what `enter` needs to bring the source back to where it is now."""
 
-    def mark(self) -> Any:
-        """Return the mark alone."""
-
-    def write(self, state: Any) -> None:
-        """Put a state back."""
+    def enter(self, noted: Any, scope: Scope) -> None:
+        """Bring the source back until `scope` ends; then it is where it was before."""
 
 
 class TorchSource:
-    """One `torch.Generator`, of whichever device."""
+    """One `torch.Generator`, of whichever device.
 
-    __slots__ = ("_generator", "state")
+    Its state is kept as bytes: no tensor of ours is alive when a step is at its peak,
+    and regions between which nothing is drawn share one object.
+    """
+
+    __slots__ = ("_generator", "_last")
 
     def __init__(self, generator: Generator):
         """Watch `generator`."""
-        self.state: Callable[[], Tensor] = generator.get_state
         self._generator = generator
+        self._last = b""
 
-    def look(self) -> tuple[bytes, Tensor]:
-        """Return the state as bytes, which compare quickly, and as a tensor."""
-        state = self.state()
-        return ctypes.string_at(state.data_ptr(), state.numel()), state
+    def note(self) -> bytes:
+        """Return the state; the same object if nothing was drawn since."""
+        state = self._generator.get_state()
+        raw = ctypes.string_at(state.data_ptr(), state.numel())
+        if raw != self._last:
+            self._last = raw
+        return self._last
 
-    def mark(self) -> bytes:
-        """Return the state as bytes."""
-        return self.look()[0]
+    def enter(self, noted: bytes, scope: Scope) -> None:
+        """Bring the generator back until `scope` ends."""
+        now = self.note()
+        scope.callback(self._write, now)
+        if now is not noted:
+            self._write(noted)
 
-    def write(self, state: Tensor) -> None:
-        """Put a state back."""
+    def _write(self, raw: bytes) -> None:
+        state = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         self._generator.set_state(state)
 
 
@@ -68,7 +75,7 @@ class _DearSource:
     """A source with a dear public state and a cheap mark.
 
     The last pair of both is remembered, so that regions between which nothing is drawn
-    share one state object.
+    share one state object; and what did not move is not written.
     """
 
     __slots__ = ("_last",)
@@ -82,13 +89,27 @@ class _DearSource:
     def read(self) -> Any:
         raise NotImplementedError
 
-    def look(self) -> tuple[Any, Any]:
+    def write(self, state: Any) -> None:
+        raise NotImplementedError
+
+    def note(self) -> tuple[Any, Any]:
         """Return mark and state; the same pair if nothing was drawn since."""
         mark = self.mark()
         last = self._last
         if last is None or last[0] != mark:
             last = self._last = (mark, self.read())
         return last
+
+    def enter(self, noted: tuple[Any, Any], scope: Scope) -> None:
+        """Bring the source back until `scope` ends."""
+        now = self.note()
+        scope.callback(self._bring_back, now)
+        if now[0] != noted[0]:
+            self.write(noted[1])
+
+    def _bring_back(self, noted: tuple[Any, Any]) -> None:
+        if self.mark() != noted[0]:
+            self.write(noted[1])
 
 
 class PythonSource(_DearSource):
@@ -155,24 +176,23 @@ def _is_mt19937(generator: Any) -> bool:
 class NumpySource:
     """A `numpy.random.Generator`."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("_generator",)
 
     def __init__(self, generator: Any):
         """Watch `generator`."""
-        self.generator = generator
+        self._generator = generator
 
-    def look(self) -> tuple[str, Any]:
-        """Return the state of its bits, a dict that may hold arrays, as text too."""
-        state = self.generator.bit_generator.state
-        return repr(state), state
+    def note(self) -> Any:
+        """Return the state of its bits."""
+        return self._generator.bit_generator.state
 
-    def mark(self) -> str:
-        """Return the state as text."""
-        return self.look()[0]
+    def enter(self, noted: Any, scope: Scope) -> None:
+        """Bring the generator back until `scope` ends."""
+        scope.callback(self._write, self.note())
+        self._write(noted)
 
-    def write(self, state: Any) -> None:
-        """Put a state back."""
-        self.generator.bit_generator.state = state
+    def _write(self, state: Any) -> None:
+        self._generator.bit_generator.state = state
 
 
 _MT19937_BYTES = 624 * 4 + 4  # Its words and its position: NumPy's documented struct.
@@ -240,6 +260,19 @@ def global_sources(torch_too: bool = True) -> list[Source]:
     return sources
 
 
+def torch_sources(device_indices: Callable[[], Iterable[int]]) -> list[Source]:
+    """Return the sources that torch's own checkpoint brings back.
+
+    Args:
+        device_indices: Asked for the CUDA devices, if CUDA is in use.
+    """
+    sources: list[Source] = [CPU]
+    if torch.cuda.is_initialized():
+        generators = torch.cuda.default_generators
+        sources += [TorchSource(generators[i]) for i in sorted(set(device_indices()))]
+    return sources
+
+
 def private_sources(generators: Iterable[object], torch_too: bool) -> list[Source]:
     """Return the sources behind generator objects that a region can reach.
 
@@ -265,57 +298,15 @@ def private_sources(generators: Iterable[object], torch_too: bool) -> list[Sourc
 
 
 class Drawn:
-    """What a region drew from, and where each source stood before.
+    """Where each source stood before a region."""
 
-    Begin it before the function runs and `finish` it after.
-    """
-
-    __slots__ = ("_before", "_marks")
+    __slots__ = ("_noted",)
 
     def __init__(self, sources: Iterable[Source]):
-        """Read every source, with a mark by which `finish` tells what moved."""
-        self._before: list[tuple[Source, Any]] = []
-        self._marks: list[Any] = []
-        for source in sources:
-            mark, state = source.look()
-            self._before.append((source, state))
-            self._marks.append(mark)
-
-    def finish(self) -> None:
-        """Forget the sources that did not move."""
-        self._before = [
-            pair
-            for pair, mark in zip(self._before, self._marks, strict=True)
-            if pair[0].mark() != mark
-        ]
-        self._marks = []
+        """Note every source."""
+        self._noted = [(source, source.note()) for source in sources]
 
     def enter(self, scope: Scope) -> None:
         """Put every source where the forward found it, until `scope` ends."""
-        for source, state in self._before:
-            scope.callback(source.write, source.look()[1])
-            source.write(state)
-
-
-class DrawnFromTorch:
-    """The same for torch's sources alone, restored without asking what moved."""
-
-    __slots__ = ("_before",)
-
-    def __init__(self, device_indices: Callable[[], Iterable[int]]):
-        """Read the CPU's source and those of the CUDA devices named."""
-        self._before = [(CPU, CPU.state())]
-        if torch.cuda.is_initialized():
-            generators = torch.cuda.default_generators
-            for index in sorted(set(device_indices())):
-                source = TorchSource(generators[index])
-                self._before.append((source, source.state()))
-
-    def finish(self) -> None:
-        """Keep everything."""
-
-    def enter(self, scope: Scope) -> None:
-        """Put every source where the forward found it, until `scope` ends."""
-        for source, state in self._before:
-            scope.callback(source.write, source.state())
-            source.write(state)
+        for source, noted in self._noted:
+            source.enter(noted, scope)

@@ -234,21 +234,22 @@ Snapshots = list[tuple[Tensor, Tensor]]
 @torch.no_grad()
 def _snapshots(buffers: list[Tensor]) -> Snapshots:
     unique = {id(buffer): buffer for buffer in buffers}
-    return [
-        (buffer, buffer.detach().clone())
-        for buffer in unique.values()
-        if not buffer.requires_grad
-    ]
+    with _torch.without_dispatch_modes():
+        return [
+            (buffer, buffer.detach().clone())
+            for buffer in unique.values()
+            if not buffer.requires_grad
+        ]
 
 
 def _enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
     buffers = [buffer for buffer, _ in snapshots]
     versions = [version_of(buffer) for buffer in buffers]
-    with torch.no_grad():
+    with torch.no_grad(), _torch.without_dispatch_modes():
         current = [buffer.detach().clone() for buffer in buffers]
 
         def undo() -> None:
-            with torch.no_grad():
+            with torch.no_grad(), _torch.without_dispatch_modes():
                 for buffer, content in zip(buffers, current, strict=True):
                     buffer.copy_(content)
             _torch.set_versions(buffers, versions)

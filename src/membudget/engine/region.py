@@ -95,8 +95,8 @@ def checkpoint(
         RecomputeMismatchError: In the backward, if the function did not do the same
             again (Rule 9).
 
-    Not counted among what is kept: 5 KiB for a region that draws random numbers on the
-    CPU, and a copy of the small buffers that the region can reach.
+    Not counted among what is kept: 5 KiB for the state of the CPU's generator (outside
+    of torch's allocator), and a copy of the small buffers that the region can reach.
 
     Example:
         >>> import membudget as mb, torch

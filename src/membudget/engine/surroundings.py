@@ -19,9 +19,9 @@ from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
 from membudget.engine.randomness import (
     Drawn,
-    DrawnFromTorch,
     global_sources,
     private_sources,
+    torch_sources,
 )
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
@@ -58,7 +58,7 @@ class Surroundings:
         """Note everything; the function has not run yet."""
         self._function = function
         self.arguments = HeldArguments(args, kwargs)
-        self._drawn: Drawn | DrawnFromTorch | None = None
+        self._drawn: Drawn | None = None
         self.reads: Reads | None = None
         self.trainable = True
         self.random_log: RandomLog | None = None
@@ -69,7 +69,7 @@ class Surroundings:
         else:
             self._ambient: AutocastOnly = AutocastOnly()
             if options.preserve_rng_state and self.random_log is None:
-                self._drawn = DrawnFromTorch(self.arguments.cuda_devices)
+                self._drawn = Drawn(torch_sources(self.arguments.cuda_devices))
 
     def _note_everything(self, options: RegionOptions) -> None:
         self._ambient = Ambient()
@@ -84,14 +84,12 @@ class Surroundings:
             self._drawn = Drawn(sources)
 
     def finish(self) -> None:
-        """Note, after the function ran, what it drew and what it changed itself."""
+        """Note, after the function ran, what it changed itself."""
         if self.reads is None:
             return
         self.reads.finish()
         for held in self.arguments.tensors:
             held.note_forward_end()
-        if self._drawn is not None:
-            self._drawn.finish()
 
     def run_in_context(self, body: Callable[..., None], *args: Any) -> None:
         """Call `body(*args)` with the context variables of the forward."""
