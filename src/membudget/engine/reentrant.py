@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
+from membudget.engine.arguments import version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
+from membudget.engine.watch import rewritten_error
 from membudget.errors import ReentrantLimitError
 
 _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
@@ -62,9 +64,15 @@ class _Reentrant(torch.autograd.Function):
         ctx.call = call
         ctx.save_for_backward(*tensors)
         args = call.with_tensors(call.others, tensors)
+        versions = [version_of(tensor) for tensor in tensors]
         output = call.function(*args, **call.kwargs)
         call.surroundings.finish()
         _check_grown(call)
+        for position, tensor, version in zip(
+            call.positions, tensors, versions, strict=True
+        ):
+            if version_of(tensor) != version:
+                raise rewritten_error(f"argument {position}")
         _check_output(output)
         if isinstance(output, tuple | list):
             call.sequence = type(output)
