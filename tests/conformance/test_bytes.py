@@ -102,11 +102,12 @@ def _repeated(times: int, x: Tensor) -> Tensor:
     return x
 
 
-def peak_of_a_step(run: Run) -> float:
+def peak_of_a_step(run: Run, retain_graph: bool = False) -> float:
     """Return the peak of forward and backward, in units of S."""
     x = torch.randn(ELEMENTS, requires_grad=True)
     gradient = torch.ones(ELEMENTS)
-    return peak(lambda: run(x).backward(gradient)).peak_bytes / S
+    step = peak(lambda: run(x).backward(gradient, retain_graph=retain_graph))
+    return step.peak_bytes / S
 
 
 def recomputed_layers(run: Run, layers: int) -> int:
@@ -133,6 +134,17 @@ def test_the_peak_in_root_n_segments_is_the_least_of_all_segmentations() -> None
     peaks = {k: peak_of_a_step(segmented(64, k)) for k in (2, 4, 8, 16, 32)}
 
     assert peaks == {2: 35, 4: 21, 8: 17, 16: 21, 32: 35}
+
+
+@pytest.mark.parametrize("segments", [2, 8, 32])
+def test_a_retained_graph_adds_one_gradient_and_no_recomputed_tensor(
+    segments: int,
+) -> None:
+    # The kept inputs outlive their segments, so the incoming gradient takes no place
+    # of theirs. What was recomputed is freed as it is used all the same.
+    expected = segments + 64 // segments + 2
+
+    assert peak_of_a_step(segmented(64, segments), retain_graph=True) == expected
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 6, 8])
