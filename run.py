@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -110,7 +111,10 @@ def set_up(cpu: bool) -> None:
         if STAMP.is_file() and STAMP.read_text() == wanted:
             return
         print("Setting up .venv (once; PyTorch is a download of some 200 MB) ...")
-        shutil.rmtree(VENV, ignore_errors=True)
+        if VENV.is_symlink():
+            VENV.unlink()  # what it points to may serve another checkout
+        elif VENV.exists():
+            shutil.rmtree(VENV)
         make_venv()
         install(cpu)
         # Written last: an environment without it is made anew.
@@ -119,7 +123,8 @@ def set_up(cpu: bool) -> None:
 
 def fingerprint() -> str:
     """Return a hash of everything that the environment depends on."""
-    digest = hashlib.sha256(f"{sys.executable} {sys.version}".encode())
+    # Not sys.executable: python3, python3.11 and `.venv`'s own are one Python.
+    digest = hashlib.sha256(sys.version.encode())
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
@@ -127,13 +132,15 @@ def fingerprint() -> str:
 
 def make_venv() -> None:
     """Make an empty environment."""
-    try:
-        subprocess.run([sys.executable, "-m", "venv", str(VENV)], check=True)
-    except subprocess.CalledProcessError as error:
+    if not all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")):
         raise SetUpError(
-            "Python could not make a virtual environment. On Debian and Ubuntu, "
-            "install it with: apt install python3-venv"
-        ) from error
+            "This Python cannot make virtual environments. On Debian and Ubuntu, "
+            "install what is missing with: apt install python3-venv"
+        )
+    # The Python under a virtual environment: that may be `.venv`, which is gone now.
+    python = getattr(sys, "_base_executable", sys.executable)
+    if subprocess.call([python, "-m", "venv", str(VENV)]):
+        raise SetUpError(f"{python} could not make {VENV}; it says why above.")
 
 
 def install(cpu: bool) -> None:
