@@ -106,14 +106,20 @@ def differences(plain: Trainee, budgeted: Trainee) -> list[str]:
 
 def compare(plain: Trainee, budgeted: Trainee, batch: Batch, verdict: str) -> Table:
     """Measure both trainees on `batch` and return the table that the user is shown."""
-    table = Table(title="The same training, plain and checkpointed")
+    table = Table(
+        title="The same training, plain and checkpointed",
+        caption="Peak: activations, gradients and temporaries of one step, beyond the"
+        " parameters and optimizer states that both hold.",
+    )
     table.add_column()
     for head in ("plain", "checkpointed", "checkpointed / plain"):
         table.add_column(head, justify="right")
 
     pair = (plain, budgeted)
+    for trainee in pair:  # So that the measured step makes all its gradients anew.
+        trainee.optimizer.zero_grad()
     peaks = [mb.peak(trainee.forward_backward, batch).peak_bytes for trainee in pair]
-    saved = [mb.saved(trainee.model, *batch).total_bytes for trainee in pair]
+    saved = [mb.saved(trainee.model, *batch).activation_bytes for trainee in pair]
     step_s = [statistics.median(trainee.step_s) for trainee in pair]
     rates = [batch[0].numel() / s for s in step_s]
     losses = [trainee.losses[-1].item() for trainee in pair]
@@ -122,7 +128,7 @@ def compare(plain: Trainee, budgeted: Trainee, batch: Batch, verdict: str) -> Ta
         table.add_row(name, *cells, f"{values[1] / values[0]:.3f}")
 
     row("peak bytes of one step", peaks, [human(x) for x in peaks])
-    row("bytes that autograd keeps", saved, [human(x) for x in saved])
+    row("activations autograd keeps", saved, [human(x) for x in saved])
     row("step time, median", step_s, [f"{x * 1e3:.1f} ms" for x in step_s])
     row("tokens per second", rates, [f"{x:,.0f}" for x in rates])
     equal = torch.equal(plain.losses[-1], budgeted.losses[-1])

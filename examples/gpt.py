@@ -2,8 +2,8 @@
 
 Nothing here knows of regions. The model is the usual one (pre-norm blocks, causal
 attention, an MLP four times as wide, learned positions) after Radford et al. 2019, with
-dropout in all the usual places, so that each block draws random numbers and a recompute
-is right only if it draws the same ones again.
+dropout on the embedding and on all that is added to the residual stream. So each block
+draws random numbers, and a recompute is right only if it draws the same ones again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ class Attention(nn.Module):
         """Make the two projections."""
         super().__init__()
         self.heads = config.heads
-        self.dropout = config.dropout
         self.project_in = nn.Linear(config.width, 3 * config.width)
         self.project_out = nn.Linear(config.width, config.width)
 
@@ -42,13 +41,7 @@ class Attention(nn.Module):
         """Return the attended values, in the shape of `x`: (batch, length, width)."""
         split = self.project_in(x).unflatten(-1, (3, self.heads, -1))
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         merged: Tensor = self.project_out(attended.transpose(1, 2).flatten(2))
         return merged
 
