@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,8 @@ VENV = ROOT / ".venv"
 STAMP = VENV / "ready"
 LOCK = ROOT / ".venv.lock"
 OLDEST = (3, 11)
+# More test processes than this would spend their time on importing torch.
+MOST_WORKERS = 8
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -63,21 +66,35 @@ def test(arguments: Sequence[str]) -> int:
     """Run lint, types and tests; the exit code is the first that is not 0."""
     rest = [argument for argument in arguments if argument != "--all"]
     markers = [] if "--all" in arguments else ["-m", "not slow"]
-    workers = ["-n", str(max(2, os.cpu_count() or 2))]
-    checked = check([])
-    # Last, so that pytest's closing line is the last one.
+    workers = ["-n", str(min(max(2, usable_cores()), MOST_WORKERS))]
+    failed = failed_checks()
+    # pytest is last, so that its closing line is, too: it says what failed before it.
+    os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
     tested = run_python("-m", "pytest", "-q", *workers, *markers, *rest)
-    return checked or tested
+    return next(iter(failed.values()), tested)
 
 
 def check(arguments: Sequence[str]) -> int:
     """Run lint and types."""
-    codes = [
-        run_python("-m", "ruff", "format", "--check", "--quiet", "."),
-        run_python("-m", "ruff", "check", "--quiet", "."),
-        run_python("-m", "mypy", *arguments),
-    ]
-    return next((code for code in codes if code), 0)
+    return next(iter(failed_checks(*arguments).values()), 0)
+
+
+def failed_checks(*mypy_arguments: str) -> dict[str, int]:
+    """Run every check, whichever fails; return the exit codes of those that did."""
+    commands = {
+        "ruff format": ("ruff", "format", "--check", "--quiet", "."),
+        "ruff check": ("ruff", "check", "--quiet", "."),
+        "mypy": ("mypy", *mypy_arguments),
+    }
+    codes = {name: run_python("-m", *command) for name, command in commands.items()}
+    return {name: code for name, code in codes.items() if code}
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may use, which may be fewer than there are."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def bench(arguments: Sequence[str]) -> int:
@@ -111,6 +128,8 @@ def set_up(cpu: bool) -> None:
         if STAMP.is_file() and STAMP.read_text() == wanted:
             return
         print("Setting up .venv (once; PyTorch is a download of some 200 MB) ...")
+        if not cpu:
+            warn_of_other_wheels()
         if VENV.is_symlink():
             VENV.unlink()  # what it points to may serve another checkout
         elif VENV.exists():
@@ -128,6 +147,22 @@ def fingerprint() -> str:
     for name in ("pyproject.toml", "constraints.txt"):
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
+
+
+def warn_of_other_wheels() -> None:
+    """Say so if wheels of the pinned torch lie ready, but for other Pythons."""
+    pin = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.M)
+    python = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    wheels = [
+        wheel.name
+        for folder in os.environ.get("PIP_FIND_LINKS", "").split()
+        for wheel in Path(folder).glob(f"torch-{pin[1] if pin else ''}[+-]*.whl")
+    ]
+    if wheels and not any(f"-{python}-" in name for name in wheels):
+        print(
+            f"Note: {wheels[0]} is for another Python than this, {python}. torch may "
+            "come as its CUDA build of several GB; use that Python, or add --cpu."
+        )
 
 
 def make_venv() -> None:
@@ -152,6 +187,10 @@ def install(cpu: bool) -> None:
         # uv reads its own name of this setting.
         if links := environment.get("PIP_FIND_LINKS"):
             environment.setdefault("UV_FIND_LINKS", links)
+        if cpu:
+            # uv would take every package that PyTorch's index has from there alone, and
+            # it has only old versions of some.
+            command += ["--index-strategy", "unsafe-best-match"]
     if cpu:
         command += ["--extra-index-url", CPU_INDEX]
     command += ["-c", "constraints.txt", "-e", ".[test]"]

@@ -27,6 +27,13 @@ def pytest_report_header() -> str:
     )
 
 
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what failed before pytest in `run.py test`, where it will be seen."""
+    if failed := os.environ.get("MEMBUDGET_FAILED_CHECKS"):
+        terminalreporter.section("failed before pytest", red=True)
+        terminalreporter.line(f"{failed}: see the output above")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests that need a CUDA device where there is none."""
     if torch.cuda.is_available():

@@ -57,7 +57,6 @@ from tests.oracles import CountedOperators
 
 ELEMENTS = 65536
 S = 4 * ELEMENTS
-STREAM_BYTES = torch.get_rng_state().nbytes
 
 Run = Callable[[Tensor], Tensor]
 
