@@ -36,10 +36,8 @@ each of the d - 1 levels that is n/2 layers:
 
     n (d - 1) / 2  layers recomputed
 
-A region that draws no random numbers keeps no state of a random stream: it reads the
-streams, 5,056 bytes each time, and lets go of them at its end. S is much larger, so
-that those moments are not the peak. With `guards=False` the state is kept, drawn from
-or not, as torch's own checkpoint keeps it.
+The state of the random stream is read in 5,056 bytes that are let go at once, and kept
+outside of torch's allocator. S is much larger, so those moments are not the peak.
 """
 
 from __future__ import annotations
