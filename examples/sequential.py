@@ -57,7 +57,8 @@ class Layer(nn.Module):
 def halved(layers: nn.Sequential, x: Tensor) -> Tensor:
     """Run the layers as two regions, each of which is halved again."""
     if len(layers) == 1:
-        return mb.checkpoint(layers, x)
+        last: Tensor = mb.checkpoint(layers, x)
+        return last
     middle = len(layers) // 2
     x = mb.checkpoint(halved, layers[:middle], x)
     return mb.checkpoint(halved, layers[middle:], x)

@@ -40,10 +40,13 @@ class _Storage:
     Attributes:
         path: The regions in which it was made.
         is_fixed: Whether autograd or a region may still read what it holds.
+        trains: Whether it surely requires a gradient. (Where it does not, and a view
+            of it is given one in place, autograd takes its other views for leaves.)
     """
 
     path: Path
     is_fixed: bool
+    trains: bool
 
 
 @dataclass
@@ -68,7 +71,7 @@ class _State:
         """Tell whether an in-place operator may change the register here."""
         storage = self.storages[register]
         made_inside = storage.path[: len(self.path)] == self.path
-        return made_inside and not storage.is_fixed
+        return made_inside and storage.trains and not storage.is_fixed
 
     def note_read(self, register: int, is_saved: bool) -> None:
         """Note that an instruction reads a register."""
@@ -89,7 +92,9 @@ class _State:
 def programs(draw: Draw, most_instructions: int = 14) -> Program:
     """Draw a program with regions over it."""
     trainable = (True, *draw(st.tuples(*[st.booleans()] * (INPUTS - 1))))
-    leaves = {i: _Storage((), is_fixed=True) for i in range(INPUTS)}
+    leaves = {
+        i: _Storage((), is_fixed=True, trains=trainable[i]) for i in range(INPUTS)
+    }
     state = _State(leaves, draw(st.integers(3, most_instructions)))
     body: list[Node] = []
     while state.left:
@@ -143,7 +148,9 @@ def _instruction(draw: Draw, state: _State) -> Instruction:
     if operator.in_place or operator.is_view:
         storage.is_fixed |= "out" in operator.saves
     else:
-        storage = _Storage(state.path, is_fixed="out" in operator.saves)
+        # Some operators detach their first operand, none the last.
+        trains = state.storages[operands[-1]].trains
+        storage = _Storage(state.path, "out" in operator.saves, trains)
     state.note_written(target, storage)
     return Instruction(operator, tuple(operands), target)
 
