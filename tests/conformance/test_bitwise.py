@@ -225,6 +225,16 @@ def a_counter_closed_over() -> Callable[[torch.Tensor], torch.Tensor]:
     return function
 
 
+def a_mean_in_a_list() -> Callable[[torch.Tensor], torch.Tensor]:
+    means = [torch.ones(6)]
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        means[0] = 0.9 * means[0] + 0.1 * x.detach().mean(0)
+        return ((x - means[0]) * x).sin()
+
+    return function
+
+
 def an_iterator() -> Callable[[torch.Tensor], torch.Tensor]:
     factors = iter([2.0, 3.0, 5.0])
     return lambda x: (x * next(factors)).sin()
@@ -237,7 +247,13 @@ def a_quasi_random_sequence() -> Callable[[torch.Tensor], torch.Tensor]:
 
 @pytest.mark.parametrize(
     "make",
-    [a_counter_in_a_dict, a_counter_closed_over, an_iterator, a_quasi_random_sequence],
+    [
+        a_counter_in_a_dict,
+        a_counter_closed_over,
+        a_mean_in_a_list,
+        an_iterator,
+        a_quasi_random_sequence,
+    ],
 )
 def test_state_that_only_python_knows_is_detected_by_its_values(
     make: Callable[[], Callable[[torch.Tensor], torch.Tensor]],
