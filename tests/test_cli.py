@@ -26,6 +26,9 @@ def make_with_loss():
 
 def wrong():
     return "model"
+
+def broken():
+    raise ValueError("the data is not there")
 """
 
 BAD = """
@@ -100,6 +103,9 @@ def test_names_choose_the_regions(good, capsys):
         ("GOOD:missing", "has no function 'missing'"),
         ("GOOD:wrong", "it returned a str"),
         ("GOOD:make --names nowhere", "no module of Sequential matches"),
+        ("GOOD:make --json missing/report.json", "the report cannot be written"),
+        # A traceback is of use here, but its exit code would mean a difference.
+        ("GOOD:broken", "ValueError: the data is not there"),
     ],
 )
 def test_a_bad_target_gives_2_and_says_why(good, capsys, target, message):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -38,6 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except MembudgetError as error:
         print(f"membudget: {error}", file=sys.stderr)
+        return FAILED
+    except Exception:
+        # Python would exit with 1, which stands for a difference that was found.
+        traceback.print_exc()
         return FAILED
 
 
@@ -134,8 +139,11 @@ def load_target(target: str) -> Callable[[], Any]:
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     # By way of a second file, so that half a write does not clobber an older report.
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    partial.replace(path)
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n")
+        partial.replace(path)
+    except OSError as error:
+        raise OptionError(f"the report cannot be written: {error}") from error
 
 
 if __name__ == "__main__":
