@@ -124,6 +124,13 @@ def test_private_names_of_torch_stand_in_one_module(path: Path):
         for alias in node.names
         if any(p.startswith("_") for p in f"{node.module}.{alias.name}".split("."))
     ]
+    private += [
+        alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import)
+        for alias in node.names
+        if alias.name.startswith("torch.") and "._" in alias.name
+    ]
     assert not private
 
 
