@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
 
-Region = Callable[[Callable[[Tensor], Tensor], Tensor], Any]
+Chain = Callable[[Tensor], Tensor]
 
 LENGTHS = (1, 21)
 BASE = "torch"
@@ -33,23 +34,25 @@ FIXED_BOUNDS = {"membudget, guards=False": 0.25, "membudget": 0.5}
 SAVED_BOUND = 0.5
 
 
-def ways() -> dict[str, Region]:
-    """Return the ways of running a function, the plain one first."""
-    lean = mb.checkpoint(guards=False)
-    classic = mb.checkpoint(use_reentrant=True)
+def ways() -> dict[str, Callable[[Chain], Chain]]:
+    """Return the ways of making a region of a function, the plain one first."""
+
+    def of_torch(use_reentrant: bool) -> Callable[[Chain], Chain]:
+        return lambda function: partial(
+            torch_checkpoint, function, use_reentrant=use_reentrant
+        )
+
     return {
-        "plain": lambda function, x: function(x),
-        BASE: lambda function, x: torch_checkpoint(function, x, use_reentrant=False),
-        "torch, reentrant": lambda function, x: torch_checkpoint(
-            function, x, use_reentrant=True
-        ),
-        "membudget": mb.checkpoint,
-        "membudget, guards=False": lambda function, x: lean(function)(x),
-        "membudget, reentrant": lambda function, x: classic(function)(x),
+        "plain": lambda function: function,
+        BASE: of_torch(False),
+        "torch, reentrant": of_torch(True),
+        "membudget": mb.checkpoint(),
+        "membudget, guards=False": mb.checkpoint(guards=False),
+        "membudget, reentrant": mb.checkpoint(use_reentrant=True),
     }
 
 
-def chain(length: int) -> Callable[[Tensor], Tensor]:
+def chain(length: int) -> Chain:
     """Return a function of `length` operators."""
 
     def function(x: Tensor) -> Tensor:
@@ -65,14 +68,14 @@ def cases(backward: bool) -> dict[str, Case]:
     x = torch.randn(4, 4, requires_grad=True)
     gradient = torch.ones(4, 4)
 
-    def case(region: Region, function: Callable[[Tensor], Tensor]) -> Case:
+    def case(region: Chain) -> Case:
         if backward:
-            return lambda: torch.autograd.backward(region(function, x), gradient)
-        return lambda: region(function, x)
+            return lambda: torch.autograd.backward(region(x), gradient)
+        return lambda: region(x)
 
     return {
-        f"{name}/{length}": case(region, chain(length))
-        for name, region in ways().items()
+        f"{name}/{length}": case(make_region(chain(length)))
+        for name, make_region in ways().items()
         for length in LENGTHS
     }
 

@@ -57,6 +57,10 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # Says which backward is running, so that what it leaves over is freed when it ends.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+# Rises with each autograd node that is made: tells one operator's saved tensors from
+# another's.
+node_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
 # One call instead of one for each device type, in the forward of every region.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

@@ -27,7 +27,7 @@ from membudget.apply import put_region
 from membudget.engine import sequential
 from membudget.engine.options import checked_options
 from membudget.engine.region import run_region
-from membudget.engine.retention import execution_group, group_is_open
+from membudget.engine.retention import OPEN_GROUPS, execution_group
 from membudget.engine.selective import create_selective_checkpoint_contexts
 from membudget.engine.switches import (
     disable_checkpointing,
@@ -163,7 +163,7 @@ class GraphExecGroup:
         Raises:
             CheckpointError: If a group is open already.
         """
-        if group_is_open():
+        if OPEN_GROUPS:
             raise CheckpointError(
                 "GraphExecGroup contexts cannot be nested; leave the outer one first"
             )

@@ -40,12 +40,12 @@ _GETTERS = tuple(getter for getter, _ in _SETTINGS)
 class Autocast:
     """The whole state of autocast: enabled and dtype by device type, and the cache."""
 
-    __slots__ = ("by_device", "cache")
+    __slots__ = ("_by_device", "_cache")
 
     def __init__(self) -> None:
         """Read the state."""
-        self.cache = torch.is_autocast_cache_enabled()
-        self.by_device = {
+        self._cache = torch.is_autocast_cache_enabled()
+        self._by_device = {
             device: (
                 torch.is_autocast_enabled(device),
                 torch.get_autocast_dtype(device),
@@ -53,14 +53,27 @@ class Autocast:
             for device in _device_types()
         }
 
-    def enter(self, scope: Scope) -> None:
-        """Bring the state back until `scope` ends."""
-        for device, (enabled, dtype) in self.by_device.items():
+    @classmethod
+    def current(cls) -> Autocast | None:
+        """Return the state, or `None` while autocast is off."""
+        return cls() if _torch.is_any_autocast_enabled() else None
+
+    def _enter(self, scope: Scope) -> None:
+        for device, (enabled, dtype) in self._by_device.items():
             scope.enter_context(
                 torch.autocast(
-                    device, dtype=dtype, enabled=enabled, cache_enabled=self.cache
+                    device, dtype=dtype, enabled=enabled, cache_enabled=self._cache
                 )
             )
+
+
+def enter_autocast(state: Autocast | None, scope: Scope) -> None:
+    """Bring autocast to a state that `current` returned, until `scope` ends."""
+    if state is not None:
+        state._enter(scope)
+    elif _torch.is_any_autocast_enabled():
+        for device in _device_types():
+            scope.enter_context(torch.autocast(device, enabled=False))
 
 
 def _device_types() -> tuple[str, ...]:
@@ -68,32 +81,13 @@ def _device_types() -> tuple[str, ...]:
     return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
-class AutocastOnly:
-    """The part of the surroundings that torch's own checkpoint brings back."""
-
-    __slots__ = ("autocast",)
-
-    def __init__(self) -> None:
-        """Note whether autocast is on, and if so, how."""
-        self.autocast = Autocast() if _torch.is_any_autocast_enabled() else None
-
-    def enter(self, scope: Scope) -> None:
-        """Bring autocast to what it was, until `scope` ends."""
-        if self.autocast is not None:
-            self.autocast.enter(scope)
-        elif _torch.is_any_autocast_enabled():
-            for device in _device_types():
-                scope.enter_context(torch.autocast(device, enabled=False))
-
-
-class Ambient(AutocastOnly):
-    """All the surroundings."""
+class Ambient:
+    """Modes, settings and context variables."""
 
     __slots__ = ("context", "dispatch_modes", "function_modes", "settings")
 
     def __init__(self) -> None:
-        """Note the surroundings of the forward."""
-        super().__init__()
+        """Note those of the forward."""
         self.function_modes = (
             _torch.function_modes() if _torch.function_mode_count() else ()
         )
@@ -105,7 +99,6 @@ class Ambient(AutocastOnly):
 
     def enter(self, scope: Scope) -> None:
         """Bring back what differs now, until `scope` ends."""
-        super().enter(scope)
         settings = [getter() for getter in _GETTERS]
         if settings != self.settings:
             self._enter_settings(scope, settings)

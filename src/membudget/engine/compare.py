@@ -1,7 +1,7 @@
 """Is the recomputed tensor the one that was saved? And if not, who can say why?
 
-Comparing is on the hot path and is a tuple of metadata; a *fingerprint* of the bytes
-joins it on demand. Explaining happens once, when a region has failed.
+Comparing is on the hot path and is a tuple of metadata. Explaining happens once, when a
+region has failed.
 """
 
 from __future__ import annotations
@@ -9,16 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from membudget.callsite import CallSite
 from membudget.errors import RecomputeMismatchError
 
 Metadata = tuple[Any, ...]
-Fingerprint = tuple[int, int]
-
-_CHUNK = 1 << 20
 
 
 def metadata(tensor: Tensor) -> Metadata:
@@ -44,48 +40,11 @@ def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
     )
 
 
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return two sums over the bits of a tensor, the second weighted by position.
-
-    Both wrap at 64 bits. Equal tensors have equal fingerprints; changing one element or
-    exchanging two different ones changes it. It reads every byte once and waits for
-    the device.
-
-    Example:
-        >>> a = torch.tensor([1.0, 2.0])
-        >>> fingerprint(a) == fingerprint(a.clone()), fingerprint(a) == fingerprint(-a)
-        (True, False)
-        >>> fingerprint(a) == fingerprint(a.flip(0))
-        False
-    """
-    if (
-        tensor.layout is not torch.strided
-        or tensor.is_meta
-        or type(tensor)
-        not in (
-            Tensor,
-            torch.nn.Parameter,
-        )
-    ):
-        return (0, 0)
-    raw = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    data = raw.reshape(-1).view(torch.uint8)
-    total = weighted = 0
-    for start in range(0, data.numel(), _CHUNK):
-        chunk = data[start : start + _CHUNK].to(torch.int64)
-        place = torch.arange(start + 1, start + 1 + chunk.numel(), device=data.device)
-        total += int(chunk.sum())
-        # An odd multiplier spreads neighbouring positions over all the bits.
-        weighted += int((chunk * (place * 0x9E3779B1)).sum())
-    mask = (1 << 64) - 1
-    return total & mask, weighted & mask
-
-
 def describe(data: Metadata) -> str:
     """Return metadata as a person reads it.
 
     Example:
+        >>> import torch
         >>> describe(metadata(torch.zeros(2, 3)))
         'float32[2, 3] on cpu, stride (3, 1)'
     """

@@ -7,137 +7,100 @@ for its tensor, a `Rerun` fills all handles that live. The rules are in `region`
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from membudget._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
 from membudget.engine import isolation, retention
-from membudget.engine.arguments import version_of
 from membudget.engine.compare import mismatch_error
-from membudget.engine.options import ContextPair, RegionOptions
+from membudget.engine.fingerprints import Fingerprints
 from membudget.engine.recording import Handle, Recording
 from membudget.engine.rerun import Rerun
+from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
-from membudget.engine.statistics import Statistics
-from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
 from membudget.engine.trace import Trace
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 
 
-class Frame:
-    """One call of a region.
+class Frame(Recording):
+    """A recording that makes itself, and gives back what it dropped."""
 
-    Attributes:
-        recording: What the forward saved.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "_contexts",
-        "_function",
-        "_lock",
-        "_nested_backward",
-        "_options",
-        "_statistics",
-        "_surroundings",
-        "recording",
-    )
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: RegionOptions,
-        statistics: Statistics | None,
-    ):
-        """Note all that a recompute will need; the function has not run yet."""
-        self._function = function
-        self._options = options
-        self._statistics = statistics
-        self._surroundings = Surroundings(function, args, kwargs, options)
-        self._nested_backward = False
-        self._lock = threading.RLock()
-        self._contexts: ContextPair | None = None
-        self.recording = Recording()
+    __slots__ = ()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
-        options = self._options
-        if (
-            options.context_fn is not None
-            or options.debug
-            or self._surroundings.random_log is not None
-        ):
+        if self.options.is_instrumented or self.surroundings.random_log is not None:
             result = self._run_in_contexts(args, kwargs)
         else:
-            result = self._run_hooked(args, kwargs)
-        recording = self.recording
-        if recording.handles:
-            recording.settle()
-            self._surroundings.finish()
-        recording.finished = True
+            push_saved_tensors_hooks(self.pack, self._unpack)
+            try:
+                result = self.function(*args, **kwargs)
+            finally:
+                pop_saved_tensors_hooks()
+        if self.saved:
+            self.surroundings.finish()
+        self.finished = True
         return result
 
-    def _run_hooked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        recording = self.recording
-        by_value = self._options.determinism_check == "values"
-        pack = recording.pack_with_fingerprint if by_value else recording.pack
-        push_saved_tensors_hooks(pack, self._unpack)
-        try:
-            return self._function(*args, **kwargs)
-        finally:
-            pop_saved_tensors_hooks()
-
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        options = self._options
+        """Do the same with a random log, a trace, fingerprints, a user's context."""
+        options = self.options
         with Scope() as scope:
-            if self._surroundings.random_log is not None:
-                scope.enter_context(self._surroundings.random_log.recorder())
+            if self.surroundings.random_log is not None:
+                scope.enter_context(self.surroundings.random_log.recorder())
             if options.debug:
-                self.recording.trace = Trace()
-                scope.enter_context(self.recording.trace)
+                self.trace = Trace()
+                scope.enter_context(self.trace)
             if options.context_fn is None:
                 return self._run_hooked(args, kwargs)
-            self._contexts = options.context_fn()
-            with self._contexts[0]:
+            self.contexts = options.context_fn()
+            with self.contexts[0]:
                 return self._run_hooked(args, kwargs)
         raise CheckpointError(
             "the forward context of context_fn swallowed an exception of the function: "
             "a context of a region must let exceptions pass"
         )
 
+    def _run_hooked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        pack = self.pack
+        if self.options.determinism_check == "values":
+            self.fingerprints = Fingerprints()
+            pack = self.pack_with_fingerprint
+        push_saved_tensors_hooks(pack, self._unpack)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            pop_saved_tensors_hooks()
+            if self.fingerprints is not None:
+                self.fingerprints.settle()
+
     def _unpack(self, handle: Handle) -> Tensor:
         tensor = handle.tensor
         if tensor is None:
             tensor = self._recomputed(handle)
         version = handle.version
-        if version is not None and version_of(tensor) != version:
+        if version is not None and tensor._version != version:
             raise _changed_inside(tensor)
-        if not retention.group_is_open():
+        if not OPEN_GROUPS:
             handle.tensor = None  # Rule 3.
         return tensor
 
     def _recomputed(self, handle: Handle) -> Tensor:
-        with self._lock:
+        with self.lock:
             tensor = handle.tensor
             if tensor is None:
                 self._recompute()
                 tensor = handle.tensor
                 # With one handle there is nothing left over to be released.
-                if len(self.recording.handles) > 1 and not retention.release_in_time(
-                    self
-                ):
-                    self.release()
+                if len(self.saved) > 1 and not retention.release_in_time(self):
+                    self.empty()
         if tensor is None:
             raise mismatch_error(
                 None,
                 None,
-                f"{len(self.recording.handles)} tensors",
+                f"{len(self.saved)} tensors",
                 "fewer tensors, and not the one that is needed",
                 ["determinism_check='none' hides where the runs part"],
             )
@@ -149,34 +112,26 @@ class Frame:
         The lock keeps the end of one thread's backward from emptying the handles that
         another thread's recompute has just filled.
         """
-        with self._lock:
-            self.recording.release()
+        with self.lock:
+            self.empty()
 
     def _recompute(self) -> None:
         # A backward of the function's own asks while the forward still runs (Rule 7).
-        self._nested_backward |= not self.recording.finished
-        statistics = self._statistics
-        if statistics is not None:
-            statistics.recomputes += 1
-        rerun = Rerun(
-            self._function,
-            self._options,
-            self._surroundings,
-            self.recording,
-            self._nested_backward,
-            statistics.label if statistics is not None else "",
-        )
-        context = self._contexts[1] if self._contexts is not None else None
-        quiet = isolation.enter()
+        self.nested_backward |= not self.finished
+        if self.statistics is not None:
+            self.statistics.recomputes += 1
+        run = Rerun(self).run
+        counted = self.options.guards and isolation.enter()
         SWITCHES.recomputing += 1
         try:
-            self._surroundings.run_in_context(rerun.run, context)
+            self.surroundings.run_in_context(run)
         except BaseException:
-            self.recording.release()
+            self.empty()
             raise
         finally:
             SWITCHES.recomputing -= 1
-            isolation.leave(quiet)
+            if counted:
+                isolation.leave()
 
 
 def _changed_inside(tensor: Tensor) -> ChangedSinceForwardError:

@@ -55,7 +55,7 @@ def enter() -> bool:
     """Note that this thread enters a region, or the recompute of one.
 
     Returns:
-        What `leave` is to be given: whether this thread counted itself.
+        Whether this thread counted itself, and must `leave`.
     """
     registry = _REGISTRY
     me = threading.get_ident()
@@ -66,13 +66,12 @@ def enter() -> bool:
     return _enter_slowly(registry, me)
 
 
-def leave(counted: bool) -> None:
-    """Note that this thread left what it entered."""
-    if counted:
-        registry = _REGISTRY
-        registry.running -= 1
-        if registry.shared and registry.running <= 0:
-            registry.quiet.set()
+def leave() -> None:
+    """Note that this thread left what it was counted for."""
+    registry = _REGISTRY
+    registry.running -= 1
+    if registry.shared and registry.running <= 0:
+        registry.quiet.set()
 
 
 def is_shared() -> bool:

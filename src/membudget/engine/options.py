@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -33,8 +33,8 @@ class RegionOptions:
             buffers, parameters, closed-over tensors, private generators, Python's and
             NumPy's random streams, modes, context variables, process-wide settings,
             training flags. `False` leaves what torch's own checkpoint promises: the
-            random streams of the CPU and the arguments' devices, autocast, and
-            arguments that did not change.
+            random streams of the CPU and the arguments' devices, in one thread at a
+            time, autocast, and arguments that did not change.
     """
 
     use_reentrant: bool = False
@@ -45,8 +45,20 @@ class RegionOptions:
     preserve_rng_state: bool = True
     guards: bool = True
 
+    is_instrumented: bool = field(init=False, repr=False, compare=False)
+    """Whether a forward needs more than hooks; derived, and read by every region."""
+
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
+        self._check()
+        instrumented = (
+            self.context_fn is not None
+            or self.debug
+            or self.determinism_check == "values"
+        )
+        object.__setattr__(self, "is_instrumented", instrumented)
+
+    def _check(self) -> None:
         if self.determinism_check not in get_args(DeterminismCheck):
             raise OptionError(
                 "determinism_check must be one of 'default', 'values' and 'none'; got "
@@ -64,7 +76,7 @@ class RegionOptions:
             )
 
 
-OPTION_NAMES = frozenset(field.name for field in fields(RegionOptions))
+OPTION_NAMES = frozenset(f.name for f in fields(RegionOptions) if f.init)
 DEFAULTS = RegionOptions()
 
 

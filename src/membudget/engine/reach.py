@@ -74,6 +74,10 @@ class Reached:
         self.module_names: dict[int, str] = {}
         self._seen: set[int] = set()
 
+    def holds_state(self) -> bool:
+        """Tell whether anything was found that a forward or somebody may change."""
+        return bool(self.tensors or self.modules or self.containers)
+
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Take in one value and what it holds."""
         kind = type(value)

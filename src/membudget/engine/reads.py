@@ -20,19 +20,33 @@ once otherwise.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from membudget import _torch
-from membudget.engine.arguments import HeldArguments, address_of, version_of
-from membudget.engine.compare import Fingerprint, fingerprint
+from membudget.engine.arguments import HeldArguments
+from membudget.engine.fingerprints import Fingerprint, fingerprint
+from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
 from membudget.engine.watch import Watch, rewritten_error
 
 _SMALL_BYTES = 64 * 1024
+
+
+class Externals(NamedTuple):
+    """Storages from outside of a region that are not what they were in its forward.
+
+    Attributes:
+        changed: Names of what somebody changed, by address.
+        put_back: Where the buffers lie that hold what the forward found, for as long
+            as the recompute runs.
+    """
+
+    changed: dict[int, str]
+    put_back: frozenset[int]
 
 
 class Reads:
@@ -102,17 +116,13 @@ class Reads:
         """Return the containers that grew in the forward, with both lengths."""
         return self._grown
 
-    def state_addresses(self) -> frozenset[int]:
-        """Return where the storages lie that a recompute writes and puts back."""
-        return frozenset(address_of(buffer) for buffer, _ in self._snapshots)
-
     def enter(
         self,
         scope: Scope,
         function: Any,
         arguments: HeldArguments,
         hide_gradients: bool,
-    ) -> dict[int, str] | None:
+    ) -> Externals | None:
         """Bring everything back for a recompute; see `Surroundings.enter_state`."""
         self._enter_attributes(scope)
         watch = self._watch(function, arguments)
@@ -120,10 +130,12 @@ class Reads:
             _enter_snapshots(scope, self._snapshots)
         if hide_gradients:
             _hide_gradients(scope, self._tensors)
-        if watch is None:
+        if watch is not None:
+            scope.enter_context(watch)
+        elif not self._snapshots:
             return None
-        scope.enter_context(watch)
-        return watch.changed
+        put_back = frozenset(address_of(buffer) for buffer, _ in self._snapshots)
+        return Externals({} if watch is None else watch.changed, put_back)
 
     def _enter_attributes(self, scope: Scope) -> None:
         for module, training in zip(self._modules, self._training, strict=True):
@@ -139,7 +151,7 @@ class Reads:
 
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
         """Return the mode that looks out for what was changed, if anything was."""
-        moved = [held for held in arguments.tensors if held.has_changed()]
+        moved = arguments.changed()
         changed = self._changed()
         if not (changed or self._rewritten or moved):
             return None
@@ -149,7 +161,7 @@ class Reads:
         for held in moved:
             if held.changed_by_region:
                 raise rewritten_error(held.name)
-            watched[address_of(held.packed)] = held.name
+            watched[address_of(held.alias)] = held.name
         rewritten = {
             address_of(self._tensors[i]): name_of(self._tensors[i], names)
             for i in self._rewritten

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from threading import RLock
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from membudget.engine.compare import Metadata, fingerprint, metadata
+from membudget.engine.compare import Metadata, metadata
+from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.options import ContextPair, RegionOptions
+from membudget.engine.statistics import Statistics
+from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.trace import Trace
 
 
@@ -26,72 +33,90 @@ class Handle:
 
 
 class Recording:
-    """The saved tensors of one forward, in order.
+    """One call of a region: what it was asked, what it saw, what it saved.
 
     Attributes:
-        handles: The handles, held weakly: those that are dead need no recompute.
-        metadata: Shape, dtype, device and stride of each tensor.
+        function: What the region calls.
+        options: The region's options.
+        statistics: Where to count, if somebody counts.
+        surroundings: What a recompute must see again.
+        saved: Of each saved tensor, in order: its handle, held weakly, because what is
+            dead needs no recompute; its shape, dtype, device and stride.
+        finished: Whether the forward has ended.
+        nested_backward: Whether the function differentiates inside (Rule 7).
         fingerprints: Of each tensor's bytes, if they are to be compared.
         trace: The operators of the forward, if debugging is on.
-        finished: Whether the forward has ended.
-        pending: A saved tensor whose fingerprint is not taken yet.
+        contexts: What `context_fn` returned, if there is one.
+        lock: Held while handles are filled or emptied.
     """
 
     __slots__ = (
         "__weakref__",
+        "contexts",
         "fingerprints",
         "finished",
-        "handles",
-        "metadata",
-        "pending",
+        "function",
+        "lock",
+        "nested_backward",
+        "options",
+        "saved",
+        "statistics",
+        "surroundings",
         "trace",
     )
 
-    def __init__(self) -> None:
-        """Begin with nothing saved."""
-        self.handles: list[ReferenceType[Handle]] = []
-        self.metadata: list[Metadata] = []
-        self.fingerprints: list[tuple[int, int]] = []
-        self.pending: Tensor | None = None
-        self.trace: Trace | None = None
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RegionOptions,
+        statistics: Statistics | None,
+    ):
+        """Note all that a recompute will need; the function has not run yet."""
+        self.function = function
+        self.options = options
+        self.statistics = statistics
+        kind = GuardedSurroundings if options.guards else Surroundings
+        self.surroundings: Surroundings = kind(function, args, kwargs, options)
+        self.saved: list[tuple[ReferenceType[Handle], Metadata]] = []
         self.finished = False
+        self.nested_backward = False
+        self.fingerprints: Fingerprints | None = None
+        self.trace: Trace | None = None
+        self.contexts: ContextPair | None = None
+        self.lock = RLock()
+
+    @property
+    def label(self) -> str:
+        """The region's name, for errors."""
+        return self.statistics.label if self.statistics is not None else ""
 
     def pack(self, tensor: Tensor) -> Handle:
         """Note a tensor that autograd saves, and return what stands for it."""
         handle = Handle()
         handle.tensor = None
-        self.handles.append(ref(handle))
-        self.metadata.append(metadata(tensor))
+        self.saved.append((ref(handle), metadata(tensor)))
         return handle
 
     def pack_with_fingerprint(self, tensor: Tensor) -> Handle:
-        """Do the same, with a fingerprint of the tensor's bytes.
-
-        An operator may save a tensor before it fills it (RReLU does), so the
-        fingerprint is taken when the next tensor comes, or at the end.
-        """
-        self.settle()
-        self.pending = tensor
+        """Do the same, with a fingerprint of the tensor's bytes."""
+        if self.fingerprints is not None:
+            self.fingerprints.add(tensor)
         return self.pack(tensor)
-
-    def settle(self) -> None:
-        """Take the fingerprint that is still to be taken."""
-        if self.pending is not None:
-            self.fingerprints.append(fingerprint(self.pending))
-            self.pending = None
 
     def last_needed(self) -> int:
         """Return the last index whose handle lives and is empty, or -1."""
-        handles = self.handles
-        for index in range(len(handles) - 1, -1, -1):
-            handle = handles[index]()
+        saved = self.saved
+        for index in range(len(saved) - 1, -1, -1):
+            handle = saved[index][0]()
             if handle is not None and handle.tensor is None:
                 return index
         return -1
 
-    def release(self) -> None:
+    def empty(self) -> None:
         """Let go of the recomputed tensors that nobody took."""
-        for reference in self.handles:
+        for reference, _ in self.saved:
             handle = reference()
             if handle is not None:
                 handle.tensor = None

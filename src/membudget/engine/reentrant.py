@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
-from membudget.engine.arguments import version_of
+from membudget.engine.identity import version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
-from membudget.engine.surroundings import Surroundings
+from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.switches import SWITCHES
 from membudget.engine.watch import rewritten_error
 from membudget.errors import ReentrantLimitError
@@ -48,7 +48,8 @@ class _Call:
         self.positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
         self.others = tuple(None if isinstance(a, Tensor) else a for a in args)
         # The tensors are autograd's to save; all the rest is held as ever.
-        self.surroundings = Surroundings(function, self.others, kwargs, options)
+        kind = GuardedSurroundings if options.guards else Surroundings
+        self.surroundings: Surroundings = kind(function, self.others, kwargs, options)
 
     def with_tensors(self, others: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
         """Return the positional arguments with `tensors` in their places."""
@@ -111,7 +112,8 @@ def _differentiate(
         with Scope() as ambient:
             others, kwargs = call.surroundings.arguments.rebuild()
             call.surroundings.enter_ambient(ambient)
-            output = call.function(*call.with_tensors(others, inputs), **kwargs)
+            with torch.enable_grad():
+                output = call.function(*call.with_tensors(others, inputs), **kwargs)
             outputs.extend(output if isinstance(output, tuple | list) else [output])
 
     # The buffers stay as the graph saw them until it was differentiated; autocast
@@ -159,7 +161,7 @@ def run_reentrant(
     call = _Call(function, args, kwargs, options)
     _check_hidden(args, kwargs)
     if not any(args[i].requires_grad for i in call.positions):
-        if call.surroundings.reads is None or call.surroundings.trainable:
+        if call.surroundings.trainable:
             raise ReentrantLimitError(
                 "no positional tensor of a region with use_reentrant=True requires a "
                 "gradient, so the parameters that the function trains would get none. "

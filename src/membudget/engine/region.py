@@ -33,7 +33,7 @@ Rule 11. An exception of the function passes through unchanged, from the forward
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
@@ -135,20 +135,23 @@ def run_region(
     Returns:
         What `function` returns.
     """
-    if not torch.is_grad_enabled() or SWITCHES.disabled:
+    if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if SWITCHES.early_stop is not None or SWITCHES.debug is not None:
+    if SWITCHES.any:
+        if SWITCHES.disabled:
+            return function(*args, **kwargs)
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
-    quiet = isolation.enter()
+    counted = options.guards and isolation.enter()
     try:
         frame = Frame(function, args, kwargs, options, statistics)
         result = frame.run(args, kwargs)
     finally:
-        isolation.leave(quiet)
+        if counted:
+            isolation.leave()
     if statistics is not None:
-        if frame.recording.handles:
+        if frame.saved:
             statistics.forwards += 1
         else:
             statistics.skipped += 1
@@ -156,12 +159,12 @@ def run_region(
 
 
 def _switched(options: RegionOptions) -> RegionOptions:
-    changed = asdict(options)
+    changed: dict[str, Any] = {}
     if SWITCHES.early_stop is not None:
         changed["early_stop"] = SWITCHES.early_stop
     if SWITCHES.debug is not None and not options.use_reentrant:
         changed["debug"] = SWITCHES.debug
-    return RegionOptions(**changed)
+    return replace(options, **changed)
 
 
 def _curried(function: Callable[..., T], options: RegionOptions) -> Callable[..., T]:

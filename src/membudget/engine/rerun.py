@@ -9,27 +9,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from functools import partial
+from types import FrameType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from membudget._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from membudget._torch import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    set_grad_enabled,
+)
 from membudget.callsite import CallSite, calling_frame
-from membudget.engine.arguments import address_of, version_of
 from membudget.engine.compare import (
     Metadata,
     describe,
-    fingerprint,
     metadata,
     mismatch_error,
     same_metadata,
 )
 from membudget.engine.diagnosis import likely_causes, module_names
-from membudget.engine.options import RegionOptions
+from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.identity import address_of
+from membudget.engine.reads import Externals
 from membudget.engine.recording import Recording
 from membudget.engine.scope import Scope
-from membudget.engine.surroundings import Surroundings
 from membudget.engine.trace import Trace, side_by_side
 from membudget.engine.watch import changed_error
 from membudget.errors import CheckpointError
@@ -38,14 +43,9 @@ from membudget.errors import CheckpointError
 class _StopRecompute(BaseException):
     """Everything that is needed is there. No `except Exception` of a user eats it.
 
-    C++ turns an exception that passes through it to text, so the text is empty.
+    It is raised without an argument: C++ turns an exception that passes through it to
+    text. Which rerun it ends, that one knows itself.
     """
-
-    def __init__(self, rerun: Rerun):
-        self.rerun = rerun
-
-    def __str__(self) -> str:
-        return ""
 
 
 class Rerun:
@@ -58,171 +58,158 @@ class Rerun:
 
     __slots__ = (
         "_cursor",
+        "_externals",
         "_failure",
-        "_function",
-        "_label",
+        "_fingerprints",
         "_last_needed",
-        "_nested_backward",
-        "_options",
-        "_pending",
+        "_may_stop",
         "_recording",
-        "_state",
-        "_surroundings",
+        "_stopped",
         "_trace",
-        "_watched",
     )
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        options: RegionOptions,
-        surroundings: Surroundings,
-        recording: Recording,
-        nested_backward: bool,
-        label: str,
-    ):
-        """Prepare a recompute.
-
-        Args:
-            function: The region's function.
-            options: The region's options.
-            surroundings: What the forward saw.
-            recording: What the forward saved; its handles are filled.
-            nested_backward: Whether the function differentiates inside, so that the
-                graph of the recompute must be a whole one (Rule 7).
-            label: The region's name, for errors.
-        """
-        self._label = label
-        self._function = function
-        self._options = options
-        self._surroundings = surroundings
+    def __init__(self, recording: Recording):
+        """Prepare to fill the handles of `recording`."""
         self._recording = recording
-        self._nested_backward = nested_backward
         self._last_needed = recording.last_needed()
         self._cursor = 0
-        self._pending: Tensor | None = None
         self._failure: CheckpointError | None = None
         self._trace: Trace | None = None
-        self._state: frozenset[int] = frozenset()
-        self._watched: dict[int, str] | None = None
+        self._externals: Externals | None = None
+        self._stopped = False
+        self._fingerprints = None if recording.fingerprints is None else Fingerprints()
+        # With fingerprints, the stop comes one operator later.
+        self._may_stop = recording.options.early_stop and self._fingerprints is None
 
-    def run(self, context: AbstractContextManager[Any] | None) -> None:
+    def run(self) -> None:
         """Run the function again and fill the handles.
-
-        Args:
-            context: The recompute context of `context_fn`, if there is one.
 
         Raises:
             ChangedSinceForwardError: See Rule 8.
             RecomputeMismatchError: See Rule 9.
         """
+        recording = self._recording
+        surroundings = recording.surroundings
+        gradients_were_on = torch.is_grad_enabled()
         try:
-            self._run_in_scope(context)
+            set_grad_enabled(True)
+            with Scope() as scope:
+                args, kwargs = surroundings.arguments.rebuild()
+                surroundings.enter_ambient(scope)
+                self._externals = surroundings.enter_state(
+                    scope, recording.nested_backward
+                )
+                if recording.trace is not None:
+                    self._trace = Trace()
+                    scope.enter_context(self._trace)
+                if recording.contexts is not None:
+                    scope.enter_context(recording.contexts[1])
+                self._call(args, kwargs)
+            if self._failure is not None:
+                # Raised again, in case the function caught it. A local name for it
+                # would tie its traceback into a reference cycle.
+                raise self._failure
+            if not self._stopped:
+                self._check_count()
         finally:
+            set_grad_enabled(gradients_were_on)
             self._failure = None
-            del self._function, self._surroundings, self._recording, self._trace
+            del self._recording, self._trace, self._fingerprints
 
-    def _run_in_scope(self, context: AbstractContextManager[Any] | None) -> None:
-        surroundings = self._surroundings
-        with Scope() as scope:
-            args, kwargs = surroundings.arguments.rebuild()
-            surroundings.enter_ambient(scope)
-            if surroundings.reads is not None:
-                self._state = surroundings.reads.state_addresses()
-                self._watched = surroundings.enter_state(scope, self._nested_backward)
-            if self._recording.trace is not None:
-                self._trace = Trace()
-                scope.enter_context(self._trace)
-            if context is not None:
-                scope.enter_context(context)
-            stopped = self._call(args, kwargs)
-        if self._failure is not None:
-            # Raised again, in case the function caught it. A local name for it would
-            # tie its traceback into a reference cycle.
-            raise self._failure
-        if not stopped:
-            self._check_count()
-
-    def _call(self, args: list[Any], kwargs: dict[str, Any]) -> bool:
-        """Call the function; tell whether it was stopped early."""
-        push_saved_tensors_hooks(self._pack, _as_it_is)
+    def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Call the function, to its end or until everything needed is there."""
+        push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
         try:
-            self._function(*args, **kwargs)
-            self._settle()
-        except _StopRecompute as stop:
-            if stop.rerun is not self:
-                raise
-            return True
+            self._recording.function(*args, **kwargs)
+            if self._fingerprints is not None:
+                self._compare_fingerprints(self._fingerprints.settle)
+        except _StopRecompute:
+            if not self._stopped:
+                raise  # It ends the recompute around this one.
         finally:
             pop_saved_tensors_hooks()
-        return False
 
-    def _pack(self, tensor: Tensor) -> Tensor | None:
-        """Give the tensor that is being saved to the handle that it belongs to."""
-        recording = self._recording
-        if self._nested_backward:
-            # With a whole graph, the tensor's history would keep the tensor alive;
-            # otherwise it is nodes alone, and not worth the microsecond of a detach.
-            tensor = tensor.detach()
-        if recording.fingerprints:
-            self._settle()
-            self._pending = tensor
+    def _pack_hook(self) -> Callable[[Tensor], Tensor | None]:
+        if self._recording.nested_backward:
+            return self._pack_whole
+        return self._pack if self._fingerprints is None else self._pack_with_fingerprint
+
+    def _pack(self, tensor: Tensor) -> None:
+        """Give the tensor that is being saved to the handle that it belongs to.
+
+        Autograd gets nothing: the graph of the recompute is not used.
+        """
+        saved = self._recording.saved
         index = self._cursor
         self._cursor = index + 1
-        if index < len(recording.handles):
+        if index < len(saved):
+            reference, before = saved[index]
             made = metadata(tensor)
-            if made != recording.metadata[index]:
+            if made != before:
                 self._check(index, made)
-            handle = recording.handles[index]()
+            handle = reference()
             if handle is not None:
-                if self._state or self._watched:
-                    handle.version = self._version_of_external(tensor)
-                else:
-                    handle.version = version_of(tensor)
+                handle.version = (
+                    tensor._version
+                    if self._externals is None
+                    else self._version_of_external(tensor, self._externals)
+                )
                 handle.tensor = tensor
-        if (
-            index >= self._last_needed
-            and self._options.early_stop
-            and not recording.fingerprints  # Then the stop comes one tensor later.
-            and not _fills_what_it_saved()
-        ):
-            raise _StopRecompute(self)
-        # The graph of the recompute is used only by a backward inside the function.
-        return tensor if self._nested_backward else None
+        if index >= self._last_needed and self._may_stop and not _fills_what_it_saved():
+            self._stopped = True
+            raise _StopRecompute
 
-    def _version_of_external(self, tensor: Tensor) -> int | None:
+    def _pack_with_fingerprint(self, tensor: Tensor) -> None:
+        """Do the same, and compare the bytes of tensors that are filled by now."""
+        assert self._fingerprints is not None
+        self._compare_fingerprints(partial(self._fingerprints.add, tensor))
+        self._pack(tensor)
+
+    def _pack_whole(self, tensor: Tensor) -> Tensor:
+        """Do the same where the function differentiates inside (Rule 7)."""
+        # The graph holds the tensor, and the tensor's history would hold the graph.
+        tensor = tensor.detach()
+        if self._fingerprints is None:
+            self._pack(tensor)
+        else:
+            self._pack_with_fingerprint(tensor)
+        return tensor
+
+    def _version_of_external(self, tensor: Tensor, externals: Externals) -> int | None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""
         address = address_of(tensor)
-        if self._watched and address in self._watched:
-            self._failure = changed_error([self._watched[address]])
+        if address in externals.changed:
+            self._failure = changed_error([externals.changed[address]])
             raise self._failure
-        return None if address in self._state else version_of(tensor)
+        return None if address in externals.put_back else tensor._version
 
     def _check(self, index: int, made: Metadata) -> None:
-        if self._options.determinism_check == "none":
+        if self._recording.options.determinism_check == "none":
             return
-        saved = self._recording.metadata[index]
+        saved = self._recording.saved[index][1]
         if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
-    def _settle(self) -> None:
-        """Compare the bytes of the last saved tensor, which its operator has filled."""
-        index, tensor = self._cursor - 1, self._pending
-        prints = self._recording.fingerprints
-        self._pending = None
-        if tensor is None or index >= len(prints):
-            return
-        if prints[index] != fingerprint(tensor):
-            data = metadata(tensor)
-            text = describe(data)
-            self._fail(index, text, f"{text}, with other values in it", data, data)
-        if self._options.early_stop and index >= self._last_needed:
-            raise _StopRecompute(self)
+    def _compare_fingerprints(self, more: Callable[[], None]) -> None:
+        """Take more fingerprints, and compare the new ones with the forward's."""
+        assert self._fingerprints is not None
+        assert self._recording.fingerprints is not None
+        taken, expected = self._fingerprints.taken, self._recording.fingerprints.taken
+        start = len(taken)
+        more()
+        for index in range(start, min(len(taken), len(expected))):
+            if taken[index] != expected[index]:
+                data = self._recording.saved[index][1]
+                text = describe(data)
+                self._fail(index, text, f"{text}, with other values in it", data, data)
+        if self._recording.options.early_stop and len(taken) > self._last_needed:
+            self._stopped = True
+            raise _StopRecompute
 
     def _fail(
         self, index: int, saved: str, made: str, before: Metadata, now: Metadata
     ) -> None:
-        names = module_names(self._function, self._label)
+        names = module_names(self._recording.function, self._recording.label)
         site = CallSite(calling_frame(), names)
         causes = self._causes(before, now)
         self._failure = mismatch_error(index, site, saved, made, causes, self._traces())
@@ -230,10 +217,10 @@ class Rerun:
 
     def _check_count(self) -> None:
         recording = self._recording
-        if not recording.finished or self._options.determinism_check == "none":
+        if not recording.finished or recording.options.determinism_check == "none":
             return
-        if self._cursor != len(recording.handles):
-            saved, made = len(recording.handles), self._cursor
+        if self._cursor != len(recording.saved):
+            saved, made = len(recording.saved), self._cursor
             raise mismatch_error(
                 None,
                 None,
@@ -244,8 +231,9 @@ class Rerun:
             )
 
     def _causes(self, saved: Metadata | None, made: Metadata | None) -> list[str]:
-        reads = self._surroundings.reads
-        return likely_causes(self._function, reads, self._options, saved, made)
+        recording = self._recording
+        reads = recording.surroundings.reads
+        return likely_causes(recording.function, reads, recording.options, saved, made)
 
     def _traces(self) -> str:
         if self._recording.trace is None or self._trace is None:
@@ -264,5 +252,10 @@ def _fills_what_it_saved() -> bool:
     that stops there would hand out uninitialised memory. The call that saves is looked
     up in the Python code that made it.
     """
-    caller = sys._getframe(2)
-    return "rrelu" in caller.f_code.co_names
+    caller: FrameType | None = sys._getframe(2)
+    while caller is not None and caller.f_globals is _OURS:
+        caller = caller.f_back
+    return caller is not None and "rrelu" in caller.f_code.co_names
+
+
+_OURS = globals()

@@ -31,16 +31,12 @@ _Frames = list["ReferenceType[Releasable]"]
 _BY_BACKWARD: dict[int, _Frames] = {}
 _MOST_BACKWARDS = 64
 
-# The groups that are open. They are process-wide, because autograd runs on threads of
-# its own: a recompute must see the group from there.
-_OPEN_GROUPS: list[_Frames] = []
+# The groups that are open: while there are any, recomputed tensors stay. They are
+# process-wide, because autograd runs on threads of its own: a recompute must see the
+# group from there.
+OPEN_GROUPS: list[_Frames] = []
 
 _OUTSIDE_BACKWARD = -1
-
-
-def group_is_open() -> bool:
-    """Tell whether recomputed tensors are to stay with their handles."""
-    return bool(_OPEN_GROUPS)
 
 
 @contextmanager
@@ -60,15 +56,15 @@ def execution_group() -> Iterator[None]:
         ...     y[1].backward()
     """
     frames: _Frames = []
-    _OPEN_GROUPS.append(frames)
+    OPEN_GROUPS.append(frames)
     try:
         yield
     finally:
-        _OPEN_GROUPS.remove(frames)
-        if not _OPEN_GROUPS:
+        OPEN_GROUPS.remove(frames)
+        if not OPEN_GROUPS:
             _release(frames)
         else:
-            _OPEN_GROUPS[-1].extend(frames)
+            OPEN_GROUPS[-1].extend(frames)
 
 
 def release_in_time(frame: Releasable) -> bool:
@@ -78,8 +74,8 @@ def release_in_time(frame: Releasable) -> bool:
         Whether somebody will release it; `False` outside of any backward, where the
         caller must.
     """
-    if _OPEN_GROUPS:
-        _OPEN_GROUPS[-1].append(ref(frame))
+    if OPEN_GROUPS:
+        OPEN_GROUPS[-1].append(ref(frame))
         return True
     task = current_graph_task_id()
     if task == _OUTSIDE_BACKWARD:

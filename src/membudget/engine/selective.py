@@ -26,7 +26,7 @@ from membudget._torch import (
     tree_iter,
     tree_map_only,
 )
-from membudget.engine.arguments import version_of
+from membudget.engine.identity import version_of
 from membudget.errors import (
     ChangedSinceForwardError,
     OptionError,

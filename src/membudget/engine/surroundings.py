@@ -1,7 +1,9 @@
 """Everything a call of a region depends on, noted before it and brought back later.
 
-This is Rules 5 and 6 in one object, shared by both variants of rerun: the arguments,
-the random sources, the ambient state, and what the function can reach.
+This is Rules 5 and 6, shared by both variants of rerun: the arguments, the random
+sources, the ambient state, and what the function can reach. `Surroundings` promises
+what torch's own checkpoint promises; `GuardedSurroundings` all that the rules say.
+Bringing back ends with a `Scope`; that gradients are on is the caller's to see to.
 """
 
 from __future__ import annotations
@@ -9,44 +11,88 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from membudget._torch import set_grad_enabled
 from membudget.engine import isolation
-from membudget.engine.ambient import Ambient, AutocastOnly
+from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
 from membudget.engine.randomness import (
-    Drawn,
+    Noted,
+    bring_back,
     global_sources,
+    note,
     private_sources,
     torch_sources,
 )
-from membudget.engine.reach import reach
-from membudget.engine.reads import Reads
+from membudget.engine.reach import Reached, reach
+from membudget.engine.reads import Externals, Reads
 from membudget.engine.scope import Scope
 
 
 class Surroundings:
-    """What one call of a region saw.
+    """What one call of a region saw: arguments, torch's random streams, autocast.
 
     Attributes:
         arguments: Its arguments.
-        reads: What else it could read; `None` without guards.
+        reads: What else it could read; `None` if nothing, or without guards.
         trainable: Whether it can reach a tensor that requires a gradient.
         random_log: The random operators, where several threads run regions.
     """
 
-    __slots__ = (
-        "_ambient",
-        "_drawn",
-        "_function",
-        "arguments",
-        "random_log",
-        "reads",
-        "trainable",
-    )
+    __slots__ = ("_autocast", "_noted", "arguments")
+
+    reads: Reads | None = None
+    trainable = True
+    random_log: RandomLog | None = None
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RegionOptions,
+    ):
+        """Note everything; the function has not run yet."""
+        self.arguments = arguments = HeldArguments(args, kwargs)
+        self._autocast = Autocast.current()
+        self._noted: Noted = (
+            note(torch_sources(arguments.cuda_devices))
+            if options.preserve_rng_state
+            else []
+        )
+
+    def finish(self) -> None:
+        """Note, after the function ran, what it changed itself."""
+
+    def run_in_context(self, body: Callable[[], None]) -> None:
+        """Call `body` with the context variables of the forward."""
+        body()
+
+    def enter_ambient(self, scope: Scope) -> None:
+        """Bring back random sources, modes and settings until `scope` ends."""
+        enter_autocast(self._autocast, scope)
+        bring_back(self._noted, scope)
+
+    def enter_state(
+        self, scope: Scope, hide_gradients: bool = False
+    ) -> Externals | None:
+        """Bring back buffers, attributes and flags until `scope` ends.
+
+        Args:
+            scope: Where undoing is registered.
+            hide_gradients: Whether the function runs a backward of its own, whose
+                gradients must not be added to those of the parameters again.
+
+        Returns:
+            What is not as it was in the forward, if there is anything.
+        """
+        return None
+
+
+class GuardedSurroundings(Surroundings):
+    """What one call of a region saw, all of it."""
+
+    __slots__ = ("_ambient", "_function", "random_log", "reads", "trainable")
 
     def __init__(
         self,
@@ -57,74 +103,51 @@ class Surroundings:
     ):
         """Note everything; the function has not run yet."""
         self._function = function
-        self.arguments = HeldArguments(args, kwargs)
-        self._drawn: Drawn | None = None
-        self.reads: Reads | None = None
-        self.trainable = True
-        self.random_log: RandomLog | None = None
-        if options.preserve_rng_state and isolation.is_shared():
-            self.random_log = RandomLog()
-        if options.guards:
-            self._note_everything(options)
-        else:
-            self._ambient: AutocastOnly = AutocastOnly()
-            if options.preserve_rng_state and self.random_log is None:
-                self._drawn = Drawn(torch_sources(self.arguments.cuda_devices))
-
-    def _note_everything(self, options: RegionOptions) -> None:
+        self._autocast = Autocast.current()
         self._ambient = Ambient()
-        reached = reach(self._function, self.arguments.others)
+        self.arguments = arguments = HeldArguments(args, kwargs)
+        reached = reach(function, arguments.others)
         self.trainable = any(t.requires_grad for t in reached.tensors)
-        self.reads = Reads(reached)
+        self.reads = Reads(reached) if reached.holds_state() else None
+        self.random_log = None
+        self._noted = []
         if options.preserve_rng_state:
-            torch_too = self.random_log is None
-            sources = global_sources(torch_too)
+            shared = isolation.is_shared()
+            if shared:
+                self.random_log = RandomLog()
+            self._noted = note(global_sources(not shared))
             if reached.generators:
-                sources += private_sources(reached.generators, torch_too)
-            self._drawn = Drawn(sources)
+                self._noted += note(private_sources(reached.generators, not shared))
 
     def finish(self) -> None:
         """Note, after the function ran, what it changed itself."""
-        if self.reads is None:
-            return
-        self.reads.finish()
+        if self.reads is not None:
+            self.reads.finish()
         for held in self.arguments.tensors:
             held.note_forward_end()
 
-    def run_in_context(self, body: Callable[..., None], *args: Any) -> None:
-        """Call `body(*args)` with the context variables of the forward."""
-        if type(self._ambient) is Ambient:
-            # A copy, because one context cannot be entered twice at a time.
-            self._ambient.context.copy().run(body, *args)
-        else:
-            body(*args)
+    def run_in_context(self, body: Callable[[], None]) -> None:
+        """Call `body` with the context variables of the forward."""
+        # A copy, because one context cannot be entered twice at a time.
+        self._ambient.context.copy().run(body)
 
     def enter_ambient(self, scope: Scope) -> None:
         """Bring back random sources, modes and settings until `scope` ends."""
+        if self._noted and self.random_log is None and isolation.is_shared():
+            # This forward ran before there were several threads.
+            scope.enter_context(isolation.OPERATOR_LOCK)
+        super().enter_ambient(scope)
         self._ambient.enter(scope)
         if self.random_log is not None:
             scope.enter_context(self.random_log.player())
-        elif self._drawn is not None and isolation.is_shared():
-            # This forward ran before there were several threads.
-            scope.enter_context(isolation.OPERATOR_LOCK)
-        if self._drawn is not None:
-            self._drawn.enter(scope)
-        scope.callback(set_grad_enabled, torch.is_grad_enabled())
-        set_grad_enabled(True)
 
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False
-    ) -> dict[int, str] | None:
-        """Bring back buffers, attributes and flags until `scope` ends.
-
-        Args:
-            scope: Where undoing is registered.
-            hide_gradients: Whether the function runs a backward of its own, whose
-                gradients must not be added to those of the parameters again.
-
-        Returns:
-            Names of what was changed since the forward, by the address of its storage.
-        """
-        if self.reads is None:
-            return None
-        return self.reads.enter(scope, self._function, self.arguments, hide_gradients)
+    ) -> Externals | None:
+        """Bring back buffers, attributes and flags until `scope` ends."""
+        reads = self.reads
+        if reads is None:
+            if not self.arguments.changed():
+                return None
+            reads = Reads(Reached())
+        return reads.enter(scope, self._function, self.arguments, hide_gradients)

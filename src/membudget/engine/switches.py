@@ -13,8 +13,15 @@ from contextlib import contextmanager
 
 
 class _Switches(threading.local):
-    """What holds in this thread; class attributes are the defaults."""
+    """What holds in this thread; class attributes are the defaults.
 
+    Attributes:
+        any: Whether any of the next three may differ from its default: all that a
+            region must ask in the rule.
+        recomputing: How many recomputes this thread is inside of.
+    """
+
+    any: bool = False
     disabled: bool = False
     early_stop: bool | None = None
     debug: bool | None = None
@@ -26,12 +33,14 @@ SWITCHES = _Switches()
 
 @contextmanager
 def _switched(name: str, value: object) -> Iterator[None]:
-    before = getattr(SWITCHES, name)
+    before, any_before = getattr(SWITCHES, name), SWITCHES.any
     setattr(SWITCHES, name, value)
+    SWITCHES.any = True
     try:
         yield
     finally:
         setattr(SWITCHES, name, before)
+        SWITCHES.any = any_before
 
 
 @contextmanager

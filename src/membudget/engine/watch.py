@@ -24,7 +24,7 @@ from membudget._torch import (
     tree_iter,
     written_arguments,
 )
-from membudget.engine.arguments import address_of
+from membudget.engine.identity import address_of
 from membudget.errors import ChangedSinceForwardError
 
 Names = dict[int, str]
