@@ -55,7 +55,6 @@ class Case:
         not_reentrant: Why `use_reentrant=True` does not take it.
         not_twice: Why two regions in one step cannot make the call.
         not_double: Why it cannot be differentiated twice.
-        not_by_values: Why `determinism_check="values"` raises a false alarm.
         refused: What the error says with which a region refuses it, as a pattern.
         torch: What `torch.utils.checkpoint(use_reentrant=False)` makes of it.
         torch_says: If that raises: what the error says, as a pattern.
@@ -66,7 +65,6 @@ class Case:
     not_reentrant: str = ""
     not_twice: str = ""
     not_double: str = ""
-    not_by_values: str = ""
     refused: str = ""
     torch: TorchOutcome = "right"
     torch_says: str = ""

@@ -9,10 +9,7 @@ from torch import Tensor, nn
 from tests.zoo.case import Call, case, leaf
 
 
-@case(
-    not_reentrant="the output is a tuple with a tuple in it",
-    not_by_values="its kernel saves a workspace of which it fills a part",
-)
+@case(not_reentrant="the output is a tuple with a tuple in it")
 def lstm() -> Call:
     return Call(nn.LSTM(6, 4, num_layers=2, dropout=0.3), (leaf(5, 2, 6),))
 

@@ -53,11 +53,6 @@ class Autocast:
             for device in _device_types()
         }
 
-    @classmethod
-    def current(cls) -> Autocast | None:
-        """Return the state, or `None` while autocast is off."""
-        return cls() if _torch.is_any_autocast_enabled() else None
-
     def _enter(self, scope: Scope) -> None:
         for device, (enabled, dtype) in self._by_device.items():
             scope.enter_context(
@@ -68,10 +63,10 @@ class Autocast:
 
 
 def enter_autocast(state: Autocast | None, scope: Scope) -> None:
-    """Bring autocast to a state that `current` returned, until `scope` ends."""
+    """Bring autocast to a state, `None` for off, until `scope` ends."""
     if state is not None:
         state._enter(scope)
-    elif _torch.is_any_autocast_enabled():
+    else:
         for device in _device_types():
             scope.enter_context(torch.autocast(device, enabled=False))
 

@@ -7,6 +7,7 @@ for its tensor, a `Rerun` fills all handles that live. The rules are in `region`
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +20,7 @@ from membudget.engine.recording import Handle, Recording
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
-from membudget.engine.switches import SWITCHES
+from membudget.engine.switches import RECOMPUTING
 from membudget.engine.trace import Trace
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 
@@ -122,14 +123,15 @@ class Frame(Recording):
             self.statistics.recomputes += 1
         run = Rerun(self).run
         counted = self.options.guards and isolation.enter()
-        SWITCHES.recomputing += 1
+        me = get_ident()
+        RECOMPUTING.append(me)
         try:
             self.surroundings.run_in_context(run)
         except BaseException:
             self.empty()
             raise
         finally:
-            SWITCHES.recomputing -= 1
+            RECOMPUTING.remove(me)
             if counted:
                 isolation.leave()
 
@@ -139,7 +141,7 @@ def _changed_inside(tensor: Tensor) -> ChangedSinceForwardError:
     return ChangedSinceForwardError(
         "one of the variables needed for gradient computation has been modified by an "
         f"inplace operation: a tensor of shape {shape} that autograd saved inside a "
-        "region was changed after it was saved. Plain autograd refuses this, too; use "
-        "the out-of-place operator, or change a clone.",
+        "region was changed after it was saved. Use the out-of-place operator, or "
+        "change a clone.",
         [f"saved tensor of shape {shape}"],
     )

@@ -22,11 +22,6 @@ from membudget.engine.identity import address_of, version_of
 Place = tuple[Any, Any]
 
 
-def _is_parameter(tensor: Tensor) -> bool:
-    """Tell whether `tensor` is a `Parameter`, whose own `isinstance` takes 0.7 µs."""
-    return type(tensor) is not Tensor and isinstance(tensor, Parameter)
-
-
 def _stride_of(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the stride; `None` where there is none (a sparse tensor)."""
     return tensor.stride() if tensor.layout is torch.strided else None
@@ -182,7 +177,8 @@ def nothing_surrounds() -> bool:
 
 def kind_of(tensor: Tensor, nothing_surrounds: bool) -> type[HeldTensor]:
     """Return the class that holds such a tensor."""
-    if _is_parameter(tensor):
+    # The `isinstance` of Parameter alone takes 0.7 µs.
+    if type(tensor) is not Tensor and isinstance(tensor, Parameter):
         return _HeldParameter
     if not nothing_surrounds:
         return _HeldDual if is_forward_ad_on() else _HeldPacked

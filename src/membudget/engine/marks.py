@@ -18,7 +18,8 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,11 +28,12 @@ from torch import Generator
 Mark = Callable[[], Any]
 
 _HEADER_BYTES = object.__basicsize__  # The reference count moves and says nothing.
+_RAW = attrgetter("raw")  # In C, so that a mark takes 60 ns.
 _WORDS = 624  # Of a Mersenne twister.
 
 
 def mark_of(generator: Any) -> Mark | None:
-    """Return a function that reads the mark of a generator, which it keeps alive.
+    """Return a function that reads the mark of a generator, for as long as that lives.
 
     Args:
         generator: A generator of torch (on the CPU), Python, or NumPy's legacy kind.
@@ -129,8 +131,7 @@ def _numpy_probe(owner: Any) -> Any:
 def _torch_mark(generator: Any) -> Mark:
     start, size_bytes = _torch_engine()
     memory = _memory(_torch_address(generator) + start, size_bytes)
-    # The generator is an argument of the lambda, so that it outlives the view.
-    return lambda generator=generator: memory.raw  # type: ignore[misc]
+    return partial(_RAW, memory)
 
 
 def _torch_address(generator: Generator) -> int:

@@ -60,14 +60,8 @@ class Source:
             last = self._last = (mark, self._read())
         return last
 
-    def enter(self, noted: tuple[Any, Any], scope: Scope) -> None:
-        """Bring the source back until `scope` ends; then it is where it was before."""
-        now = self.note()
-        scope.callback(self._bring_back, now)
-        if now[0] != noted[0]:
-            self._write(noted[1])
-
-    def _bring_back(self, noted: tuple[Any, Any]) -> None:
+    def bring_back(self, noted: tuple[Any, Any]) -> None:
+        """Put the source where it was when it was noted."""
         if self._mark() != noted[0]:
             self._write(noted[1])
 
@@ -80,7 +74,10 @@ def note(sources: Iterable[Source]) -> Noted:
 def bring_back(noted: Noted, scope: Scope) -> None:
     """Put every source where it was when it was noted, until `scope` ends."""
     for source, state in noted:
-        source.enter(state, scope)
+        now = source.note()
+        scope.callback(source.bring_back, now)
+        if now is not state:
+            source.bring_back(state)
 
 
 def _source_of(generator: Any) -> Source | None:
@@ -142,7 +139,7 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
     return _global_sources(
         torch_too,
         "numpy.random" in sys.modules,
-        torch_too and torch.cuda.is_initialized(),
+        torch_too and _cuda_is_in_use(),
     )
 
 
@@ -152,13 +149,17 @@ def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, 
     Args:
         device_indices: Asked for the CUDA devices, if CUDA is in use.
     """
-    if not torch.cuda.is_initialized():
+    if not _cuda_is_in_use():
         return _CPU
     return *_CPU, *map(_cuda_source, sorted(set(device_indices())))
 
 
 _CPU = (_torch_source(torch.default_generator),)
 _PYTHON = Source(random.getstate, random.setstate, mark_of(random._inst))
+
+
+# A build without CUDA never begins to use it, and asking costs a microsecond's tenth.
+_cuda_is_in_use = torch.cuda.is_initialized if torch.backends.cuda.is_built() else bool
 
 
 @cache

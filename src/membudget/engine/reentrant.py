@@ -13,6 +13,7 @@ which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from membudget.engine.options import RegionOptions
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
-from membudget.engine.switches import SWITCHES
+from membudget.engine.switches import RECOMPUTING
 from membudget.engine.watch import rewritten_error
 from membudget.errors import ReentrantLimitError
 
@@ -120,11 +121,12 @@ def _differentiate(
     # must have ended by then, or it would cast the operators of the backward.
     with Scope() as state:
         call.surroundings.enter_state(state)
-        SWITCHES.recomputing += 1
+        me = get_ident()
+        RECOMPUTING.append(me)
         try:
             call.surroundings.run_in_context(rerun)
         finally:
-            SWITCHES.recomputing -= 1
+            RECOMPUTING.remove(me)
         pairs = [
             (output, gradient)
             for output, gradient in zip(outputs, gradients, strict=True)

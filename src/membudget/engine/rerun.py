@@ -155,7 +155,11 @@ class Rerun:
                     else self._version_of_external(tensor, self._externals)
                 )
                 handle.tensor = tensor
-        if index >= self._last_needed and self._may_stop and not _fills_what_it_saved():
+        if (
+            index >= self._last_needed
+            and self._may_stop
+            and not _fills_what_it_saved(sys._getframe(1))
+        ):
             self._stopped = True
             raise _StopRecompute
 
@@ -170,6 +174,10 @@ class Rerun:
         # The graph holds the tensor, and the tensor's history would hold the graph.
         tensor = tensor.detach()
         if self._fingerprints is None:
+            self._may_stop = (
+                self._recording.options.early_stop
+                and not _fills_what_it_saved(sys._getframe(1))
+            )
             self._pack(tensor)
         else:
             self._pack_with_fingerprint(tensor)
@@ -245,17 +253,11 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _fills_what_it_saved() -> bool:
+def _fills_what_it_saved(caller: FrameType) -> bool:
     """Tell whether the operator that is saving writes its saved tensor afterwards.
 
     RReLU saves its noise before it draws it (pytorch/pytorch#193671), so a recompute
     that stops there would hand out uninitialised memory. The call that saves is looked
     up in the Python code that made it.
     """
-    caller: FrameType | None = sys._getframe(2)
-    while caller is not None and caller.f_globals is _OURS:
-        caller = caller.f_back
-    return caller is not None and "rrelu" in caller.f_code.co_names
-
-
-_OURS = globals()
+    return "rrelu" in caller.f_code.co_names

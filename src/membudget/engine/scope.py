@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Any
 
 
-class Scope:
+class Scope(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
     """Undo, in reverse order, what was entered; all of it, whatever happens.
 
     Example:
@@ -24,11 +24,7 @@ class Scope:
         undone last
     """
 
-    __slots__ = ("_undo",)
-
-    def __init__(self) -> None:
-        """Begin with nothing to undo."""
-        self._undo: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+    __slots__ = ()
 
     def __enter__(self) -> Scope:
         """Return the scope itself."""
@@ -36,12 +32,12 @@ class Scope:
 
     def callback(self, function: Callable[..., Any], *args: Any) -> None:
         """Call `function(*args)` when the scope ends."""
-        self._undo.append((function, args))
+        self.append((function, args))
 
     def enter_context(self, context: AbstractContextManager[Any]) -> None:
         """Enter a context now and leave it when the scope ends."""
         context.__enter__()
-        self._undo.append((context.__exit__, (None, None, None)))
+        self.append((context.__exit__, (None, None, None)))
 
     def __exit__(
         self,
@@ -50,9 +46,8 @@ class Scope:
         trace: TracebackType | None,
     ) -> None:
         """Undo everything, newest first."""
-        undo = self._undo
-        while undo:
-            function, args = undo.pop()
+        while self:
+            function, args = self.pop()
             try:
                 function(*args)
             except BaseException:

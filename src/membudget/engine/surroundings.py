@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from membudget._torch import is_any_autocast_enabled
 from membudget.engine import isolation
 from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
@@ -54,7 +55,7 @@ class Surroundings:
     ):
         """Note everything; the function has not run yet."""
         self.arguments = arguments = HeldArguments(args, kwargs)
-        self._autocast = Autocast.current()
+        self._autocast = Autocast() if is_any_autocast_enabled() else None
         self._noted: Noted = (
             note(torch_sources(arguments.cuda_devices))
             if options.preserve_rng_state
@@ -70,7 +71,8 @@ class Surroundings:
 
     def enter_ambient(self, scope: Scope) -> None:
         """Bring back random sources, modes and settings until `scope` ends."""
-        enter_autocast(self._autocast, scope)
+        if self._autocast is not None or is_any_autocast_enabled():
+            enter_autocast(self._autocast, scope)
         bring_back(self._noted, scope)
 
     def enter_state(
@@ -103,7 +105,7 @@ class GuardedSurroundings(Surroundings):
     ):
         """Note everything; the function has not run yet."""
         self._function = function
-        self._autocast = Autocast.current()
+        self._autocast = Autocast() if is_any_autocast_enabled() else None
         self._ambient = Ambient()
         self.arguments = arguments = HeldArguments(args, kwargs)
         reached = reach(function, arguments.others)

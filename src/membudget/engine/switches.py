@@ -16,19 +16,21 @@ class _Switches(threading.local):
     """What holds in this thread; class attributes are the defaults.
 
     Attributes:
-        any: Whether any of the next three may differ from its default: all that a
-            region must ask in the rule.
-        recomputing: How many recomputes this thread is inside of.
+        any: Whether any of the others may differ from its default: all that a region
+            must ask in the rule.
     """
 
     any: bool = False
     disabled: bool = False
     early_stop: bool | None = None
     debug: bool | None = None
-    recomputing: int = 0
 
 
 SWITCHES = _Switches()
+
+# The identities of threads that are inside of a recompute, once for each level. Adding
+# and removing one is half as dear as counting in a `threading.local`.
+RECOMPUTING: list[int] = []
 
 
 @contextmanager
@@ -92,4 +94,4 @@ def is_recomputing() -> bool:
         >>> if not mb.is_recomputing():
         ...     pass  # log, count, append
     """
-    return SWITCHES.recomputing > 0
+    return threading.get_ident() in RECOMPUTING
