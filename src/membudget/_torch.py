@@ -151,7 +151,7 @@ def is_view_operator(operator: Any) -> bool:
     )
 
 
-def detach_with_version(tensor: Tensor) -> Tensor:
+def with_version(make_alias: Callable[[], Tensor]) -> Tensor:
     """Return an alias that shares the version, also from inside a dispatch mode.
 
     Below autograd, `detach` alone would give the alias a version counter of its own.
@@ -159,7 +159,19 @@ def detach_with_version(tensor: Tensor) -> Tensor:
     with torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     ):
-        return tensor.detach()
+        return make_alias()
+
+
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """Return a detached alias that shares the version."""
+    return with_version(tensor.detach)
+
+
+@contextlib.contextmanager
+def below_autograd() -> Iterator[None]:
+    """Run operators as a dispatch mode saw them: autograd and autocast are done."""
+    with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
+        yield
 
 
 def is_mutable_operator(operator: Any) -> bool:

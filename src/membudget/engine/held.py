@@ -22,12 +22,12 @@ from membudget.engine.identity import address_of, version_of
 Place = tuple[Any, Any]
 
 
-def _stride_of(tensor: Tensor) -> tuple[int, ...] | None:
+def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
     """Return the stride; `None` where there is none (a sparse tensor)."""
     return tensor.stride() if tensor.layout is torch.strided else None
 
 
-def _with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
+def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
     """Return `tensor` with the layout that it had before an offloader packed it.
 
     `torch.autograd.graph.save_on_cpu` hands back contiguous tensors, and a kernel may
@@ -154,7 +154,7 @@ class _HeldPacked(HeldTensor):
         assert hooks is not None, "kind_of chooses this class under hooks alone"
         pack, self._unpack = hooks
         self._device = tensor.device
-        self._stride = _stride_of(tensor)
+        self._stride = stride_of(tensor)
         self._requires_grad = tensor.requires_grad
         self._packed = pack(tensor.detach())
         self.place = place
@@ -166,7 +166,7 @@ class _HeldPacked(HeldTensor):
         return self._device
 
     def rebuild(self) -> Tensor:
-        tensor = _with_stride(self._unpack(self._packed), self._stride).detach()
+        tensor = with_stride(self._unpack(self._packed), self._stride).detach()
         return tensor.requires_grad_(self._requires_grad)
 
 

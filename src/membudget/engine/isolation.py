@@ -134,7 +134,7 @@ class _Record(DispatchMode):
         if not is_random_operator(func):
             return func(*args, **kwargs)
         with OPERATOR_LOCK:
-            self.states.append(_generator(args, kwargs).get_state())
+            self.states.append(generator_of(args, kwargs).get_state())
             return func(*args, **kwargs)
 
 
@@ -149,7 +149,7 @@ class _Play(DispatchMode):
         kwargs = kwargs or {}
         if not is_random_operator(func):
             return func(*args, **kwargs)
-        generator = _generator(args, kwargs)
+        generator = generator_of(args, kwargs)
         with OPERATOR_LOCK:
             before = generator.get_state()
             # Past the end, the recompute has left the forward's way; that is found by
@@ -161,7 +161,7 @@ class _Play(DispatchMode):
                 generator.set_state(before)
 
 
-def _generator(args: Any, kwargs: Any) -> Generator:
+def generator_of(args: Any, kwargs: Any) -> Generator:
     """Return the generator from which an operator with these operands draws."""
     device = kwargs.get("device")
     for leaf in tree_iter((args, kwargs)):

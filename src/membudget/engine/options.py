@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from membudget.errors import OptionError
 
 DeterminismCheck = Literal["default", "values", "none"]
+Engine = Literal["auto", "rerun", "replay"]
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -44,6 +45,9 @@ class RegionOptions:
     early_stop: bool = True
     preserve_rng_state: bool = True
     guards: bool = True
+    engine: Engine = "auto"
+    keep: Any = None
+    verify: bool = True
 
     is_instrumented: bool = field(init=False, repr=False, compare=False)
     """Whether a forward needs more than hooks; derived, and read by every region."""

@@ -80,8 +80,10 @@ def bring_back(noted: Noted, scope: Scope) -> None:
             source.bring_back(state)
 
 
-def _source_of(generator: Any) -> Source | None:
+def source_of(generator: Any) -> Source | None:
     """Return the source behind a generator of torch, Python or NumPy."""
+    if generator is torch.default_generator:
+        return _CPU[0]
     if isinstance(generator, Generator):
         return _torch_source(generator)
     if isinstance(generator, random.SystemRandom):
@@ -119,7 +121,7 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
         torch_too: Whether torch's generators are wanted.
     """
     sources = [
-        _source_of(generator)
+        source_of(generator)
         for generator in generators
         if generator is not torch.default_generator
         and (torch_too or not isinstance(generator, Generator))
@@ -174,7 +176,7 @@ def _global_sources(torch_too: bool, numpy_too: bool, cuda: bool) -> tuple[Sourc
         sources += _CPU
     if numpy_too:
         numpy_random: Any = sys.modules["numpy.random"]
-        source = _source_of(numpy_random.get_state.__self__)
+        source = source_of(numpy_random.get_state.__self__)
         sources += [source] if source is not None else []
     if cuda:
         sources += map(_cuda_source, range(len(torch.cuda.default_generators)))

@@ -46,6 +46,7 @@ from membudget.engine.options import (
     checked_options,
     take_options,
 )
+from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
@@ -143,6 +144,9 @@ def run_region(
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
+    if options.engine == "replay":
+        replay = ReplayFrame(function, options, statistics)
+        return replay.run(args, kwargs)
     counted = options.guards and isolation.enter()
     try:
         frame = Frame(function, args, kwargs, options, statistics)

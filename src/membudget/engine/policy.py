@@ -1,0 +1,264 @@
+"""What a replay region keeps: predicates on the operators of its forward.
+
+A policy is asked once for each output of an operator, when the operator has run; views
+are never asked about, because they cost nothing to make again. Policies are composed
+with `|`, `&` and `~`, and pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import Tensor
+
+from membudget.errors import OptionError
+
+
+class Candidate:
+    """An output that may be kept.
+
+    Attributes:
+        operator: The overload that made it, `torch.ops.aten.mm.default` say.
+        args: The operator's positional arguments.
+        kwargs: Its keyword arguments.
+        output: The output.
+        index: The number of the operator within the region, from 1.
+    """
+
+    __slots__ = ("_module_path", "args", "index", "kwargs", "operator", "output")
+
+    def __init__(
+        self,
+        operator: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        output: Tensor,
+        index: int,
+        module_path: Callable[[], str],
+    ):
+        """Note an output; the module path is found out only if it is asked for."""
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs
+        self.output = output
+        self.index = index
+        self._module_path = module_path
+
+    @property
+    def module_path(self) -> str:
+        """The innermost module that runs, by its name in the region; `""` if none."""
+        return self._module_path()
+
+
+class Policy:
+    """A predicate on outputs."""
+
+    def keeps(self, candidate: Candidate) -> bool:
+        """Tell whether an output is kept."""
+        raise NotImplementedError
+
+    def by_operator(self, operator: Any) -> bool | None:
+        """Decide by the operator alone; `None` where more must be known."""
+        return None
+
+    def keeps_name(self, name: str) -> bool:
+        """Tell whether a tensor that `membudget.name` tagged is kept."""
+        return False
+
+    def __or__(self, other: Policy) -> Policy:
+        """Keep what either keeps."""
+        return _Either(self, as_policy(other))
+
+    def __and__(self, other: Policy) -> Policy:
+        """Keep what both keep."""
+        return _Both(self, as_policy(other))
+
+    def __invert__(self) -> Policy:
+        """Keep what this one does not."""
+        return _Not(self)
+
+
+@dataclass(frozen=True)
+class _Always(Policy):
+    """The same answer for every output."""
+
+    answer: bool
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return self.answer
+
+    def by_operator(self, operator: Any) -> bool | None:
+        return self.answer
+
+    def keeps_name(self, name: str) -> bool:
+        return self.answer
+
+
+@dataclass(frozen=True)
+class _Operators(Policy):
+    """Outputs of operators, by their names without namespace and overload."""
+
+    names: frozenset[str]
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return self.by_operator(candidate.operator)
+
+    def by_operator(self, operator: Any) -> bool:
+        return operator._schema.name.partition("::")[2] in self.names
+
+
+@dataclass(frozen=True)
+class _Named(Policy):
+    names: frozenset[str]
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return False
+
+    def by_operator(self, operator: Any) -> bool | None:
+        return False
+
+    def keeps_name(self, name: str) -> bool:
+        return name in self.names
+
+
+@dataclass(frozen=True)
+class _Inside(Policy):
+    """Whatever runs inside submodules, so that they are not run again."""
+
+    patterns: tuple[str, ...]
+
+    def keeps(self, candidate: Candidate) -> bool:
+        path = candidate.module_path
+        while path:
+            if any(fnmatchcase(path, pattern) for pattern in self.patterns):
+                return True
+            path = path.rpartition(".")[0]
+        return False
+
+
+@dataclass(frozen=True)
+class _Predicate(Policy):
+    function: Callable[[Candidate], bool]
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return bool(self.function(candidate))
+
+
+@dataclass(frozen=True)
+class _Either(Policy):
+    first: Policy
+    second: Policy
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return self.first.keeps(candidate) or self.second.keeps(candidate)
+
+    def by_operator(self, operator: Any) -> bool | None:
+        answers = (
+            self.first.by_operator(operator),
+            self.second.by_operator(operator),
+        )
+        return True if True in answers else None if None in answers else False
+
+    def keeps_name(self, name: str) -> bool:
+        return self.first.keeps_name(name) or self.second.keeps_name(name)
+
+
+@dataclass(frozen=True)
+class _Both(Policy):
+    first: Policy
+    second: Policy
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return self.first.keeps(candidate) and self.second.keeps(candidate)
+
+    def by_operator(self, operator: Any) -> bool | None:
+        answers = (
+            self.first.by_operator(operator),
+            self.second.by_operator(operator),
+        )
+        return False if False in answers else None if None in answers else True
+
+    def keeps_name(self, name: str) -> bool:
+        return self.first.keeps_name(name) and self.second.keeps_name(name)
+
+
+@dataclass(frozen=True)
+class _Not(Policy):
+    policy: Policy
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return not self.policy.keeps(candidate)
+
+    def by_operator(self, operator: Any) -> bool | None:
+        answer = self.policy.by_operator(operator)
+        return None if answer is None else not answer
+
+    def keeps_name(self, name: str) -> bool:
+        return not self.policy.keeps_name(name)
+
+
+def operators(*names: str) -> Policy:
+    """Keep the outputs of operators, named as in `torch.ops.aten`: `"mm"`, `"exp"`."""
+    return _Operators(frozenset(names))
+
+
+def named(*names: str) -> Policy:
+    """Keep the tensors that `membudget.name` tagged with one of these names."""
+    return _Named(frozenset(names))
+
+
+def inside(*patterns: str) -> Policy:
+    """Keep whatever submodules make, so that a backward does not run them again.
+
+    Args:
+        *patterns: Globs on the module's name within the region: `"*.attn"`, `"fc2"`.
+    """
+    return _Inside(patterns)
+
+
+nothing: Policy = _Always(False)
+everything: Policy = _Always(True)
+matmuls = operators(
+    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"),
+    *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm"),
+    *("linear", "mkldnn_linear", "_addmm_activation"),
+)
+convolutions = operators(
+    *("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
+    *("convolution_overrideable", "_slow_conv2d_forward", "conv_depthwise3d"),
+    *("cudnn_convolution_transpose", "miopen_convolution"),
+)
+attention = operators(
+    *("_scaled_dot_product_flash_attention", "_flash_attention_forward"),
+    *("_scaled_dot_product_flash_attention_for_cpu", "_efficient_attention_forward"),
+    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
+    *("_scaled_dot_product_attention_math_for_mps", "_cudnn_attention_forward"),
+    "_scaled_dot_product_fused_attention_overrideable",
+)
+
+
+def as_policy(keep: Any) -> Policy:
+    """Return what `keep=` means: a policy, globs of submodules, or a predicate.
+
+    Raises:
+        OptionError: If it is none of these.
+    """
+    if keep is None:
+        return nothing
+    if isinstance(keep, Policy):
+        return keep
+    if isinstance(keep, str):
+        return inside(keep)
+    if callable(keep):
+        return _Predicate(keep)
+    if isinstance(keep, Iterable):
+        patterns = tuple(keep)
+        if patterns and all(isinstance(pattern, str) for pattern in patterns):
+            return inside(*patterns)
+    raise OptionError(
+        "keep must be a policy (membudget.policies.matmuls), a list of globs on names "
+        f"of submodules (['*.attn']), or a function of a candidate; got {keep!r}"
+    )

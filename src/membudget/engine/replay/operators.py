@@ -1,0 +1,196 @@
+"""What the recorder must know of an operator, read once from its schema.
+
+Schemas say which arguments are tensors, which are written and which outputs are views.
+What they do not say is listed here, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget._torch import (
+    OperatorOverload,
+    is_random_operator,
+    is_view_operator,
+)
+
+# Fresh memory without content. Recorded by geometry alone: `empty_like(x)` must not keep
+# `x`, and who reads such memory before an operator wrote it reads what somebody hid.
+_EMPTY = frozenset(
+    (
+        *("aten::empty", "aten::empty_like", "aten::empty_strided"),
+        *("aten::empty_permuted", "aten::new_empty", "aten::new_empty_strided"),
+    )
+)
+
+# In training, these write running statistics, the arguments 3 and 4, and most schemas do
+# not say so. Their outputs do not depend on what the statistics were, so a replay gives
+# them other memory to write. The number is the position of the argument `training`.
+_STATISTICS = {
+    "aten::native_batch_norm": 5,
+    "aten::_native_batch_norm_legit": 5,
+    "aten::_native_batch_norm_legit_functional": 5,
+    "aten::_batch_norm_with_update": None,
+    "aten::cudnn_batch_norm": 5,
+    "aten::miopen_batch_norm": 5,
+}
+
+# Where the tokens of a mixture go, and the like: always kept, because a decision that is
+# made again must not fall another way. The results are small.
+_ROUTING = frozenset(
+    (
+        *("aten::topk", "aten::sort", "aten::argmax", "aten::argmin", "aten::mode"),
+        *("aten::nonzero", "aten::multinomial", "aten::unique_dim", "aten::_unique2"),
+        *("aten::unique_consecutive", "aten::searchsorted", "aten::bucketize"),
+        *("aten::kthvalue", "aten::median", "aten::bincount", "aten::argsort"),
+    )
+)
+
+# Communication, which must not happen once more than the other ranks expect, and what
+# changes a storage itself: outputs and written arguments are held as they are.
+_OPAQUE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "fsdp", "_dtensor"))
+_OPAQUE = frozenset(
+    (
+        *("aten::set_", "aten::resize_", "aten::resize_as_", "aten::set_data"),
+        *("aten::_resize_output_", "inductor::resize_storage_bytes_"),
+        *("aten::record_stream", "aten::rename_", "aten::sparse_resize_"),
+        *("aten::sparse_resize_and_clear_", "aten::copy_sparse_to_sparse_"),
+        *("aten::_coalesced_", "aten::squeeze_", "aten::unsqueeze_", "aten::t_"),
+        *("aten::transpose_", "aten::as_strided_", "aten::detach_", "aten::swapaxes_"),
+    )
+)
+
+
+class OperatorFacts:
+    """What is known of one overload.
+
+    Attributes:
+        tensors: Positions of arguments that are a tensor.
+        lists: Positions of arguments that are a list of tensors.
+        written: Positions of arguments that are written.
+        written_names: Names of keyword-only arguments that are written (`out=`).
+        has_tensor_keywords: Whether keyword-only arguments may hold tensors.
+        returns_fresh: Whether an output is no alias of an argument.
+        is_view: Whether the outputs alias the first tensor, and nothing is written.
+        is_random: Whether it draws from a generator.
+        is_empty: Whether it makes memory without content.
+        is_opaque: Whether it cannot be run again.
+        is_routing: Whether it decides where something goes.
+        is_simple: Whether it takes tensors by position, and returns fresh ones: most.
+        statistics: Tells for some arguments whether running statistics are written.
+    """
+
+    __slots__ = (
+        "has_tensor_keywords",
+        "is_empty",
+        "is_opaque",
+        "is_random",
+        "is_routing",
+        "is_simple",
+        "is_view",
+        "lists",
+        "returns_fresh",
+        "statistics",
+        "tensors",
+        "written",
+        "written_names",
+    )
+
+    def __init__(self, operator: Any):
+        """Read the schema."""
+        schema = operator._schema
+        name = schema.name
+        positional = [a for a in schema.arguments if not a.kwarg_only]
+        keywords = [a for a in schema.arguments if a.kwarg_only]
+        self.tensors = _positions(positional, _is_tensor)
+        self.lists = _positions(positional, _is_tensor_list)
+        self.written = _positions(positional, _is_written)
+        self.written_names = tuple(a.name for a in keywords if _is_written(a))
+        self.has_tensor_keywords = any(
+            _is_tensor(a) or _is_tensor_list(a) for a in keywords
+        )
+        self.returns_fresh = any(r.alias_info is None for r in schema.returns)
+        self.is_view = is_view_operator(operator)
+        self.is_random = is_random_operator(operator)
+        self.is_empty = name in _EMPTY
+        self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
+        self.is_routing = name in _ROUTING
+        self.statistics = _statistics(name)
+        self.is_simple = not (
+            self.lists
+            or self.written
+            or self.written_names
+            or self.has_tensor_keywords
+            or self.is_view
+            or self.is_random
+            or self.is_empty
+            or self.is_opaque
+            or self.statistics
+        )
+
+
+def _positions(arguments: list[Any], test: Callable[[Any], bool]) -> tuple[int, ...]:
+    return tuple(i for i, argument in enumerate(arguments) if test(argument))
+
+
+def _is_tensor(argument: Any) -> bool:
+    return str(argument.type) in ("Tensor", "Optional[Tensor]")
+
+
+def _is_tensor_list(argument: Any) -> bool:
+    return "List[" in str(argument.type) and "Tensor" in str(argument.type)
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def _statistics(name: str) -> Callable[[tuple[Any, ...]], bool] | None:
+    if name not in _STATISTICS:
+        return None
+    training = _STATISTICS[name]
+    if training is None:
+        return lambda args: True
+    # A variant without statistics has no tensor there.
+    return lambda args: len(args) > training and args[training] is True
+
+
+_FACTS: dict[Any, OperatorFacts | None] = {}
+
+
+def facts_of(operator: Any) -> OperatorFacts | None:
+    """Return what is known of an operator; `None` for a higher-order one."""
+    try:
+        return _FACTS[operator]
+    except KeyError:
+        known = isinstance(operator, OperatorOverload)
+        facts = _FACTS[operator] = OperatorFacts(operator) if known else None
+        return facts
+
+
+def flat_outputs(output: Any) -> list[Any]:
+    """Return what an operator returned as a flat list, in order.
+
+    Example:
+        >>> flat_outputs((1, [2, 3]))
+        [1, 2, 3]
+    """
+    if isinstance(output, tuple | list):
+        flat: list[Any] = []
+        for item in output:
+            flat += flat_outputs(item) if isinstance(item, tuple | list) else [item]
+        return flat
+    return [output]
+
+
+def tensors_in(arguments: Any) -> Iterator[Tensor]:
+    """Yield the tensors among arguments, lists of tensors flattened."""
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, list | tuple):
+            yield from tensors_in(argument)

@@ -1,0 +1,310 @@
+"""Make dropped values again by running the recorded operators, and no others.
+
+When autograd asks for the first dropped value, a *plan* is made: what do the handles
+that are still alive need, and how often will each value be used? Then only the path to
+the wanted value is run, in the order of the forward. What a later handle of the plan
+needs stays, and goes at its last use; so in one backward each operator runs at most
+once. A handle that is asked again begins a new plan: a second backward recomputes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ReferenceType
+
+import torch
+from torch import Tensor
+
+from membudget._torch import below_autograd, set_grad_enabled
+from membudget.engine import isolation
+from membudget.engine.held import with_stride
+from membudget.engine.identity import version_of
+from membudget.engine.replay.operators import flat_outputs
+from membudget.engine.replay.tracker import copy_of
+from membudget.engine.replay.values import Operation, Scratch, Value
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor.
+
+    Attributes:
+        value: The tensor's value.
+        served: The number of the plan in which autograd last took it.
+    """
+
+    __slots__ = ("__weakref__", "served", "value")
+
+    def __init__(self, value: Value):
+        """Stand for `value`."""
+        self.value = value
+        self.served = 0
+
+
+class Replayer:
+    """Serves the handles of one region.
+
+    Attributes:
+        handles: The handles, held weakly.
+        unpack: The saved-tensor hook around the region that gives packed sources back.
+        operators_run: How many operators were run again.
+    """
+
+    __slots__ = (
+        "_expected",
+        "_memoised",
+        "_plan",
+        "handles",
+        "operators_run",
+        "unpack",
+    )
+
+    def __init__(self) -> None:
+        """Begin without handles."""
+        self.handles: list[ReferenceType[Handle]] = []
+        self.unpack: Any = None
+        self.operators_run = 0
+        self._plan = 0
+        self._expected = 0  # Handles of the plan that are not served yet.
+        self._memoised: list[Value] = []
+
+    def take(self, handle: Handle, stays: bool) -> Tensor:
+        """Return the content of a handle's value.
+
+        Args:
+            handle: The handle.
+            stays: Whether the value stays, for another backward.
+        """
+        value = handle.value
+        if value.is_held():
+            return self._source(value)
+        if handle.served == self._plan:
+            self._make_plan()
+        if value.tensor is None:
+            if self._living() != self._expected:
+                self._make_plan()
+            self._materialise(value)
+        tensor = value.tensor
+        assert tensor is not None
+        if not stays:
+            handle.served = self._plan
+            self._expected -= 1
+            # Autograd reads it from now on, so nobody may write into its memory.
+            (value.root or value).view_uses += 1
+            self._used(value)
+        return tensor
+
+    def prepare(self) -> None:
+        """Make every value now that a living handle will ask for."""
+        self._make_plan()
+        for value in self._wanted():
+            if value.tensor is None:
+                self._materialise(value)
+
+    def release(self) -> None:
+        """Let go of all that was made again and not taken."""
+        for value in self._memoised:
+            if not value.is_held():
+                value.tensor = None
+        self._memoised.clear()
+        self._plan += 1
+        self._expected = -1  # So that the next request makes a plan.
+
+    # The plan.
+
+    def _wanted(self) -> list[Value]:
+        """Return the values of living handles that have to be made."""
+        handles = [reference() for reference in self.handles]
+        return [h.value for h in handles if h is not None and not h.value.is_held()]
+
+    def _living(self) -> int:
+        """Count the handles that are alive and not served in this plan."""
+        handles = [reference() for reference in self.handles]
+        return sum(
+            h is not None and h.served != self._plan and not h.value.is_held()
+            for h in handles
+        )
+
+    def _make_plan(self) -> None:
+        self._plan += 1
+        wanted: list[Value] = []
+        handled = self._wanted()
+        self._expected = len(handled)
+        for value in handled:
+            self._count(value, wanted)
+        while wanted:
+            operation = wanted.pop().operation
+            if operation is not None and operation.plan != self._plan:
+                operation.plan = self._plan
+                for value in operation.inputs():
+                    self._count(value, wanted)
+        before, self._memoised = self._memoised, []
+        for value in before:
+            if value.is_held() or value.tensor is None:
+                continue
+            if value.plan == self._plan and value.uses > 0:
+                self._memoised.append(value)
+            else:
+                value.tensor = None
+
+    def _count(self, value: Value, wanted: list[Value]) -> None:
+        """Count one more use; a value without content must be made."""
+        self._begin(value)
+        value.uses += 1
+        if value.tensor is None:
+            wanted.append(value)
+        if value.root is not None:
+            self._begin(value.root)
+            value.root.view_uses += 1
+
+    def _begin(self, value: Value) -> None:
+        if value.plan != self._plan:
+            value.plan = self._plan
+            value.uses = value.view_uses = 0
+
+    def _used(self, value: Value) -> None:
+        value.uses -= 1
+        if value.root is not None:
+            value.root.view_uses -= 1
+        if value.uses <= 0 and not value.is_held():
+            value.tensor = None
+
+    # Running.
+
+    def _materialise(self, value: Value) -> None:
+        if value.operation is None:
+            self._source(value)
+            return
+        operations = self._path_to(value)
+        if operations is None:
+            # Something is needed that the plan had done with.
+            self._make_plan()
+            operations = self._path_to(value)
+            assert operations is not None
+        grad_enabled = torch.is_grad_enabled()
+        try:
+            with below_autograd():
+                for operation in sorted(operations, key=_number):
+                    set_grad_enabled(operation.grad_enabled)
+                    self._run(operation)
+        finally:
+            set_grad_enabled(grad_enabled)
+
+    def _path_to(self, value: Value) -> list[Operation] | None:
+        """Return the operators to run; `None` if the plan does not count on them."""
+        operations: dict[int, Operation] = {}
+        wanted = [value]
+        while wanted:
+            value = wanted.pop()
+            if value.plan != self._plan or value.uses <= 0:
+                return None
+            operation = value.operation
+            if operation is None or id(operation) in operations:
+                continue
+            operations[id(operation)] = operation
+            wanted += [v for v in operation.inputs() if v.tensor is None]
+        return list(operations.values())
+
+    def _run(self, operation: Operation) -> None:
+        self.operators_run += 1
+        inputs = operation.inputs()
+        bases = self._bases(operation)
+        args = [self._argument(a, bases) for a in operation.args]
+        kwargs = {n: self._argument(a, bases) for n, a in operation.kwargs.items()}
+        output = _call(operation, args, kwargs)
+        self._note(operation, output, bases)
+        del args, kwargs, output, bases
+        for value in inputs:
+            self._used(value)
+
+    def _note(
+        self, operation: Operation, output: Any, bases: dict[Value, Tensor]
+    ) -> None:
+        made = flat_outputs(output)
+        written = {index: root for root, index in operation.targets}
+        for index, reference in operation.outputs:
+            value = reference()
+            if value is not None and value.plan == self._plan and value.uses > 0:
+                root = written.get(index)
+                value.tensor = made[index] if root is None else bases[root]
+                self._memoised.append(value)
+
+    def _bases(self, operation: Operation) -> dict[Value, Tensor]:
+        """Return the memory that a writing operator may write, for each target."""
+        bases = {}
+        for root, _ in operation.targets:
+            if root.operation is None:
+                bases[root] = copy_of(self._source(root))
+            elif root.uses <= 1 and root.view_uses <= 0:
+                assert root.tensor is not None
+                bases[root] = root.tensor  # Nobody else will ask for it.
+            else:
+                assert root.tensor is not None
+                bases[root] = copy_of(root.tensor)
+        return bases
+
+    def _argument(self, argument: Any, bases: dict[Value, Tensor]) -> Any:
+        kind = type(argument)
+        if kind is Value:
+            if bases and (argument.root or argument) in bases:
+                return _derived(argument, bases)
+            if argument.operation is None:
+                return self._source(argument)
+            return argument.tensor
+        if kind is list:
+            return [self._argument(item, bases) for item in argument]
+        if kind is Scratch:
+            return torch.zeros(argument.shape, **argument.options)
+        return argument
+
+    def _source(self, value: Value) -> Tensor:
+        tensor = value.tensor
+        if tensor is None:
+            packed, stride = value.packed
+            tensor = with_stride(self.unpack(packed), stride).detach()
+            value.tensor = tensor
+            self._memoised.append(value)
+        elif value.version is not None and version_of(tensor) != value.version:
+            raise SourceChanged(tensor)
+        return tensor
+
+
+class SourceChanged(Exception):
+    """A source was written since the region ended."""
+
+    def __init__(self, tensor: Tensor):
+        """Note which."""
+        super().__init__("a source was changed")
+        self.tensor = tensor
+
+
+def _number(operation: Operation) -> int:
+    return operation.number
+
+
+def _derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
+    """Run the view operators that lead from a base to `value`."""
+    base = bases.get(value)
+    if base is not None:
+        return base
+    operation = value.operation
+    assert operation is not None
+    args = [
+        _derived(a, bases) if type(a) is Value else a for a in operation.args
+    ]
+    output = operation.operator(*args, **operation.kwargs)
+    tensor = output if isinstance(output, Tensor) else output[value.index]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _call(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    if operation.drawn is None:
+        return operation.operator(*args, **kwargs)
+    source, noted = operation.drawn
+    with isolation.OPERATOR_LOCK:
+        now = source.note()
+        source.bring_back(noted)
+        try:
+            return operation.operator(*args, **kwargs)
+        finally:
+            source.bring_back(now)

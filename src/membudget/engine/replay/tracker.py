@@ -1,0 +1,234 @@
+"""What is known of each tensor that is alive while a region is recorded.
+
+Tensors are known by identity, for as long as they live; the identity of the storage is
+compared, too, because `x.data = y` exchanges it, and a deep copy does not share it.
+
+A write gives a memory a new root value, and every tensor in it is known anew when it is
+met again: a view by running its view operators on the new root. Memory that came from
+outside of the region, or that a policy keeps, is *held*: each tensor in it is a source,
+by reference. Before a write, the sources that something needs are copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from membudget._torch import with_version
+from membudget.engine.identity import address_of
+from membudget.engine.replay.values import Entry, Memory, Operation, Value
+
+# Memory without content is recorded by this operator, whichever made it.
+EMPTY: Any = torch.ops.aten.empty_strided.default
+_AS_STRIDED: Any = torch.ops.aten.as_strided.default
+
+
+class Tracker:
+    """The values of living tensors.
+
+    Attributes:
+        table: What is known, by the `id` of the tensor.
+        sources: Every source, in the order of their making.
+    """
+
+    __slots__ = ("_forget", "sources", "table")
+
+    def __init__(self) -> None:
+        """Begin with no tensor known."""
+        table: dict[int, Entry] = {}
+
+        def forget(entry: Any) -> None:
+            table.pop(entry.key, None)
+
+        self.table = table
+        self.sources: list[ReferenceType[Value]] = []
+        self._forget = forget
+
+    def entry(self, tensor: Tensor) -> Entry:
+        """Return what is known of a tensor now."""
+        entry = self.table.get(id(tensor))
+        if (
+            entry is None
+            or entry.epoch != entry.memory.epoch
+            or entry.address != address_of(tensor)
+        ):
+            return self.meet(tensor, entry)
+        return entry
+
+    def read(self, tensor: Tensor) -> Value:
+        """Return the value of a tensor whose content is needed."""
+        return self.mark_read(tensor, self.entry(tensor))
+
+    def mark_read(self, tensor: Tensor, entry: Entry) -> Value:
+        """Do the same where the entry is at hand."""
+        value = entry.value
+        root = value.root or value
+        if root.operation is not None and root.operation.operator is EMPTY:
+            # Nobody was seen to write it, and yet it is read.
+            entry = self.hold_memory(tensor, entry)
+            value = root = entry.value
+        value.is_used = root.is_used = True
+        return value
+
+    def enter(
+        self, tensor: Tensor, value: Value, memory: Memory, address: int
+    ) -> Entry:
+        """Know a tensor."""
+        entry = Entry(tensor, self._forget)
+        entry.key = key = id(tensor)
+        entry.value = value
+        entry.memory = memory
+        entry.epoch = memory.epoch
+        entry.address = address
+        self.table[key] = entry
+        return entry
+
+    def meet(self, tensor: Tensor, entry: Entry | None) -> Entry:
+        """Know a tensor that is new here, or whose memory was written since."""
+        address = address_of(tensor)
+        if entry is None or entry.address != address:
+            entry = self._sibling(address)
+        if entry is None:
+            memory = Memory(None)
+            return self.enter(tensor, self._source(tensor, memory), memory, address)
+        memory = entry.memory
+        if memory.root is None:
+            value = self._source(tensor, memory)
+        elif entry.key == id(tensor):
+            value = _rebased(entry.value, memory.root)
+        elif _is_plain(tensor):
+            value = _as_strided(tensor, memory.root)
+        else:
+            return self.hold_memory(tensor, entry)
+        return self.enter(tensor, value, memory, address)
+
+    def note(self, tensor: Tensor, value: Value) -> None:
+        """Know a tensor that was made again while the forward runs."""
+        root = value.root or value
+        memory = Memory(None if root.operation is None else root)
+        self.enter(tensor, value, memory, address_of(tensor))
+
+    def hold_memory(self, tensor: Tensor, entry: Entry) -> Entry:
+        """Hold the memory of a tensor by reference from now on.
+
+        What was recorded of its content before stays as it is.
+        """
+        memory = entry.memory
+        memory.root = None
+        memory.epoch += 1
+        return self.meet(tensor, entry)
+
+    def hold_value(self, tensor: Tensor, entry: Entry) -> None:
+        """Make the value itself a source: what is recorded of it needs no operator."""
+        value, memory = entry.value, entry.memory
+        value.hold(alias(tensor))
+        memory.root = None
+        memory.sources.append(ref(value))
+        self.sources.append(ref(value))
+
+    def before_write(self, written: Iterable[Tensor], is_needed: bool) -> list[Memory]:
+        """Copy sources whose content is about to be lost; return the memories.
+
+        Args:
+            written: The tensors that an operator will write.
+            is_needed: Whether a replay of the operator will want what they hold now.
+        """
+        memories: list[Memory] = []
+        for tensor in written:
+            entry = self.entry(tensor)
+            memory = entry.memory
+            if memory.root is None and is_needed:
+                entry.value.is_used = True
+                if entry.value.root is not None:
+                    entry.value.root.is_used = True
+            if memory not in memories:
+                memories.append(memory)
+        for memory in memories:
+            for reference in memory.sources:
+                source = reference()
+                if source is not None and source.is_used and source.tensor is not None:
+                    source.tensor = copy_of(source.tensor)
+            memory.sources.clear()
+        return memories
+
+    def after_write(self, memory: Memory, root: Value | None) -> None:
+        """Note that a memory was written.
+
+        Args:
+            memory: The memory.
+            root: Its value now; `None` if it is held.
+        """
+        memory.epoch += 1
+        memory.is_state |= memory.is_external
+        memory.root = root
+
+    def _source(self, tensor: Tensor, memory: Memory) -> Value:
+        source = Value(None)
+        source.hold(alias(tensor))
+        # A parameter is no running state, though FSDP writes it anew in each forward.
+        source.is_state = (
+            memory.is_state and tensor.is_leaf and not tensor.requires_grad
+        )
+        memory.sources.append(ref(source))
+        self.sources.append(ref(source))
+        return source
+
+    def _sibling(self, address: int) -> Entry | None:
+        """Return what is known of another tensor with the same storage."""
+        if address:
+            for entry in self.table.values():
+                if entry.address == address:
+                    return entry
+        return None
+
+
+def _rebased(value: Value, root: Value) -> Value:
+    """Return what `value`, a view or a root, is now that its memory has another root."""
+    operation = value.operation
+    if value.root is None or operation is None:
+        return root
+    args = [_rebased(a, root) if type(a) is Value else a for a in operation.args]
+    again = Operation(
+        operation.operator,
+        args,
+        operation.kwargs,
+        operation.number,
+        operation.grad_enabled,
+    )
+    return again.output(value.index, root)
+
+
+def _as_strided(tensor: Tensor, root: Value) -> Value:
+    """Return the value of a tensor that came to alias a memory unseen."""
+    geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
+    return Operation(_AS_STRIDED, geometry, {}, 0, False).output(0, root)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and tensor.layout is torch.strided
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Return a tensor with the same memory and version, and without its graph."""
+    if tensor.requires_grad and tensor.is_leaf:
+        return tensor
+    return with_version(tensor.detach)
+
+
+@torch.no_grad()
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy with the same place in its storage, so that views fit."""
+    if not _is_plain(tensor) or tensor.storage_offset() == 0:
+        return tensor.detach().clone()
+    size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+    span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
+    storage = tensor.new_empty(offset + max(span, 0))
+    return storage.as_strided(size, stride, offset).copy_(tensor.detach())

@@ -1,0 +1,200 @@
+"""The graph that a recording makes: values, and the operators between them.
+
+A `Value` is the content of a tensor at one moment. It comes from an `Operation`, or it
+is a *source*, whose content is held. The graph hangs on the handles that autograd
+holds: what no handle needs is gone. Nothing in it points back, so it has no cycles.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+
+
+class Value:
+    """The content of one tensor at one moment.
+
+    Attributes:
+        operation: What made it; `None` for a source.
+        index: Its place among what the operation makes.
+        root: The value of which it is a view; `None` if it is none.
+        tensor: The content: for good in a source; otherwise for as long as a backward
+            needs it.
+        version: The version of a source's content at the end of the region; `None`
+            while the region runs, and where nobody else can write it.
+        is_used: Whether anything needs it, so that its content must not be lost.
+        is_state: Whether a source lies in memory that every call of the region
+            writes anew, so that a copy of it must be held.
+        packed: What the saved-tensor hooks around the region made of a source, and the
+            stride that the source had; `None` if they made nothing.
+        plan: The number of the plan in which the following are meant.
+        uses: How often it is still needed, by handles and by operations.
+        view_uses: How often its views are still needed.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "index",
+        "is_state",
+        "is_used",
+        "operation",
+        "packed",
+        "plan",
+        "root",
+        "tensor",
+        "uses",
+        "version",
+        "view_uses",
+    )
+
+    def __init__(
+        self, operation: Operation | None, index: int = 0, root: Value | None = None
+    ):
+        """Begin without content."""
+        self.operation = operation
+        self.index = index
+        self.root = root
+        self.tensor: Tensor | None = None
+        self.packed: Any = None
+        self.is_used = False
+        self.plan = 0
+
+    def hold(self, tensor: Tensor) -> None:
+        """Make it a source."""
+        self.operation = None
+        self.root = None
+        self.tensor = tensor
+        self.version: int | None = None
+        self.is_state = False
+
+    def is_held(self) -> bool:
+        """Tell whether the content is there for good."""
+        return self.operation is None and self.packed is None
+
+
+class Operation:
+    """One operator that ran in the region.
+
+    Attributes:
+        operator: The overload.
+        args: Its positional arguments, with values in place of tensors.
+        kwargs: Its keyword arguments, likewise.
+        number: Its place among the operators of the region.
+        grad_enabled: The grad mode in which it ran; some kernels ask.
+        drawn: For a random operator, its source and where that stood.
+        outputs: The values that it makes, held weakly, by their index.
+        targets: The values whose memory it writes, each with the index of the value
+            that the memory has afterwards; -1 if the memory is held.
+        plan: The number of the plan that counts on it.
+    """
+
+    __slots__ = (
+        "args",
+        "drawn",
+        "grad_enabled",
+        "kwargs",
+        "number",
+        "operator",
+        "outputs",
+        "plan",
+        "targets",
+    )
+
+    def __init__(
+        self,
+        operator: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        number: int,
+        grad_enabled: bool,
+    ):
+        """Note an operator."""
+        self.operator = operator
+        self.args = args
+        self.kwargs = kwargs
+        self.number = number
+        self.grad_enabled = grad_enabled
+        self.drawn: tuple[Any, Any] | None = None
+        self.outputs: list[tuple[int, ReferenceType[Value]]] = []
+        self.targets: list[tuple[Value, int]] = []
+        self.plan = 0
+
+    def output(self, index: int, root: Value | None = None) -> Value:
+        """Return a new value that it makes."""
+        value = Value(self, index, root)
+        self.outputs.append((index, ref(value)))
+        return value
+
+    def inputs(self) -> list[Value]:
+        """Return the values that it needs: a written argument counts as its root."""
+        written = [root for root, _ in self.targets]
+        found = list(written)
+        _gather(self.args, found, written)
+        if self.kwargs:
+            _gather(self.kwargs.values(), found, written)
+        return found
+
+
+def _gather(arguments: Any, found: list[Value], written: list[Value]) -> None:
+    for argument in arguments:
+        if type(argument) is Value:
+            if not written or (argument.root or argument) not in written:
+                found.append(argument)
+        elif type(argument) is list:
+            _gather(argument, found, written)
+
+
+class Scratch:
+    """An argument that is written, and whose content before does not matter."""
+
+    __slots__ = ("options", "shape")
+
+    def __init__(self, tensor: Tensor):
+        """Note its geometry."""
+        self.shape = tensor.shape
+        self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+
+
+class Memory:
+    """One storage, as the operators of a region write it.
+
+    Attributes:
+        root: The value of the whole storage now; `None` while the memory is held by
+            reference, so that each tensor in it is a source.
+        epoch: How often it was written.
+        is_external: Whether it lay outside of the region.
+        is_state: Whether it did, and the region wrote it: a running statistic.
+        sources: The sources that lie in it since it was last written.
+    """
+
+    __slots__ = ("epoch", "is_external", "is_state", "root", "sources")
+
+    def __init__(self, root: Value | None):
+        """Begin with the first value seen, or with `None` for what lay outside."""
+        self.root = root
+        self.epoch = 0
+        self.is_external = root is None
+        self.is_state = False
+        self.sources: list[ReferenceType[Value]] = []
+
+
+class Entry(ref[Tensor]):
+    """What is known of a tensor that is alive.
+
+    Attributes:
+        key: The tensor's `id`, while it lives.
+        value: Its value, at the epoch.
+        memory: Its memory.
+        epoch: The epoch of the memory at which the value holds.
+        address: The identity of its storage: `.data =` exchanges it.
+    """
+
+    __slots__ = ("address", "epoch", "key", "memory", "value")
+
+    key: int
+    value: Value
+    memory: Memory
+    epoch: int
+    address: int
