@@ -20,8 +20,9 @@ ALLOWED = {
     "apply": {"engine", "errors"},
     "audit": {"_torch", "apply", "engine", "errors", "memory"},
     "compat": {"apply", "engine", "errors"},
+    "policies": {"engine"},
     "cli": {"audit", "errors"},
-    "__init__": {"apply", "audit", "compat", "engine", "errors", "memory"},
+    "__init__": {"apply", "audit", "compat", "engine", "errors", "memory", "policies"},
 }
 WITHOUT_TORCH = ("errors", "cli", "__init__")
 

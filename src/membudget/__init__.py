@@ -12,10 +12,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from membudget import compat
+    from membudget import compat, policies
     from membudget.apply import Applied, RegionStatus, Status, apply
     from membudget.audit import AuditReport, audit
     from membudget.engine.region import checkpoint
+    from membudget.engine.replay.tags import name, opaque
     from membudget.engine.retention import execution_group
     from membudget.engine.sequential import checkpoint_sequential
     from membudget.engine.switches import disable_checkpointing, is_recomputing
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         MembudgetError,
         MissingExtraError,
         OptionError,
+        PinnedWarning,
         RecomputeMismatchError,
         ReentrantLimitError,
         SelectionError,
@@ -47,6 +49,7 @@ __all__ = [
     "MissingExtraError",
     "OptionError",
     "Peak",
+    "PinnedWarning",
     "RecomputeMismatchError",
     "ReentrantLimitError",
     "RegionStatus",
@@ -62,7 +65,10 @@ __all__ = [
     "disable_checkpointing",
     "execution_group",
     "is_recomputing",
+    "name",
+    "opaque",
     "peak",
+    "policies",
     "saved",
     "storage_bytes",
 ]
@@ -71,10 +77,13 @@ _HOMES = {
     "membudget.apply": ("Applied", "RegionStatus", "Status", "apply"),
     "membudget.audit": ("AuditReport", "audit"),
     "membudget.engine.region": ("checkpoint",),
+    "membudget.engine.replay.tags": ("name", "opaque"),
     "membudget.engine.retention": ("execution_group",),
     "membudget.engine.sequential": ("checkpoint_sequential",),
     "membudget.engine.switches": ("disable_checkpointing", "is_recomputing"),
-    "membudget.errors": tuple(name for name in __all__ if name.endswith("Error")),
+    "membudget.errors": tuple(
+        name for name in __all__ if name.endswith(("Error", "Warning"))
+    ),
     "membudget.memory": (
         "Peak",
         "SavedReport",
@@ -89,8 +98,8 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 def __getattr__(name: str) -> Any:
     """Load a public name."""
-    if name == "compat":
-        return import_module("membudget.compat")
+    if name in ("compat", "policies"):
+        return import_module(f"membudget.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'membudget' has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_HOME[name]), name)

@@ -47,6 +47,19 @@ class CallSite:
             frame = frame.f_back
 
 
+def running_module(names: Mapping[int, str]) -> str:
+    """Return the name of the innermost running module that has one, or `""`."""
+    codes = module_call_codes()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in codes:
+            name = names.get(id(frame.f_locals["self"]))
+            if name is not None:
+                return name
+        frame = frame.f_back
+    return ""
+
+
 _INTERNAL = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, __file__)

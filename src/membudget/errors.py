@@ -8,6 +8,7 @@
         ├── RecomputeMismatchError        the recompute is not the forward again
         ├── ChangedSinceForwardError      what the region read was changed since
         └── ReentrantLimitError           a limit of the classic, reentrant variant
+    PinnedWarning (UserWarning)           a value did not come back and is kept
 
 Each message says what was asked, what was found and what to do; the facts are
 attributes. This module must not import torch.
@@ -105,3 +106,7 @@ class ChangedSinceForwardError(CheckpointError):
 
 class ReentrantLimitError(CheckpointError):
     """A limit of `use_reentrant=True`, which would otherwise lose gradients."""
+
+
+class PinnedWarning(UserWarning):
+    """A value of a replay region did not come back bit for bit, and is kept."""

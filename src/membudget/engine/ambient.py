@@ -94,9 +94,7 @@ class Ambient:
 
     def enter(self, scope: Scope) -> None:
         """Bring back what differs now, until `scope` ends."""
-        settings = [getter() for getter in _GETTERS]
-        if settings != self.settings:
-            self._enter_settings(scope, settings)
+        self.enter_settings(scope)
         if self.function_modes or _torch.function_mode_count():
             self._enter_function_modes(scope)
         if self.dispatch_modes:
@@ -104,7 +102,11 @@ class Ambient:
             # operators is meant to see the recompute.
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
-    def _enter_settings(self, scope: Scope, current: list[Any]) -> None:
+    def enter_settings(self, scope: Scope) -> None:
+        """Bring back process-wide settings that differ now, until `scope` ends."""
+        current = [getter() for getter in _GETTERS]
+        if current == self.settings:
+            return
         for (_, setter), wanted, now in zip(
             _SETTINGS, self.settings, current, strict=True
         ):

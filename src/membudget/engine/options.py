@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from membudget.engine.policy import Policy, as_policy
 from membudget.errors import OptionError
 
 DeterminismCheck = Literal["default", "values", "none"]
@@ -36,6 +37,14 @@ class RegionOptions:
             training flags. `False` leaves what torch's own checkpoint promises: the
             random streams of the CPU and the arguments' devices, in one thread at a
             time, autocast, and arguments that did not change.
+        engine: How a dropped tensor is made again: `"rerun"` runs the function again,
+            `"replay"` the operators that are needed, which were recorded. `"auto"` is
+            replay where `keep` is given, and rerun otherwise.
+        keep: What a replay region keeps: a policy of `membudget.policies`, globs on
+            names of submodules, or a function of a candidate.
+        verify: In the first step of each new signature of a replay region, replay
+            every dropped value once and compare it bit for bit; what does not come
+            back is kept from then on.
     """
 
     use_reentrant: bool = False
@@ -49,12 +58,16 @@ class RegionOptions:
     keep: Any = None
     verify: bool = True
 
+    policy: Policy = field(init=False, repr=False, compare=False)
+    """What `keep` means; derived."""
+
     is_instrumented: bool = field(init=False, repr=False, compare=False)
     """Whether a forward needs more than hooks; derived, and read by every region."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be meant."""
         self._check()
+        object.__setattr__(self, "policy", as_policy(self.keep))
         instrumented = (
             self.context_fn is not None
             or self.debug
@@ -67,6 +80,21 @@ class RegionOptions:
             raise OptionError(
                 "determinism_check must be one of 'default', 'values' and 'none'; got "
                 f"{self.determinism_check!r}"
+            )
+        if self.engine not in get_args(Engine):
+            raise OptionError(
+                "engine must be one of 'auto', 'rerun' and 'replay'; got "
+                f"{self.engine!r}"
+            )
+        if self.keep is not None and (self.engine == "rerun" or self.use_reentrant):
+            raise OptionError(
+                "keep is the replay engine's: a rerun keeps nothing inside of a "
+                "region. Leave engine and use_reentrant out."
+            )
+        if self.engine == "replay" and (self.context_fn or self.use_reentrant):
+            raise OptionError(
+                "engine='replay' has neither context_fn nor use_reentrant; give a "
+                "policy by keep="
             )
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(

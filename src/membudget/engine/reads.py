@@ -156,7 +156,7 @@ class Reads:
         if not (changed or self._rewritten or moved):
             return None
         state = {id(buffer) for buffer, _ in self._snapshots}
-        names = _names(function, arguments.others)
+        names = names_of(function, arguments.others)
         watched = {address_of(t): name_of(t, names) for t in changed}
         for held in moved:
             if held.changed_by_region:
@@ -224,7 +224,7 @@ def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]
     return pairs
 
 
-def _names(function: Any, others: list[Any]) -> dict[int, str]:
+def names_of(function: Any, others: list[Any]) -> dict[int, str]:
     """Return the names of what `function` reaches, by identity and by storage."""
     reached = reach(function, others, names=True)
     known = dict(reached.names or {})

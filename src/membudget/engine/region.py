@@ -46,8 +46,8 @@ from membudget.engine.options import (
     checked_options,
     take_options,
 )
-from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.reentrant import run_reentrant
+from membudget.engine.replay.frame import run_replay
 from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
 
@@ -144,9 +144,10 @@ def run_region(
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
-    if options.engine == "replay":
-        replay = ReplayFrame(function, options, statistics)
-        return replay.run(args, kwargs)
+    if options.engine != "rerun" and (
+        options.engine == "replay" or options.keep is not None
+    ):
+        return run_replay(function, args, kwargs, options, statistics)
     counted = options.guards and isolation.enter()
     try:
         frame = Frame(function, args, kwargs, options, statistics)

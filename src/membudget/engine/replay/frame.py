@@ -8,6 +8,7 @@ forward needs is dropped; what is left of the recording hangs on the handles.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -20,18 +21,27 @@ from membudget._torch import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
+from membudget.callsite import running_module
 from membudget.engine import retention
+from membudget.engine.ambient import Ambient
+from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
-from membudget.engine.identity import version_of
-from membudget.engine.policy import as_policy
-from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.replayer import Handle, Replayer, SourceChanged
-from membudget.engine.replay.tracker import copy_of
-from membudget.engine.replay.values import Value
-from membudget.engine.retention import OPEN_GROUPS
+from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
+from membudget.engine.reads import name_of, names_of
+from membudget.engine.replay.operators import tensors_in
+from membudget.engine.replay.recorder import Recorder
+from membudget.engine.replay.replayer import Replayer, SourceChangedError
+from membudget.engine.replay.tracker import copy_of
+from membudget.engine.replay.values import Handle, Value
+from membudget.engine.replay.verify import Originals, signature_of, verified
+from membudget.engine.retention import OPEN_GROUPS
+from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
+from membudget.engine.watch import changed_error
 from membudget.errors import ChangedSinceForwardError
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class ReplayFrame:
@@ -39,8 +49,13 @@ class ReplayFrame:
 
     __slots__ = (
         "__weakref__",
+        "_ambient",
+        "_arguments",
         "_function",
         "_lock",
+        "_originals",
+        "_outer",
+        "_pins",
         "_recorder",
         "_replayer",
         "_statistics",
@@ -50,6 +65,8 @@ class ReplayFrame:
     def __init__(
         self,
         function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
         options: RegionOptions,
         statistics: Statistics | None,
     ):
@@ -58,46 +75,104 @@ class ReplayFrame:
         self._statistics = statistics
         self._lock = RLock()
         self._replayer = Replayer()
-        self._recorder: Recorder | None = Recorder(
-            as_policy(options.keep), set(), _no_path
-        )
+        self._ambient = Ambient()
         self._stream = _current_stream()
+        tensors = tensors_in([*args, *kwargs.values()])
+        self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
+        self._originals: Originals | None = None
+        self._pins: set[tuple[int, int]] = set()
+        if options.verify:
+            known = verified(function)
+            signature = signature_of(options.policy, args, kwargs)
+            if signature not in known:
+                known[signature] = set()
+                self._originals = Originals()
+            self._pins = known[signature]
+        self._recorder: Recorder | None = Recorder(
+            options.policy, self._pins, self._module_path()
+        )
+
+    # The forward.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what the policy does not keep."""
-        recorder = self._recorder
-        assert recorder is not None
-        outer = top_saved_tensors_hooks()
-        push_saved_tensors_hooks(self._pack, self._unpack)
+        self.begin()
         try:
-            with recorder:
-                result = self._function(*args, **kwargs)
-        finally:
-            pop_saved_tensors_hooks()
-            self._recorder = None
-        self._finish(recorder, outer)
+            result = self._function(*args, **kwargs)
+        except BaseException:
+            self.abandon()
+            raise
+        self.end()
         return result
 
-    def _finish(self, recorder: Recorder, outer: tuple[Any, Any] | None) -> None:
-        """Settle the sources that are needed; all else of the recording is gone."""
+    def begin(self) -> None:
+        """Record from now on."""
+        assert self._recorder is not None
+        self._outer = top_saved_tensors_hooks()
+        push_saved_tensors_hooks(self._pack, self._unpack)
+        self._recorder.__enter__()
+
+    def abandon(self) -> None:
+        """Stop recording; nothing will be asked for."""
+        recorder = self._recorder
+        assert recorder is not None
+        recorder.__exit__(None, None, None)
+        pop_saved_tensors_hooks()
+        self._recorder = None
         recorder.tracker.table.clear()
-        for reference in recorder.tracker.sources:
+
+    def end(self) -> None:
+        """Stop recording, and settle the sources that are needed."""
+        recorder = self._recorder
+        assert recorder is not None
+        recorder.__exit__(None, None, None)
+        recorder.settle()
+        pop_saved_tensors_hooks()
+        self._recorder = None
+        tracker, outer = recorder.tracker, self._outer
+        tracker.table.clear()
+        if self._originals is not None:
+            self._originals.compare(self._replayer, tracker, self._pins)
+            self._originals = None
+        for reference in tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
                 _settle(source, outer)
         if outer is not None:
             self._replayer.unpack = outer[1]
+        self._outer = None
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether the forward saved anything."""
+        return bool(self._replayer.handles)
 
     def _pack(self, tensor: Tensor) -> Handle:
         recorder = self._recorder
         assert recorder is not None
         recorder.is_suspended = True
         try:
-            handle = Handle(recorder.tracker.read(tensor))
+            handle = recorder.handle(tensor)
+            if self._originals is not None:
+                self._originals.add(handle, tensor)
         finally:
             recorder.is_suspended = False
         self._replayer.handles.append(ref(handle))
         return handle
+
+    def _module_path(self) -> Callable[[], str]:
+        function, statistics = self._function, self._statistics
+        label = statistics.label if statistics is not None else ""
+        names: dict[int, str] = {}
+
+        def module_path() -> str:
+            if not names:
+                names.update(module_names(function, label))
+            return running_module(names)
+
+        return module_path
+
+    # The backward.
 
     def _unpack(self, handle: Handle) -> Tensor:
         with self._lock:
@@ -105,22 +180,23 @@ class ReplayFrame:
             if recorder is None:
                 return self._take(handle)
             # A backward of the function's own, while the forward still runs.
-            recorder.is_suspended = True
-            try:
+            with recorder.suspended():
+                recorder.settle()
                 tensor = self._take(handle)
                 recorder.tracker.note(tensor, handle.value)
-            finally:
-                recorder.is_suspended = False
             return tensor
 
     def _take(self, handle: Handle) -> Tensor:
         replayer = self._replayer
         before = replayer.operators_run
         try:
-            with self._stream():
+            with self._stream(), Scope() as scope:
+                if not handle.value.is_held():
+                    self._ambient.enter_settings(scope)
                 tensor = replayer.take(handle, bool(OPEN_GROUPS))
-        except SourceChanged as error:
-            raise _changed(error.tensor) from None
+        except SourceChangedError as error:
+            replayer.release()
+            raise self._changed(error.tensor) from None
         except BaseException:
             replayer.release()
             raise
@@ -131,13 +207,44 @@ class ReplayFrame:
                 replayer.release()
         return tensor
 
+    def recompute(self) -> None:
+        """Make every dropped value now; the next backward takes them."""
+        with self._lock, self._stream(), Scope() as scope:
+            self._ambient.enter_settings(scope)
+            self._replayer.prepare()
+
     def release(self) -> None:
         """Let go of the values that were made again and not taken."""
         with self._lock:
             self._replayer.release()
 
+    def _changed(self, tensor: Tensor) -> ChangedSinceForwardError:
+        names = names_of(self._function, [])
+        place = self._arguments.get(address_of(tensor))
+        if place is not None:
+            return changed_error([f"argument {place}"])
+        return changed_error([name_of(tensor, names)])
 
-def _settle(source: Value, outer: tuple[Any, Any] | None) -> None:
+
+def run_replay(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    statistics: Statistics | None,
+) -> Any:
+    """Run one region under the replay engine."""
+    frame = ReplayFrame(function, args, kwargs, options, statistics)
+    result = frame.run(args, kwargs)
+    if statistics is not None:
+        if frame.has_saved:
+            statistics.forwards += 1
+        else:
+            statistics.skipped += 1
+    return result
+
+
+def _settle(source: Value, outer: Hooks | None) -> None:
     """Note the version of a source, or hand it to the hooks around the region."""
     tensor = source.tensor
     assert tensor is not None
@@ -151,22 +258,9 @@ def _settle(source: Value, outer: tuple[Any, Any] | None) -> None:
         source.tensor = None
 
 
-def _no_path() -> str:
-    return ""
-
-
 def _current_stream() -> Callable[[], Any]:
-    return _same_stream
-
-
-class _same_stream:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-
-def _changed(tensor: Tensor) -> ChangedSinceForwardError:
-    shape = tuple(tensor.shape)
-    return ChangedSinceForwardError(f"changed {shape}", [f"tensor of shape {shape}"])
+    """Return what enters the stream of the forward, if there are streams."""
+    if not torch.cuda.is_initialized():
+        return nullcontext
+    stream = torch.cuda.current_stream()
+    return lambda: torch.cuda.stream(stream)

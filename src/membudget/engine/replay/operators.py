@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from membudget._torch import (
@@ -39,8 +38,8 @@ _STATISTICS = {
     "aten::miopen_batch_norm": 5,
 }
 
-# Where the tokens of a mixture go, and the like: always kept, because a decision that is
-# made again must not fall another way. The results are small.
+# Where the tokens of a mixture go, and the like: always kept, because a decision that
+# is made again must not fall another way. The results are small.
 _ROUTING = frozenset(
     (
         *("aten::topk", "aten::sort", "aten::argmax", "aten::argmin", "aten::mode"),

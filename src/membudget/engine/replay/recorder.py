@@ -11,7 +11,8 @@ seen to write it (`torch.empty` that NumPy filled); what appears from nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +29,8 @@ from membudget.engine.replay.operators import (
     flat_outputs,
     tensors_in,
 )
-from membudget.engine.replay.tracker import EMPTY, Tracker
-from membudget.engine.replay.values import Entry, Memory, Operation, Scratch
+from membudget.engine.replay.tracker import EMPTY, Tracker, is_empty
+from membudget.engine.replay.values import Entry, Handle, Memory, Operation, Scratch
 
 Pins = set[tuple[int, int]]
 
@@ -48,7 +49,7 @@ class Recorder(DispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # The wrapper that torch puts around the method otherwise costs 1 µs an operator.
+        # torch's wrapper around the method would cost 1 µs an operator.
         return False
 
     def __init__(self, policy: Policy, pins: Pins, module_path: Callable[[], str]):
@@ -68,6 +69,7 @@ class Recorder(DispatchMode):
         self._pins = pins
         self._module_path = module_path
         self._decisions: dict[Any, bool | None] = {}
+        self._late: list[tuple[Handle, Tensor]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -75,6 +77,8 @@ class Recorder(DispatchMode):
         """Run one operator and note it."""
         if self.is_suspended:
             return func(*args, **(kwargs or {}))
+        if self._late:
+            return self._run_and_settle(func, types, args, kwargs)
         self.number += 1
         facts = facts_of(func)
         if facts is None or facts.is_opaque or self.opaque_depth:
@@ -84,9 +88,8 @@ class Recorder(DispatchMode):
         recorded = list(args)
         addresses = self._record_tensors(facts.tensors, recorded)
         output = func(*args, **kwargs) if kwargs else func(*args)
-        operation = Operation(
-            func, recorded, kwargs or {}, self.number, torch.is_grad_enabled()
-        )
+        operation = self.tracker.operation(func, recorded, kwargs or {})
+        operation.call = self.number
         if type(output) is Tensor:
             address = address_of(output)
             if address not in addresses:
@@ -95,6 +98,31 @@ class Recorder(DispatchMode):
                 self._note_outputs(operation, facts, args, output)
         else:
             self._note_outputs(operation, facts, args, output)
+        return output
+
+    def handle(self, tensor: Tensor) -> Handle:
+        """Return what stands for a tensor that autograd saves."""
+        handle = Handle()
+        entry = self.tracker.entry(tensor)
+        if is_empty(entry.value):
+            # The operator that saves it will fill it (RReLU its noise), or somebody
+            # has done so unseen.
+            self._late.append((handle, tensor))
+        else:
+            handle.value = self.tracker.mark_read(tensor, entry)
+        return handle
+
+    def settle(self) -> None:
+        """Find the values of tensors that were saved before they were filled."""
+        late, self._late = self._late, []
+        for handle, tensor in late:
+            handle.value = self.tracker.read(tensor)
+
+    def _run_and_settle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        late, self._late = self._late, []
+        output = self.__torch_dispatch__(func, types, args, kwargs)
+        self._late += late
+        self.settle()
         return output
 
     def _record_tensors(
@@ -165,6 +193,38 @@ class Recorder(DispatchMode):
         if self._keeps(operation, facts, args, output, index):
             self.tracker.hold_value(output, entry)
 
+    # What code inside the region says.
+
+    def name(self, tensor: Tensor, label: str) -> None:
+        """Keep a tensor if the policy keeps its name."""
+        if self._policy.keeps_name(label):
+            with self.suspended():
+                entry = self.tracker.entry(tensor)
+                if entry.value.operation is not None:
+                    self.tracker.hold_value(tensor, entry)
+
+    def begin_opaque(self, written: Sequence[Tensor]) -> None:
+        """Hold what the operators make from now on."""
+        self.opaque_depth += 1
+        with self.suspended():
+            self.tracker.before_write(written, False)
+
+    def end_opaque(self, written: Sequence[Tensor]) -> None:
+        """Record again; hold what was written."""
+        self.opaque_depth -= 1
+        with self.suspended():
+            for tensor in written:
+                self.hold_written(tensor)
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Let operators pass unseen."""
+        before, self.is_suspended = self.is_suspended, True
+        try:
+            yield
+        finally:
+            self.is_suspended = before
+
     def _keeps(
         self,
         operation: Operation,
@@ -173,7 +233,7 @@ class Recorder(DispatchMode):
         output: Tensor,
         index: int,
     ) -> bool:
-        if self._pins and (operation.number, index) in self._pins:
+        if self._pins and (self.number, index) in self._pins:
             return True
         operator = operation.operator
         try:
@@ -198,13 +258,12 @@ class Recorder(DispatchMode):
         written = list(_written(facts, args, kwargs))
         scratch = _statistics(facts, args)
         marks = _Marks(facts.is_view, written, scratch)
-        operation = Operation(
+        operation = self.tracker.operation(
             func,
             [self._recorded(a, marks) for a in args],
             {name: self._recorded(a, marks) for name, a in kwargs.items()},
-            self.number,
-            torch.is_grad_enabled(),
         )
+        operation.call = self.number
         if not (written or scratch):
             output = self._run(operation, facts, args, kwargs)
             self._note_outputs(operation, facts, [*args, *kwargs.values()], output)
@@ -291,7 +350,8 @@ class Recorder(DispatchMode):
         elif id(output) not in self.tracker.table:
             options = {"dtype": output.dtype, "device": output.device}
             geometry = [output.shape, output.stride()]
-            operation = Operation(EMPTY, geometry, options, self.number, False)
+            operation = self.tracker.operation(EMPTY, geometry, options)
+            operation.call = self.number
             value = operation.output(0)
             self.tracker.enter(output, value, Memory(value), address_of(output))
         return output

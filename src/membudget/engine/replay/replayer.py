@@ -21,23 +21,7 @@ from membudget.engine.held import with_stride
 from membudget.engine.identity import version_of
 from membudget.engine.replay.operators import flat_outputs
 from membudget.engine.replay.tracker import copy_of
-from membudget.engine.replay.values import Operation, Scratch, Value
-
-
-class Handle:
-    """What autograd holds in place of a saved tensor.
-
-    Attributes:
-        value: The tensor's value.
-        served: The number of the plan in which autograd last took it.
-    """
-
-    __slots__ = ("__weakref__", "served", "value")
-
-    def __init__(self, value: Value):
-        """Stand for `value`."""
-        self.value = value
-        self.served = 0
+from membudget.engine.replay.values import Handle, Operation, Scratch, Value
 
 
 class Replayer:
@@ -180,14 +164,17 @@ class Replayer:
             self._make_plan()
             operations = self._path_to(value)
             assert operations is not None
-        grad_enabled = torch.is_grad_enabled()
+        grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
         try:
             with below_autograd():
                 for operation in sorted(operations, key=_number):
                     set_grad_enabled(operation.grad_enabled)
+                    if operation.default_dtype is not torch.get_default_dtype():
+                        torch.set_default_dtype(operation.default_dtype)
                     self._run(operation)
         finally:
             set_grad_enabled(grad_enabled)
+            torch.set_default_dtype(dtype)
 
     def _path_to(self, value: Value) -> list[Operation] | None:
         """Return the operators to run; `None` if the plan does not count on them."""
@@ -264,11 +251,11 @@ class Replayer:
             value.tensor = tensor
             self._memoised.append(value)
         elif value.version is not None and version_of(tensor) != value.version:
-            raise SourceChanged(tensor)
+            raise SourceChangedError(tensor)
         return tensor
 
 
-class SourceChanged(Exception):
+class SourceChangedError(Exception):
     """A source was written since the region ended."""
 
     def __init__(self, tensor: Tensor):
@@ -288,9 +275,7 @@ def _derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
         return base
     operation = value.operation
     assert operation is not None
-    args = [
-        _derived(a, bases) if type(a) is Value else a for a in operation.args
-    ]
+    args = [_derived(a, bases) if type(a) is Value else a for a in operation.args]
     output = operation.operator(*args, **operation.kwargs)
     tensor = output if isinstance(output, Tensor) else output[value.index]
     assert isinstance(tensor, Tensor)

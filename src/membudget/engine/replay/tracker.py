@@ -33,9 +33,10 @@ class Tracker:
     Attributes:
         table: What is known, by the `id` of the tensor.
         sources: Every source, in the order of their making.
+        clock: How many operations were recorded; those of derived views, too.
     """
 
-    __slots__ = ("_forget", "sources", "table")
+    __slots__ = ("_forget", "clock", "sources", "table")
 
     def __init__(self) -> None:
         """Begin with no tensor known."""
@@ -45,6 +46,7 @@ class Tracker:
             table.pop(entry.key, None)
 
         self.table = table
+        self.clock = 0
         self.sources: list[ReferenceType[Value]] = []
         self._forget = forget
 
@@ -67,7 +69,7 @@ class Tracker:
         """Do the same where the entry is at hand."""
         value = entry.value
         root = value.root or value
-        if root.operation is not None and root.operation.operator is EMPTY:
+        if is_empty(root):
             # Nobody was seen to write it, and yet it is read.
             entry = self.hold_memory(tensor, entry)
             value = root = entry.value
@@ -99,9 +101,9 @@ class Tracker:
         if memory.root is None:
             value = self._source(tensor, memory)
         elif entry.key == id(tensor):
-            value = _rebased(entry.value, memory.root)
+            value = self._rebased(entry.value, memory.root)
         elif _is_plain(tensor):
-            value = _as_strided(tensor, memory.root)
+            value = self._as_strided(tensor, memory.root)
         else:
             return self.hold_memory(tensor, entry)
         return self.enter(tensor, value, memory, address)
@@ -166,6 +168,31 @@ class Tracker:
         memory.is_state |= memory.is_external
         memory.root = root
 
+    def operation(self, operator: Any, args: list[Any], kwargs: Any) -> Operation:
+        """Return a new operation, the last one so far."""
+        self.clock += 1
+        return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
+
+    def _rebased(self, value: Value, root: Value) -> Value:
+        """Return what a view, or a root, is now that its memory has another root."""
+        operation = value.operation
+        if value.root is None or operation is None:
+            return root
+        args = [
+            self._rebased(a, root) if type(a) is Value else a for a in operation.args
+        ]
+        again = self.operation(operation.operator, args, operation.kwargs)
+        return again.output(value.index, root)
+
+    def _as_strided(self, tensor: Tensor, root: Value) -> Value:
+        """Return the value of a tensor that came to alias a memory unseen."""
+        geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
+        return self.operation(_AS_STRIDED, geometry, {}).output(0, root)
+
+    def note_source(self, value: Value) -> None:
+        """Count a value that has become a source."""
+        self.sources.append(ref(value))
+
     def _source(self, tensor: Tensor, memory: Memory) -> Value:
         source = Value(None)
         source.hold(alias(tensor))
@@ -186,26 +213,10 @@ class Tracker:
         return None
 
 
-def _rebased(value: Value, root: Value) -> Value:
-    """Return what `value`, a view or a root, is now that its memory has another root."""
-    operation = value.operation
-    if value.root is None or operation is None:
-        return root
-    args = [_rebased(a, root) if type(a) is Value else a for a in operation.args]
-    again = Operation(
-        operation.operator,
-        args,
-        operation.kwargs,
-        operation.number,
-        operation.grad_enabled,
-    )
-    return again.output(value.index, root)
-
-
-def _as_strided(tensor: Tensor, root: Value) -> Value:
-    """Return the value of a tensor that came to alias a memory unseen."""
-    geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
-    return Operation(_AS_STRIDED, geometry, {}, 0, False).output(0, root)
+def is_empty(value: Value) -> bool:
+    """Tell whether nobody was seen to write the memory of a value."""
+    operation = (value.root or value).operation
+    return operation is not None and operation.operator is EMPTY
 
 
 def _is_plain(tensor: Tensor) -> bool:

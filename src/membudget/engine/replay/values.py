@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 from weakref import ReferenceType, ref
 
+import torch
 from torch import Tensor
 
 
@@ -49,6 +50,9 @@ class Value:
         "view_uses",
     )
 
+    uses: int
+    view_uses: int
+
     def __init__(
         self, operation: Operation | None, index: int = 0, root: Value | None = None
     ):
@@ -81,8 +85,10 @@ class Operation:
         operator: The overload.
         args: Its positional arguments, with values in place of tensors.
         kwargs: Its keyword arguments, likewise.
-        number: Its place among the operators of the region.
+        number: Its place in the recording.
+        call: Its place among the operators that the region ran.
         grad_enabled: The grad mode in which it ran; some kernels ask.
+        default_dtype: The dtype that was the default; factories ask.
         drawn: For a random operator, its source and where that stood.
         outputs: The values that it makes, held weakly, by their index.
         targets: The values whose memory it writes, each with the index of the value
@@ -92,6 +98,8 @@ class Operation:
 
     __slots__ = (
         "args",
+        "call",
+        "default_dtype",
         "drawn",
         "grad_enabled",
         "kwargs",
@@ -110,12 +118,14 @@ class Operation:
         number: int,
         grad_enabled: bool,
     ):
-        """Note an operator."""
+        """Note an operator that runs now."""
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
         self.number = number
+        self.call = 0
         self.grad_enabled = grad_enabled
+        self.default_dtype = torch.get_default_dtype()
         self.drawn: tuple[Any, Any] | None = None
         self.outputs: list[tuple[int, ReferenceType[Value]]] = []
         self.targets: list[tuple[Value, int]] = []
@@ -144,6 +154,23 @@ def _gather(arguments: Any, found: list[Value], written: list[Value]) -> None:
                 found.append(argument)
         elif type(argument) is list:
             _gather(argument, found, written)
+
+
+class Handle:
+    """What autograd holds in place of a saved tensor.
+
+    Attributes:
+        value: The tensor's value.
+        served: The number of the plan in which autograd last took it.
+    """
+
+    __slots__ = ("__weakref__", "served", "value")
+
+    value: Value
+
+    def __init__(self) -> None:
+        """Begin without a value; it is known soon."""
+        self.served = 0
 
 
 class Scratch:
