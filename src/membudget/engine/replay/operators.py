@@ -17,8 +17,8 @@ from membudget._torch import (
     is_view_operator,
 )
 
-# Fresh memory without content. Recorded by geometry alone: `empty_like(x)` must not keep
-# `x`, and who reads such memory before an operator wrote it reads what somebody hid.
+# Fresh memory without content. Recorded by geometry alone: `empty_like(x)` must not
+# keep `x`, and who reads such memory before an operator wrote it reads what somebody hid.
 _EMPTY = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided"),
@@ -26,9 +26,9 @@ _EMPTY = frozenset(
     )
 )
 
-# In training, these write running statistics, the arguments 3 and 4, and most schemas do
-# not say so. Their outputs do not depend on what the statistics were, so a replay gives
-# them other memory to write. The number is the position of the argument `training`.
+# In training, these write running statistics, the arguments 3 and 4, and most schemas
+# do not say so. Their outputs do not depend on what the statistics were, so a replay
+# gives them other memory to write. The number is the position of `training`.
 _STATISTICS = {
     "aten::native_batch_norm": 5,
     "aten::_native_batch_norm_legit": 5,

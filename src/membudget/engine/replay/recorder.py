@@ -314,6 +314,8 @@ class Recorder(DispatchMode):
                 tracker.after_write(memory, operation.output(index))
                 operation.targets.append((was, index))
         for tensor in scratch:
+            value = tracker.entry(tensor).value
+            (value.root or value).is_state = True
             tracker.after_write(tracker.entry(tensor).memory, None)
         self._keep_written(operation, facts, args, written)
         return output

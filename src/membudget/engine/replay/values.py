@@ -26,8 +26,8 @@ class Value:
         version: The version of a source's content at the end of the region; `None`
             while the region runs, and where nobody else can write it.
         is_used: Whether anything needs it, so that its content must not be lost.
-        is_state: Whether a source lies in memory that every call of the region
-            writes anew, so that a copy of it must be held.
+        is_state: Whether it is a running statistic: a source of which a copy must be
+            held, because every call of the region writes its memory anew.
         packed: What the saved-tensor hooks around the region made of a source, and the
             stride that the source had; `None` if they made nothing.
         plan: The number of the plan in which the following are meant.
@@ -63,6 +63,7 @@ class Value:
         self.tensor: Tensor | None = None
         self.packed: Any = None
         self.is_used = False
+        self.is_state = False
         self.plan = 0
 
     def hold(self, tensor: Tensor) -> None:
@@ -71,7 +72,6 @@ class Value:
         self.root = None
         self.tensor = tensor
         self.version: int | None = None
-        self.is_state = False
 
     def is_held(self) -> bool:
         """Tell whether the content is there for good."""

@@ -83,11 +83,12 @@ class Originals:
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
-            if value.operation is None or same_bits(
-                original, _replayed(handle, replayer)
-            ):
-                continue
             root = value.root or value
+            # No backward reads statistics that a normalisation has written since.
+            if value.operation is None or root.is_state:
+                continue
+            if same_bits(original, _replayed(handle, replayer)):
+                continue
             assert root.operation is not None
             pins.add((root.operation.call, root.index))
             _warn(root)
