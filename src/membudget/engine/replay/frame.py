@@ -8,7 +8,6 @@ forward needs is dropped; what is left of the recording hangs on the handles.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from threading import RLock
 from typing import Any
 from weakref import ref
@@ -49,7 +48,6 @@ class ReplayFrame:
 
     __slots__ = (
         "__weakref__",
-        "_ambient",
         "_arguments",
         "_function",
         "_lock",
@@ -59,7 +57,6 @@ class ReplayFrame:
         "_recorder",
         "_replayer",
         "_statistics",
-        "_stream",
     )
 
     def __init__(
@@ -74,9 +71,7 @@ class ReplayFrame:
         self._function = function
         self._statistics = statistics
         self._lock = RLock()
-        self._replayer = Replayer()
-        self._ambient = Ambient()
-        self._stream = _current_stream()
+        self._replayer = Replayer(_surroundings())
         tensors = tensors_in([*args, *kwargs.values()])
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         self._originals: Originals | None = None
@@ -190,10 +185,7 @@ class ReplayFrame:
         replayer = self._replayer
         before = replayer.operators_run
         try:
-            with self._stream(), Scope() as scope:
-                if not handle.value.is_held():
-                    self._ambient.enter_settings(scope)
-                tensor = replayer.take(handle, bool(OPEN_GROUPS))
+            tensor = replayer.take(handle, bool(OPEN_GROUPS))
         except SourceChangedError as error:
             replayer.release()
             raise self._changed(error.tensor) from None
@@ -209,8 +201,7 @@ class ReplayFrame:
 
     def recompute(self) -> None:
         """Make every dropped value now; the next backward takes them."""
-        with self._lock, self._stream(), Scope() as scope:
-            self._ambient.enter_settings(scope)
+        with self._lock:
             self._replayer.prepare()
 
     def release(self) -> None:
@@ -258,9 +249,15 @@ def _settle(source: Value, outer: Hooks | None) -> None:
         source.tensor = None
 
 
-def _current_stream() -> Callable[[], Any]:
-    """Return what enters the stream of the forward, if there are streams."""
+def _surroundings() -> Callable[[Scope], None]:
+    """Note what operators depend on; return what brings it back."""
+    ambient = Ambient()
     if not torch.cuda.is_initialized():
-        return nullcontext
+        return ambient.enter_settings
     stream = torch.cuda.current_stream()
-    return lambda: torch.cuda.stream(stream)
+
+    def enter(scope: Scope) -> None:
+        ambient.enter_settings(scope)
+        scope.enter_context(torch.cuda.stream(stream))
+
+    return enter

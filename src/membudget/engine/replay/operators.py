@@ -18,7 +18,7 @@ from membudget._torch import (
 )
 
 # Fresh memory without content. Recorded by geometry alone: `empty_like(x)` must not
-# keep `x`, and who reads such memory before an operator wrote it reads what somebody hid.
+# keep `x`. Who reads such memory before an operator wrote it reads what somebody hid.
 _EMPTY = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided"),

@@ -9,19 +9,25 @@ once. A handle that is asked again begins a new plan: a second backward recomput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 
-from membudget._torch import below_autograd, set_grad_enabled
+from membudget._torch import (
+    below_autograd,
+    current_graph_task_id,
+    set_grad_enabled,
+)
 from membudget.engine import isolation
 from membudget.engine.held import with_stride
 from membudget.engine.identity import version_of
 from membudget.engine.replay.operators import flat_outputs
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Operation, Scratch, Value
+from membudget.engine.scope import Scope
 
 
 class Replayer:
@@ -34,21 +40,27 @@ class Replayer:
     """
 
     __slots__ = (
-        "_expected",
+        "_enter",
         "_memoised",
         "_plan",
+        "_task",
         "handles",
         "operators_run",
         "unpack",
     )
 
-    def __init__(self) -> None:
-        """Begin without handles."""
+    def __init__(self, enter: Callable[[Scope], None]) -> None:
+        """Begin without handles.
+
+        Args:
+            enter: Brings back what operators depend on, until the scope ends.
+        """
         self.handles: list[ReferenceType[Handle]] = []
         self.unpack: Any = None
         self.operators_run = 0
+        self._enter = enter
         self._plan = 0
-        self._expected = 0  # Handles of the plan that are not served yet.
+        self._task = -1  # The backward for which the plan was made.
         self._memoised: list[Value] = []
 
     def take(self, handle: Handle, stays: bool) -> Tensor:
@@ -64,14 +76,13 @@ class Replayer:
         if handle.served == self._plan:
             self._make_plan()
         if value.tensor is None:
-            if self._living() != self._expected:
+            if self._task != current_graph_task_id():
                 self._make_plan()
             self._materialise(value)
         tensor = value.tensor
         assert tensor is not None
         if not stays:
             handle.served = self._plan
-            self._expected -= 1
             # Autograd reads it from now on, so nobody may write into its memory.
             (value.root or value).view_uses += 1
             self._used(value)
@@ -90,8 +101,7 @@ class Replayer:
             if not value.is_held():
                 value.tensor = None
         self._memoised.clear()
-        self._plan += 1
-        self._expected = -1  # So that the next request makes a plan.
+        self._task = -2  # So that the next request makes a plan.
 
     # The plan.
 
@@ -100,20 +110,11 @@ class Replayer:
         handles = [reference() for reference in self.handles]
         return [h.value for h in handles if h is not None and not h.value.is_held()]
 
-    def _living(self) -> int:
-        """Count the handles that are alive and not served in this plan."""
-        handles = [reference() for reference in self.handles]
-        return sum(
-            h is not None and h.served != self._plan and not h.value.is_held()
-            for h in handles
-        )
-
     def _make_plan(self) -> None:
         self._plan += 1
         wanted: list[Value] = []
-        handled = self._wanted()
-        self._expected = len(handled)
-        for value in handled:
+        self._task = current_graph_task_id()
+        for value in self._wanted():
             self._count(value, wanted)
         while wanted:
             operation = wanted.pop().operation
@@ -164,17 +165,18 @@ class Replayer:
             self._make_plan()
             operations = self._path_to(value)
             assert operations is not None
-        grad_enabled, dtype = torch.is_grad_enabled(), torch.get_default_dtype()
-        try:
-            with below_autograd():
-                for operation in sorted(operations, key=_number):
-                    set_grad_enabled(operation.grad_enabled)
-                    if operation.default_dtype is not torch.get_default_dtype():
-                        torch.set_default_dtype(operation.default_dtype)
-                    self._run(operation)
-        finally:
-            set_grad_enabled(grad_enabled)
-            torch.set_default_dtype(dtype)
+        with Scope() as scope, below_autograd():
+            self._enter(scope)
+            dtype = torch.get_default_dtype()
+            scope.callback(set_grad_enabled, torch.is_grad_enabled())
+            operations.sort(key=_number)
+            for operation in operations:
+                set_grad_enabled(operation.grad_enabled)
+                if operation.default_dtype is not dtype:
+                    dtype = operation.default_dtype
+                    scope.callback(torch.set_default_dtype, torch.get_default_dtype())
+                    torch.set_default_dtype(dtype)
+                self._run(operation)
 
     def _path_to(self, value: Value) -> list[Operation] | None:
         """Return the operators to run; `None` if the plan does not count on them."""
@@ -193,21 +195,27 @@ class Replayer:
 
     def _run(self, operation: Operation) -> None:
         self.operators_run += 1
-        inputs = operation.inputs()
-        bases = self._bases(operation)
+        bases = self._bases(operation) if operation.targets else _NO_BASES
         args = [self._argument(a, bases) for a in operation.args]
-        kwargs = {n: self._argument(a, bases) for n, a in operation.kwargs.items()}
-        output = _call(operation, args, kwargs)
+        kwargs = operation.kwargs
+        if kwargs:
+            kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
+        if operation.drawn is None:
+            output = operation.operator(*args, **kwargs)
+        else:
+            output = _call_random(operation, args, kwargs)
         self._note(operation, output, bases)
         del args, kwargs, output, bases
-        for value in inputs:
+        for value in operation.inputs():
             self._used(value)
 
     def _note(
         self, operation: Operation, output: Any, bases: dict[Value, Tensor]
     ) -> None:
-        made = flat_outputs(output)
-        written = {index: root for root, index in operation.targets}
+        made = (output,) if type(output) is Tensor else flat_outputs(output)
+        written: dict[int, Value] = {}
+        if bases:
+            written = {index: root for root, index in operation.targets}
         for index, reference in operation.outputs:
             value = reference()
             if value is not None and value.plan == self._plan and value.uses > 0:
@@ -282,9 +290,8 @@ def _derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
     return tensor
 
 
-def _call(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    if operation.drawn is None:
-        return operation.operator(*args, **kwargs)
+def _call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    assert operation.drawn is not None
     source, noted = operation.drawn
     with isolation.OPERATOR_LOCK:
         now = source.note()
@@ -293,3 +300,6 @@ def _call(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
             return operation.operator(*args, **kwargs)
         finally:
             source.bring_back(now)
+
+
+_NO_BASES: dict[Any, Tensor] = {}

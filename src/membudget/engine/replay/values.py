@@ -97,6 +97,7 @@ class Operation:
     """
 
     __slots__ = (
+        "_inputs",
         "args",
         "call",
         "default_dtype",
@@ -124,6 +125,7 @@ class Operation:
         self.kwargs = kwargs
         self.number = number
         self.call = 0
+        self._inputs: list[Value] | None = None
         self.grad_enabled = grad_enabled
         self.default_dtype = torch.get_default_dtype()
         self.drawn: tuple[Any, Any] | None = None
@@ -139,6 +141,11 @@ class Operation:
 
     def inputs(self) -> list[Value]:
         """Return the values that it needs: a written argument counts as its root."""
+        if self._inputs is None:
+            self._inputs = self._find_inputs()
+        return self._inputs
+
+    def _find_inputs(self) -> list[Value]:
         written = [root for root, _ in self.targets]
         found = list(written)
         _gather(self.args, found, written)
