@@ -79,6 +79,8 @@ class OperatorFacts:
         is_empty: Whether it makes memory without content.
         is_opaque: Whether it cannot be run again.
         is_routing: Whether it decides where something goes.
+        is_plain_view: Whether it is a view of its first argument, and takes no other.
+        is_in_place: Whether it writes its first argument and no other.
         is_simple: Whether it takes tensors by position, and returns fresh ones: most.
         statistics: Tells for some arguments whether running statistics are written.
     """
@@ -86,7 +88,9 @@ class OperatorFacts:
     __slots__ = (
         "has_tensor_keywords",
         "is_empty",
+        "is_in_place",
         "is_opaque",
+        "is_plain_view",
         "is_random",
         "is_routing",
         "is_simple",
@@ -119,16 +123,18 @@ class OperatorFacts:
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
-        self.is_simple = not (
+        is_usual = not (
             self.lists
-            or self.written
             or self.written_names
             or self.has_tensor_keywords
-            or self.is_view
-            or self.is_random
             or self.is_empty
             or self.is_opaque
             or self.statistics
+        )
+        self.is_plain_view = is_usual and self.is_view and self.tensors == (0,)
+        self.is_in_place = is_usual and self.written == (0,) and not self.returns_fresh
+        self.is_simple = is_usual and not (
+            self.written or self.is_view or self.is_random
         )
 
 

@@ -11,7 +11,7 @@ seen to write it (`torch.empty` that NumPy filled); what appears from nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,10 @@ class Recorder(DispatchMode):
         facts = facts_of(func)
         if facts is None or facts.is_opaque or self.opaque_depth:
             return self._run_opaque(func, facts, args, kwargs or {})
+        if facts.is_plain_view:
+            return self._run_view(func, facts, args, kwargs or {})
+        if facts.is_in_place:
+            return self._run_in_place(func, facts, args, kwargs or {})
         if not facts.is_simple:
             return self._run_special(func, facts, args, kwargs or {})
         recorded = list(args)
@@ -94,10 +98,8 @@ class Recorder(DispatchMode):
             address = address_of(output)
             if address not in addresses:
                 self._note_fresh(operation, facts, args, output, 0, address)
-            else:
-                self._note_outputs(operation, facts, args, output)
-        else:
-            self._note_outputs(operation, facts, args, output)
+                return output
+        self._note_outputs(operation, facts, args, output, addresses)
         return output
 
     def handle(self, tensor: Tensor) -> Handle:
@@ -152,17 +154,21 @@ class Recorder(DispatchMode):
     # What an operator made.
 
     def _note_outputs(
-        self, operation: Operation, facts: OperatorFacts, args: Any, output: Any
+        self,
+        operation: Operation,
+        facts: OperatorFacts,
+        args: Any,
+        output: Any,
+        addresses: Collection[int],
     ) -> None:
         """Note outputs, which may be several, or none, or views."""
-        sources = {address_of(t): t for t in tensors_in(args)}
-        sources.pop(0, None)
+        table = self.tracker.table
         for index, item in enumerate(flat_outputs(output)):
-            if not isinstance(item, Tensor) or id(item) in self.tracker.table:
+            if not isinstance(item, Tensor) or id(item) in table:
                 continue
             address = address_of(item)
-            base = sources.get(address)
-            if base is not None:
+            if address and address in addresses:
+                base = next(t for t in tensors_in(args) if address_of(t) == address)
                 self._note_view(operation, base, item, index, address)
             else:
                 self._note_fresh(operation, facts, args, item, index, address)
@@ -266,9 +272,57 @@ class Recorder(DispatchMode):
         operation.call = self.number
         if not (written or scratch):
             output = self._run(operation, facts, args, kwargs)
-            self._note_outputs(operation, facts, [*args, *kwargs.values()], output)
+            arguments = [*args, *kwargs.values()]
+            addresses = {address_of(t) for t in tensors_in(arguments)}
+            self._note_outputs(operation, facts, arguments, output, addresses)
             return output
         return self._run_writing(operation, facts, args, kwargs, (written, scratch))
+
+    def _run_view(
+        self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a view operator: its outputs lie in the memory of its argument."""
+        tracker = self.tracker
+        entry = tracker.entry(args[0])
+        output = func(*args, **kwargs)
+        value, address = entry.value, entry.address
+        operation = tracker.operation(func, [value, *args[1:]], kwargs)
+        operation.call = self.number
+        if type(output) is Tensor and address_of(output) == address and address:
+            if id(output) not in tracker.table:
+                made = operation.output(0, value.root or value)
+                tracker.enter(output, made, entry.memory, address)
+            return output
+        self._note_outputs(operation, facts, args, output, (address,))
+        return output
+
+    def _run_in_place(
+        self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run an operator that writes its first argument, and returns it."""
+        tracker = self.tracker
+        target = args[0]
+        recorded = list(args)
+        self._record_tensors(facts.tensors[1:], recorded)
+        entry = tracker.entry(target)
+        memory, value = entry.memory, entry.value
+        if memory.root is None:
+            tracker.before_write([target], is_needed=False)
+            output = func(*args, **kwargs)
+            tracker.after_write(memory, None)
+            return output
+        recorded[0] = value
+        operation = tracker.operation(func, recorded, kwargs)
+        operation.call = self.number
+        operation.targets.append((value.root or value, 1))
+        output = self._run(operation, facts, args, kwargs)
+        root = operation.output(1)
+        tracker.after_write(memory, root)
+        if value.root is None:
+            entry.value, entry.epoch = root, memory.epoch
+            if self._keeps(operation, facts, args, target, 1):
+                tracker.hold_value(target, entry)
+        return output
 
     def _run(
         self, operation: Operation, facts: OperatorFacts, args: Any, kwargs: Any
@@ -302,7 +356,8 @@ class Recorder(DispatchMode):
         roots = [(e.memory, e.value.root or e.value) for e in entries]
         output = self._run(operation, facts, args, kwargs)
         arguments = [*args, *kwargs.values()]
-        self._note_outputs(operation, facts, arguments, output)
+        addresses = {address_of(t) for t in tensors_in(arguments)}
+        self._note_outputs(operation, facts, arguments, output, addresses)
         first = len(flat_outputs(output))
         for number, memory in enumerate(memories):
             was = next(root for owner, root in roots if owner is memory)
