@@ -130,7 +130,7 @@ def test_a_failing_step_leaves_everything_as_it_was_and_says_which_run_failed():
     before, streams_before = everything(model), streams()
 
     with pytest.raises(KeyError, match="in the recompute") as caught:
-        audit(model, x)
+        audit(model, x, engine="rerun")
 
     assert_same(model, before)
     assert streams() == streams_before

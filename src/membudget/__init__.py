@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from membudget.apply import Applied, RegionStatus, Status, apply
     from membudget.audit import AuditReport, audit
     from membudget.engine.region import checkpoint
+    from membudget.engine.regions import Regions, collect_regions
     from membudget.engine.replay.tags import name, opaque
     from membudget.engine.retention import execution_group
     from membudget.engine.sequential import checkpoint_sequential
@@ -53,6 +54,7 @@ __all__ = [
     "RecomputeMismatchError",
     "ReentrantLimitError",
     "RegionStatus",
+    "Regions",
     "SavedReport",
     "SavedTensor",
     "SelectionError",
@@ -61,6 +63,7 @@ __all__ = [
     "audit",
     "checkpoint",
     "checkpoint_sequential",
+    "collect_regions",
     "compat",
     "disable_checkpointing",
     "execution_group",
@@ -77,6 +80,7 @@ _HOMES = {
     "membudget.apply": ("Applied", "RegionStatus", "Status", "apply"),
     "membudget.audit": ("AuditReport", "audit"),
     "membudget.engine.region": ("checkpoint",),
+    "membudget.engine.regions": ("Regions", "collect_regions"),
     "membudget.engine.replay.tags": ("name", "opaque"),
     "membudget.engine.retention": ("execution_group",),
     "membudget.engine.sequential": ("checkpoint_sequential",),

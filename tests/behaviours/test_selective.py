@@ -276,21 +276,20 @@ def test_b91_the_refusal_can_be_switched_off() -> None:
 
 
 # torch 2.13 counts each operator apart: it misses an extra one of a kind that it knows.
+# torch 2.13 runs the function again, and then does not know the operator.
 @pytest.mark.parametrize("policy", [keep_all, keep_none, bool_policy])
-@pytest.mark.parametrize("known", [True, False])
-def test_b93_an_operator_that_the_forward_did_not_run_is_an_error(
-    policy: Any, known: bool
-) -> None:
+def test_b93_a_function_that_would_run_other_operators_is_run_once(policy: Any) -> None:
     calls = Counted(lambda x: x)
 
     def growing(x: Tensor) -> Tensor:
         x = calls(x)
-        if calls.calls > 1:
-            x = x.sin() if known else x.cosh()
-        return (x @ x).sin().exp()
+        return (x @ x).sin().exp() if calls.calls == 1 else x.cosh()
 
-    x = leaf()
-    loss = mb.checkpoint(growing, x, context_fn=keeping(policy)).sum()
-    with pytest.raises(mb.CheckpointError, match="aten.sin" if known else "aten.cosh"):
-        loss.backward()
-    assert x.grad is None
+    x, y = leaf(), leaf()
+    with torch.no_grad():
+        y.copy_(x)
+    mb.checkpoint(growing, x, context_fn=keeping(policy)).sum().backward()
+    (y @ y).sin().exp().sum().backward()
+
+    assert calls.calls == 1
+    assert torch.equal(x.grad, y.grad)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import pickle
 from collections.abc import Callable
@@ -65,16 +66,17 @@ def is_layer(module: nn.Module) -> bool:
 
 
 def with_apply(model: Model) -> None:
-    mb.apply(model, blocks=Layer)
+    mb.apply(model, blocks=Layer, engine="rerun")
 
 
 def with_check(model: Model) -> None:
-    compat.apply_activation_checkpointing(model, check_fn=is_layer)
+    wrap = functools.partial(compat.checkpoint_wrapper, engine="rerun")
+    compat.apply_activation_checkpointing(model, wrap, check_fn=is_layer)
 
 
 def with_wrapper(model: Model) -> None:
     for i, layer in enumerate(model.layers):
-        model.layers[i] = compat.checkpoint_wrapper(layer)
+        model.layers[i] = compat.checkpoint_wrapper(layer, engine="rerun")
 
 
 Put = Callable[[Model], None]

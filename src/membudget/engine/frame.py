@@ -116,6 +116,12 @@ class Frame(Recording):
         with self.lock:
             self.empty()
 
+    def recompute(self) -> None:
+        """Make every dropped tensor now; the next backward takes them."""
+        with self.lock:
+            if self.last_needed() >= 0:
+                self._recompute()
+
     def _recompute(self) -> None:
         # A backward of the function's own asks while the forward still runs (Rule 7).
         self.nested_backward |= not self.finished

@@ -39,7 +39,9 @@ class RegionOptions:
             time, autocast, and arguments that did not change.
         engine: How a dropped tensor is made again: `"rerun"` runs the function again,
             `"replay"` the operators that are needed, which were recorded. `"auto"` is
-            replay where `keep` is given, and rerun otherwise.
+            rerun, which costs nothing for each operator, except where a rerun would
+            have to repair what its second run does again (running statistics in
+            training, private generators), or where `keep` is given.
         keep: What a replay region keeps: a policy of `membudget.policies`, globs on
             names of submodules, or a function of a candidate.
         verify: In the first step of each new signature of a replay region, replay
@@ -61,6 +63,12 @@ class RegionOptions:
     policy: Policy = field(init=False, repr=False, compare=False)
     """What `keep` means; derived."""
 
+    always_replays: bool = field(init=False, repr=False, compare=False)
+    """Whether the engine is replay, whatever the region reads; derived."""
+
+    may_replay: bool = field(init=False, repr=False, compare=False)
+    """Whether it is replay where a rerun would have to repair; derived."""
+
     is_instrumented: bool = field(init=False, repr=False, compare=False)
     """Whether a forward needs more than hooks; derived, and read by every region."""
 
@@ -68,6 +76,19 @@ class RegionOptions:
         """Refuse what cannot be meant."""
         self._check()
         object.__setattr__(self, "policy", as_policy(self.keep))
+        always = self.engine == "replay" or (
+            self.engine == "auto" and self.keep is not None
+        )
+        object.__setattr__(self, "always_replays", always)
+        # Whoever asks something of a rerun gets one.
+        may = (
+            self.engine == "auto"
+            and self.determinism_check == "default"
+            and self.early_stop
+            and self.preserve_rng_state
+            and not (self.use_reentrant or self.context_fn or self.debug)
+        )
+        object.__setattr__(self, "may_replay", may)
         instrumented = (
             self.context_fn is not None
             or self.debug

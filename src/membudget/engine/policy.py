@@ -54,7 +54,13 @@ class Candidate:
 
 
 class Policy:
-    """A predicate on outputs."""
+    """A predicate on outputs.
+
+    Attributes:
+        expects_to_keep: Whether keeping nothing in a region is worth a warning.
+    """
+
+    expects_to_keep = False
 
     def keeps(self, candidate: Candidate) -> bool:
         """Tell whether an output is kept."""

@@ -41,6 +41,7 @@ class Reached:
             and plain tensor attributes.
         modules: Every module.
         stateful_modules: Those of the user's own classes, whose forward may bind names.
+        writes_statistics: Whether a normalisation in training was among the modules.
         silent: Those buffers whose writing the version counter does not tell.
         generators: Private random generators, of torch, Python and NumPy.
         containers: Lists and dicts with their lengths, to tell which one grew.
@@ -59,6 +60,7 @@ class Reached:
         "silent",
         "stateful_modules",
         "tensors",
+        "writes_statistics",
     )
 
     def __init__(self, names: bool = False):
@@ -66,6 +68,7 @@ class Reached:
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
+        self.writes_statistics = False
         self.modules: list[Module] = []
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
@@ -166,6 +169,7 @@ class Reached:
         self.buffers += buffers
         if isinstance(value, NormalizationWithStatistics):
             self.silent.update(map(id, buffers))
+            self.writes_statistics |= value.training
 
     def _module(self, value: Module, name: str, depth: int) -> None:
         self.modules.append(value)

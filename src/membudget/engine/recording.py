@@ -88,6 +88,11 @@ class Recording:
         self.lock = RLock()
 
     @property
+    def has_saved(self) -> bool:
+        """Whether the forward saved anything."""
+        return bool(self.saved)
+
+    @property
     def label(self) -> str:
         """The region's name, for errors."""
         return self.statistics.label if self.statistics is not None else ""

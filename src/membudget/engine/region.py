@@ -42,12 +42,14 @@ from membudget.engine import isolation
 from membudget.engine.frame import Frame
 from membudget.engine.options import (
     DEFAULTS,
+    ContextPair,
     RegionOptions,
     checked_options,
     take_options,
 )
 from membudget.engine.reentrant import run_reentrant
-from membudget.engine.replay.frame import run_replay
+from membudget.engine.replay.frame import ReplayFrame
+from membudget.engine.selective import SelectiveContext
 from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
 
@@ -144,23 +146,45 @@ def run_region(
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
-    if options.engine != "rerun" and (
-        options.engine == "replay" or options.keep is not None
-    ):
-        return run_replay(function, args, kwargs, options, statistics)
+    if options.context_fn is not None:
+        options = _with_contexts(options, options.context_fn())
     counted = options.guards and isolation.enter()
     try:
-        frame = Frame(function, args, kwargs, options, statistics)
+        frame = _frame(function, args, kwargs, options, statistics)
         result = frame.run(args, kwargs)
     finally:
         if counted:
             isolation.leave()
     if statistics is not None:
-        if frame.saved:
+        if frame.has_saved:
             statistics.forwards += 1
         else:
             statistics.skipped += 1
+    if SWITCHES.any and SWITCHES.collector is not None:
+        SWITCHES.collector(frame)
     return result
+
+
+def _frame(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    statistics: Statistics | None,
+) -> Frame | ReplayFrame:
+    """Choose the engine."""
+    if not options.always_replays:
+        frame = Frame(function, args, kwargs, options, statistics)
+        if not (options.may_replay and frame.surroundings.needs_repair):
+            return frame
+    return ReplayFrame(function, args, kwargs, options, statistics)
+
+
+def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
+    """Turn the contexts of selective checkpointing into a policy to keep."""
+    if isinstance(contexts[0], SelectiveContext):
+        return replace(options, context_fn=None, debug=False, keep=contexts[0].policy)
+    return replace(options, context_fn=lambda: contexts)
 
 
 def _switched(options: RegionOptions) -> RegionOptions:
@@ -189,7 +213,7 @@ def _checkpoint_in_compiled_code(
     """
     from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-    for ours in ("guards", "use_reentrant"):
+    for ours in ("guards", "use_reentrant", "engine", "keep", "verify"):
         kwargs.pop(ours, None)
     if kwargs.get("determinism_check") == "values":
         kwargs["determinism_check"] = "default"

@@ -36,6 +36,8 @@ class Surroundings:
     Attributes:
         arguments: Its arguments.
         reads: What else it could read; `None` if nothing, or without guards.
+        needs_repair: Whether it can reach running statistics that it will write, or
+            private generators: what a replay need not put back.
         trainable: Whether it can reach a tensor that requires a gradient.
         random_log: The random operators, where several threads run regions.
     """
@@ -45,6 +47,7 @@ class Surroundings:
     reads: Reads | None = None
     trainable = True
     random_log: RandomLog | None = None
+    needs_repair = False
 
     def __init__(
         self,
@@ -94,7 +97,14 @@ class Surroundings:
 class GuardedSurroundings(Surroundings):
     """What one call of a region saw, all of it."""
 
-    __slots__ = ("_ambient", "_function", "random_log", "reads", "trainable")
+    __slots__ = (
+        "_ambient",
+        "_function",
+        "needs_repair",
+        "random_log",
+        "reads",
+        "trainable",
+    )
 
     def __init__(
         self,
@@ -109,6 +119,7 @@ class GuardedSurroundings(Surroundings):
         self._ambient = Ambient()
         self.arguments = arguments = HeldArguments(args, kwargs)
         reached = reach(function, arguments.others)
+        self.needs_repair = reached.writes_statistics or bool(reached.generators)
         self.trainable = any(t.requires_grad for t in reached.tensors)
         self.reads = Reads(reached) if reached.holds_state() else None
         self.random_log = None

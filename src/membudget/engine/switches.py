@@ -8,8 +8,9 @@ backward that comes later.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 class _Switches(threading.local):
@@ -24,6 +25,7 @@ class _Switches(threading.local):
     disabled: bool = False
     early_stop: bool | None = None
     debug: bool | None = None
+    collector: Callable[[Any], None] | None = None
 
 
 SWITCHES = _Switches()

@@ -7,6 +7,7 @@ forward needs is dropped; what is left of the recording hangs on the handles.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from threading import RLock
 from typing import Any
@@ -21,7 +22,7 @@ from membudget._torch import (
     top_saved_tensors_hooks,
 )
 from membudget.callsite import running_module
-from membudget.engine import retention
+from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
@@ -114,7 +115,7 @@ class ReplayFrame:
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
         self._recorder = None
-        recorder.tracker.table.clear()
+        recorder.recording.tracker.table.clear()
 
     def end(self) -> None:
         """Stop recording, and settle the sources that are needed."""
@@ -124,7 +125,13 @@ class ReplayFrame:
         recorder.settle()
         pop_saved_tensors_hooks()
         self._recorder = None
-        tracker, outer = recorder.tracker, self._outer
+        if (
+            recorder.recording.policy.expects_to_keep
+            and recorder.recording.number
+            and not recorder.recording.kept
+        ):
+            _warn_that_nothing_is_kept(recorder.recording.number)
+        tracker, outer = recorder.recording.tracker, self._outer
         tracker.table.clear()
         if self._originals is not None:
             self._originals.compare(self._replayer, tracker, self._pins)
@@ -178,21 +185,26 @@ class ReplayFrame:
             with recorder.suspended():
                 recorder.settle()
                 tensor = self._take(handle)
-                recorder.tracker.note(tensor, handle.value)
+                recorder.recording.tracker.note(tensor, handle.value)
             return tensor
 
     def _take(self, handle: Handle) -> Tensor:
         replayer = self._replayer
-        before = replayer.operators_run
+        before = replayer.plans_run
         try:
-            tensor = replayer.take(handle, bool(OPEN_GROUPS))
+            counted = isolation.enter()
+            try:
+                tensor = replayer.take(handle, bool(OPEN_GROUPS))
+            finally:
+                if counted:
+                    isolation.leave()
         except SourceChangedError as error:
             replayer.release()
             raise self._changed(error.tensor) from None
         except BaseException:
             replayer.release()
             raise
-        if replayer.operators_run != before:
+        if replayer.plans_run != before:
             if self._statistics is not None:
                 self._statistics.recomputes += 1
             if not retention.release_in_time(self):
@@ -217,22 +229,14 @@ class ReplayFrame:
         return changed_error([name_of(tensor, names)])
 
 
-def run_replay(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    statistics: Statistics | None,
-) -> Any:
-    """Run one region under the replay engine."""
-    frame = ReplayFrame(function, args, kwargs, options, statistics)
-    result = frame.run(args, kwargs)
-    if statistics is not None:
-        if frame.has_saved:
-            statistics.forwards += 1
-        else:
-            statistics.skipped += 1
-    return result
+def _warn_that_nothing_is_kept(operators: int) -> None:
+    warnings.warn(
+        "the policy of a selective region kept the output of none of its "
+        f"{operators} operators. A policy function sees overloads, such as "
+        "torch.ops.aten.mm.default; compare with those, or give a list, in which "
+        "torch.ops.aten.mm stands for all of its overloads.",
+        stacklevel=4,
+    )
 
 
 def _settle(source: Value, outer: Hooks | None) -> None:

@@ -37,15 +37,18 @@ class Replayer:
         handles: The handles, held weakly.
         unpack: The saved-tensor hook around the region that gives packed sources back.
         operators_run: How many operators were run again.
+        plans_run: How many plans made something.
     """
 
     __slots__ = (
         "_enter",
         "_memoised",
         "_plan",
+        "_plan_ran",
         "_task",
         "handles",
         "operators_run",
+        "plans_run",
         "unpack",
     )
 
@@ -58,6 +61,8 @@ class Replayer:
         self.handles: list[ReferenceType[Handle]] = []
         self.unpack: Any = None
         self.operators_run = 0
+        self.plans_run = 0
+        self._plan_ran = 0
         self._enter = enter
         self._plan = 0
         self._task = -1  # The backward for which the plan was made.
@@ -165,6 +170,9 @@ class Replayer:
             self._make_plan()
             operations = self._path_to(value)
             assert operations is not None
+        if self._plan_ran != self._plan:
+            self._plan_ran = self._plan
+            self.plans_run += 1
         with Scope() as scope, below_autograd():
             self._enter(scope)
             dtype = torch.get_default_dtype()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import types
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from membudget._torch import tree_iter
+from membudget._torch import tree_iter, without_dispatch_modes
 from membudget.engine.policy import Policy
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tracker import Tracker, alias
@@ -29,6 +30,7 @@ Pins = set[tuple[int, int]]
 Signature = tuple[Any, ...]
 
 # What was verified: by the code that a region runs, and by the signature.
+_PLAIN = (Tensor, torch.nn.Parameter)
 _VERIFIED: WeakKeyDictionary[Any, dict[Signature, Pins]] = WeakKeyDictionary()
 
 
@@ -81,6 +83,20 @@ class Originals:
             PinnedWarning: For each value that is pinned.
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
+        # A mode of the user's does not see the comparison; fake tensors need theirs.
+        plain = all(type(t) in _PLAIN for _, t in dropped)
+        with without_dispatch_modes() if plain else nullcontext():
+            self._compare(dropped, replayer, tracker, pins)
+        replayer.release()
+        self._pairs.clear()
+
+    def _compare(
+        self,
+        dropped: list[tuple[Handle, Tensor]],
+        replayer: Replayer,
+        tracker: Tracker,
+        pins: Pins,
+    ) -> None:
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
             root = value.root or value
@@ -95,8 +111,6 @@ class Originals:
             value.hold(original)
             tracker.note_source(value)
             replayer.release()
-        replayer.release()
-        self._pairs.clear()
 
 
 def _number(pair: tuple[Handle, Tensor]) -> int:
@@ -142,7 +156,7 @@ def _is_comparable(tensor: Tensor) -> bool:
     oneDNN and cuDNN leave parts of their workspaces, vectors of bytes, unfilled.
     """
     return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
+        type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_meta
         and not (tensor.dtype is torch.uint8 and tensor.dim() == 1)

@@ -1,0 +1,195 @@
+"""What a forward of a replay region records: operations, and what they made.
+
+Which value a tensor has is the tracker's to know; what is kept, the policy's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget.engine import isolation
+from membudget.engine.identity import address_of
+from membudget.engine.policy import Candidate, Policy
+from membudget.engine.randomness import source_of
+from membudget.engine.replay.operators import (
+    OperatorFacts,
+    flat_outputs,
+    tensors_in,
+)
+from membudget.engine.replay.tracker import Tracker
+from membudget.engine.replay.values import Memory, Operation
+
+Pins = set[tuple[int, int]]
+
+
+class OperatorRecording:
+    """The record of one forward, while it runs.
+
+    Attributes:
+        tracker: What is known of the tensors.
+        number: How many operators have run.
+        kept: How many outputs the policy kept.
+        policy: What to keep.
+    """
+
+    __slots__ = (
+        "_decisions",
+        "_module_path",
+        "_pins",
+        "kept",
+        "number",
+        "policy",
+        "tracker",
+    )
+
+    def __init__(self, policy: Policy, pins: Pins, module_path: Callable[[], str]):
+        """Begin with nothing recorded.
+
+        Args:
+            policy: What to keep.
+            pins: Outputs to keep whatever the policy says, by operator and index.
+            module_path: Returns the path of the module that is running.
+        """
+        self.tracker = Tracker()
+        self.number = 0
+        self.kept = 0
+        self.policy = policy
+        self._pins = pins
+        self._module_path = module_path
+        self._decisions: dict[Any, bool | None] = {}
+
+    def operation(
+        self, func: Any, args: list[Any], kwargs: dict[str, Any]
+    ) -> Operation:
+        """Note that an operator runs, with values in the place of tensors."""
+        tracker = self.tracker
+        tracker.clock += 1
+        operation = Operation(
+            func, args, kwargs, tracker.clock, torch.is_grad_enabled()
+        )
+        operation.call = self.number
+        return operation
+
+    def record_tensors(
+        self, positions: tuple[int, ...], recorded: list[Any]
+    ) -> list[int]:
+        """Put values in the place of tensors; return where the tensors lie."""
+        tracker = self.tracker
+        addresses = []
+        for position in positions:
+            if position >= len(recorded):
+                break
+            tensor = recorded[position]
+            if not isinstance(tensor, Tensor):
+                continue  # `None`, or a number in the place of a tensor.
+            entry = tracker.table.get(id(tensor))
+            address = address_of(tensor)
+            if (
+                entry is None
+                or entry.epoch != entry.memory.epoch
+                or entry.address != address
+            ):
+                entry = tracker.meet(tensor, entry)
+            recorded[position] = tracker.mark_read(tensor, entry)
+            addresses.append(address)
+        return addresses
+
+    def note_outputs(
+        self,
+        operation: Operation,
+        facts: OperatorFacts,
+        args: Any,
+        output: Any,
+        addresses: Collection[int],
+    ) -> None:
+        """Note outputs, which may be several, or none, or views."""
+        table = self.tracker.table
+        for index, item in enumerate(flat_outputs(output)):
+            if not isinstance(item, Tensor) or id(item) in table:
+                continue
+            address = address_of(item)
+            if address and address in addresses:
+                base = next(t for t in tensors_in(args) if address_of(t) == address)
+                self._note_view(operation, base, item, index, address)
+            else:
+                self.note_fresh(operation, facts, args, item, index, address)
+
+    def _note_view(
+        self,
+        operation: Operation,
+        base: Tensor,
+        output: Tensor,
+        index: int,
+        address: int,
+    ) -> None:
+        entry = self.tracker.entry(base)
+        value = operation.output(index, entry.value.root or entry.value)
+        self.tracker.enter(output, value, entry.memory, address)
+
+    def note_fresh(
+        self,
+        operation: Operation,
+        facts: OperatorFacts,
+        args: Any,
+        output: Tensor,
+        index: int,
+        address: int,
+    ) -> None:
+        """Note an output that lies in memory of its own."""
+        value = operation.output(index)
+        entry = self.tracker.enter(output, value, Memory(value), address)
+        if self.keeps(operation, facts, args, output, index):
+            self.tracker.hold_value(output, entry)
+
+    def keeps(
+        self,
+        operation: Operation,
+        facts: OperatorFacts,
+        args: Any,
+        output: Tensor,
+        index: int,
+    ) -> bool:
+        """Tell whether an output is held."""
+        if self._pins and (self.number, index) in self._pins:
+            return True
+        operator = operation.operator
+        try:
+            decided = self._decisions[operator]
+        except KeyError:
+            decided = facts.is_routing or self.policy.by_operator(operator)
+            self._decisions[operator] = decided
+        if decided is None:
+            decided = self.policy.keeps(
+                Candidate(
+                    operator,
+                    args,
+                    operation.kwargs,
+                    output,
+                    self.number,
+                    self._module_path,
+                )
+            )
+        self.kept += decided
+        return decided
+
+    def run(
+        self, operation: Operation, facts: OperatorFacts, args: Any, kwargs: Any
+    ) -> Any:
+        """Run an operator; note where its generator stood."""
+        func = operation.operator
+        if not facts.is_random:
+            return func(*args, **kwargs)
+        with isolation.OPERATOR_LOCK:
+            source = source_of(isolation.generator_of(args, kwargs))
+            if source is not None:
+                operation.drawn = (source, source.note())
+            return func(*args, **kwargs)
+
+    def hold_written(self, tensor: Tensor) -> None:
+        """Hold the memory of a tensor that was written unseen, or cannot be again."""
+        entry = self.tracker.entry(tensor)
+        self.tracker.after_write(entry.memory, None)

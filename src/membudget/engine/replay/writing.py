@@ -1,0 +1,176 @@
+"""Record operators that write their arguments, draw, or take lists of tensors.
+
+A write is made functional: an operator on a memory that is not held gives it a new
+root, and a replay writes into a copy of the old one, or into the old one itself where
+nothing else needs that. What is written into held memory is there, and needs no replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from membudget.engine.identity import address_of
+from membudget.engine.replay.operators import (
+    OperatorFacts,
+    flat_outputs,
+    tensors_in,
+)
+from membudget.engine.replay.recording import OperatorRecording
+from membudget.engine.replay.values import Operation, Scratch
+
+
+def run_in_place(
+    recording: OperatorRecording,
+    func: Any,
+    facts: OperatorFacts,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operator that writes its first argument, and returns it."""
+    tracker = recording.tracker
+    target = args[0]
+    recorded = list(args)
+    recording.record_tensors(facts.tensors[1:], recorded)
+    entry = tracker.entry(target)
+    memory, value = entry.memory, entry.value
+    if memory.root is None:
+        tracker.before_write([target], is_needed=False)
+        output = func(*args, **kwargs)
+        tracker.after_write(memory, None)
+        return output
+    recorded[0] = value
+    operation = recording.operation(func, recorded, kwargs)
+    operation.targets.append((value.root or value, 1))
+    output = recording.run(operation, facts, args, kwargs)
+    root = operation.output(1)
+    tracker.after_write(memory, root)
+    if value.root is None:
+        entry.value, entry.epoch = root, memory.epoch
+        if recording.keeps(operation, facts, args, target, 1):
+            tracker.hold_value(target, entry)
+    return output
+
+
+def run_special(
+    recording: OperatorRecording,
+    func: Any,
+    facts: OperatorFacts,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run an operator that is no plain function of tensors by position."""
+    written = list(written_by(facts, args, kwargs))
+    scratch = _statistics(facts, args)
+    marks = _Marks(facts.is_view, written, scratch)
+    operation = recording.operation(
+        func,
+        [_recorded(recording, a, marks) for a in args],
+        {name: _recorded(recording, a, marks) for name, a in kwargs.items()},
+    )
+    if not (written or scratch):
+        output = recording.run(operation, facts, args, kwargs)
+        arguments = [*args, *kwargs.values()]
+        addresses = {address_of(t) for t in tensors_in(arguments)}
+        recording.note_outputs(operation, facts, arguments, output, addresses)
+        return output
+    return _run_writing(recording, operation, facts, args, kwargs, (written, scratch))
+
+
+def _run_writing(
+    recording: OperatorRecording,
+    operation: Operation,
+    facts: OperatorFacts,
+    args: Any,
+    kwargs: dict[str, Any],
+    changed: tuple[list[Tensor], list[Tensor]],
+) -> Any:
+    written, scratch = changed
+    tracker = recording.tracker
+    # Whether a replay yields something besides what is written into held memory.
+    entries = [tracker.entry(t) for t in written]
+    is_needed = facts.returns_fresh or any(
+        entry.memory.root is not None for entry in entries
+    )
+    memories = tracker.before_write(written, is_needed)
+    tracker.before_write(scratch, False)
+    roots = [(e.memory, e.value.root or e.value) for e in entries]
+    output = recording.run(operation, facts, args, kwargs)
+    arguments = [*args, *kwargs.values()]
+    addresses = {address_of(t) for t in tensors_in(arguments)}
+    recording.note_outputs(operation, facts, arguments, output, addresses)
+    first = len(flat_outputs(output))
+    for number, memory in enumerate(memories):
+        was = next(root for owner, root in roots if owner is memory)
+        if memory.root is None:
+            tracker.after_write(memory, None)
+            operation.targets.append((was, -1))
+        else:
+            index = first + number
+            tracker.after_write(memory, operation.output(index))
+            operation.targets.append((was, index))
+    for tensor in scratch:
+        value = tracker.entry(tensor).value
+        (value.root or value).is_state = True
+        tracker.after_write(tracker.entry(tensor).memory, None)
+    _keep_written(recording, operation, facts, args, written)
+    return output
+
+
+def _keep_written(
+    recording: OperatorRecording,
+    operation: Operation,
+    facts: OperatorFacts,
+    args: Any,
+    written: list[Any],
+) -> None:
+    for tensor in written:
+        entry = recording.tracker.entry(tensor)
+        value = entry.value
+        if value.operation is operation and recording.keeps(
+            operation, facts, args, tensor, value.index
+        ):
+            recording.tracker.hold_value(tensor, entry)
+
+
+def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any:
+    """Return what stands for an argument in the recording."""
+    if isinstance(argument, Tensor):
+        if id(argument) in marks.scratch:
+            return Scratch(argument)
+        if marks.is_view or id(argument) in marks.written:
+            return recording.tracker.entry(argument).value
+        return recording.tracker.read(argument)
+    if isinstance(argument, list | tuple) and any(
+        isinstance(item, Tensor) for item in argument
+    ):
+        return [_recorded(recording, item, marks) for item in argument]
+    return argument
+
+
+class _Marks:
+    """What an operator does with its tensors, which are known by identity."""
+
+    __slots__ = ("is_view", "scratch", "written")
+
+    def __init__(self, is_view: bool, written: list[Tensor], scratch: list[Tensor]):
+        self.is_view = is_view  # A view reads nothing.
+        self.written = frozenset(map(id, written))
+        self.scratch = frozenset(map(id, scratch))
+
+
+def written_by(
+    facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
+) -> Iterator[Tensor]:
+    """Yield the tensors that an operator writes."""
+    yield from tensors_in(args[i] for i in facts.written if i < len(args))
+    yield from tensors_in(kwargs.get(name) for name in facts.written_names)
+
+
+def _statistics(facts: OperatorFacts, args: Any) -> list[Tensor]:
+    """Return the running statistics that a normalisation will write."""
+    if facts.statistics is None or not facts.statistics(args):
+        return []
+    return [t for t in args[3:5] if isinstance(t, Tensor)]
