@@ -87,7 +87,7 @@ class Ambient:
             _torch.function_modes() if _torch.function_mode_count() else ()
         )
         self.dispatch_modes = (
-            _torch.dispatch_modes() if _torch.dispatch_mode_count() else ()
+            _modes_of_the_user() if _torch.dispatch_mode_count() else ()
         )
         self.settings = [getter() for getter in _GETTERS]
         self.context = contextvars.copy_context()
@@ -100,6 +100,12 @@ class Ambient:
         if self.dispatch_modes:
             # A mode that is active around the backward alone stays: a counter of
             # operators is meant to see the recompute.
+            _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
+
+    def enter_for_operators(self, scope: Scope) -> None:
+        """Bring back what operators see, where no Python of the user's runs."""
+        self.enter_settings(scope)
+        if self.dispatch_modes:
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
     def enter_settings(self, scope: Scope) -> None:
@@ -123,6 +129,15 @@ class Ambient:
             # The backward runs under a default device that the forward did not have.
             scope.enter_context(torch.device("cpu"))
         _enter_missing(scope, self.function_modes, active)
+
+
+def _modes_of_the_user() -> tuple[Any, ...]:
+    """Return the dispatch modes that are not the engine's own."""
+    return tuple(
+        mode
+        for mode in _torch.dispatch_modes()
+        if not isinstance(mode, _torch.DispatchMode)
+    )
 
 
 def _enter_missing(

@@ -16,6 +16,7 @@ from membudget._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
 from membudget.engine import isolation, retention
 from membudget.engine.compare import mismatch_error
 from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.identity import address_of, version_of
 from membudget.engine.recording import Handle, Recording
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
@@ -82,7 +83,9 @@ class Frame(Recording):
         if tensor is None:
             tensor = self._recomputed(handle)
         version = handle.version
-        if version is not None and tensor._version != version:
+        if (version is not None and version_of(tensor) != version) or address_of(
+            tensor
+        ) != handle.address:
             raise _changed_inside(tensor)
         if not OPEN_GROUPS:
             handle.tensor = None  # Rule 3.

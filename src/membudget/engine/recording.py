@@ -24,10 +24,12 @@ class Handle:
         tensor: The recomputed tensor, until autograd takes it.
         version: The version of the tensor's content when it was recomputed; `None` if
             the tensor may be written to.
+        address: Where its storage lay then: `y.data =` exchanges it.
     """
 
-    __slots__ = ("__weakref__", "tensor", "version")
+    __slots__ = ("__weakref__", "address", "tensor", "version")
 
+    address: int
     tensor: Tensor | None
     version: int | None
 

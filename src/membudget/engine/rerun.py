@@ -31,7 +31,7 @@ from membudget.engine.compare import (
 )
 from membudget.engine.diagnosis import likely_causes, module_names
 from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.identity import address_of
+from membudget.engine.identity import address_of, version_of
 from membudget.engine.reads import Externals
 from membudget.engine.recording import Recording
 from membudget.engine.scope import Scope
@@ -149,8 +149,9 @@ class Rerun:
                 self._check(index, made)
             handle = reference()
             if handle is not None:
+                handle.address = address_of(tensor)
                 handle.version = (
-                    tensor._version
+                    version_of(tensor)
                     if self._externals is None
                     else self._version_of_external(tensor, self._externals)
                 )
@@ -189,7 +190,7 @@ class Rerun:
         if address in externals.changed:
             self._failure = changed_error([externals.changed[address]])
             raise self._failure
-        return None if address in externals.put_back else tensor._version
+        return None if address in externals.put_back else version_of(tensor)
 
     def _check(self, index: int, made: Metadata) -> None:
         if self._recording.options.determinism_check == "none":

@@ -7,8 +7,9 @@ Rule 1. Nothing of the user's runs twice: no Python, no hook, no draw from Pytho
     NumPy's streams, no update of a statistic.
 Rule 2. A replay runs exactly the operators between what is held and what living handles
     ask for, each at most once in a backward, and frees each value at its last use.
-Rule 3. An operator sees what it saw: its arguments, its generator's state, the grad mode,
-    the default dtype, the settings that choose kernels; autocast has become operators.
+Rule 3. An operator sees what it saw: its arguments, its generator's state, grad mode,
+    default dtype, dispatch modes, the settings that choose kernels; autocast has become
+    operators.
 Rule 4. A write is a new value. What was saved or read before it keeps what it held, and
     a replay never writes into memory that anything else needs.
 Rule 5. What comes from outside is held by reference with its version: a parameter, an

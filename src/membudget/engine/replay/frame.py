@@ -15,6 +15,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from membudget._torch import (
     pop_saved_tensors_hooks,
@@ -34,7 +35,7 @@ from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer, SourceChangedError
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
-from membudget.engine.replay.verify import Originals, signature_of, verified
+from membudget.engine.replay.verify import Originals, Verified, verified
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
@@ -54,10 +55,10 @@ class ReplayFrame:
         "_lock",
         "_originals",
         "_outer",
-        "_pins",
         "_recorder",
         "_replayer",
         "_statistics",
+        "_verified",
     )
 
     def __init__(
@@ -76,16 +77,14 @@ class ReplayFrame:
         tensors = tensors_in([*args, *kwargs.values()])
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         self._originals: Originals | None = None
-        self._pins: set[tuple[int, int]] = set()
+        self._verified: Verified | None = None
         if options.verify:
-            known = verified(function)
-            signature = signature_of(options.policy, args, kwargs)
-            if signature not in known:
-                known[signature] = set()
+            self._verified = verified(options.policy, function, args, kwargs)
+            if self._verified.operators is None:
                 self._originals = Originals()
-            self._pins = known[signature]
+        pins = self._verified.pins if self._verified is not None else set()
         self._recorder: Recorder | None = Recorder(
-            options.policy, self._pins, self._module_path()
+            options.policy, pins, self._module_path()
         )
 
     # The forward.
@@ -133,9 +132,8 @@ class ReplayFrame:
             _warn_that_nothing_is_kept(recorder.recording.number)
         tracker, outer = recorder.recording.tracker, self._outer
         tracker.table.clear()
-        if self._originals is not None:
-            self._originals.compare(self._replayer, tracker, self._pins)
-            self._originals = None
+        if self._verified is not None:
+            self._verify(recorder, self._verified)
         for reference in tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
@@ -143,6 +141,15 @@ class ReplayFrame:
         if outer is not None:
             self._replayer.unpack = outer[1]
         self._outer = None
+
+    def _verify(self, recorder: Recorder, verified: Verified) -> None:
+        recording = recorder.recording
+        if self._originals is not None:
+            self._originals.compare(self._replayer, recording.tracker, verified.pins)
+            self._originals = None
+            verified.operators = recording.number
+        elif verified.operators != recording.number:
+            verified.operators = None
 
     @property
     def has_saved(self) -> bool:
@@ -246,10 +253,10 @@ def _settle(source: Value, outer: Hooks | None) -> None:
     if source.is_state:
         # The next call of the function writes it again, before the backward of this.
         tensor = source.tensor = copy_of(tensor)
-    if tensor.requires_grad or outer is None:
+    if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
         source.version = version_of(tensor)
     else:
-        source.packed = (outer[0](tensor), stride_of(tensor))
+        source.packed = (outer[0](tensor.detach()), stride_of(tensor))
         source.tensor = None
 
 
@@ -257,11 +264,11 @@ def _surroundings() -> Callable[[Scope], None]:
     """Note what operators depend on; return what brings it back."""
     ambient = Ambient()
     if not torch.cuda.is_initialized():
-        return ambient.enter_settings
+        return ambient.enter_for_operators
     stream = torch.cuda.current_stream()
 
     def enter(scope: Scope) -> None:
-        ambient.enter_settings(scope)
+        ambient.enter_for_operators(scope)
         scope.enter_context(torch.cuda.stream(stream))
 
     return enter

@@ -38,14 +38,16 @@ _STATISTICS = {
     "aten::miopen_batch_norm": 5,
 }
 
-# Where the tokens of a mixture go, and the like: always kept, because a decision that
-# is made again must not fall another way. The results are small.
+# Always kept. Where the tokens of a mixture go, and the like: a decision that is made
+# again must not fall another way, and the results are small. And the losses that save a
+# table of which they fill a part.
 _ROUTING = frozenset(
     (
         *("aten::topk", "aten::sort", "aten::argmax", "aten::argmin", "aten::mode"),
         *("aten::nonzero", "aten::multinomial", "aten::unique_dim", "aten::_unique2"),
         *("aten::unique_consecutive", "aten::searchsorted", "aten::bucketize"),
         *("aten::kthvalue", "aten::median", "aten::bincount", "aten::argsort"),
+        *("aten::_ctc_loss", "aten::_cudnn_ctc_loss"),
     )
 )
 

@@ -28,7 +28,7 @@ from membudget.engine.replay.operators import (
 )
 from membudget.engine.replay.recording import OperatorRecording, Pins
 from membudget.engine.replay.tracker import EMPTY, is_empty
-from membudget.engine.replay.values import Handle, Memory
+from membudget.engine.replay.values import Handle
 from membudget.engine.replay.writing import run_in_place, run_special, written_by
 
 
@@ -165,6 +165,13 @@ class Recorder(DispatchMode):
         """Run a view operator: its outputs lie in the memory of its argument."""
         tracker = self.recording.tracker
         entry = tracker.entry(args[0])
+        if not entry.address:
+            # A part of a sparse tensor has a storage of its own, which says nothing
+            # of whose part it is.
+            tracker.hold_memory(args[0], entry)
+            output = func(*args, **kwargs)
+            self._hold_outputs(output)
+            return output
         output = func(*args, **kwargs)
         value, address = entry.value, entry.address
         operation = self.recording.operation(func, [value, *args[1:]], kwargs)
@@ -185,9 +192,7 @@ class Recorder(DispatchMode):
             geometry = [output.shape, output.stride()]
             operation = self.recording.operation(EMPTY, geometry, options)
             value = operation.output(0)
-            self.recording.tracker.enter(
-                output, value, Memory(value), address_of(output)
-            )
+            self.recording.tracker.enter_fresh(output, value, address_of(output))
         return output
 
     def _run_opaque(

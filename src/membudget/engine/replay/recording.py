@@ -21,7 +21,7 @@ from membudget.engine.replay.operators import (
     tensors_in,
 )
 from membudget.engine.replay.tracker import Tracker
-from membudget.engine.replay.values import Memory, Operation
+from membudget.engine.replay.values import Operation
 
 Pins = set[tuple[int, int]]
 
@@ -141,7 +141,7 @@ class OperatorRecording:
     ) -> None:
         """Note an output that lies in memory of its own."""
         value = operation.output(index)
-        entry = self.tracker.enter(output, value, Memory(value), address)
+        entry = self.tracker.enter_fresh(output, value, address)
         if self.keeps(operation, facts, args, output, index):
             self.tracker.hold_value(output, entry)
 

@@ -164,12 +164,15 @@ class Replayer:
         if value.operation is None:
             self._source(value)
             return
-        operations = self._path_to(value)
-        if operations is None:
+        path = self._path_to(value)
+        if path is None:
             # Something is needed that the plan had done with.
             self._make_plan()
-            operations = self._path_to(value)
-            assert operations is not None
+            path = self._path_to(value)
+            assert path is not None
+        operations, packed = path
+        for source in packed:
+            self._source(source)  # Above autograd, for an outer region may rerun.
         if self._plan_ran != self._plan:
             self._plan_ran = self._plan
             self.plans_run += 1
@@ -186,20 +189,28 @@ class Replayer:
                     torch.set_default_dtype(dtype)
                 self._run(operation)
 
-    def _path_to(self, value: Value) -> list[Operation] | None:
-        """Return the operators to run; `None` if the plan does not count on them."""
+    def _path_to(self, value: Value) -> tuple[list[Operation], list[Value]] | None:
+        """Return the operators to run, and the sources to unpack.
+
+        Returns:
+            Both; `None` if the plan does not count on them.
+        """
         operations: dict[int, Operation] = {}
+        packed = []
         wanted = [value]
         while wanted:
             value = wanted.pop()
             if value.plan != self._plan or value.uses <= 0:
                 return None
             operation = value.operation
-            if operation is None or id(operation) in operations:
+            if operation is None:
+                packed.append(value)
+                continue
+            if id(operation) in operations:
                 continue
             operations[id(operation)] = operation
             wanted += [v for v in operation.inputs() if v.tensor is None]
-        return list(operations.values())
+        return list(operations.values()), packed
 
     def _run(self, operation: Operation) -> None:
         self.operators_run += 1

@@ -36,7 +36,7 @@ class Tracker:
         clock: How many operations were recorded; those of derived views, too.
     """
 
-    __slots__ = ("_forget", "clock", "sources", "table")
+    __slots__ = ("_forget", "_memories", "clock", "sources", "table")
 
     def __init__(self) -> None:
         """Begin with no tensor known."""
@@ -47,6 +47,7 @@ class Tracker:
 
         self.table = table
         self.clock = 0
+        self._memories: dict[int, Memory] = {}
         self.sources: list[ReferenceType[Value]] = []
         self._forget = forget
 
@@ -89,10 +90,22 @@ class Tracker:
         self.table[key] = entry
         return entry
 
+    def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> Entry:
+        """Know a tensor that lies in memory of its own."""
+        memory = Memory(value)
+        before = self._memories.get(address)
+        if before is not None:
+            # That storage is no more, though a tensor may be known by it still:
+            # `y.data =` gives a tensor another storage.
+            before.is_gone = True
+            before.epoch += 1
+        self._memories[address] = memory
+        return self.enter(tensor, value, memory, address)
+
     def meet(self, tensor: Tensor, entry: Entry | None) -> Entry:
         """Know a tensor that is new here, or whose memory was written since."""
         address = address_of(tensor)
-        if entry is None or entry.address != address:
+        if entry is None or entry.address != address or entry.memory.is_gone:
             entry = self._sibling(address)
         if entry is None:
             memory = Memory(None)
@@ -208,8 +221,10 @@ class Tracker:
         """Return what is known of another tensor with the same storage."""
         if address:
             for entry in self.table.values():
-                if entry.address == address:
-                    return entry
+                if entry.address == address and not entry.memory.is_gone:
+                    tensor = entry()
+                    if tensor is not None and address_of(tensor) == address:
+                        return entry
         return None
 
 
@@ -237,9 +252,13 @@ def alias(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy with the same place in its storage, so that views fit."""
-    if not _is_plain(tensor) or tensor.storage_offset() == 0:
-        return tensor.detach().clone()
+    tensor = tensor.detach()
+    if not _is_plain(tensor):
+        return tensor.clone()
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    span = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True))
-    storage = tensor.new_empty(offset + max(span, 0))
-    return storage.as_strided(size, stride, offset).copy_(tensor.detach())
+    if tensor.is_contiguous() and offset == 0:
+        return tensor.clone()
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return (
+        tensor.as_strided((elements,), (1,), 0).clone().as_strided(size, stride, offset)
+    )

@@ -198,18 +198,20 @@ class Memory:
         root: The value of the whole storage now; `None` while the memory is held by
             reference, so that each tensor in it is a source.
         epoch: How often it was written.
+        is_gone: Whether its storage died while a tensor was known by it.
         is_external: Whether it lay outside of the region.
         is_state: Whether it did, and the region wrote it: a running statistic.
         sources: The sources that lie in it since it was last written.
     """
 
-    __slots__ = ("epoch", "is_external", "is_state", "root", "sources")
+    __slots__ = ("epoch", "is_external", "is_gone", "is_state", "root", "sources")
 
     def __init__(self, root: Value | None):
         """Begin with the first value seen, or with `None` for what lay outside."""
         self.root = root
         self.epoch = 0
         self.is_external = root is None
+        self.is_gone = False
         self.is_state = False
         self.sources: list[ReferenceType[Value]] = []
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from membudget.engine.identity import address_of
 from membudget.engine.replay.operators import (
@@ -98,6 +99,7 @@ def _run_writing(
     tracker.before_write(scratch, False)
     roots = [(e.memory, e.value.root or e.value) for e in entries]
     output = recording.run(operation, facts, args, kwargs)
+    _move_versions(facts, args, kwargs)
     arguments = [*args, *kwargs.values()]
     addresses = {address_of(t) for t in tensors_in(arguments)}
     recording.note_outputs(operation, facts, arguments, output, addresses)
@@ -148,6 +150,18 @@ def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any
     ):
         return [_recorded(recording, item, marks) for item in argument]
     return argument
+
+
+def _move_versions(facts: OperatorFacts, args: Any, kwargs: dict[str, Any]) -> None:
+    """Move the versions of tensors that were written through a list.
+
+    Under a dispatch mode, torch (2.13) does not, and a view then keeps a stale history.
+    """
+    lists = [args[i] for i in facts.written if i < len(args)]
+    lists += [kwargs.get(name) for name in facts.written_names]
+    for written in lists:
+        if isinstance(written, list | tuple):
+            increment_version(written)
 
 
 class _Marks:
