@@ -30,6 +30,7 @@ from membudget.engine.held import stride_of
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
+from membudget.engine.recording import Recording
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer, SourceChangedError
@@ -188,7 +189,11 @@ class ReplayFrame:
             recorder = self._recorder
             if recorder is None:
                 return self._take(handle)
-            # A backward of the function's own, while the forward still runs.
+            # A backward of the function's own, while the forward still runs. A region
+            # around this one, which would run it again, must know (its Rule 7).
+            owner = getattr(self._outer and self._outer[1], "__self__", None)
+            if isinstance(owner, Recording):
+                owner.nested_backward = True
             with recorder.suspended():
                 recorder.settle()
                 tensor = self._take(handle)

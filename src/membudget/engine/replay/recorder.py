@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import DispatchMode
+from membudget._torch import DispatchMode, dispatch_modes
 from membudget.engine.identity import address_of
 from membudget.engine.policy import Policy
 from membudget.engine.replay.operators import (
@@ -66,6 +66,21 @@ class Recorder(DispatchMode):
         self.is_suspended = False
         self.opaque_depth = 0
         self._late: list[tuple[Handle, Tensor]] = []
+
+    def __enter__(self) -> Any:
+        """Record from now on; the recorder below knows that it is not alone."""
+        below = [mode for mode in dispatch_modes() if isinstance(mode, Recorder)]
+        self._below = below[-1].recording if below else None
+        if self._below is not None:
+            self._below.is_innermost = False
+        return super().__enter__()
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Stop recording."""
+        super().__exit__(kind, error, trace)
+        if self._below is not None:
+            self._below.is_innermost = True
+            self._below = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -86,11 +86,25 @@ class Replayer:
             self._materialise(value)
         tensor = value.tensor
         assert tensor is not None
-        if not stays:
-            handle.served = self._plan
-            # Autograd reads it from now on, so nobody may write into its memory.
-            (value.root or value).view_uses += 1
-            self._used(value)
+        if stays:
+            return tensor
+        handle.served = self._plan
+        self._used(value)
+        return self._lent(value, tensor)
+
+    def _lent(self, value: Value, tensor: Tensor) -> Tensor:
+        """Return a tensor for autograd to read, and for its kernels to overwrite.
+
+        As in plain autograd, several saved tensors may share memory. What operators of
+        the plan still read is another matter: of that, autograd gets a copy.
+        """
+        owner = value.root or value
+        still = owner.uses + owner.view_uses
+        if still > 0:
+            shared = sum((v.root or v) is owner for v in self._wanted(unserved=True))
+            if still > shared:
+                return copy_of(tensor)
+        owner.is_lent = True
         return tensor
 
     def prepare(self) -> None:
@@ -110,10 +124,20 @@ class Replayer:
 
     # The plan.
 
-    def _wanted(self) -> list[Value]:
-        """Return the values of living handles that have to be made."""
+    def _wanted(self, unserved: bool = False) -> list[Value]:
+        """Return the values of living handles that have to be made.
+
+        Args:
+            unserved: Leave out those that were served in this plan.
+        """
         handles = [reference() for reference in self.handles]
-        return [h.value for h in handles if h is not None and not h.value.is_held()]
+        return [
+            h.value
+            for h in handles
+            if h is not None
+            and not h.value.is_held()
+            and not (unserved and h.served == self._plan)
+        ]
 
     def _make_plan(self) -> None:
         self._plan += 1
@@ -150,6 +174,7 @@ class Replayer:
         if value.plan != self._plan:
             value.plan = self._plan
             value.uses = value.view_uses = 0
+            value.is_lent = False
 
     def _used(self, value: Value) -> None:
         value.uses -= 1
@@ -248,7 +273,7 @@ class Replayer:
         for root, _ in operation.targets:
             if root.operation is None:
                 bases[root] = copy_of(self._source(root))
-            elif root.uses <= 1 and root.view_uses <= 0:
+            elif root.uses <= 1 and root.view_uses <= 0 and not root.is_lent:
                 assert root.tensor is not None
                 bases[root] = root.tensor  # Nobody else will ask for it.
             else:

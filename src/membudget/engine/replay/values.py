@@ -33,11 +33,13 @@ class Value:
         plan: The number of the plan in which the following are meant.
         uses: How often it is still needed, by handles and by operations.
         view_uses: How often its views are still needed.
+        is_lent: Whether autograd has it, or a view of it.
     """
 
     __slots__ = (
         "__weakref__",
         "index",
+        "is_lent",
         "is_state",
         "is_used",
         "operation",
@@ -52,6 +54,7 @@ class Value:
 
     uses: int
     view_uses: int
+    is_lent: bool
 
     def __init__(
         self, operation: Operation | None, index: int = 0, root: Value | None = None

@@ -99,7 +99,6 @@ def _run_writing(
     tracker.before_write(scratch, False)
     roots = [(e.memory, e.value.root or e.value) for e in entries]
     output = recording.run(operation, facts, args, kwargs)
-    _move_versions(facts, args, kwargs)
     arguments = [*args, *kwargs.values()]
     addresses = {address_of(t) for t in tensors_in(arguments)}
     recording.note_outputs(operation, facts, arguments, output, addresses)
@@ -118,6 +117,9 @@ def _run_writing(
         (value.root or value).is_state = True
         tracker.after_write(tracker.entry(tensor).memory, None)
     _keep_written(recording, operation, facts, args, written)
+    if recording.is_innermost:
+        # Last of all, because an alias that is made afterwards settles a view's history.
+        _move_versions(facts, args, kwargs)
     return output
 
 
