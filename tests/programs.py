@@ -19,6 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.zoo import Call, Case
+
 # Calls `function(*args, **kwargs)`, as a region or not.
 Caller = Callable[..., Any]
 Passing = Literal["position", "keyword", "closure", "list", "dict"]
@@ -265,3 +267,31 @@ def _run_stretch(
     before = dict(zip(region.reads, given, strict=True))
     after = run_body(region.body, machine, caller, before)
     return [after[i] for i in region.writes]
+
+
+def merely_call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a function without a region."""
+    return function(*args, **kwargs)
+
+
+def case_of(program: Program) -> Case:
+    """Return a case that runs `program`; its function takes the caller of regions."""
+
+    def make() -> Call:
+        machine = Machine()
+        leaves = tuple(
+            torch.randn(4, 4).requires_grad_(program.trainable[i])
+            for i in range(INPUTS)
+        )
+        return Call(
+            functools.partial(run_program, program, machine, leaves),
+            state={
+                "machine": machine,
+                "leaves": leaves,
+                "generator": machine.generator,
+            },
+            # With the leaves in it, there is always something to differentiate.
+            used=lambda results: [*results, *leaves],
+        )
+
+    return Case("random program", make)

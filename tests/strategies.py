@@ -8,10 +8,12 @@ strategy keeps track of that while it draws, storage by storage.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 
 from tests.programs import (
@@ -22,6 +24,17 @@ from tests.programs import (
     Passing,
     Program,
     Region,
+)
+
+# The same examples in each run; a failure then repeats without a data base.
+# Without shrinking: a program as it was drawn can be read, and shrinking takes minutes.
+generated = functools.partial(
+    settings,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]

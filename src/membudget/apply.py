@@ -1,39 +1,23 @@
 """Put regions on a model without editing or wrapping it, and take them off again.
 
-A module gets a region by a change of class: its class becomes a subclass, made here,
-that differs in `forward` alone (FSDP2 and parametrizations do the same to a module). No
-module is added, no name changes, `isinstance` holds, and hooks on the module run once,
-because they surround `forward`. A copy or a pickle of the module is a plain one. Taking
-the region off gives the class back.
+Which modules: by class, by name, by a predicate, every n-th; or spans of consecutive
+modules. How a module carries a region is told in `carrier`.
 """
 
 from __future__ import annotations
 
-import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, cast
-from weakref import WeakKeyDictionary
+from typing import Any
 
-import torch
 from torch.nn import Module
 
-from membudget.engine.options import RegionOptions, checked_options
-from membudget.engine.region import checkpoint, run_region
+from membudget.carrier import check_can_carry, put_region, remove_region
+from membudget.engine.options import checked_options
 from membudget.engine.statistics import Statistics
 from membudget.errors import OptionError, SelectionError
-
-_KEY = "_membudget_region"
-_CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
-
-
-@dataclass(slots=True)
-class _Region:
-    """What a module with a region carries in its `__dict__`."""
-
-    options: RegionOptions
-    statistics: Statistics
+from membudget.spans import put_spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +100,7 @@ def apply(
     names: str | Iterable[str] | None = None,
     where: Callable[[str, Module], bool] | None = None,
     every: int = 1,
+    spans: Sequence[tuple[str, str]] | None = None,
     **options: Any,
 ) -> Applied:
     """Put regions on the modules of `model` that match, and return a way to undo it.
@@ -132,6 +117,10 @@ def apply(
             `"h.*"` matches `h.0` and not `h.0.mlp`.
         where: Asked with the name and the module.
         every: Take every n-th of what matches, beginning with the first.
+        spans: In place of all that: pairs of names, of the module whose call begins a
+            region and of the later one whose return ends it, both called by one
+            parent: `[("h.0", "h.3"), ("h.4", "h.7")]`. They run under the replay
+            engine.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:
@@ -156,114 +145,17 @@ def apply(
         >>> applied.remove()
     """
     checked = checked_options(options)
+    if spans is not None:
+        if blocks is not None or names is not None or where is not None:
+            raise SelectionError("give spans, or blocks, names and where; not both")
+        return Applied(*put_spans(model, spans, checked))
     modules = _select(model, blocks, names, where, every)
     for name, module in modules.items():
-        _check_can_carry(name, module)
+        check_can_carry(name, module)
     statistics = {
         name: put_region(module, checked, name) for name, module in modules.items()
     }
     return Applied(modules, statistics)
-
-
-def put_region(module: Module, options: RegionOptions, name: str = "") -> Statistics:
-    """Put a region on one module.
-
-    Args:
-        module: The module.
-        options: The region's options.
-        name: What errors and `status()` call it.
-
-    Returns:
-        Where the region counts.
-    """
-    _check_can_carry(name, module)
-    region = _Region(options, Statistics(name))
-    if not has_region(module):
-        module.__class__ = _class_with_region(type(module))
-    module.__dict__[_KEY] = region
-    return region.statistics
-
-
-def remove_region(module: Module) -> None:
-    """Take the region off one module, if it carries one."""
-    module.__dict__.pop(_KEY, None)
-    # Somebody else (FSDP2) may have changed the class on top; then it stays, and its
-    # forward finds no region and runs the module's own.
-    plain = vars(type(module)).get("_membudget_plain_class")
-    if plain is not None:
-        module.__class__ = plain
-
-
-def has_region(module: Module) -> bool:
-    """Tell whether a module carries a region."""
-    return _KEY in module.__dict__
-
-
-def statistics_of(module: Module) -> Statistics | None:
-    """Return where a module's region counts; `None` without a region."""
-    region: _Region | None = module.__dict__.get(_KEY)
-    return None if region is None else region.statistics
-
-
-def _class_with_region(plain: type[Module]) -> type[Module]:
-    known = _CLASSES.get(plain)
-    if known is not None:
-        return known
-    made: Any = type(
-        plain.__name__,
-        (plain,),
-        {
-            "__doc__": plain.__doc__,
-            "__module__": plain.__module__,
-            "__qualname__": plain.__qualname__,
-            "_membudget_plain_class": plain,
-        },
-    )
-
-    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
-        region: _Region | None = self.__dict__.get(_KEY)
-        function = super(made, self).forward
-        if region is None:
-            return function(*args, **kwargs)
-        if torch.compiler.is_compiling():
-            return checkpoint(function, *args, **kwargs)
-        return run_region(function, args, kwargs, region.options, region.statistics)
-
-    def reduce(self: Module, protocol: Any) -> Any:
-        return _without_region(super(made, self).__reduce_ex__(protocol), made, plain)
-
-    # Set afterwards: some classes rewrite the `forward` of a subclass when it is made.
-    made.forward = forward
-    made.__reduce_ex__ = reduce
-    _CLASSES[plain] = made
-    return cast("type[Module]", made)
-
-
-def _without_region(
-    reduced: Any, made: type[Module], plain: type[Module]
-) -> tuple[Any, ...]:
-    """Return what `__reduce_ex__` returned, of a plain module."""
-    parts = list(reduced)
-    if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # Pickle refuses this one for an object of another class than it names.
-        parts[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
-    parts[1] = tuple(plain if item is made else item for item in parts[1])
-    if len(parts) > 2 and isinstance(parts[2], dict):
-        parts[2] = {key: item for key, item in parts[2].items() if key != _KEY}
-    return tuple(parts)
-
-
-def _check_can_carry(name: str, module: Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
-        why = "it is a TorchScript module, whose class cannot be changed"
-    elif "forward" in module.__dict__:
-        why = (
-            "its forward was replaced on the instance (by an offloading or device "
-            "hook?), so a region would never run; remove that first"
-        )
-    else:
-        return
-    raise SelectionError(f"module {name!r} cannot carry a region: {why}")
 
 
 def _select(

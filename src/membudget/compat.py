@@ -23,7 +23,7 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
-from membudget.apply import put_region
+from membudget.carrier import put_region
 from membudget.engine import sequential
 from membudget.engine.options import checked_options
 from membudget.engine.region import run_region

@@ -208,7 +208,8 @@ def test_b133_apply_puts_regions_on_what_it_is_asked_for(
 def test_b133_a_check_function_says_which_modules_recompute() -> None:
     model = made()
     chosen = model.layers[1]
-    compat.apply_activation_checkpointing(model, check_fn=lambda m: m is chosen)
+    wrap = functools.partial(compat.checkpoint_wrapper, engine="rerun")
+    compat.apply_activation_checkpointing(model, wrap, check_fn=lambda m: m is chosen)
     assert calls_of_a_step(model) == 4
 
 
@@ -230,7 +231,7 @@ def test_b133_a_selection_that_matches_nothing_is_refused(
 def test_b133_regions_are_taken_off_again() -> None:
     model = made()
     before = {name: type(module) for name, module in model.named_modules()}
-    applied = mb.apply(model, blocks=Layer)
+    applied = mb.apply(model, blocks=Layer, engine="rerun")
     assert calls_of_a_step(model) == 6
     applied.remove()
     assert calls_of_a_step(model) == 3

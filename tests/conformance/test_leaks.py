@@ -8,55 +8,16 @@ The situations are those of fault row 22 and of behaviours 111 to 117.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType, FunctionType
 
 import pytest
 import torch
 from torch import Tensor
 
 import membudget as mb
+from tests.garbage import cyclic_garbage, is_made_by_a_region, no_collector
 from tests.oracles import Way, run_step
 from tests.situations import SITUATIONS, Block, KeepsActivation, Situation, Watched
 from tests.zoo import CASES, Case
-
-
-@contextmanager
-def no_collector() -> Iterator[None]:
-    """Switch the garbage collector off, so that only reference counts free memory."""
-    gc.disable()
-    gc.freeze()  # The collections inside look at what is new alone, and so are quick.
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-        gc.enable()
-
-
-def cyclic_garbage() -> list[object]:
-    """Return what only the garbage collector could free and membudget has to do with.
-
-    Called with the collector off, after what made the garbage has returned.
-    """
-    gc.set_debug(gc.DEBUG_SAVEALL)
-    try:
-        gc.collect()
-        return [thing for thing in gc.garbage if _is_ours(thing)]
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.collect()
-
-
-def _is_ours(thing: object) -> bool:
-    if isinstance(thing, Tensor):
-        return True
-    if isinstance(thing, FrameType):
-        return str(thing.f_globals.get("__name__")).startswith("membudget")
-    if isinstance(thing, FunctionType):
-        return thing.__module__.startswith("membudget")
-    return str(type(thing).__module__).startswith("membudget")
 
 
 def _name(situation: Situation) -> str:
@@ -183,8 +144,4 @@ def test_a_region_round_any_case_leaves_no_cycle(case: Case) -> None:
     with no_collector():
         run_step(case, _ONE_REGION)
 
-        assert [t for t in cyclic_garbage() if _made_by_a_region(t)] == []
-
-
-def _made_by_a_region(thing: object) -> bool:
-    return type(thing).__module__.startswith("membudget.engine")
+        assert [t for t in cyclic_garbage() if is_made_by_a_region(t)] == []

@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from membudget.apply import RegionStatus, apply, has_region, statistics_of
+from membudget.apply import RegionStatus, apply
+from membudget.carrier import has_region, statistics_of
 from membudget.engine.statistics import Statistics
 from membudget.errors import OptionError, SelectionError
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import (
+    dispatch_modes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -107,6 +108,16 @@ class ReplayFrame:
         self._outer = top_saved_tensors_hooks()
         push_saved_tensors_hooks(self._pack, self._unpack)
         self._recorder.__enter__()
+
+    def is_on_top(self) -> bool:
+        """Tell whether its recorder and its hooks are the innermost ones."""
+        modes, hooks = dispatch_modes(), top_saved_tensors_hooks()
+        return (
+            bool(modes)
+            and modes[-1] is self._recorder
+            and hooks is not None
+            and getattr(hooks[0], "__self__", None) is self
+        )
 
     def abandon(self) -> None:
         """Stop recording; nothing will be asked for."""

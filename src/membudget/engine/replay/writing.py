@@ -118,7 +118,7 @@ def _run_writing(
         tracker.after_write(tracker.entry(tensor).memory, None)
     _keep_written(recording, operation, facts, args, written)
     if recording.is_innermost:
-        # Last of all, because an alias that is made afterwards settles a view's history.
+        # Last, because an alias that is made afterwards settles the history of a view.
         _move_versions(facts, args, kwargs)
     return output
 

@@ -1,0 +1,171 @@
+"""How a module carries a region: by a change of class.
+
+The module's class becomes a subclass, made here, that differs in `forward` alone (FSDP2
+and parametrizations do the same to a module). No module is added, no name changes,
+`isinstance` holds, and hooks on the module run once, because they surround `forward`. A
+copy or a pickle of the module is a plain one. Taking the region off gives the class
+back.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.nn import Module
+
+from membudget.engine.options import RegionOptions
+from membudget.engine.region import checkpoint, run_region
+from membudget.engine.statistics import Statistics
+from membudget.errors import SelectionError
+
+_KEY = "_membudget_region"
+_CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
+
+
+class Carried(Protocol):
+    """What stands between a module's call and its forward."""
+
+    @property
+    def statistics(self) -> Statistics | None:
+        """Where it counts, if it does."""
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the module's forward."""
+
+
+@dataclass(slots=True)
+class Region:
+    """A region on one module."""
+
+    options: RegionOptions
+    statistics: Statistics
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the module's forward as a region."""
+        if torch.compiler.is_compiling():
+            return checkpoint(function, *args, **kwargs)
+        return run_region(function, args, kwargs, self.options, self.statistics)
+
+
+def put_region(module: Module, options: RegionOptions, name: str = "") -> Statistics:
+    """Put a region on one module.
+
+    Args:
+        module: The module.
+        options: The region's options.
+        name: What errors and `status()` call it.
+
+    Returns:
+        Where the region counts.
+    """
+    region = Region(options, Statistics(name))
+    put(module, region, name)
+    return region.statistics
+
+
+def put(module: Module, carried: Carried, name: str) -> None:
+    """Put something on one module, in the place of what it carries.
+
+    Raises:
+        SelectionError: If the module cannot carry anything.
+    """
+    check_can_carry(name, module)
+    if not has_region(module):
+        module.__class__ = _class_with_region(type(module))
+    module.__dict__[_KEY] = carried
+
+
+def carried_by(module: Module) -> Carried | None:
+    """Return what a module carries."""
+    carried: Carried | None = module.__dict__.get(_KEY)
+    return carried
+
+
+def remove_region(module: Module) -> None:
+    """Take off what one module carries, if it does."""
+    module.__dict__.pop(_KEY, None)
+    # Somebody else (FSDP2) may have changed the class on top; then it stays, and its
+    # forward finds no region and runs the module's own.
+    plain = vars(type(module)).get("_membudget_plain_class")
+    if plain is not None:
+        module.__class__ = plain
+
+
+def has_region(module: Module) -> bool:
+    """Tell whether a module carries something."""
+    return _KEY in module.__dict__
+
+
+def statistics_of(module: Module) -> Statistics | None:
+    """Return where a module's region counts; `None` without a region."""
+    carried = carried_by(module)
+    return None if carried is None else carried.statistics
+
+
+def _class_with_region(plain: type[Module]) -> type[Module]:
+    known = _CLASSES.get(plain)
+    if known is not None:
+        return known
+    made: Any = type(
+        plain.__name__,
+        (plain,),
+        {
+            "__doc__": plain.__doc__,
+            "__module__": plain.__module__,
+            "__qualname__": plain.__qualname__,
+            "_membudget_plain_class": plain,
+        },
+    )
+
+    def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        carried: Carried | None = self.__dict__.get(_KEY)
+        function = super(made, self).forward
+        if carried is None:
+            return function(*args, **kwargs)
+        return carried.run(function, args, kwargs)
+
+    def reduce(self: Module, protocol: Any) -> Any:
+        return _without_region(super(made, self).__reduce_ex__(protocol), made, plain)
+
+    # Set afterwards: some classes rewrite the `forward` of a subclass when it is made.
+    made.forward = forward
+    made.__reduce_ex__ = reduce
+    _CLASSES[plain] = made
+    return cast("type[Module]", made)
+
+
+def _without_region(
+    reduced: Any, made: type[Module], plain: type[Module]
+) -> tuple[Any, ...]:
+    """Return what `__reduce_ex__` returned, of a plain module."""
+    parts = list(reduced)
+    if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
+        # Pickle refuses this one for an object of another class than it names.
+        parts[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
+    parts[1] = tuple(plain if item is made else item for item in parts[1])
+    if len(parts) > 2 and isinstance(parts[2], dict):
+        parts[2] = {key: item for key, item in parts[2].items() if key != _KEY}
+    return tuple(parts)
+
+
+def check_can_carry(name: str, module: Module) -> None:
+    """Refuse a module whose forward a change of class does not reach."""
+    if isinstance(module, torch.jit.ScriptModule):
+        why = "it is a TorchScript module, whose class cannot be changed"
+    elif "forward" in module.__dict__:
+        why = (
+            "its forward was replaced on the instance (by an offloading or device "
+            "hook?), so a region would never run; remove that first"
+        )
+    else:
+        return
+    raise SelectionError(f"module {name!r} cannot carry a region: {why}")

@@ -1,0 +1,242 @@
+"""Regions from the entry of one module to the exit of a later one.
+
+A parent that loops over its blocks calls them one by one; a span makes a region of
+several of them without editing the parent. It begins in the forward of the first module
+and ends after that of the last, under the replay engine, which needs no function to run
+again. The parent sees to it that a span that an exception left is closed.
+
+A context that is opened inside a span and closed outside of it, or the other way round,
+would have to interleave with the region's own; the end of the span refuses that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.nn import Module, ModuleDict, ModuleList
+
+from membudget._torch import (
+    function_mode_count,
+    is_any_autocast_enabled,
+)
+from membudget.carrier import check_can_carry, has_region, put
+from membudget.engine import isolation
+from membudget.engine.options import RegionOptions
+from membudget.engine.replay.frame import ReplayFrame
+from membudget.engine.statistics import Statistics
+from membudget.engine.switches import SWITCHES
+from membudget.errors import CheckpointError, SelectionError
+
+
+class Span:
+    """One span of one model, and its open call, if there is one."""
+
+    def __init__(self, name: str, owner: Module, options: RegionOptions):
+        """Prepare; nothing runs yet."""
+        self.statistics = Statistics(name)
+        self._name = name
+        self._owner = owner
+        self._options = options
+        self._frame: ReplayFrame | None = None
+        self._counted = False
+        self._surroundings: tuple[Any, ...] = ()
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the region."""
+        if self._frame is not None:
+            raise CheckpointError(
+                f"span {self._name!r} was entered twice before its end: one module "
+                "calls the other, or the last module was not called"
+            )
+        if not torch.is_grad_enabled() or SWITCHES.disabled:
+            return
+        self._counted = isolation.enter()
+        self._frame = ReplayFrame(
+            self._owner, (self._name, *args), kwargs, self._options, self.statistics
+        )
+        self._frame.begin()
+        self._surroundings = _surroundings()
+
+    def leave(self) -> None:
+        """End the region."""
+        frame = self._frame
+        if frame is None:
+            return
+        if not frame.is_on_top() or self._surroundings != _surroundings():
+            raise CheckpointError(
+                f"span {self._name!r} ends in other surroundings than it began in: a "
+                "context (autocast, no_grad, a mode, saved-tensor hooks) was opened "
+                "inside and is closed outside, or the other way round. Let the span "
+                "begin or end elsewhere."
+            )
+        frame.end()
+        self._close()
+        if frame.has_saved:
+            self.statistics.forwards += 1
+        else:
+            self.statistics.skipped += 1
+        if SWITCHES.any and SWITCHES.collector is not None:
+            SWITCHES.collector(frame)
+
+    def is_open(self) -> bool:
+        """Tell whether it began and has not ended."""
+        return self._frame is not None
+
+    def abandon(self) -> None:
+        """Close it after an exception."""
+        if self._frame is not None:
+            self._frame.abandon()
+            self._close()
+
+    def unfinished(self) -> CheckpointError:
+        """Return the error for a parent that returned in between."""
+        return CheckpointError(
+            f"span {self._name!r} began, and its last module was not called before "
+            "their parent returned"
+        )
+
+    def _close(self) -> None:
+        self._frame = None
+        if self._counted:
+            isolation.leave()
+
+
+def _surroundings() -> tuple[Any, ...]:
+    return (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        is_any_autocast_enabled(),
+        function_mode_count(),
+    )
+
+
+class _Ends:
+    """What the first and the last module of spans carry."""
+
+    def __init__(self) -> None:
+        self.begins: Span | None = None
+        self.ends: Span | None = None
+
+    @property
+    def statistics(self) -> Statistics | None:
+        span = self.ends or self.begins
+        return None if span is None else span.statistics
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        if self.begins is not None:
+            self.begins.enter(args, kwargs)
+        result = function(*args, **kwargs)
+        if self.ends is not None:
+            self.ends.leave()
+        return result
+
+
+class _Parent:
+    """What the module carries that calls those of its spans."""
+
+    statistics = None
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            for span in self.spans:
+                if span.is_open():
+                    raise span.unfinished()
+        finally:
+            for span in reversed(self.spans):
+                span.abandon()
+        return result
+
+
+def put_spans(
+    model: Module, pairs: Sequence[tuple[str, str]], options: RegionOptions
+) -> tuple[dict[str, Module], dict[str, Statistics]]:
+    """Put spans on a model.
+
+    Args:
+        model: The model.
+        pairs: Names of the first and the last module of each span.
+        options: The options of the regions.
+
+    Returns:
+        The modules that carry something, and where each span counts, by its name.
+
+    Raises:
+        SelectionError: If a name is none of the model's, spans overlap, or a module
+            cannot carry them.
+    """
+    if not pairs:
+        raise SelectionError("spans is empty; give pairs of names of modules")
+    if options.engine == "rerun" or options.use_reentrant:
+        raise SelectionError("spans need the replay engine: leave engine out")
+    options = replace(options, engine="replay")
+    known = dict(model.named_modules())
+    carried: dict[str, _Ends | _Parent] = {}
+    statistics: dict[str, Statistics] = {}
+    for first, last in pairs:
+        for name in (first, last):
+            _check(name, known, model)
+        parent = _common_parent(first, last)
+        while isinstance(known[parent], ModuleList | ModuleDict):
+            parent = parent.rpartition(".")[0]  # Nobody calls these.
+        span = Span(f"{first}–{last}", known[parent], options)
+        _parent(carried, parent).spans.append(span)
+        begin, end = _ends(carried, first), _ends(carried, last)
+        if begin.begins is not None or end.ends is not None:
+            raise SelectionError(f"span {first}–{last} overlaps another one")
+        begin.begins = end.ends = span
+        statistics[f"{first}–{last}"] = span.statistics
+    for name, ends in carried.items():
+        put(known[name], ends, name)
+    return {name: known[name] for name in carried}, statistics
+
+
+def _check(name: str, known: dict[str, Module], model: Module) -> None:
+    if name not in known or not name:
+        some = ", ".join(map(repr, [n for n in known if n][:8]))
+        raise SelectionError(
+            f"{type(model).__name__} has no module {name!r}; it has {some}"
+        )
+    check_can_carry(name, known[name])
+    if has_region(known[name]):
+        raise SelectionError(f"module {name!r} carries a region already; remove that")
+
+
+def _common_parent(first: str, last: str) -> str:
+    """Return the name of the innermost module that holds both.
+
+    Example:
+        >>> _common_parent("h.0", "h.3"), _common_parent("a.x", "b.y")
+        ('h', '')
+    """
+    one, other = first.split(".")[:-1], last.split(".")[:-1]
+    shared = []
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        shared.append(a)
+    return ".".join(shared)
+
+
+def _ends(carried: dict[str, _Ends | _Parent], name: str) -> _Ends:
+    found = carried.setdefault(name, _Ends())
+    if not isinstance(found, _Ends):
+        raise SelectionError(f"module {name!r} is in a span and holds another")
+    return found
+
+
+def _parent(carried: dict[str, _Ends | _Parent], name: str) -> _Parent:
+    found = carried.setdefault(name, _Parent())
+    if not isinstance(found, _Parent):
+        raise SelectionError(f"module {name!r} holds a span and is in another")
+    return found

@@ -1,0 +1,126 @@
+"""Policies: what they keep, how they compose, that they pickle."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.engine.policy import Candidate, Policy, as_policy
+
+aten = torch.ops.aten
+OPERATORS = (aten.mm.default, aten.exp.default, aten.convolution.default)
+READY = {
+    name: getattr(mb.policies, name)
+    for name in ("nothing", "everything", "matmuls", "convolutions", "attention")
+}
+
+
+def candidate(operator: Any = aten.mm.default, path: str = "", index: int = 1) -> Any:
+    return Candidate(operator, (), {}, torch.ones(2), index, lambda: path)
+
+
+def policies() -> st.SearchStrategy[Policy]:
+    leaves = st.sampled_from(
+        [*READY.values(), mb.policies.inside("a.*"), mb.policies.operators("exp")]
+    )
+    return st.recursive(
+        leaves,
+        lambda inner: st.one_of(
+            st.builds(lambda a, b: a | b, inner, inner),
+            st.builds(lambda a, b: a & b, inner, inner),
+            st.builds(lambda a: ~a, inner),
+        ),
+        max_leaves=6,
+    )
+
+
+@given(policies(), st.sampled_from(OPERATORS), st.sampled_from(["", "a.b", "c"]))
+def test_a_decision_by_the_operator_alone_is_the_decision(
+    policy: Policy, operator: Any, path: str
+) -> None:
+    decided = policy.by_operator(operator)
+
+    assert decided is None or decided == policy.keeps(candidate(operator, path))
+
+
+@given(policies(), policies(), st.sampled_from(OPERATORS))
+def test_policies_compose_like_sets(one: Policy, other: Policy, operator: Any) -> None:
+    it = candidate(operator, "a.b")
+
+    assert (one | other).keeps(it) == (one.keeps(it) or other.keeps(it))
+    assert (one & other).keeps(it) == (one.keeps(it) and other.keeps(it))
+    assert (~one).keeps(it) != one.keeps(it)
+
+
+@given(policies())
+def test_a_policy_pickles(policy: Policy) -> None:
+    assert pickle.loads(pickle.dumps(policy)) == policy
+
+
+@pytest.mark.parametrize(
+    ("path", "kept"),
+    [("a.attn", True), ("a.attn.proj", True), ("a.mlp", False), ("", False)],
+)
+def test_what_runs_inside_a_submodule_is_kept(path: str, kept: bool) -> None:
+    assert as_policy(["*.attn"]).keeps(candidate(path=path)) == kept
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    with pytest.raises(mb.OptionError, match="keep must be a policy"):
+        as_policy(3)
+    with pytest.raises(mb.OptionError, match="keep is the replay engine's"):
+        mb.checkpoint(torch.sin, torch.ones(1), engine="rerun", keep=READY["matmuls"])
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x).sin()
+        y: Tensor = self.second(x)
+        return mb.name(y.exp(), "out").tanh()
+
+
+class Operators(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.ran.append(func._schema.name.partition("::")[2])
+        return func(*args, **(kwargs or {}))
+
+
+def replayed(keep: Any) -> list[str]:
+    """Return which operators of the forward run in the backward."""
+    x = torch.randn(3, 4, requires_grad=True)
+    y = mb.checkpoint(Block(), x, engine="replay", keep=keep, verify=False)
+    with Operators() as operators:
+        y.sum().backward()
+    return [name for name in operators.ran if name in ("addmm", "gelu", "sin", "exp")]
+
+
+def test_a_submodule_that_is_kept_is_not_run_again() -> None:
+    assert replayed(None) == ["addmm", "sin", "addmm", "gelu", "addmm", "exp"]
+    assert replayed(["second"]) == ["exp", "addmm", "sin"]
+    assert replayed("second.*") == ["exp", "addmm", "sin"]
+
+
+def test_a_named_tensor_is_kept() -> None:
+    assert "exp" not in replayed(mb.policies.named("out"))
+    assert replayed(mb.policies.matmuls) == ["exp", "gelu", "sin"]
+    assert replayed(mb.policies.everything) == []

@@ -1,0 +1,98 @@
+"""Collected regions: recomputing before a backward asks."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import membudget as mb
+
+ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
+
+
+def block(x: Tensor) -> Tensor:
+    return torch.dropout(x.sin().exp(), 0.5, True).cos()
+
+
+class Counter(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.ran.append(func._schema.name)
+        return func(*args, **(kwargs or {}))
+
+
+def run(engine: str) -> tuple[Tensor, Tensor, mb.Regions]:
+    torch.manual_seed(0)
+    x = torch.randn(5, requires_grad=True)
+    with mb.collect_regions() as regions:
+        y = mb.checkpoint(block, x, engine=engine, verify=False)
+    return x, y, regions
+
+
+@ENGINES
+def test_the_next_backward_takes_what_was_recomputed(engine: str) -> None:
+    x, y, regions = run(engine)
+    expected, z, _ = run(engine)
+    z.sum().backward()
+
+    regions.recompute()
+    with Counter() as counter:
+        y.sum().backward()
+
+    assert "aten::exp" not in counter.ran
+    assert x.grad is not None
+    assert expected.grad is not None
+    assert torch.equal(x.grad, expected.grad)
+
+
+@ENGINES
+def test_recomputing_is_done_once(engine: str) -> None:
+    _, _, regions = run(engine)
+    regions.recompute()
+    with Counter() as counter:
+        regions.recompute()
+
+    assert "aten::exp" not in counter.ran
+
+
+@ENGINES
+def test_a_second_backward_recomputes_again(engine: str) -> None:
+    x, y, regions = run(engine)
+    regions.recompute()
+    (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    (second,) = torch.autograd.grad(y.sum(), x)
+
+    assert torch.equal(first, second)
+
+
+@ENGINES
+def test_collected_regions_die_with_their_graph(engine: str) -> None:
+    _, y, regions = run(engine)
+    assert len(regions) == 1
+    del y
+    gc.collect()
+
+    assert len(regions) == 0
+    regions.recompute()
+
+
+def test_only_what_runs_inside_is_collected() -> None:
+    x = torch.randn(5, requires_grad=True)
+    before = mb.checkpoint(block, x)
+    with mb.collect_regions() as regions:
+        inside = mb.checkpoint(block, x)
+    after = mb.checkpoint(block, x)
+
+    assert len(regions) == 1
+    del before, inside, after

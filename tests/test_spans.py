@@ -1,0 +1,171 @@
+"""Spans: regions from the entry of one module to the exit of a later one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.wide = nn.Linear(8, 32)
+        self.narrow = nn.Linear(32, 8)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.narrow(nn.functional.gelu(self.wide(self.norm(x))))
+        return x + self.dropout(y)
+
+
+class Model(nn.Module):
+    """Blocks in a loop, with something between them that a test may set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(8, 3)
+        self.between: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number, block in enumerate(self.h):
+            x = block(x)
+            if self.between is not None:
+                self.between(number)
+        return self.head(x)
+
+
+SPANS = [("h.0", "h.2"), ("h.3", "h.5")]
+
+
+def made() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def outcome(model: Model) -> list[Tensor]:
+    """Run one step and return all that it made."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    x = torch.randn(4, 8, requires_grad=True)
+    loss = model(x).square().sum()
+    loss.backward()
+    gradients = [p.grad for p in (x, *model.parameters()) if p.grad is not None]
+    return [loss.detach(), torch.rand(2), *(g.clone() for g in gradients)]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize("keep", [None, mb.policies.matmuls])
+@pytest.mark.parametrize(
+    "spans", [SPANS, [("h.0", "h.5")], [("h.1", "h.1")], [("h.0", "head")]]
+)
+def test_a_step_under_spans_is_the_plain_step(spans: Any, keep: Any) -> None:
+    expected = outcome(made())
+    model = made()
+    applied = mb.apply(model, spans=spans, keep=keep)
+
+    assert same(outcome(model), expected)
+    assert [r.forwards for r in applied.status().regions] == [1] * len(spans)
+
+
+def test_a_span_drops_what_its_blocks_save() -> None:
+    model = made()
+    x = torch.randn(4, 8)
+    plain_bytes = mb.saved(model, x).activation_bytes
+
+    mb.apply(model, spans=SPANS)
+
+    assert mb.saved(model, x).activation_bytes < 0.2 * plain_bytes
+
+
+def test_spans_are_taken_off_again() -> None:
+    model = made()
+    types = [type(module) for module in model.modules()]
+    applied = mb.apply(model, spans=SPANS)
+    applied.remove()
+
+    assert [type(module) for module in model.modules()] == types
+    assert same(outcome(model), outcome(made()))
+
+
+def test_an_exception_between_two_blocks_closes_the_span() -> None:
+    model = made()
+    mb.apply(model, spans=SPANS)
+
+    def stuck(number: int) -> None:
+        if number == 1:
+            raise KeyError("stuck")
+
+    model.between = stuck
+    with pytest.raises(KeyError, match="stuck"):
+        outcome(model)
+    model.between = None
+
+    assert same(outcome(model), outcome(made()))
+
+
+def test_a_context_that_is_left_open_inside_a_span_is_refused() -> None:
+    model = made()
+    mb.apply(model, spans=[("h.0", "h.2")])
+    context = torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def crossing(number: int) -> None:
+        if number == 1:
+            context.__enter__()
+
+    model.between = crossing
+    try:
+        with pytest.raises(mb.CheckpointError, match="other surroundings"):
+            model(torch.randn(4, 8))
+    finally:
+        context.__exit__(None, None, None)
+    model.between = None
+
+    assert same(outcome(model), outcome(made()))
+
+
+def test_a_span_whose_end_is_never_called_is_an_error() -> None:
+    model = made()
+    mb.apply(model, spans=[("h.4", "h.1")])
+
+    with pytest.raises(mb.CheckpointError, match="before their parent returned"):
+        model(torch.randn(4, 8))
+
+
+def test_nothing_is_recorded_without_gradients() -> None:
+    model = made()
+    applied = mb.apply(model, spans=SPANS)
+    with torch.no_grad():
+        model(torch.randn(4, 8))
+
+    assert [r.forwards for r in applied.status().regions] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("spans", "says"),
+    [
+        ([], "empty"),
+        ([("h.0", "h.9")], "no module 'h.9'"),
+        ([("h.0", "h.2"), ("h.0", "h.1")], "overlaps"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(spans: Any, says: str) -> None:
+    model = made()
+    with pytest.raises(mb.SelectionError, match=says):
+        mb.apply(model, spans=spans)
+
+    assert same(outcome(model), outcome(made()))
+
+
+def test_spans_do_not_go_with_the_rerun_engine() -> None:
+    with pytest.raises(mb.SelectionError, match="replay engine"):
+        mb.apply(made(), spans=SPANS, engine="rerun")
