@@ -110,9 +110,10 @@ def _batch_ns(case: Case, calls: int) -> int:
 
 
 def _calls_in(case: Case, batch_s: float) -> int:
-    for _ in range(20):  # The first calls fill caches.
-        case()
-    return max(1, round(batch_s * 1e9 * 20 / _batch_ns(case, 20)))
+    case()  # The first call fills caches; more of them, if there is time for more.
+    calls = max(1, min(20, round(batch_s * 1e9 / max(1, _batch_ns(case, 1)))))
+    _batch_ns(case, calls)
+    return max(1, round(batch_s * 1e9 * calls / max(1, _batch_ns(case, calls))))
 
 
 def machine() -> dict[str, str]:
