@@ -167,11 +167,9 @@ def detach_with_version(tensor: Tensor) -> Tensor:
     return with_version(tensor.detach)
 
 
-@contextlib.contextmanager
-def below_autograd() -> Iterator[None]:
-    """Run operators as a dispatch mode saw them: autograd and autocast are done."""
-    with torch._C._AutoDispatchBelowADInplaceOrView(), torch._C._DisableAutocast():
-        yield
+# Operators run as a dispatch mode saw them: autograd and autocast are done by then.
+BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
+WithoutAutocast: Any = torch._C._DisableAutocast
 
 
 def is_mutable_operator(operator: Any) -> bool:

@@ -63,6 +63,9 @@ class RegionOptions:
     policy: Policy = field(init=False, repr=False, compare=False)
     """What `keep` means; derived."""
 
+    decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
+    """What the policy decides by the operator alone, as far as it was asked."""
+
     always_replays: bool = field(init=False, repr=False, compare=False)
     """Whether the engine is replay, whatever the region reads; derived."""
 
@@ -76,6 +79,7 @@ class RegionOptions:
         """Refuse what cannot be meant."""
         self._check()
         object.__setattr__(self, "policy", as_policy(self.keep))
+        object.__setattr__(self, "decisions", {})
         always = self.engine == "replay" or (
             self.engine == "auto" and self.keep is not None
         )

@@ -34,6 +34,7 @@ from membudget.engine.reads import name_of, names_of
 from membudget.engine.recording import Recording
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
+from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.replayer import Replayer, SourceChangedError
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
@@ -86,7 +87,9 @@ class ReplayFrame:
                 self._originals = Originals()
         pins = self._verified.pins if self._verified is not None else set()
         self._recorder: Recorder | None = Recorder(
-            options.policy, pins, self._module_path()
+            OperatorRecording(
+                options.policy, options.decisions, pins, self._module_path()
+            )
         )
 
     # The forward.
@@ -213,6 +216,8 @@ class ReplayFrame:
 
     def _take(self, handle: Handle) -> Tensor:
         replayer = self._replayer
+        if replayer.is_ready(handle):
+            return replayer.take(handle, bool(OPEN_GROUPS))
         before = replayer.plans_run
         try:
             counted = isolation.enter()

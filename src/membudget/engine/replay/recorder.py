@@ -11,7 +11,7 @@ seen to write it (`torch.empty` that NumPy filled); what appears from nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,13 +20,12 @@ from torch import Tensor
 
 from membudget._torch import DispatchMode, dispatch_modes
 from membudget.engine.identity import address_of
-from membudget.engine.policy import Policy
 from membudget.engine.replay.operators import (
     OperatorFacts,
     facts_of,
     flat_outputs,
 )
-from membudget.engine.replay.recording import OperatorRecording, Pins
+from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.tracker import EMPTY, is_empty
 from membudget.engine.replay.values import Handle
 from membudget.engine.replay.writing import run_in_place, run_special, written_by
@@ -53,16 +52,10 @@ class Recorder(DispatchMode):
         """Do not look into compiled code: what it makes is held."""
         return True
 
-    def __init__(self, policy: Policy, pins: Pins, module_path: Callable[[], str]):
-        """Prepare a recording.
-
-        Args:
-            policy: What to keep.
-            pins: Outputs to keep whatever the policy says, by operator and index.
-            module_path: Returns the path of the module that is running.
-        """
+    def __init__(self, recording: OperatorRecording):
+        """Prepare to fill `recording`."""
         super().__init__()
-        self.recording = OperatorRecording(policy, pins, module_path)
+        self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
         self._late: list[tuple[Handle, Tensor]] = []

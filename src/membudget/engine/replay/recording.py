@@ -48,11 +48,18 @@ class OperatorRecording:
         "tracker",
     )
 
-    def __init__(self, policy: Policy, pins: Pins, module_path: Callable[[], str]):
+    def __init__(
+        self,
+        policy: Policy,
+        decisions: dict[Any, bool | None],
+        pins: Pins,
+        module_path: Callable[[], str],
+    ):
         """Begin with nothing recorded.
 
         Args:
             policy: What to keep.
+            decisions: What it decides by the operator alone, as far as it was asked.
             pins: Outputs to keep whatever the policy says, by operator and index.
             module_path: Returns the path of the module that is running.
         """
@@ -63,7 +70,7 @@ class OperatorRecording:
         self.policy = policy
         self._pins = pins
         self._module_path = module_path
-        self._decisions: dict[Any, bool | None] = {}
+        self._decisions = decisions
 
     def operation(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]

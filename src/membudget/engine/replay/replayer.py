@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from membudget._torch import (
-    below_autograd,
+    BelowAutograd,
+    WithoutAutocast,
     current_graph_task_id,
     set_grad_enabled,
 )
@@ -67,6 +68,15 @@ class Replayer:
         self._plan = 0
         self._task = -1  # The backward for which the plan was made.
         self._memoised: list[Value] = []
+
+    def is_ready(self, handle: Handle) -> bool:
+        """Tell whether `take` would run nothing, and refuse nothing."""
+        value = handle.value
+        return value.tensor is not None and (
+            handle.served != self._plan
+            if not value.is_held()
+            else value.version == version_of(value.tensor)
+        )
 
     def take(self, handle: Handle, stays: bool) -> Tensor:
         """Return the content of a handle's value.
@@ -201,7 +211,7 @@ class Replayer:
         if self._plan_ran != self._plan:
             self._plan_ran = self._plan
             self.plans_run += 1
-        with Scope() as scope, below_autograd():
+        with Scope() as scope, BelowAutograd(), WithoutAutocast():
             self._enter(scope)
             dtype = torch.get_default_dtype()
             scope.callback(set_grad_enabled, torch.is_grad_enabled())
