@@ -1,7 +1,8 @@
 """`checkpoint`: run a function as a region.
 
 A region is a call whose saved tensors are dropped in the forward and recomputed when
-a backward asks for them. These are the rules; tests bear their numbers.
+a backward asks for them. These are the rules of rerun; tests bear their numbers. Those
+of the other engine stand in `replay`.
 
 Rule 1. Saved tensors belong to the innermost region. The inputs of a region are saved
     tensors of whatever surrounds it: an outer region drops them, an offloader moves
@@ -86,7 +87,8 @@ def checkpoint(
             dataclasses.
         **kwargs: Its keyword arguments, and options of the region: `use_reentrant`,
             `context_fn`, `determinism_check`, `debug`, `early_stop`,
-            `preserve_rng_state`, `guards`; see `RegionOptions`.
+            `preserve_rng_state`, `guards`, `engine`, `keep`, `verify`; see
+            `RegionOptions`.
 
     Returns:
         What `function` returns; without a function, a decorator.
