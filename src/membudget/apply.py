@@ -27,14 +27,16 @@ class RegionStatus:
     Attributes:
         name: The module's name in the model.
         forwards: Calls that dropped saved tensors.
-        recomputes: Times that the module was run again.
+        recomputes: Times that what was dropped was made again.
         skipped: Calls in which nothing needed a gradient, and nothing was dropped.
+        pinned: Values that are kept because they did not come back bit for bit.
     """
 
     name: str
     forwards: int
     recomputes: int
     skipped: int
+    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,8 @@ class Status:
         lines = [f"{'region':{width}}  forwards  recomputes  skipped"]
         for r in self.regions:
             note = "" if r.forwards or r.skipped else "  (did not run)"
+            if r.pinned:
+                note = f"  ({r.pinned} values did not come back, and are kept)"
             lines.append(
                 f"{r.name:{width}}  {r.forwards:8d}  {r.recomputes:10d}  "
                 f"{r.skipped:7d}{note}"
@@ -81,7 +85,7 @@ class Applied:
         """Return what each region did so far: a region that never ran says so."""
         return Status(
             tuple(
-                RegionStatus(name, s.forwards, s.recomputes, s.skipped)
+                RegionStatus(name, s.forwards, s.recomputes, s.skipped, s.pinned)
                 for name, s in self._statistics.items()
             )
         )

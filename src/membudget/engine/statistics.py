@@ -10,10 +10,11 @@ class Statistics:
         label: The region's name, which errors use, too.
         forwards: Calls that dropped saved tensors.
         skipped: Calls in which nothing needed a gradient.
-        recomputes: Times that the function was run again.
+        recomputes: Times that dropped tensors were made again.
+        pinned: How many values a replay region keeps because they did not come back.
     """
 
-    __slots__ = ("forwards", "label", "recomputes", "skipped")
+    __slots__ = ("forwards", "label", "pinned", "recomputes", "skipped")
 
     def __init__(self, label: str = ""):
         """Begin at zero."""
@@ -21,3 +22,4 @@ class Statistics:
         self.forwards = 0
         self.skipped = 0
         self.recomputes = 0
+        self.pinned = 0

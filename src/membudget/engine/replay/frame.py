@@ -163,6 +163,8 @@ class ReplayFrame:
             self._originals.compare(self._replayer, recording.tracker, verified.pins)
             self._originals = None
             verified.operators = recording.number
+            if self._statistics is not None:
+                self._statistics.pinned = len(verified.pins)
         elif verified.operators != recording.number:
             verified.operators = None
 
