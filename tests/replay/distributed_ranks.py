@@ -220,10 +220,10 @@ def all_cases() -> Iterator[tuple[str, Case]]:
 
 CASES: dict[str, Case] = dict(all_cases())
 _FEWER = ("nothing, verified", "matmuls", "everything")
-# DDP does nothing within a region, so three ways to use one are enough there.
-_OF_DDP = {name.partition(" ")[2] for name, _ in ddp_cases()}
+# All ways where FSDP frees parameters in a region or around it; elsewhere three do.
+_OF_FSDP = ("region outside", "region inside", "region around", "frozen, region")
 WAYS: dict[str, tuple[str, ...]] = {
-    name: _FEWER if name in _OF_DDP else tuple(OPTIONS) for name in CASES
+    name: tuple(OPTIONS) if name.startswith(_OF_FSDP) else _FEWER for name in CASES
 }
 
 

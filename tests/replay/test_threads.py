@@ -49,9 +49,14 @@ def short_turns() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
+# In a new thread, products run on all cores until something asks how many threads torch
+# may use; with another number the plain run, too, rounds otherwise.
+_heed_thread_count = torch.get_num_threads
+
+
 def elsewhere(function: Callable[[], Any]) -> Any:
     """Run `function` in another thread and return its result."""
-    with ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1, initializer=_heed_thread_count) as pool:
         return pool.submit(function).result()
 
 
@@ -71,7 +76,7 @@ def at_once(function: Callable[[int], Any], threads: int) -> list[Any]:
         start.wait(60)
         return function(i)
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads, initializer=_heed_thread_count) as pool:
         return list(pool.map(run, range(threads)))
 
 
@@ -174,6 +179,25 @@ def test_forward_and_backward_may_run_in_different_threads(
 
 
 @every_region
+def test_a_new_thread_replays_with_the_number_of_threads_that_was_set(
+    region: Region,
+) -> None:
+    def step(region: Region) -> Any:
+        layer, x = nn.Linear(8, 24), torch.randn(10, 8, requires_grad=True)
+        loss = region(lambda x: layer(x).tanh(), x).sum()
+        # Plain, the products of the backward would run on all cores there.
+        backward = threading.Thread(target=loss.backward)
+        if region is plain:
+            backward.run()
+        else:
+            backward.start()
+            backward.join()
+        return loss, layer, x
+
+    assert differences(step, region) == []
+
+
+@every_region
 def test_settings_of_the_forward_come_back_in_another_thread(region: Region) -> None:
     def step(region: Region) -> Any:
         model, x = Block(dropout=0.3), torch.randn(2, 5, 8, requires_grad=True)
@@ -240,7 +264,7 @@ def test_a_backward_may_run_while_the_next_forward_records(region: Region) -> No
         model = Model(0)
         xs = [torch.randn(4, 8, requires_grad=True) for _ in range(10)]
         losses = []
-        with ThreadPoolExecutor(1) as pool:
+        with ThreadPoolExecutor(1, initializer=_heed_thread_count) as pool:
             pending = None
             for x in xs:
                 loss = region(model.second, region(model.first, x)).square().sum()

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 
 from membudget._torch import (
     dispatch_modes,
+    hide_from_dynamo,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
@@ -35,7 +36,11 @@ from membudget.engine.recording import Recording
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.replayer import Replayer, SourceChangedError
+from membudget.engine.replay.replayer import (
+    Replayer,
+    SourceChangedError,
+    SourceFreedError,
+)
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
 from membudget.engine.replay.verify import Originals, Verified, verified
@@ -43,7 +48,7 @@ from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.watch import changed_error
-from membudget.errors import ChangedSinceForwardError
+from membudget.errors import ChangedSinceForwardError, CheckpointError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -231,6 +236,13 @@ class ReplayFrame:
         except SourceChangedError as error:
             replayer.release()
             raise self._changed(error.tensor) from None
+        except SourceFreedError:
+            replayer.release()
+            raise CheckpointError(
+                "a replay needs a parameter whose memory is freed: FSDP has resharded "
+                "it, and gathers it for the backward of its own module alone. Put the "
+                "region inside that module, or keep what the module makes."
+            ) from None
         except BaseException:
             replayer.release()
             raise
@@ -295,3 +307,7 @@ def _surroundings() -> Callable[[Scope], None]:
         scope.enter_context(torch.cuda.stream(stream))
 
     return enter
+
+
+hide_from_dynamo(ReplayFrame._pack)
+hide_from_dynamo(ReplayFrame._unpack)

@@ -79,6 +79,7 @@ class OperatorFacts:
         is_view: Whether the outputs alias the first tensor, and nothing is written.
         is_random: Whether it draws from a generator.
         is_empty: Whether it makes memory without content.
+        is_gather: Whether it gathers the parameters of a layer that FSDP has sharded.
         is_opaque: Whether it cannot be run again.
         is_routing: Whether it decides where something goes.
         is_plain_view: Whether it is a view of its first argument, and takes no other.
@@ -90,6 +91,7 @@ class OperatorFacts:
     __slots__ = (
         "has_tensor_keywords",
         "is_empty",
+        "is_gather",
         "is_in_place",
         "is_opaque",
         "is_plain_view",
@@ -123,6 +125,7 @@ class OperatorFacts:
         self.is_random = is_random_operator(operator)
         self.is_empty = name in _EMPTY
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
+        self.is_gather = name == "fsdp::all_gather_copy_in"
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
         is_usual = not (

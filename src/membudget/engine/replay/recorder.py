@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import DispatchMode, dispatch_modes
+from membudget._torch import DispatchMode, dispatch_modes, hide_from_dynamo
 from membudget.engine.identity import address_of
 from membudget.engine.replay.operators import (
     OperatorFacts,
@@ -208,12 +208,28 @@ class Recorder(DispatchMode):
     ) -> Any:
         """Run what cannot be run again: what it makes or writes is held."""
         written = [] if facts is None else list(written_by(facts, args, kwargs))
+        if facts is not None and facts.is_gather:
+            self._hold_living()
         self.recording.tracker.before_write(written, False)
         output = func(*args, **kwargs)
         for tensor in written:
             self.recording.hold_written(tensor)
         self._hold_outputs(output)
         return output
+
+    def _hold_living(self) -> None:
+        """Hold every tensor that is alive, so that no replay goes further back.
+
+        FSDP gathers the parameters of a layer, and frees those of the layers before. In
+        the backward, too, only one layer at a time has its parameters.
+        """
+        tracker = self.recording.tracker
+        for entry in list(tracker.table.values()):
+            tensor = entry()
+            if tensor is not None and entry.value.operation is not None:
+                entry = tracker.entry(tensor)
+                if not is_empty(entry.value) and entry.value.operation is not None:
+                    tracker.hold_value(tensor, entry)
 
     def _hold_outputs(self, output: Any) -> None:
         for item in flat_outputs(output):
@@ -222,3 +238,6 @@ class Recorder(DispatchMode):
                 and id(item) not in self.recording.tracker.table
             ):
                 self.recording.tracker.meet(item, None)
+
+
+hide_from_dynamo(Recorder.__torch_dispatch__)

@@ -15,6 +15,7 @@ from weakref import ReferenceType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from membudget._torch import (
     BelowAutograd,
@@ -206,6 +207,8 @@ class Replayer:
             path = self._path_to(value)
             assert path is not None
         operations, packed = path
+        # In a new thread, products would run on all cores until somebody asks.
+        torch.get_num_threads()
         for source in packed:
             self._source(source)  # Above autograd, for an outer region may rerun.
         if self._plan_ran != self._plan:
@@ -314,6 +317,8 @@ class Replayer:
             self._memoised.append(value)
         elif value.version is not None and version_of(tensor) != value.version:
             raise SourceChangedError(tensor)
+        if is_freed(tensor):
+            raise SourceFreedError
         return tensor
 
 
@@ -324,6 +329,20 @@ class SourceChangedError(Exception):
         """Note which."""
         super().__init__("a source was changed")
         self.tensor = tensor
+
+
+class SourceFreedError(Exception):
+    """The memory of a parameter is freed: FSDP has resharded it."""
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Tell whether a parameter has lost its memory, as under FSDP."""
+    return (
+        type(tensor) is not Tensor
+        and isinstance(tensor, Parameter)
+        and tensor.untyped_storage().nbytes() == 0
+        and tensor.numel() > 0
+    )
 
 
 def _number(operation: Operation) -> int:

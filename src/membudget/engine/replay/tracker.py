@@ -17,6 +17,7 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from membudget._torch import with_version
 from membudget.engine.identity import address_of
@@ -211,7 +212,7 @@ class Tracker:
         source.hold(alias(tensor))
         # A parameter is no running state, though FSDP writes it anew in each forward.
         source.is_state = (
-            memory.is_state and tensor.is_leaf and not tensor.requires_grad
+            memory.is_state and tensor.is_leaf and not isinstance(tensor, Parameter)
         )
         memory.sources.append(ref(source))
         self.sources.append(ref(source))
@@ -244,7 +245,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def alias(tensor: Tensor) -> Tensor:
     """Return a tensor with the same memory and version, and without its graph."""
-    if tensor.requires_grad and tensor.is_leaf:
+    if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, Parameter)):
         return tensor
     return with_version(tensor.detach)
 

@@ -23,7 +23,7 @@ from torch.nn import Module
 
 from membudget._torch import without_dispatch_modes
 from membudget.engine.policy import Policy
-from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.replayer import Replayer, SourceFreedError, is_freed
 from membudget.engine.replay.tracker import Tracker, alias
 from membudget.engine.replay.values import Handle, Value
 from membudget.errors import PinnedWarning
@@ -156,9 +156,15 @@ class Originals:
             # No backward reads statistics that a normalisation has written since.
             if value.operation is None or root.is_state:
                 continue
-            if same_bits(original, _replayed(handle, replayer)):
+            if root.operation is None or is_freed(original):
+                continue  # A view of what is held, or what FSDP has freed.
+            try:
+                replayed = _replayed(handle, replayer)
+            except SourceFreedError:
+                replayer.release()
                 continue
-            assert root.operation is not None
+            if same_bits(original, replayed):
+                continue
             pins.add((root.operation.call, root.index))
             _warn(root)
             value.hold(original)
@@ -174,6 +180,8 @@ def _number(pair: tuple[Handle, Tensor]) -> int:
 def _replayed(handle: Handle, replayer: Replayer) -> Tensor | None:
     try:
         return replayer.take(handle, stays=True)
+    except SourceFreedError:
+        raise
     except Exception:  # An operator that cannot run again gives nothing back.
         replayer.release()
         return None
