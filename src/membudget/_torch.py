@@ -99,6 +99,11 @@ get_sdpa_priority: Callable[[], list[int]] = torch._C._get_sdp_priority_order
 set_sdpa_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
 
 
+def is_fake(tensor: Any) -> bool:
+    """Tell whether a tensor is one of `FakeTensorMode`, whose class is private."""
+    return type(tensor).__name__ == "FakeTensor"
+
+
 def hide_from_dynamo(function: Callable[..., Any]) -> None:
     """Let `torch.compile` trace neither a function nor what it calls.
 

@@ -45,11 +45,27 @@ def skip_what_is_not_offered(case: Case, backward: str) -> None:
         pytest.skip(case.not_double)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
-@pytest.mark.parametrize("backward", BACKWARDS)
+# Of the whole product, what finds most: these two keep little and much, at odds.
+_QUICK = ("nothing", "every-second")
+_KEEPS = [
+    pytest.param(keep, marks=() if keep in _QUICK else pytest.mark.slow)
+    for keep in KEEPS
+]
+_KEEPS_AND_BACKWARDS = [
+    pytest.param(
+        keep,
+        backward,
+        marks=() if keep in _QUICK or backward == "once" else pytest.mark.slow,
+    )
+    for keep in KEEPS
+    for backward in BACKWARDS
+]
+
+
+@pytest.mark.parametrize(("keep", "backward"), _KEEPS_AND_BACKWARDS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_replayed_step_is_the_plain_step(
-    case: Case, backward: str, keep: str
+    case: Case, keep: str, backward: str
 ) -> None:
     skip_what_is_not_offered(case, backward)
 
@@ -58,7 +74,7 @@ def test_a_replayed_step_is_the_plain_step(
     assert_same_step(plain_step(case, backward), step)
 
 
-@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("keep", _KEEPS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_verified_step_is_the_plain_step_and_pins_nothing(
     case: Case, keep: str
@@ -71,7 +87,7 @@ def test_a_verified_step_is_the_plain_step_and_pins_nothing(
         assert_same_step(plain_step(case, "once"), run_step(case, way))
 
 
-@pytest.mark.parametrize("keep", ["nothing", "every-second"])
+@pytest.mark.parametrize("keep", _QUICK)
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.not_twice], ids=str
 )
@@ -139,7 +155,7 @@ _BACKWARDS = st.sampled_from(sorted(BACKWARDS))
 
 
 @given(_CASES, _KEEP_SETS, _BACKWARDS, st.booleans())
-@generated(max_examples=150)
+@generated(max_examples=100)
 def test_whichever_operators_are_kept_a_replayed_step_is_the_plain_step(
     case: Case, keep: KeepSet, backward: str, verify: bool
 ) -> None:
@@ -147,7 +163,7 @@ def test_whichever_operators_are_kept_a_replayed_step_is_the_plain_step(
 
 
 @given(programs(), _KEEP_SETS, _BACKWARDS)
-@generated(max_examples=60)
+@generated(max_examples=40)
 def test_a_random_program_under_replay_regions_is_the_plain_program(
     program: Program, keep: KeepSet, backward: str
 ) -> None:
@@ -175,7 +191,7 @@ def test_a_long_random_program_under_replay_regions_is_the_plain_program(
 
 
 @given(programs(), _KEEP_SETS, _BACKWARDS, st.sets(st.integers(0, 6)))
-@generated(max_examples=60)
+@generated(max_examples=40)
 def test_a_random_program_under_regions_of_both_engines_is_the_plain_program(
     program: Program, keep: KeepSet, backward: str, rerun: set[int]
 ) -> None:

@@ -76,6 +76,30 @@ def test_what_surrounds_a_replay_region_has_what_it_holds(
         assert watched.alive() == 0
 
 
+@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize(
+    ("keep", "alive"),
+    [
+        pytest.param(policies.nothing, 1, id="nothing"),  # y itself.
+        pytest.param(policies.operators("tanh"), 2, id="tanh"),
+        pytest.param(policies.matmuls, 2, id="matmuls"),
+        # The exponential, which saves its output and the cosine its input; the product
+        # is saved by nobody, and the tanh saves its output.
+        pytest.param(policies.everything, 4, id="everything"),
+    ],
+)
+def test_the_forward_keeps_the_output_and_what_the_policy_does(
+    keep: Any, alive: int, verify: bool
+) -> None:
+    watched = Watched()
+    x = torch.randn(3, 4, requires_grad=True)
+    with no_collector():
+        y = replay(keep, verify=verify)(Block(watched))(x)
+
+        assert watched.alive() == alive
+        assert y.requires_grad
+
+
 def test_what_nobody_needs_is_not_handed_to_the_surroundings() -> None:
     unused = torch.randn(3, 4)
 
@@ -138,6 +162,30 @@ def test_what_nobody_needs_dies_in_the_forward(keep: Any) -> None:
     x = torch.randn(ELEMENTS, requires_grad=True)
 
     assert mb.peak(lambda: replay(keep)(negations)(x)).peak_bytes == 2 * S
+
+
+def test_what_was_kept_for_an_output_dies_with_it() -> None:
+    watched = Watched()
+
+    def two(x: Tensor) -> tuple[Tensor, Tensor]:
+        return watched(x.sin()).cos(), watched(x.erf()).cos()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    with no_collector():
+        y, z = replay(policies.everything)(two)(x)
+        before = watched.alive()
+        del z
+
+        assert (before, watched.alive()) == (2, 1)
+        assert y.requires_grad
+
+
+def test_where_everything_is_kept_the_peak_is_the_plain_one() -> None:
+    x, gradient = torch.randn(ELEMENTS, requires_grad=True), torch.ones(ELEMENTS)
+
+    step = mb.peak(lambda: replay(policies.everything)(chain(8))(x).backward(gradient))
+
+    assert step.peak_bytes == (8 + 2) * S
 
 
 @pytest.mark.parametrize("length", [1, 4, 16])

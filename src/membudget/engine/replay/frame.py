@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from threading import RLock
+from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -61,6 +62,7 @@ class ReplayFrame:
         "_arguments",
         "_function",
         "_lock",
+        "_named",
         "_originals",
         "_outer",
         "_recorder",
@@ -78,7 +80,8 @@ class ReplayFrame:
         statistics: Statistics | None,
     ):
         """Prepare; the function has not run yet."""
-        self._function = function
+        self._function: Callable[..., Any] | None = function
+        self._named = _weakly(function)
         self._statistics = statistics
         self._lock = RLock()
         self._replayer = Replayer(_surroundings())
@@ -103,6 +106,7 @@ class ReplayFrame:
         """Run the function and drop what the policy does not keep."""
         self.begin()
         try:
+            assert self._function is not None
             result = self._function(*args, **kwargs)
         except BaseException:
             self.abandon()
@@ -133,7 +137,7 @@ class ReplayFrame:
         assert recorder is not None
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
-        self._recorder = None
+        self._recorder = self._function = None
         recorder.recording.tracker.table.clear()
 
     def end(self) -> None:
@@ -143,7 +147,7 @@ class ReplayFrame:
         recorder.__exit__(None, None, None)
         recorder.settle()
         pop_saved_tensors_hooks()
-        self._recorder = None
+        self._recorder = self._function = None
         if (
             recorder.recording.policy.expects_to_keep
             and recorder.recording.number
@@ -264,11 +268,28 @@ class ReplayFrame:
             self._replayer.release()
 
     def _changed(self, tensor: Tensor) -> ChangedSinceForwardError:
-        names = names_of(self._function, [])
+        function = self._named()
+        names = {} if function is None else names_of(function, [])
         place = self._arguments.get(address_of(tensor))
         if place is not None:
             return changed_error([f"argument {place}"])
         return changed_error([name_of(tensor, names)])
+
+
+def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
+    """Refer to what an error takes names from.
+
+    The graph holds the frame, and what the function holds may hold the graph.
+    """
+    owner = function.__self__ if isinstance(function, MethodType) else function
+    try:
+        return ref(owner)
+    except TypeError:
+        return _nothing
+
+
+def _nothing() -> None:
+    return None
 
 
 def _warn_that_nothing_is_kept(operators: int) -> None:

@@ -81,6 +81,8 @@ class OperatorFacts:
         is_empty: Whether it makes memory without content.
         is_gather: Whether it gathers the parameters of a layer that FSDP has sharded.
         is_opaque: Whether it cannot be run again.
+        is_query: Whether it only asks a tensor something, as fake ones are asked for
+            their device.
         is_routing: Whether it decides where something goes.
         is_plain_view: Whether it is a view of its first argument, and takes no other.
         is_in_place: Whether it writes its first argument and no other.
@@ -95,6 +97,7 @@ class OperatorFacts:
         "is_in_place",
         "is_opaque",
         "is_plain_view",
+        "is_query",
         "is_random",
         "is_routing",
         "is_simple",
@@ -126,6 +129,7 @@ class OperatorFacts:
         self.is_empty = name in _EMPTY
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
         self.is_gather = name == "fsdp::all_gather_copy_in"
+        self.is_query = operator.namespace == "prim"
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
         is_usual = not (

@@ -18,7 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import DispatchMode, dispatch_modes, hide_from_dynamo
+from membudget._torch import (
+    DispatchMode,
+    dispatch_modes,
+    hide_from_dynamo,
+    is_fake,
+)
 from membudget.engine.identity import address_of
 from membudget.engine.replay.operators import (
     OperatorFacts,
@@ -83,19 +88,15 @@ class Recorder(DispatchMode):
             return func(*args, **(kwargs or {}))
         if self._late:
             return self._run_and_settle(func, types, args, kwargs)
+        facts = facts_of(func)
+        if facts is not None and facts.is_query:
+            return func(*args, **(kwargs or {}))
         recording = self.recording
         recording.number += 1
-        facts = facts_of(func)
         if facts is None or facts.is_opaque or self.opaque_depth:
             return self._run_opaque(func, facts, args, kwargs or {})
-        if facts.is_plain_view:
-            return self._run_view(func, facts, args, kwargs or {})
-        if facts.is_in_place:
-            return run_in_place(recording, func, facts, args, kwargs or {})
         if not facts.is_simple:
-            if facts.is_empty:
-                return self._run_empty(func, args, kwargs or {})
-            return run_special(recording, func, facts, args, kwargs or {})
+            return self._run_by_kind(func, facts, args, kwargs or {})
         recorded = list(args)
         addresses = recording.record_tensors(facts.tensors, recorded)
         output = func(*args, **kwargs) if kwargs else func(*args)
@@ -107,6 +108,17 @@ class Recorder(DispatchMode):
                 return output
         recording.note_outputs(operation, facts, args, output, addresses)
         return output
+
+    def _run_by_kind(
+        self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        if facts.is_plain_view:
+            return self._run_view(func, facts, args, kwargs)
+        if facts.is_in_place:
+            return run_in_place(self.recording, func, facts, args, kwargs)
+        if facts.is_empty:
+            return self._run_empty(func, args, kwargs)
+        return run_special(self.recording, func, facts, args, kwargs)
 
     def handle(self, tensor: Tensor) -> Handle:
         """Return what stands for a tensor that autograd saves."""
@@ -193,7 +205,9 @@ class Recorder(DispatchMode):
 
     def _run_empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
-        if type(output) is not Tensor or output.layout is not torch.strided:
+        if not (type(output) is Tensor or is_fake(output)) or (
+            output.layout is not torch.strided
+        ):
             self._hold_outputs(output)
         elif id(output) not in self.recording.tracker.table:
             options = {"dtype": output.dtype, "device": output.device}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from membudget._torch import with_version
+from membudget._torch import is_fake, with_version
 from membudget.engine.identity import address_of
 from membudget.engine.replay.values import Entry, Memory, Operation, Value
 
@@ -48,7 +48,7 @@ class Tracker:
 
         self.table = table
         self.clock = 0
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, ReferenceType[Memory]] = {}
         self.sources: list[ReferenceType[Value]] = []
         self._forget = forget
 
@@ -94,13 +94,14 @@ class Tracker:
     def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> Entry:
         """Know a tensor that lies in memory of its own."""
         memory = Memory(value)
-        before = self._memories.get(address)
+        reference = self._memories.get(address)
+        before = None if reference is None else reference()
         if before is not None:
             # That storage is no more, though a tensor may be known by it still:
             # `y.data =` gives a tensor another storage.
             before.is_gone = True
             before.epoch += 1
-        self._memories[address] = memory
+        self._memories[address] = ref(memory)
         return self.enter(tensor, value, memory, address)
 
     def meet(self, tensor: Tensor, entry: Entry | None) -> Entry:
@@ -237,7 +238,7 @@ def is_empty(value: Value) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     return (
-        type(tensor) is Tensor
+        (type(tensor) is Tensor or is_fake(tensor))
         and tensor.layout is torch.strided
         and not (tensor.is_conj() or tensor.is_neg())
     )

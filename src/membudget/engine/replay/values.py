@@ -207,7 +207,15 @@ class Memory:
         sources: The sources that lie in it since it was last written.
     """
 
-    __slots__ = ("epoch", "is_external", "is_gone", "is_state", "root", "sources")
+    __slots__ = (
+        "__weakref__",
+        "epoch",
+        "is_external",
+        "is_gone",
+        "is_state",
+        "root",
+        "sources",
+    )
 
     def __init__(self, root: Value | None):
         """Begin with the first value seen, or with `None` for what lay outside."""

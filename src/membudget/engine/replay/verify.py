@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget._torch import without_dispatch_modes
+from membudget._torch import is_fake, without_dispatch_modes
 from membudget.engine.policy import Policy
 from membudget.engine.replay.replayer import Replayer, SourceFreedError, is_freed
 from membudget.engine.replay.tracker import Tracker, alias
@@ -156,8 +156,8 @@ class Originals:
             # No backward reads statistics that a normalisation has written since.
             if value.operation is None or root.is_state:
                 continue
-            if root.operation is None or is_freed(original):
-                continue  # A view of what is held, or what FSDP has freed.
+            if root.operation is None or is_freed(original) or is_fake(original):
+                continue  # A view of what is held; freed by FSDP; without content.
             try:
                 replayed = _replayed(handle, replayer)
             except SourceFreedError:
