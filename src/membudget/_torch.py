@@ -104,6 +104,11 @@ def is_fake(tensor: Any) -> bool:
     return type(tensor).__name__ == "FakeTensor"
 
 
+def is_fake_mode_active() -> bool:
+    """Tell whether a factory makes fake tensors now."""
+    return any(type(mode).__name__ == "FakeTensorMode" for mode in dispatch_modes())
+
+
 def hide_from_dynamo(function: Callable[..., Any]) -> None:
     """Let `torch.compile` trace neither a function nor what it calls.
 

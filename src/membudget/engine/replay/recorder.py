@@ -23,6 +23,7 @@ from membudget._torch import (
     dispatch_modes,
     hide_from_dynamo,
     is_fake,
+    is_fake_mode_active,
 )
 from membudget.engine.identity import address_of
 from membudget.engine.replay.operators import (
@@ -205,9 +206,8 @@ class Recorder(DispatchMode):
 
     def _run_empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         output = func(*args, **kwargs)
-        if not (type(output) is Tensor or is_fake(output)) or (
-            output.layout is not torch.strided
-        ):
+        is_plain = type(output) is Tensor or (is_fake(output) and is_fake_mode_active())
+        if not is_plain or output.layout is not torch.strided:
             self._hold_outputs(output)
         elif id(output) not in self.recording.tracker.table:
             options = {"dtype": output.dtype, "device": output.device}
