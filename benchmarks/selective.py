@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said += verdicts(name, found)
         results[name] = figures(found, refused)
     for line in said:
-        console.print(line)
+        console.print(line, soft_wrap=True)
     results["verdicts"] = said
     if not parsed.model:
         console.print(f"written to {save('selective', results).name}")
