@@ -83,10 +83,10 @@ class Frame(Recording):
         if tensor is None:
             tensor = self._recomputed(handle)
         version = handle.version
-        if (version is not None and version_of(tensor) != version) or address_of(
-            tensor
-        ) != handle.address:
+        if version is not None and version_of(tensor) != version:
             raise _changed_inside(tensor)
+        if self.options.guards and address_of(tensor) != handle.address:
+            raise _changed_inside(tensor)  # `y.data =` exchanged its storage.
         if not OPEN_GROUPS:
             handle.tensor = None  # Rule 3.
         return tensor

@@ -24,7 +24,7 @@ class Handle:
         tensor: The recomputed tensor, until autograd takes it.
         version: The version of the tensor's content when it was recomputed; `None` if
             the tensor may be written to.
-        address: Where its storage lay then: `y.data =` exchanges it.
+        address: With guards, where its storage lay then: `y.data =` exchanges it.
     """
 
     __slots__ = ("__weakref__", "address", "tensor", "version")

@@ -142,7 +142,8 @@ def run_region(
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if SWITCHES.any:
+    switched = SWITCHES.any
+    if switched:
         if SWITCHES.disabled:
             return function(*args, **kwargs)
         options = _switched(options)
@@ -162,7 +163,7 @@ def run_region(
             statistics.forwards += 1
         else:
             statistics.skipped += 1
-    if SWITCHES.any and SWITCHES.collector is not None:
+    if switched and SWITCHES.collector is not None:
         SWITCHES.collector(frame)
     return result
 

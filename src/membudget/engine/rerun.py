@@ -61,6 +61,7 @@ class Rerun:
         "_externals",
         "_failure",
         "_fingerprints",
+        "_is_guarded",
         "_last_needed",
         "_may_stop",
         "_recording",
@@ -77,6 +78,7 @@ class Rerun:
         self._trace: Trace | None = None
         self._externals: Externals | None = None
         self._stopped = False
+        self._is_guarded = recording.options.guards
         self._fingerprints = None if recording.fingerprints is None else Fingerprints()
         # With fingerprints, the stop comes one operator later.
         self._may_stop = recording.options.early_stop and self._fingerprints is None
@@ -149,7 +151,8 @@ class Rerun:
                 self._check(index, made)
             handle = reference()
             if handle is not None:
-                handle.address = address_of(tensor)
+                if self._is_guarded:
+                    handle.address = address_of(tensor)
                 handle.version = (
                     version_of(tensor)
                     if self._externals is None
