@@ -12,11 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from membudget._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks
+from membudget._torch import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    storage_address,
+)
 from membudget.engine import isolation, retention
 from membudget.engine.compare import mismatch_error
 from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.identity import address_of, version_of
 from membudget.engine.recording import Handle, Recording
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
@@ -82,10 +85,10 @@ class Frame(Recording):
         tensor = handle.tensor
         if tensor is None:
             tensor = self._recomputed(handle)
-        version = handle.version
-        if version is not None and version_of(tensor) != version:
+        version, address = handle.version, handle.address
+        if version is not None and tensor._version != version:
             raise _changed_inside(tensor)
-        if self.options.guards and address_of(tensor) != handle.address:
+        if address is not None and storage_address(tensor) != address:
             raise _changed_inside(tensor)  # `y.data =` exchanged its storage.
         if not OPEN_GROUPS:
             handle.tensor = None  # Rule 3.

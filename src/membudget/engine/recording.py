@@ -23,13 +23,14 @@ class Handle:
     Attributes:
         tensor: The recomputed tensor, until autograd takes it.
         version: The version of the tensor's content when it was recomputed; `None` if
-            the tensor may be written to.
-        address: With guards, where its storage lay then: `y.data =` exchanges it.
+            the tensor may be written to, or torch counts none.
+        address: Where its storage lay then, because `y.data =` exchanges it; `None`
+            without guards, or without a storage.
     """
 
     __slots__ = ("__weakref__", "address", "tensor", "version")
 
-    address: int
+    address: int | None
     tensor: Tensor | None
     version: int | None
 

@@ -20,6 +20,7 @@ from membudget._torch import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     set_grad_enabled,
+    storage_address,
 )
 from membudget.callsite import CallSite, calling_frame
 from membudget.engine.compare import (
@@ -31,9 +32,8 @@ from membudget.engine.compare import (
 )
 from membudget.engine.diagnosis import likely_causes, module_names
 from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.identity import address_of, version_of
 from membudget.engine.reads import Externals
-from membudget.engine.recording import Recording
+from membudget.engine.recording import Handle, Recording
 from membudget.engine.scope import Scope
 from membudget.engine.trace import Trace, side_by_side
 from membudget.engine.watch import changed_error
@@ -65,6 +65,7 @@ class Rerun:
         "_last_needed",
         "_may_stop",
         "_recording",
+        "_saved",
         "_stopped",
         "_trace",
     )
@@ -72,6 +73,7 @@ class Rerun:
     def __init__(self, recording: Recording):
         """Prepare to fill the handles of `recording`."""
         self._recording = recording
+        self._saved = recording.saved
         self._last_needed = recording.last_needed()
         self._cursor = 0
         self._failure: CheckpointError | None = None
@@ -116,7 +118,7 @@ class Rerun:
         finally:
             set_grad_enabled(gradients_were_on)
             self._failure = None
-            del self._recording, self._trace, self._fingerprints
+            del self._recording, self._saved, self._trace, self._fingerprints
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Call the function, to its end or until everything needed is there."""
@@ -141,7 +143,7 @@ class Rerun:
 
         Autograd gets nothing: the graph of the recompute is not used.
         """
-        saved = self._recording.saved
+        saved = self._saved
         index = self._cursor
         self._cursor = index + 1
         if index < len(saved):
@@ -151,14 +153,16 @@ class Rerun:
                 self._check(index, made)
             handle = reference()
             if handle is not None:
-                if self._is_guarded:
-                    handle.address = address_of(tensor)
-                handle.version = (
-                    version_of(tensor)
-                    if self._externals is None
-                    else self._version_of_external(tensor, self._externals)
-                )
                 handle.tensor = tensor
+                try:
+                    handle.address = (
+                        storage_address(tensor) if self._is_guarded else None
+                    )
+                    handle.version = tensor._version
+                except (RuntimeError, NotImplementedError):
+                    _mark_what_it_has(handle, tensor)
+                if self._externals is not None:
+                    self._check_external(handle, self._externals)
         if (
             index >= self._last_needed
             and self._may_stop
@@ -187,13 +191,13 @@ class Rerun:
             self._pack_with_fingerprint(tensor)
         return tensor
 
-    def _version_of_external(self, tensor: Tensor, externals: Externals) -> int | None:
+    def _check_external(self, handle: Handle, externals: Externals) -> None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""
-        address = address_of(tensor)
-        if address in externals.changed:
-            self._failure = changed_error([externals.changed[address]])
+        if handle.address in externals.changed:
+            self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
-        return None if address in externals.put_back else version_of(tensor)
+        if handle.address in externals.put_back:
+            handle.version = None
 
     def _check(self, index: int, made: Metadata) -> None:
         if self._recording.options.determinism_check == "none":
@@ -255,6 +259,12 @@ class Rerun:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _mark_what_it_has(handle: Handle, tensor: Tensor) -> None:
+    """Mark an inference tensor, which has no version, or a sparse one: no storage."""
+    handle.version = None if tensor.is_inference() else tensor._version
+    handle.address = None
 
 
 def _fills_what_it_saved(caller: FrameType) -> bool:
