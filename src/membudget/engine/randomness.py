@@ -75,7 +75,7 @@ def bring_back(noted: Noted, scope: Scope) -> None:
     """Put every source where it was when it was noted, until `scope` ends."""
     for source, state in noted:
         now = source.note()
-        scope.callback(source.bring_back, now)
+        scope.append((source.bring_back, (now,)))
         if now is not state:
             source.bring_back(state)
 
