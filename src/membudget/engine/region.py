@@ -153,13 +153,7 @@ def run_region(
         options = _with_contexts(options, options.context_fn())
     counted = options.guards and isolation.enter()
     try:
-        frame: Frame | ReplayFrame
-        if options.always_replays:
-            frame = ReplayFrame(function, args, kwargs, options, statistics)
-        else:
-            frame = Frame(function, args, kwargs, options, statistics)
-            if frame.surroundings.needs_repair and options.may_replay:
-                frame = ReplayFrame(function, args, kwargs, options, statistics)
+        frame = _frame(function, args, kwargs, options, statistics)
         result = frame.run(args, kwargs)
     finally:
         if counted:
@@ -172,6 +166,21 @@ def run_region(
     if switched and SWITCHES.collector is not None:
         SWITCHES.collector(frame)
     return result
+
+
+def _frame(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    statistics: Statistics | None,
+) -> Frame | ReplayFrame:
+    """Choose the engine."""
+    if not options.always_replays:
+        frame = Frame(function, args, kwargs, options, statistics)
+        if not (options.may_replay and frame.surroundings.needs_repair):
+            return frame
+    return ReplayFrame(function, args, kwargs, options, statistics)
 
 
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
