@@ -214,11 +214,16 @@ class Replayer:
         if self._plan_ran != self._plan:
             self._plan_ran = self._plan
             self.plans_run += 1
+        operations.sort(key=_number)
+        if value.root is not None and value.root.tensor is not None:
+            with BelowAutograd():  # Views compute nothing; no setting matters.
+                for operation in operations:
+                    self._run(operation)
+            return
         with Scope() as scope, BelowAutograd(), WithoutAutocast():
             self._enter(scope)
             dtype = torch.get_default_dtype()
             scope.callback(set_grad_enabled, torch.is_grad_enabled())
-            operations.sort(key=_number)
             for operation in operations:
                 set_grad_enabled(operation.grad_enabled)
                 if operation.default_dtype is not dtype:
