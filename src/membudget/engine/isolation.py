@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from membudget._torch import DispatchMode, is_random_operator, tree_iter
+from membudget._torch import DispatchMode, is_random_operator
 
 _HANDSHAKE_S = 1.0
 
@@ -164,7 +164,7 @@ class _Play(DispatchMode):
 def generator_of(args: Any, kwargs: Any) -> Generator:
     """Return the generator from which an operator with these operands draws."""
     device = kwargs.get("device")
-    for leaf in tree_iter((args, kwargs)):
+    for leaf in (*args, *kwargs.values()):  # No schema nests a generator.
         if isinstance(leaf, Generator):
             return leaf
         if isinstance(leaf, Tensor) and device is None:

@@ -173,17 +173,19 @@ def _statistics(name: str) -> Callable[[tuple[Any, ...]], bool] | None:
     return lambda args: len(args) > training and args[training] is True
 
 
-_FACTS: dict[Any, OperatorFacts | None] = {}
+# By identity, because an overload's hash is a function of Python; the operator is held,
+# so that its identity is no other's.
+_FACTS: dict[int, tuple[OperatorFacts | None, Any]] = {}
 
 
 def facts_of(operator: Any) -> OperatorFacts | None:
     """Return what is known of an operator; `None` for a higher-order one."""
-    try:
-        return _FACTS[operator]
-    except KeyError:
-        known = isinstance(operator, OperatorOverload)
-        facts = _FACTS[operator] = OperatorFacts(operator) if known else None
-        return facts
+    known = _FACTS.get(id(operator))
+    if known is None:
+        is_usual = isinstance(operator, OperatorOverload)
+        known = (OperatorFacts(operator) if is_usual else None, operator)
+        _FACTS[id(operator)] = known
+    return known[0]
 
 
 def flat_outputs(output: Any) -> list[Any]:

@@ -168,10 +168,10 @@ class OperatorRecording:
             return True
         operator = operation.operator
         try:
-            decided = self._decisions[operator]
+            decided = self._decisions[facts]
         except KeyError:
             decided = facts.is_routing or self.policy.by_operator(operator)
-            self._decisions[operator] = decided
+            self._decisions[facts] = decided
         if decided is None:
             decided = self.policy.keeps(
                 Candidate(
