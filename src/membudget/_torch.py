@@ -61,6 +61,9 @@ current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # another's.
 node_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+# Whose gradient an operator of a backward belongs to.
+current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
+
 # One call instead of one for each device type, in the forward of every region.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
@@ -102,6 +105,38 @@ set_sdpa_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_orde
 def is_fake(tensor: Any) -> bool:
     """Tell whether a tensor is one of `FakeTensorMode`, whose class is private."""
     return type(tensor).__name__ == "FakeTensor"
+
+
+def fake_mode_of(tensor: Any) -> Any:
+    """Return the mode that made a fake tensor; `None` for any other."""
+    return tensor.fake_mode if is_fake(tensor) else None
+
+
+def new_fake_mode() -> Any:
+    """Return a new mode in which tensors have shapes and no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+@contextlib.contextmanager
+def without_fake_mode() -> Iterator[None]:
+    """Run operators for real inside of a fake mode."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    with unset_fake_temporarily():
+        yield
+
+
+def fake_errors() -> tuple[type[Exception], ...]:
+    """Return the errors of code that asks a fake tensor for its values."""
+    from torch._subclasses import fake_tensor as fakes
+
+    return (
+        fakes.DataDependentOutputException,
+        fakes.DynamicOutputShapeException,
+        fakes.UnsupportedOperatorException,
+    )
 
 
 def is_fake_mode_active() -> bool:

@@ -60,6 +60,23 @@ def running_module(names: Mapping[int, str]) -> str:
     return ""
 
 
+def place_of(names: Mapping[int, str]) -> tuple[str, str]:
+    """Return the innermost running module that has a name, and the user's line."""
+    codes = module_call_codes()
+    line = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if not line and not is_internal(code):
+            line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
+        if code in codes:
+            name = names.get(id(frame.f_locals["self"]))
+            if name is not None:
+                return name, line
+        frame = frame.f_back
+    return "", line
+
+
 _INTERNAL = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, __file__)

@@ -89,12 +89,12 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
             "leave it before calling membudget.peak"
         )
     recorder = profile(profile_memory=True)
-    with _quiet_stderr():
+    with quiet_stderr():
         recorder.__enter__()
     try:
         result = function(*args, **kwargs)
     finally:
-        with _quiet_stderr():
+        with quiet_stderr():
             recorder.__exit__(*sys.exc_info())
     events: Any = recorder.kineto_results
     return _from_events(list(events.events()), result)
@@ -133,7 +133,7 @@ def _running(events: list[Any], moment: Any) -> str:
 
 
 @contextlib.contextmanager
-def _quiet_stderr() -> Iterator[None]:
+def quiet_stderr() -> Iterator[None]:
     """Hide the line that the profiler's C++ code prints when it starts and stops."""
     sys.stderr.flush()
     try:

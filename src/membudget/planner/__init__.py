@@ -1,0 +1,1 @@
+"""From a step's numbers to a plan: pure functions, without torch."""

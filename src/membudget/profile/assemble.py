@@ -1,0 +1,174 @@
+"""Make a `StepGraph` of what a recorder saw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
+from membudget.graph import (
+    Operator,
+    Saved,
+    StaticBytes,
+    StepGraph,
+    Storage,
+    Value,
+)
+from membudget.profile.recorder import (
+    RecordedOperator,
+    RecordedStorage,
+    RecordedValue,
+    StepRecorder,
+)
+
+
+def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
+    """Return the recorded step as numbers.
+
+    Args:
+        recorder: What recorded it; it is not used again.
+        optimizer_bytes: Of the optimizer's state.
+
+    Returns:
+        The graph. Its operators' seconds are those of the recorded run.
+    """
+    _add_in_place(recorder)
+    count = len(recorder.operators)
+    phases = [operator.phase for operator in recorder.operators]
+    return StepGraph(
+        operators=tuple(_operator(recorder, o) for o in recorder.operators),
+        values=tuple(
+            Value(v.storage, v.bytes, v.shape, v.dtype, v.operator, v.output)
+            for v in recorder.values
+        ),
+        storages=tuple(_storage(s, count) for s in recorder.storages),
+        saved=tuple(
+            Saved(
+                s.value,
+                s.moment,
+                tuple(s.asked),
+                count if s.freed is None else s.freed,
+                *s.place,
+            )
+            for s in recorder.saved
+        ),
+        backward_start=_first(phases, ("backward", "optimizer")),
+        optimizer_start=_first(phases, ("optimizer",)),
+        static=_static(recorder.storages, optimizer_bytes),
+    )
+
+
+def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
+    return next((i for i, p in enumerate(phases) if p in wanted), len(phases))
+
+
+def _add_in_place(recorder: StepRecorder) -> None:
+    """Let sums of gradients lie where the plain step puts them.
+
+    Where two gradients meet, autograd adds in place if nobody else holds the storage of
+    the older one (a view has a base that does), but never under a dispatch mode, where
+    it makes a third tensor. So the result of a sum whose operands come from two nodes is
+    taken to lie in the older one, if that is no view and dies at once.
+    """
+    for index, operator in enumerate(recorder.operators):
+        if operator.phase != "backward" or operator.node is None:
+            continue
+        if str(operator.operator) != "aten.add.Tensor" or len(operator.inputs) != 2:
+            continue
+        if not _meets_another_node(recorder, operator):
+            continue
+        made = recorder.values[operator.outputs[0]]
+        older = recorder.values[operator.inputs[0]]
+        if _can_take(recorder, older, made, index):
+            _merge(recorder, older.storage, made.storage)
+
+
+def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
+    nodes = []
+    for position in operator.inputs:
+        maker = recorder.values[position].operator
+        nodes.append(recorder.operators[maker].node if maker >= 0 else None)
+    return nodes[0] != nodes[1] and operator.node in nodes
+
+
+def _can_take(
+    recorder: StepRecorder, older: RecordedValue, made: RecordedValue, moment: int
+) -> bool:
+    old, new = recorder.storages[older.storage], recorder.storages[made.storage]
+    return (
+        older.operator == old.birth >= 0
+        and old.death == moment + 1
+        and new.birth == moment
+        and old.bytes == new.bytes
+    )
+
+
+def _merge(recorder: StepRecorder, target: int, made: int) -> None:
+    old, new = recorder.storages[target], recorder.storages[made]
+    old.death, old.kind, old.name = new.death, new.kind, new.name
+    new.bytes, new.kind, new.name = 0, "activation", ""
+    for value in recorder.values:
+        if value.storage == made:
+            value.storage = target
+
+
+def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
+    func = recorded.operator
+    is_known = isinstance(func, OperatorOverload)
+    is_view = is_known and (is_view_operator(func) or _makes_nothing(recorder, recorded))
+    return Operator(
+        name=str(func),
+        phase=recorded.phase,
+        module_path=recorded.place[0],
+        line=recorded.place[1],
+        inputs=tuple(recorded.inputs),
+        outputs=tuple(recorded.outputs),
+        flops=recorded.flops,
+        read_bytes=0 if is_view else _bytes(recorder, recorded.inputs),
+        written_bytes=0 if is_view else _bytes(recorder, recorded.outputs),
+        workspace_bytes=recorded.workspace_bytes,
+        seconds=recorded.nanoseconds * 1e-9,
+        is_view=is_view,
+        is_random=is_known and is_random_operator(func),
+    )
+
+
+def _makes_nothing(recorder: StepRecorder, recorded: RecordedOperator) -> bool:
+    """Tell whether the outputs lie in the inputs' memory, and nothing was written."""
+    if not recorded.outputs or recorded.operator._schema.is_mutable:
+        return False
+    read = {recorder.values[i].storage for i in recorded.inputs}
+    return all(recorder.values[i].storage in read for i in recorded.outputs)
+
+
+def _bytes(recorder: StepRecorder, values: Sequence[int]) -> int:
+    largest: dict[int, int] = {}
+    for index in values:
+        value = recorder.values[index]
+        largest[value.storage] = max(largest.get(value.storage, 0), value.bytes)
+    return sum(largest.values())
+
+
+def _storage(recorded: RecordedStorage, count: int) -> Storage:
+    death = count if recorded.death is None else recorded.death
+    released = recorded.released
+    if released is not None and released >= death:
+        released = None
+    return Storage(
+        recorded.bytes, recorded.kind, recorded.name, recorded.birth, death, released
+    )
+
+
+def _static(storages: Sequence[RecordedStorage], optimizer_bytes: int) -> StaticBytes:
+    def total(*kinds: str) -> int:
+        return sum(s.bytes for s in storages if s.kind in kinds and s.birth < 0)
+
+    return StaticBytes(
+        parameters=total("parameter"),
+        buffers=total("buffer"),
+        inputs=total("input"),
+        optimizer=optimizer_bytes,
+    )
+
+
+__all__: list[Any] = ["assemble"]

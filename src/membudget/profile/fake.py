@@ -1,0 +1,138 @@
+"""Run a step on tensors that have shapes and no memory.
+
+Floating tensors are fake: parameters, activations, gradients. What is made of integers
+and booleans alone (token ids, positions, masks) is computed for real, because models
+ask for its values, and choose their kernels by them. A model may also be made of fake
+tensors already, or of `meta` ones, which are replaced while the step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from membudget._torch import (
+    DispatchMode,
+    OperatorOverload,
+    fake_mode_of,
+    new_fake_mode,
+    tree_iter,
+    tree_map_only,
+    without_fake_mode,
+)
+
+MOST_REAL_BYTES = 1 << 26
+"""An integer tensor larger than this is fake, too."""
+
+
+@contextmanager
+def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[Any]:
+    """Run what is inside on fake tensors.
+
+    Args:
+        tensors: Those of the model and of the batch. If some are fake already, their
+            mode is used.
+
+    Yields:
+        The mode.
+    """
+    modes = (fake_mode_of(tensor) for tensor in tensors)
+    mode = next((m for m in modes if m is not None), None)
+    if mode is None:
+        mode = new_fake_mode()
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        with mode, _IntegersForReal():
+            yield mode
+    finally:
+        mode.allow_non_fake_inputs = before
+
+
+class _IntegersForReal(DispatchMode):
+    """Compute for real what comes from integers alone."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OperatorOverload) and _is_of_integers(func, args, kwargs):
+            with without_fake_mode():
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _is_of_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    if tensors:
+        return all(map(_is_real_integer, tensors))
+    return _makes_integers(func, args, kwargs)
+
+
+def _is_real_integer(tensor: Tensor) -> bool:
+    return (
+        type(tensor) is Tensor
+        and not tensor.is_meta
+        and not (tensor.is_floating_point() or tensor.is_complex())
+        and tensor.nbytes <= MOST_REAL_BYTES
+    )
+
+
+def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Tell whether a factory makes a small tensor of integers on a device that is."""
+    if torch.device(kwargs.get("device") or "cpu").type == "meta":
+        return False
+    dtype = kwargs.get("dtype")
+    if dtype is None:
+        numbers = [a for a in args if isinstance(a, int | float)]
+        is_range = func.name() in ("aten::arange", "aten::arange.start")
+        is_whole = is_range and all(isinstance(a, int) for a in numbers)
+        return is_whole and max(numbers, default=0) * 8 <= MOST_REAL_BYTES
+    if dtype.is_floating_point or dtype.is_complex:
+        return False
+    size = args[0] if args and isinstance(args[0], list | tuple) else args
+    count = 1
+    for length in size:
+        count *= int(length) if isinstance(length, int) else 1
+    return count * dtype.itemsize <= MOST_REAL_BYTES
+
+
+@contextmanager
+def without_meta(model: Module, batch: Any, mode: Any) -> Iterator[Any]:
+    """Replace `meta` tensors of a model and of a batch by fake ones on the CPU.
+
+    Yields:
+        The batch.
+    """
+    twins: dict[int, Tensor] = {}
+
+    def twin(tensor: Tensor) -> Tensor:
+        if id(tensor) not in twins:
+            with mode:
+                made = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+            if isinstance(tensor, Parameter):
+                made = Parameter(made, requires_grad=tensor.requires_grad)
+            twins[id(tensor)] = made
+        return twins[id(tensor)]
+
+    with ExitStack() as stack:
+        for module in model.modules():
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is not None and tensor.is_meta:
+                        table[name] = twin(tensor)
+                        stack.callback(table.__setitem__, name, tensor)
+        yield map_tensors(batch, lambda t: twin(t) if t.is_meta else t)
+
+
+def map_tensors(batch: Any, function: Any) -> Any:
+    """Return a batch with each tensor replaced; its containers are new."""
+    return tree_map_only(Tensor, function, batch)
