@@ -13,20 +13,28 @@ SOURCE = Path(__file__).parents[1] / "src" / "membudget"
 # Imports only point down: a floor may import those named beside it, and itself.
 ALLOWED = {
     "errors": set(),
+    "graph": {"errors"},
     "_torch": set(),
     "callsite": {"_torch"},
     "memory": {"_torch", "callsite", "errors"},
     "engine": {"_torch", "callsite", "errors"},
+    "planner": {"errors", "graph"},
     "carrier": {"engine", "errors"},
     "spans": {"_torch", "carrier", "engine", "errors"},
     "apply": {"carrier", "engine", "errors", "spans"},
     "audit": {"_torch", "apply", "carrier", "engine", "errors", "memory"},
+    "profile": {
+        *("_torch", "audit", "callsite", "errors", "graph", "memory", "planner"),
+    },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},
-    "cli": {"audit", "errors"},
-    "__init__": {"apply", "audit", "compat", "engine", "errors", "memory", "policies"},
+    "cli": {"audit", "errors", "profile"},
+    "__init__": {
+        *("apply", "audit", "compat", "engine", "errors", "graph", "memory"),
+        *("policies", "profile"),
+    },
 }
-WITHOUT_TORCH = ("errors", "cli", "__init__")
+WITHOUT_TORCH = ("errors", "graph", "cli", "__init__", "planner/timeline")
 
 FILES = sorted(SOURCE.rglob("*.py"))
 

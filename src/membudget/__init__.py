@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ReentrantLimitError,
         SelectionError,
     )
+    from membudget.graph import StepGraph
     from membudget.memory import (
         Peak,
         SavedReport,
@@ -40,17 +41,20 @@ if TYPE_CHECKING:
         saved,
         storage_bytes,
     )
+    from membudget.profile import Device, Profile, profile
 
 __all__ = [
     "Applied",
     "AuditReport",
     "ChangedSinceForwardError",
     "CheckpointError",
+    "Device",
     "MembudgetError",
     "MissingExtraError",
     "OptionError",
     "Peak",
     "PinnedWarning",
+    "Profile",
     "RecomputeMismatchError",
     "ReentrantLimitError",
     "RegionStatus",
@@ -59,6 +63,7 @@ __all__ = [
     "SavedTensor",
     "SelectionError",
     "Status",
+    "StepGraph",
     "apply",
     "audit",
     "checkpoint",
@@ -72,6 +77,7 @@ __all__ = [
     "opaque",
     "peak",
     "policies",
+    "profile",
     "saved",
     "storage_bytes",
 ]
@@ -88,6 +94,7 @@ _HOMES = {
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))
     ),
+    "membudget.graph": ("StepGraph",),
     "membudget.memory": (
         "Peak",
         "SavedReport",
@@ -96,6 +103,7 @@ _HOMES = {
         "saved",
         "storage_bytes",
     ),
+    "membudget.profile": ("Device", "Profile", "profile"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -77,6 +77,18 @@ def place_of(names: Mapping[int, str]) -> tuple[str, str]:
     return "", line
 
 
+def user_line(error: BaseException) -> str:
+    """Return the innermost line of the user's that an error passed through."""
+    line = "the step"
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if not is_internal(code):
+            line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
 _INTERNAL = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, __file__)

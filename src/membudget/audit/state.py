@@ -51,13 +51,25 @@ class State:
         OptionError: If a parameter is not yet there (a lazy module's).
     """
 
-    def __init__(self, roots: Iterable[tuple[str, Any]]) -> None:
-        """Hold the state; nothing is changed."""
+    def __init__(self, roots: Iterable[tuple[str, Any]], contents: bool = True) -> None:
+        """Hold the state; nothing is changed.
+
+        Args:
+            roots: The objects.
+            contents: Whether to hold what is in the tensors. A step on fake tensors
+                cannot write it, and it may not be there.
+        """
         found = walk(roots)
         self._tensors = {
             name: _held_state(name, tensor)
             for name, (_, tensor) in found.tensors.items()
+            if contents
         }
+        self._gradients = [
+            (tensor, tensor.grad)
+            for _, tensor in found.tensors.values()
+            if not contents and tensor.is_leaf
+        ]
         self._leaves = {
             id(held.tensor)
             for held in self._tensors.values()
@@ -94,6 +106,8 @@ class State:
             put_back(holder, content)
         for name, held in self._tensors.items():
             _restore_tensor(name, held)
+        for tensor, _ in self._gradients:
+            tensor.grad = None
         for stream, state in self._streams.values():
             stream.write(state)
         # Casts of weights that autocast remembers would be found by the next run.
@@ -101,6 +115,8 @@ class State:
 
     def restore_gradients(self) -> None:
         """Give the gradients back that were laid aside."""
+        for tensor, gradient in self._gradients:
+            tensor.grad = gradient
         for name, held in self._tensors.items():
             if held.grad is not None:
                 grad, content = held.grad

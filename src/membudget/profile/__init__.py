@@ -4,3 +4,9 @@
 without memory, `workspace` and `cost` say what one operator needs, `run` puts all of it
 together, `report` and `sweep` are for people.
 """
+
+from membudget.profile.devices import DEVICES, Device
+from membudget.profile.result import Profile
+from membudget.profile.run import profile
+
+__all__ = ["DEVICES", "Device", "Profile", "profile"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
 from membudget.graph import (
@@ -14,11 +13,11 @@ from membudget.graph import (
     Storage,
     Value,
 )
-from membudget.profile.recorder import (
+from membudget.profile.recorder import StepRecorder
+from membudget.profile.records import (
     RecordedOperator,
     RecordedStorage,
     RecordedValue,
-    StepRecorder,
 )
 
 
@@ -39,9 +38,9 @@ def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
         operators=tuple(_operator(recorder, o) for o in recorder.operators),
         values=tuple(
             Value(v.storage, v.bytes, v.shape, v.dtype, v.operator, v.output)
-            for v in recorder.values
+            for v in recorder.lifetimes.values
         ),
-        storages=tuple(_storage(s, count) for s in recorder.storages),
+        storages=tuple(_storage(s, count) for s in recorder.lifetimes.storages),
         saved=tuple(
             Saved(
                 s.value,
@@ -54,7 +53,7 @@ def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
         ),
         backward_start=_first(phases, ("backward", "optimizer")),
         optimizer_start=_first(phases, ("optimizer",)),
-        static=_static(recorder.storages, optimizer_bytes),
+        static=_static(recorder.lifetimes.storages, optimizer_bytes),
     )
 
 
@@ -65,10 +64,10 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 def _add_in_place(recorder: StepRecorder) -> None:
     """Let sums of gradients lie where the plain step puts them.
 
-    Where two gradients meet, autograd adds in place if nobody else holds the storage of
-    the older one (a view has a base that does), but never under a dispatch mode, where
-    it makes a third tensor. So the result of a sum whose operands come from two nodes is
-    taken to lie in the older one, if that is no view and dies at once.
+    Where two gradients meet, autograd adds in place if nobody else holds the storage
+    of the older one (a view has a base that does), but never under a dispatch mode,
+    where it makes a third tensor. So the result of a sum whose operands come from two
+    nodes is taken to lie in the older one, if that is no view and dies at once.
     """
     for index, operator in enumerate(recorder.operators):
         if operator.phase != "backward" or operator.node is None:
@@ -77,8 +76,8 @@ def _add_in_place(recorder: StepRecorder) -> None:
             continue
         if not _meets_another_node(recorder, operator):
             continue
-        made = recorder.values[operator.outputs[0]]
-        older = recorder.values[operator.inputs[0]]
+        made = recorder.lifetimes.values[operator.outputs[0]]
+        older = recorder.lifetimes.values[operator.inputs[0]]
         if _can_take(recorder, older, made, index):
             _merge(recorder, older.storage, made.storage)
 
@@ -86,7 +85,7 @@ def _add_in_place(recorder: StepRecorder) -> None:
 def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
     nodes = []
     for position in operator.inputs:
-        maker = recorder.values[position].operator
+        maker = recorder.lifetimes.values[position].operator
         nodes.append(recorder.operators[maker].node if maker >= 0 else None)
     return nodes[0] != nodes[1] and operator.node in nodes
 
@@ -94,7 +93,10 @@ def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> b
 def _can_take(
     recorder: StepRecorder, older: RecordedValue, made: RecordedValue, moment: int
 ) -> bool:
-    old, new = recorder.storages[older.storage], recorder.storages[made.storage]
+    old, new = (
+        recorder.lifetimes.storages[older.storage],
+        recorder.lifetimes.storages[made.storage],
+    )
     return (
         older.operator == old.birth >= 0
         and old.death == moment + 1
@@ -104,10 +106,10 @@ def _can_take(
 
 
 def _merge(recorder: StepRecorder, target: int, made: int) -> None:
-    old, new = recorder.storages[target], recorder.storages[made]
+    old, new = recorder.lifetimes.storages[target], recorder.lifetimes.storages[made]
     old.death, old.kind, old.name = new.death, new.kind, new.name
     new.bytes, new.kind, new.name = 0, "activation", ""
-    for value in recorder.values:
+    for value in recorder.lifetimes.values:
         if value.storage == made:
             value.storage = target
 
@@ -115,7 +117,9 @@ def _merge(recorder: StepRecorder, target: int, made: int) -> None:
 def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
     func = recorded.operator
     is_known = isinstance(func, OperatorOverload)
-    is_view = is_known and (is_view_operator(func) or _makes_nothing(recorder, recorded))
+    is_view = is_known and (
+        is_view_operator(func) or _makes_nothing(recorder, recorded)
+    )
     return Operator(
         name=str(func),
         phase=recorded.phase,
@@ -137,14 +141,14 @@ def _makes_nothing(recorder: StepRecorder, recorded: RecordedOperator) -> bool:
     """Tell whether the outputs lie in the inputs' memory, and nothing was written."""
     if not recorded.outputs or recorded.operator._schema.is_mutable:
         return False
-    read = {recorder.values[i].storage for i in recorded.inputs}
-    return all(recorder.values[i].storage in read for i in recorded.outputs)
+    read = {recorder.lifetimes.values[i].storage for i in recorded.inputs}
+    return all(recorder.lifetimes.values[i].storage in read for i in recorded.outputs)
 
 
 def _bytes(recorder: StepRecorder, values: Sequence[int]) -> int:
     largest: dict[int, int] = {}
     for index in values:
-        value = recorder.values[index]
+        value = recorder.lifetimes.values[index]
         largest[value.storage] = max(largest.get(value.storage, 0), value.bytes)
     return sum(largest.values())
 
@@ -169,6 +173,3 @@ def _static(storages: Sequence[RecordedStorage], optimizer_bytes: int) -> Static
         inputs=total("input"),
         optimizer=optimizer_bytes,
     )
-
-
-__all__: list[Any] = ["assemble"]

@@ -93,14 +93,14 @@ def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         numbers = [a for a in args if isinstance(a, int | float)]
         is_range = func.name() in ("aten::arange", "aten::arange.start")
         is_whole = is_range and all(isinstance(a, int) for a in numbers)
-        return is_whole and max(numbers, default=0) * 8 <= MOST_REAL_BYTES
+        return bool(is_whole and max(numbers, default=0) * 8 <= MOST_REAL_BYTES)
     if dtype.is_floating_point or dtype.is_complex:
         return False
     size = args[0] if args and isinstance(args[0], list | tuple) else args
     count = 1
     for length in size:
         count *= int(length) if isinstance(length, int) else 1
-    return count * dtype.itemsize <= MOST_REAL_BYTES
+    return bool(count * dtype.itemsize <= MOST_REAL_BYTES)
 
 
 @contextmanager
@@ -125,7 +125,8 @@ def without_meta(model: Module, batch: Any, mode: Any) -> Iterator[Any]:
 
     with ExitStack() as stack:
         for module in model.modules():
-            for table in (module._parameters, module._buffers):
+            tables: tuple[Any, ...] = (module._parameters, module._buffers)
+            for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None and tensor.is_meta:
                         table[name] = twin(tensor)

@@ -1,0 +1,151 @@
+"""Seconds of each operator.
+
+Measured: the step runs a few times as it is, with a stopwatch only where a block of the
+model begins or ends, forward and backward. Between two such marks the median time is
+shared out to the operators in the proportion in which they took time while they were
+recorded. So the operators of a block add up to the block, and what recording costs is
+not in the figures. From a table: the roofline of a device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from membudget._torch import tree_iter
+from membudget.graph import Operator, StepGraph
+from membudget.profile.devices import Device, this_processor
+
+Label = tuple[str, str]
+"""What happens at a mark, such as `("enter", "h.3")`."""
+
+
+class Marks:
+    """Notes when blocks begin and end, forward and backward.
+
+    Attributes:
+        labels: What happened.
+        readings: What the clock said.
+    """
+
+    def __init__(self, clock: Callable[[], Any]):
+        """Begin without marks.
+
+        Args:
+            clock: Read at each mark.
+        """
+        self.labels: list[Label] = []
+        self.readings: list[Any] = []
+        self._clock = clock
+
+    def note(self, event: str, name: str = "") -> None:
+        """Make a mark."""
+        self.labels.append((event, name))
+        self.readings.append(self._clock())
+
+    @contextmanager
+    def on(self, blocks: dict[str, Module]) -> Iterator[None]:
+        """Make marks where the blocks begin and end, for the step that runs inside."""
+        handles = []
+        for name, block in blocks.items():
+            handles.append(block.register_forward_pre_hook(self._entering(name)))
+            handles.append(block.register_forward_hook(self._leaving(name)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        return lambda module, args: self.note("enter", name)
+
+    def _leaving(self, name: str) -> Callable[..., None]:
+        def leave(module: Module, args: Any, output: Any) -> None:
+            tensor = next(_differentiable(output), None)
+            if tensor is not None:
+                tensor.register_hook(lambda gradient: self.note("backward", name))
+            self.note("leave", name)
+
+        return leave
+
+
+def _differentiable(output: Any) -> Iterator[Tensor]:
+    for leaf in tree_iter(output):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            yield leaf
+
+
+def synchronised_clock() -> Callable[[], float]:
+    """Return a clock that waits for a device, if CUDA is in use."""
+    if not torch.cuda.is_initialized():
+        return time.perf_counter
+
+    def clock() -> float:
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    return clock
+
+
+def share_out(graph: StepGraph, recorded: Marks, timed: Sequence[Marks]) -> StepGraph:
+    """Return the graph with the seconds of the timed runs.
+
+    Args:
+        graph: The graph, with the seconds of the recorded run.
+        recorded: The marks of the recorded run; its readings are moments.
+        timed: The marks of the other runs; their readings are seconds.
+    """
+    same = [run for run in timed if run.labels == recorded.labels]
+    if not same:
+        # A model that takes another path in each step is timed as a whole.
+        recorded, same = _ends(recorded), [_ends(run) for run in timed]
+    operators = list(graph.operators)
+    for i in range(len(recorded.labels) - 1):
+        start, end = recorded.readings[i], recorded.readings[i + 1]
+        seconds = median(run.readings[i + 1] - run.readings[i] for run in same)
+        operators[start:end] = _scaled(operators[start:end], seconds)
+    return dataclasses.replace(graph, operators=tuple(operators))
+
+
+def _ends(marks: Marks) -> Marks:
+    ends = Marks(marks._clock)
+    ends.labels = [marks.labels[0], marks.labels[-1]]
+    ends.readings = [marks.readings[0], marks.readings[-1]]
+    return ends
+
+
+def _scaled(operators: Sequence[Operator], seconds: float) -> list[Operator]:
+    total = sum(operator.seconds for operator in operators)
+    factor = seconds / total if total else 0.0
+    return [dataclasses.replace(o, seconds=o.seconds * factor) for o in operators]
+
+
+def roofline(graph: StepGraph, device: Device) -> StepGraph:
+    """Return the graph with the seconds that a device takes at best."""
+    operators = tuple(_at_best(graph, operator, device) for operator in graph.operators)
+    return dataclasses.replace(graph, operators=operators)
+
+
+def roofline_of_optimizer(graph: StepGraph) -> StepGraph:
+    """Do so for this processor and the optimizer's step, which was recorded fake."""
+    operators = list(graph.operators)
+    for index in range(graph.optimizer_start, len(operators)):
+        operators[index] = _at_best(graph, operators[index], this_processor())
+    return dataclasses.replace(graph, operators=tuple(operators))
+
+
+def _at_best(graph: StepGraph, operator: Operator, device: Device) -> Operator:
+    moved_bytes = operator.read_bytes + operator.written_bytes
+    # It computes in the dtype of its first output.
+    values = [*operator.outputs, *operator.inputs]
+    dtype = graph.values[values[0]].dtype if values else "float32"
+    seconds = device.seconds(operator.flops, moved_bytes, dtype)
+    return dataclasses.replace(operator, seconds=seconds)

@@ -1,0 +1,144 @@
+"""What a device can do at most: a small table, and this machine's processor, measured.
+
+The figures of the table are those of the makers, dense, at the boost clock:
+
+* H100 SXM5, H200 SXM: NVIDIA H100 and H200 Tensor Core GPU data sheets (with the
+  sparse figures halved).
+* A100 SXM4 80 GB: NVIDIA A100 Tensor Core GPU data sheet.
+* L4: NVIDIA L4 Tensor Core GPU data sheet (with the sparse figures halved).
+* RTX 4090: NVIDIA Ada GPU Architecture white paper, appendix A; half precision with
+  sums in single precision.
+* MI300X: AMD Instinct MI300X accelerator data sheet.
+
+Links are PCI Express in one direction: 16 lanes of generation 4 carry 31.5 GB/s, of
+generation 5 carry 63 GB/s (PCI-SIG).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from statistics import median
+
+import torch
+
+from membudget.errors import OptionError
+
+
+@dataclass(frozen=True)
+class Device:
+    """The most that a device does in a second.
+
+    Attributes:
+        name: As it is printed.
+        flops_per_s: Floating-point operations a second by dtype, such as
+            `{"bfloat16": 989e12}`; `"float32"` is what any other dtype is taken for.
+        bytes_per_s: Of its memory.
+        link_bytes_per_s: Between its memory and the host's, in one direction.
+        memory_bytes: What it has; 0 if unknown.
+    """
+
+    name: str
+    flops_per_s: Mapping[str, float] = field(hash=False)
+    bytes_per_s: float
+    link_bytes_per_s: float
+    memory_bytes: int = 0
+
+    def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
+        """Return the time of one operator: that of its products or of its memory.
+
+        This is the roofline of Williams, Waterman and Patterson (2009): whichever
+        takes longer. What a launch costs and what a kernel leaves unused is not in it.
+        """
+        rate = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
+        return max(flops / rate, moved_bytes / self.bytes_per_s)
+
+
+_TERA, _GIGA, _GIB = 1e12, 1e9, 1 << 30
+
+
+def _nvidia(half: float, tf32: float, single: float) -> dict[str, float]:
+    """Return rates by dtype; torch multiplies single precision without TF32."""
+    return {
+        "float16": half * _TERA,
+        "bfloat16": half * _TERA,
+        "tf32": tf32 * _TERA,
+        "float32": single * _TERA,
+    }
+
+
+DEVICES: dict[str, Device] = {
+    "h100": Device(
+        "H100 SXM5", _nvidia(989.4, 494.7, 66.9), 3.35 * _TERA, 63 * _GIGA, 80 * _GIB
+    ),
+    "h200": Device(
+        "H200 SXM", _nvidia(989.4, 494.7, 66.9), 4.8 * _TERA, 63 * _GIGA, 141 * 10**9
+    ),
+    "a100": Device(
+        "A100 SXM4 80 GB",
+        _nvidia(312, 156, 19.5),
+        2.039 * _TERA,
+        31.5 * _GIGA,
+        80 * _GIB,
+    ),
+    "l4": Device("L4", _nvidia(121, 60, 30.3), 0.3 * _TERA, 31.5 * _GIGA, 24 * _GIB),
+    "rtx4090": Device(
+        "RTX 4090", _nvidia(165.2, 82.6, 82.6), 1.008 * _TERA, 31.5 * _GIGA, 24 * _GIB
+    ),
+    "mi300x": Device(
+        "MI300X",
+        {
+            "float16": 1307.4 * _TERA,
+            "bfloat16": 1307.4 * _TERA,
+            "float32": 163.4 * _TERA,
+        },
+        5.3 * _TERA,
+        63 * _GIGA,
+        192 * 10**9,
+    ),
+}
+
+
+def device_of(device: str | Device) -> Device:
+    """Return a device by its name: one of `DEVICES`, or `"cpu"`, which is measured.
+
+    Raises:
+        OptionError: If there is none of that name.
+    """
+    if isinstance(device, Device):
+        return device
+    key = device.lower().replace(" ", "").replace("-", "")
+    if key == "cpu":
+        return this_processor()
+    if key not in DEVICES:
+        known = ", ".join([*DEVICES, "cpu"])
+        raise OptionError(
+            f"there is no device {device!r} in the table: it has {known}. Give a "
+            "membudget.Device with the rates of yours"
+        )
+    return DEVICES[key]
+
+
+@cache
+def this_processor() -> Device:
+    """Measure the processor: a product of matrices, and a copy of 32 MiB."""
+    size = 512
+    with torch.no_grad():
+        a, b = torch.ones(size, size), torch.ones(size, size)
+        rate = 2 * size**3 / _seconds_of(lambda: a @ b)
+        block = torch.ones(1 << 23)
+        target = torch.empty_like(block)
+        speed = 2 * block.nbytes / _seconds_of(lambda: target.copy_(block))
+    return Device("this CPU, measured", {"float32": rate}, speed, speed)
+
+
+def _seconds_of(function: Callable[[], object], repeats: int = 7) -> float:
+    function()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        function()
+        times.append(time.perf_counter() - start)
+    return median(times)

@@ -1,0 +1,174 @@
+"""Which tensors and storages are alive at which moment of a step.
+
+A tensor, and the storage behind it, is watched through a weak reference: the moment at
+which each dies is noted, and none is kept alive. Views are tensors of their own on one
+storage, so a storage is *released* when the last tensor on it has died, and dead when
+autograd, too, has let go of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from weakref import ref
+
+from torch import Tensor
+
+from membudget.graph import Kind
+from membudget.memory.storage import plain_parts
+from membudget.profile.records import RecordedStorage, RecordedValue
+
+
+class Lifetimes:
+    """The tensors of a step, while it runs.
+
+    Attributes:
+        values: The contents that were seen.
+        storages: The storages that were seen.
+        moment: The moment now: how many operators have begun.
+        is_forward: Whether the forward runs; only then is a release noted.
+    """
+
+    def __init__(self) -> None:
+        """Begin with nothing known."""
+        self.values: list[RecordedValue] = []
+        self.storages: list[RecordedStorage] = []
+        self.moment = 0
+        self.is_forward = True
+        self._storage_of: dict[int, int] = {}
+        self._value_of: dict[int, int] = {}
+        self._values_on: dict[int, list[int]] = {}
+        self._watched: dict[int, Any] = {}
+
+    def stop(self) -> None:
+        """Stop watching: what is alive now outlives the step."""
+        self._watched.clear()
+
+    def watch(self, thing: Any, died: Callable[[], object]) -> None:
+        """Call `died` when a thing dies."""
+
+        def callback(reference: Any) -> None:
+            self._watched.pop(id(reference), None)
+            died()
+
+        # By identity: references to one tensor are equal if the tensor is, by element.
+        reference = ref(thing, callback)
+        self._watched[id(reference)] = reference
+
+    # Tensors that were there before.
+
+    def know(self, tensor: Tensor, kind: Kind, name: str) -> None:
+        """Know a tensor that was there before the step."""
+        for part in plain_parts(tensor):
+            storage = self.storages[self.storage(part, -1)]
+            if storage.kind == "outside":
+                storage.kind, storage.name = kind, name
+
+    def know_as(self, tensor: Tensor, other: Tensor) -> None:
+        """Take a tensor for another one, whose place it holds."""
+        parts = zip(plain_parts(tensor), plain_parts(other), strict=True)
+        for part, of_other in parts:
+            self.lies_in(part, self.storage(of_other, -1))
+
+    def name_gradient(self, tensor: Tensor, name: str) -> None:
+        """Say of a storage that the step left behind that it is a gradient."""
+        for part in plain_parts(tensor):
+            storage = self.storages[self.storage(part, -1)]
+            storage.kind, storage.name = "gradient", name
+
+    # Values.
+
+    def is_known(self, tensor: Tensor) -> bool:
+        """Tell whether the tensor was seen."""
+        return id(tensor) in self._value_of
+
+    def value(self, tensor: Tensor, birth: int) -> int:
+        """Return the index of a tensor's content now.
+
+        Args:
+            tensor: The tensor.
+            birth: When it was made if it is new here; -1 for before the step.
+        """
+        index = self._value_of.get(id(tensor))
+        return self.new_value(tensor, birth, 0) if index is None else index
+
+    def new_value(self, tensor: Tensor, operator: int, output: int) -> int:
+        """Note what an operator made, or wrote; return its index."""
+        storages = [self.storage(part, operator) for part in plain_parts(tensor)]
+        index = self._append(tensor, storages[0], operator, output)
+        if id(tensor) not in self._value_of:
+            self._watch_tensor(tensor, self.storages[storages[0]])
+        self._value_of[id(tensor)] = index
+        return index
+
+    def saved_value(self, tensor: Tensor) -> int:
+        """Return the content that is saved; autograd may save an alias of a tensor."""
+        index = self._value_of.get(id(tensor))
+        if index is not None:
+            return index
+        storage = self.storage(next(iter(plain_parts(tensor))), -1)
+        for index in reversed(self._values_on.get(storage, [])):
+            if self.values[index].shape == tuple(tensor.shape):
+                return index
+        return self._append(tensor, storage, -1, 0)
+
+    def know_alias(self, alias: Tensor, value: int) -> None:
+        """Know what autograd will hand out; it does not count as a holder."""
+        key = id(alias)
+        self._value_of[key] = value
+        self.watch(alias, lambda: self._forget(key))
+
+    def _append(self, tensor: Tensor, storage: int, operator: int, output: int) -> int:
+        shape = tuple(tensor.shape)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        size = min(tensor.numel() * tensor.element_size(), self.storages[storage].bytes)
+        value = RecordedValue(storage, size, shape, dtype, operator, output)
+        self.values.append(value)
+        self._values_on.setdefault(storage, []).append(len(self.values) - 1)
+        return len(self.values) - 1
+
+    def _watch_tensor(self, tensor: Tensor, storage: RecordedStorage) -> None:
+        key = id(tensor)
+        storage.tensors += 1
+
+        def died() -> None:
+            self._forget(key)
+            storage.tensors -= 1
+            if not storage.tensors and self.is_forward:
+                storage.released = self.moment
+
+        self.watch(tensor, died)
+
+    def _forget(self, key: int) -> None:
+        self._value_of.pop(key, None)
+
+    # Storages.
+
+    def storage(self, part: Tensor, birth: int) -> int:
+        """Return the index of a tensor's storage, which is new if it was not seen."""
+        storage = part.untyped_storage()
+        key = storage._cdata
+        index = self._storage_of.get(key)
+        if index is None:
+            index = self._storage_of[key] = len(self.storages)
+            kind: Kind = "outside" if birth < 0 else "activation"
+            record = RecordedStorage(storage.nbytes(), kind, "", birth)
+            self.storages.append(record)
+            self.watch(storage, lambda: self._died(key, record))
+        elif storage.nbytes() > self.storages[index].bytes:
+            self.storages[index].bytes = storage.nbytes()  # `resize_` has let it grow.
+        return index
+
+    def lies_in(self, tensor: Tensor, index: int) -> None:
+        """Know the storage of a view, which fake tensors make anew for a real base."""
+        for part in plain_parts(tensor):
+            storage = part.untyped_storage()
+            key = storage._cdata
+            if key not in self._storage_of:
+                self._storage_of[key] = index
+                self.watch(storage, partial(self._storage_of.pop, key, None))
+
+    def _died(self, key: int, record: RecordedStorage) -> None:
+        self._storage_of.pop(key, None)
+        record.death = self.moment

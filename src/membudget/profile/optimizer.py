@@ -1,0 +1,116 @@
+"""What an optimizer keeps, and what its step needs.
+
+The user's optimizer is not touched. One of its class and options is made over fake
+parameters of the same shapes and takes two steps with fake gradients: what it then
+holds is its state, and the second step is recorded. So every optimizer of torch, and
+most others, is measured; closed forms are in `memory.formulas`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from membudget._torch import new_fake_mode, tree_iter
+from membudget.errors import OptionError
+from membudget.memory.storage import storage_bytes
+from membudget.profile.recorder import StepRecorder
+from membudget.profile.step import Step
+
+OptimizerLike = Optimizer | type[Optimizer] | None
+
+# `capturable` kernels are for CUDA graphs, and refuse other devices.
+_OF_THE_DEVICE = ("capturable",)
+
+
+def record_optimizer(
+    recorder: StepRecorder, step: Step, optimizer: OptimizerLike
+) -> int:
+    """Record the step of an optimizer, and stop the recorder.
+
+    Returns:
+        The bytes of the optimizer's state; 0 without one.
+
+    Raises:
+        OptionError: If the optimizer is over none of the model's parameters, or cannot
+            be made over fake ones.
+    """
+    if optimizer is None:
+        recorder.lifetimes.stop()
+        return 0
+    trained = [p for p in step.model.parameters() if p.grad is not None]
+    mode = new_fake_mode()
+    mode.allow_non_fake_inputs = True
+    with mode:
+        twins = {id(p): _twin(p) for p in step.model.parameters()}
+        for parameter in trained:
+            recorder.lifetimes.know_as(twins[id(parameter)], parameter)
+        try:
+            double = _double(optimizer, step, twins)
+            for parameter in trained:
+                _set_gradient(recorder, twins[id(parameter)], parameter)
+            double.step()
+            for state in _state_tensors(double):
+                recorder.lifetimes.know(state, "optimizer", "")
+            recorder.begin("optimizer")
+            with recorder:
+                double.step()
+        except (TypeError, RuntimeError, ValueError) as error:
+            raise OptionError(
+                f"{type(optimizer).__name__} cannot take a step over fake parameters "
+                f"({error}); profile without it"
+            ) from error
+    recorder.lifetimes.stop()
+    return storage_bytes(_state_tensors(double))
+
+
+def _twin(parameter: Tensor) -> Parameter:
+    made = torch.empty_strided(
+        parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
+    )
+    return Parameter(made, requires_grad=parameter.requires_grad)
+
+
+def _set_gradient(recorder: StepRecorder, twin: Parameter, parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    twin.grad = torch.empty_like(twin)
+    recorder.lifetimes.know_as(twin.grad, parameter.grad)
+
+
+def _double(
+    optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Parameter]
+) -> Optimizer:
+    """Return an optimizer of the same class and options over the twins."""
+    if isinstance(optimizer, type):
+        return optimizer(list(twins.values()))  # type: ignore[call-arg]
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        known = [twins[id(p)] for p in group["params"] if id(p) in twins]
+        options = {k: v for k, v in group.items() if k != "params"}
+        if known:
+            groups.append({**options, "params": known})
+    if not groups:
+        raise OptionError(
+            f"the {type(optimizer).__name__} is over none of the model's parameters"
+        )
+    defaults = {k: v for k, v in optimizer.defaults.items() if k not in _OF_THE_DEVICE}
+    double: Optimizer = type(optimizer)(groups, **_accepted(type(optimizer), defaults))
+    return double
+
+
+def _accepted(kind: type[Optimizer], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults that are arguments: some classes add others of their own."""
+    from inspect import signature
+
+    names = signature(kind).parameters
+    return {name: value for name, value in defaults.items() if name in names}
+
+
+def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
+    return [
+        leaf for leaf in tree_iter(dict(optimizer.state)) if isinstance(leaf, Tensor)
+    ]

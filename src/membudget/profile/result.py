@@ -1,0 +1,122 @@
+"""What `profile` returns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from membudget.errors import OptionError
+from membudget.graph import StepGraph
+from membudget.planner.timeline import Timeline, timeline
+
+
+@dataclass(frozen=True)
+class Profile:
+    """One training step, measured or estimated.
+
+    Attributes:
+        graph: The step as numbers.
+        model: The class of the model.
+        tensors: `"real"` or `"fake"`.
+        cost: Where the seconds come from: `"measured"`, or a device's name.
+        loss_from: Where the loss came from, in words.
+        notes: What the figures leave out.
+    """
+
+    graph: StepGraph
+    model: str
+    tensors: str
+    cost: str
+    loss_from: str
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The bytes that the step allocates, at each moment."""
+        return timeline(self.graph)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that the step allocates: what `membudget.peak` measures."""
+        return self.timeline.peak_bytes
+
+    @property
+    def total_peak_bytes(self) -> int:
+        """The same with what is there before: parameters, optimizer, batch."""
+        return self.peak_bytes + self.graph.static.total
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        fields = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "graph"
+        }
+        return {**fields, "graph": self.graph.to_dict()}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Profile:
+        """Read what `to_dict` returned.
+
+        Raises:
+            OptionError: If the data is of a newer version, or not whole.
+        """
+        try:
+            texts = {k: str(data[k]) for k in ("model", "tensors", "cost", "loss_from")}
+            notes = tuple(map(str, data["notes"]))
+            graph = data["graph"]
+        except (KeyError, TypeError) as error:
+            raise OptionError(f"the profile is not whole: {error!r}") from error
+        return cls(graph=StepGraph.from_dict(graph), notes=notes, **texts)
+
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the profile as JSON; with a path, write it there, too.
+
+        A file that is there already is replaced when the whole of the new one is
+        written.
+
+        Raises:
+            OptionError: If it cannot be written.
+        """
+        text = json.dumps(self.to_dict())
+        if path is not None:
+            write_whole(Path(path), text + "\n")
+        return text
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Profile:
+        """Read JSON: a text, or the path of a file.
+
+        Raises:
+            OptionError: If there is no such file, or it holds no profile.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        try:
+            text = str(source) if is_text else Path(source).read_text()
+            data = json.loads(text)
+        except (OSError, ValueError) as error:
+            raise OptionError(f"the profile cannot be read: {error}") from error
+        if not isinstance(data, dict):
+            raise OptionError(
+                f"a profile is a JSON object; this is a {type(data).__name__}"
+            )
+        return cls.from_dict(data)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file by way of another, so that half a write clobbers nothing.
+
+    Raises:
+        OptionError: If it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise OptionError(f"{str(path)!r} cannot be written: {error}") from error

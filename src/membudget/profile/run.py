@@ -1,0 +1,258 @@
+"""`profile`: record one training step of a model, on real tensors or on fake ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from membudget._torch import fake_errors, is_fake, is_profiling
+from membudget.audit.regions import default_names
+from membudget.audit.state import State
+from membudget.audit.step import LossFunction
+from membudget.callsite import user_line
+from membudget.errors import OptionError, SelectionError
+from membudget.graph import StepGraph
+from membudget.profile.assemble import assemble
+from membudget.profile.cost import (
+    Marks,
+    roofline,
+    roofline_of_optimizer,
+    share_out,
+    synchronised_clock,
+)
+from membudget.profile.devices import DEVICES, Device, device_of
+from membudget.profile.fake import fake_tensors, without_meta
+from membudget.profile.optimizer import OptimizerLike, record_optimizer
+from membudget.profile.recorder import StepRecorder
+from membudget.profile.result import Profile
+from membudget.profile.step import Step, check_arguments
+from membudget.profile.workspace import allocations, note_workspaces, try_kernels
+
+_TIMED_STEPS = 3
+
+
+def profile(
+    model: Module,
+    batch: Any,
+    loss_fn: LossFunction | None = None,
+    *,
+    optimizer: OptimizerLike = None,
+    fake: bool | None = None,
+    device: str | Device | None = None,
+) -> Profile:
+    """Record one training step: what it keeps, what each operator costs, its peak.
+
+    The step is a forward, a loss and a backward, with gradients `None` before; with an
+    optimizer, its step too. A real profile runs the step five times: once to warm up,
+    once recorded, three times with a stopwatch. Afterwards parameters, buffers,
+    gradients, Python state of the modules and random streams are what they were.
+
+    A fake profile runs it once, on tensors without memory, and costs no more than its
+    Python. Tensors of integers alone are computed for real. What cannot be known
+    without values fails with the line that asks: `loss.item()`, a branch on an
+    activation, a loop over the experts that were chosen. Kernels are those that the
+    CPU would choose, or CUDA if the model lies there; a `meta` model is taken to lie on
+    the CPU.
+
+    Args:
+        model: Any module. For a fake profile its parameters may be real, fake or on
+            `meta`.
+        batch: What the model is called with: a tuple as arguments, a mapping as
+            keywords, anything else as the one argument.
+        loss_fn: Makes the loss of `(output, batch)`. Without one, the loss is the
+            output if it is one number, `output.loss` or `output["loss"]`, or else the
+            sum of the output's floating tensors.
+        optimizer: Whose state and temporaries count: an optimizer over the model's
+            parameters, which is not touched, or a class such as `torch.optim.AdamW`.
+        fake: Whether to run on fake tensors; by default if a parameter is fake or on
+            `meta`.
+        device: Whose time to estimate, by its roofline: a name of
+            `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default a
+            real profile measures, and a fake one takes this machine's CPU.
+
+    Returns:
+        The profile.
+
+    Raises:
+        OptionError: If `model` is no module or a lazy one, the loss is not one number
+            or requires no gradient, the device is unknown, a profiler is running, or a
+            fake step needs values.
+
+    Not counted: what never passes torch's allocator, and its rounding; on fake tensors,
+    the workspace of kernels that are too large to be tried, or not the CPU's.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+        >>> found = profile(model, torch.zeros(2, 8), fake=True)
+        >>> found.graph.static.parameters, found.graph.flops
+        (144, 256)
+    """
+    check_arguments(model, batch)
+    target = None if device is None else device_of(device)
+    step = Step(model, batch, loss_fn)
+    has_memory = not any(is_fake(t) or t.is_meta for t in model.parameters())
+    if fake is None:
+        fake = not has_memory
+    if fake:
+        return _fake_profile(step, optimizer, target)
+    if not has_memory:
+        raise OptionError(
+            "the model's parameters are fake or on `meta`, so no real step can run: "
+            "pass fake=True, or materialise the model"
+        )
+    if is_profiling():
+        raise OptionError(
+            "a profiler is running, whose events and those of membudget.profile cannot "
+            "be told apart; leave it first"
+        )
+    return _real_profile(step, optimizer, target)
+
+
+def _real_profile(
+    step: Step, optimizer: OptimizerLike, target: Device | None
+) -> Profile:
+    blocks = _blocks(step.model)
+    with _state_kept(step, has_values=True):
+        step.run()
+        timed = [] if target else [_timed(step, blocks) for _ in range(_TIMED_STEPS)]
+        step.clear_gradients()
+        recorder = StepRecorder(_names(step.model), is_fake=False)
+        marks = Marks(lambda: len(recorder.operators))
+        with allocations() as table:
+            _record(recorder, step, marks, blocks)
+        note_workspaces(recorder, table)
+        static_bytes = record_optimizer(recorder, step, optimizer)
+        graph = assemble(recorder, static_bytes)
+    if target is None:
+        timed_graph = share_out(roofline_of_optimizer(graph), marks, timed)
+        return _profile(step, timed_graph, "real", "measured", ())
+    return _profile(step, roofline(graph, target), "real", target.name, ())
+
+
+def _fake_profile(
+    step: Step, optimizer: OptimizerLike, target: Device | None
+) -> Profile:
+    names = _names(step.model)
+    notes = []
+    with (
+        _state_kept(step, has_values=False),
+        fake_tensors(step.tensors()) as mode,
+        without_meta(step.model, step.batch, mode) as step.batch,
+    ):
+        recorder = StepRecorder(names, is_fake=True)
+        with _explaining_fakes():
+            _record(recorder, step, Marks(lambda: 0), {})
+        if all(t.device.type == "cpu" for t in step.tensors()):
+            notes += _untried(try_kernels(recorder))
+        static_bytes = record_optimizer(recorder, step, optimizer)
+        graph = assemble(recorder, static_bytes)
+        step.clear_gradients()
+    target = target or device_of("cpu")
+    if target in DEVICES.values() and not torch.cuda.is_available():
+        notes.append(
+            "kernels are those that the CPU chooses: attention on the device may keep "
+            "and need other bytes"
+        )
+    graph = roofline(graph, target)
+    return _profile(step, graph, "fake", target.name, tuple(notes))
+
+
+def _untried(count: int) -> list[str]:
+    if not count:
+        return []
+    return [
+        f"{count} operators were too large to be tried; what they need beside their "
+        "outputs counts as 0"
+    ]
+
+
+def _record(
+    recorder: StepRecorder, step: Step, marks: Marks, blocks: dict[str, Module]
+) -> None:
+    """Record one step; its gradients are left on the leaves."""
+    for name, parameter in step.model.named_parameters():
+        recorder.lifetimes.know(parameter, "parameter", name)
+    for name, buffer in step.model.named_buffers():
+        recorder.lifetimes.know(buffer, "buffer", name)
+    for name, tensor in step.batch_tensors().items():
+        recorder.lifetimes.know(tensor, "input", name)
+
+    def begin_backward() -> None:
+        recorder.begin("backward")
+        marks.note("loss")
+
+    with marks.on(blocks), recorder.recording():
+        marks.note("start")
+        step.run(begin_backward)
+        marks.note("end")
+    for name, parameter in step.model.named_parameters():
+        if parameter.grad is not None:
+            recorder.lifetimes.name_gradient(parameter.grad, name)
+    for name, tensor in step.batch_tensors().items():
+        if tensor.is_leaf and tensor.grad is not None:
+            recorder.lifetimes.name_gradient(tensor.grad, name)
+
+
+def _timed(step: Step, blocks: dict[str, Module]) -> Marks:
+    step.clear_gradients()
+    marks = Marks(synchronised_clock())
+    with marks.on(blocks):
+        marks.note("start")
+        step.run(lambda: marks.note("loss"))
+        marks.note("end")
+    return marks
+
+
+def _names(model: Module) -> dict[int, str]:
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def _blocks(model: Module) -> dict[str, Module]:
+    try:
+        return {name: model.get_submodule(name) for name in default_names(model)}
+    except SelectionError:
+        return {}
+
+
+@contextmanager
+def _state_kept(step: Step, has_values: bool) -> Iterator[None]:
+    """Leave everything as it was, gradients included."""
+    roots = [("", step.model), ("batch", step.batch), ("loss_fn", step._loss_fn)]
+    state = State(roots, contents=has_values)
+    try:
+        state.restore()
+        with torch.enable_grad():
+            yield
+    finally:
+        state.restore()
+        state.restore_gradients()
+
+
+@contextmanager
+def _explaining_fakes() -> Iterator[None]:
+    try:
+        yield
+    except fake_errors() as error:
+        line = user_line(error)
+        raise OptionError(
+            f"{line} asks a fake tensor for what only real ones have ({error}). "
+            "Profile with fake=False, or keep such code out of the step"
+        ) from error
+
+
+def _profile(
+    step: Step, graph: StepGraph, tensors: str, cost: str, notes: tuple[str, ...]
+) -> Profile:
+    return Profile(
+        graph=graph,
+        model=type(step.model).__name__,
+        tensors=tensors,
+        cost=cost,
+        loss_from=step.loss_from,
+        notes=notes,
+    )

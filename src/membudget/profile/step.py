@@ -1,0 +1,114 @@
+"""One training step that can be run many times: forward, loss, backward.
+
+The step is what a user's loop does: the model is called, a loss is made, the output is
+let go, and the loss goes backward. Gradients are `None` before, as `zero_grad()` leaves
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from membudget._torch import tree_iter
+from membudget.audit.step import LossFunction, call_model, find_loss
+from membudget.errors import OptionError
+
+
+class Step:
+    """Forward, loss and backward of a model on a batch.
+
+    Attributes:
+        model: The model.
+        batch: What it is called with.
+        loss_from: Where the loss came from in the last run, in words.
+    """
+
+    def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
+        """Hold what the step needs; nothing runs."""
+        self.model = model
+        self.batch = batch
+        self.loss_from = "loss_fn(output, batch)"
+        self._loss_fn = loss_fn
+
+    def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
+        """Run the step and return the loss.
+
+        Args:
+            before_backward: Called between the forward and the backward.
+
+        Raises:
+            OptionError: If the loss is not one number, or nothing in it requires a
+                gradient.
+        """
+        loss = self._forward()
+        if before_backward is not None:
+            before_backward()
+        loss.backward()
+        return loss
+
+    def _forward(self) -> Tensor:
+        output = call_model(self.model, self.batch)
+        if self._loss_fn is None:
+            loss, self.loss_from = find_loss(output)
+        else:
+            loss = self._loss_fn(output, self.batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            found = (
+                list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            )
+            raise OptionError(
+                f"loss_fn must return a tensor of one element; it returned {found}"
+            )
+        if not loss.requires_grad:
+            raise OptionError(
+                "the loss does not require a gradient, so there is no backward to "
+                "profile: every parameter is frozen, or the forward ran under no_grad"
+            )
+        return loss
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to `None`: of the parameters, and of the batch."""
+        for tensor in self.leaves():
+            tensor.grad = None
+
+    def leaves(self) -> Iterator[Tensor]:
+        """Yield the parameters, and what requires a gradient in the batch."""
+        yield from self.model.parameters()
+        for tensor in self.batch_tensors().values():
+            if tensor.is_leaf and tensor.requires_grad:
+                yield tensor
+
+    def batch_tensors(self) -> dict[str, Tensor]:
+        """Return the tensors of the batch, by a name."""
+        leaves = [t for t in tree_iter(self.batch) if isinstance(t, Tensor)]
+        return {f"batch[{i}]": tensor for i, tensor in enumerate(leaves)}
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor of the model and of the batch."""
+        yield from self.model.parameters()
+        yield from self.model.buffers()
+        yield from self.batch_tensors().values()
+
+
+def check_arguments(model: Any, batch: Any) -> None:
+    """Refuse what is no model.
+
+    Raises:
+        OptionError: If it is none, or a lazy one that has no shapes yet.
+    """
+    if not isinstance(model, Module):
+        raise OptionError(
+            "a profile needs a torch.nn.Module and its batch; got "
+            f"{type(model).__name__}"
+        )
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise OptionError(
+                f"{name!r} has no shape yet, because its module is lazy: run the model "
+                "once, then profile it"
+            )
