@@ -24,7 +24,8 @@ ALLOWED = {
     "apply": {"carrier", "engine", "errors", "spans"},
     "audit": {"_torch", "apply", "carrier", "engine", "errors", "memory"},
     "profile": {
-        *("_torch", "audit", "callsite", "errors", "graph", "memory", "planner"),
+        *("_torch", "audit", "callsite", "engine", "errors", "graph"),
+        *("memory", "planner"),
     },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},

@@ -45,6 +45,8 @@ class Operator:
         seconds: What it takes, by the cost model that the profile was made with.
         is_view: Whether it moves no data: its outputs lie where its input does.
         is_random: Whether it draws random numbers.
+        is_pinned: Whether a replay cannot or must not run it again, so that what it
+            makes is always kept: routing decisions, communication, unknown operators.
     """
 
     name: str
@@ -60,6 +62,7 @@ class Operator:
     seconds: float
     is_view: bool
     is_random: bool
+    is_pinned: bool
 
 
 @dataclass(frozen=True, slots=True)

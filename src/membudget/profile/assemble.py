@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
+from membudget.engine.replay.operators import facts_of
 from membudget.graph import (
     Operator,
     Saved,
@@ -117,6 +118,7 @@ def _merge(recorder: StepRecorder, target: int, made: int) -> None:
 def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
     func = recorded.operator
     is_known = isinstance(func, OperatorOverload)
+    facts = facts_of(func)
     is_view = is_known and (
         is_view_operator(func) or _makes_nothing(recorder, recorded)
     )
@@ -125,7 +127,8 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         phase=recorded.phase,
         module_path=recorded.place[0],
         line=recorded.place[1],
-        inputs=tuple(recorded.inputs),
+        # `empty_like(x)` reads the shape of x alone.
+        inputs=() if facts is not None and facts.is_empty else tuple(recorded.inputs),
         outputs=tuple(recorded.outputs),
         flops=recorded.flops,
         read_bytes=0 if is_view else _bytes(recorder, recorded.inputs),
@@ -134,6 +137,7 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         seconds=recorded.nanoseconds * 1e-9,
         is_view=is_view,
         is_random=is_known and is_random_operator(func),
+        is_pinned=facts is None or facts.is_opaque or facts.is_routing,
     )
 
 

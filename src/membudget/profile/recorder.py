@@ -85,6 +85,7 @@ class StepRecorder(DispatchMode):
         self.calls: dict[Any, RecordedCall] = {}
         self._is_suspended = False
         self._last_node = 0
+        self._newest_node = 0
         self._places: dict[int, tuple[str, str]] = {}
 
     @contextmanager
@@ -93,7 +94,7 @@ class StepRecorder(DispatchMode):
         push_saved_tensors_hooks(self._pack, self._unpack)
         try:
             with self:
-                self._last_node = node_sequence_number()
+                self._last_node = self._newest_node = node_sequence_number()
                 yield
         finally:
             pop_saved_tensors_hooks()
@@ -115,6 +116,7 @@ class StepRecorder(DispatchMode):
         index = len(self.operators)
         node = current_autograd_node()
         number = None if node is None else node._sequence_nr()
+        self._newest_node = node_sequence_number()
         recorded = RecordedOperator(func, self.phase, self._place(number), number)
         self.operators.append(recorded)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -189,7 +191,7 @@ class StepRecorder(DispatchMode):
         value = self.lifetimes.saved_value(tensor)
         if not is_leaf:
             self.lifetimes.know_alias(kept.tensor, value)
-        saved = RecordedSaved(value, len(self.operators), place_of(self._names))
+        saved = RecordedSaved(value, self._saving_operator(), place_of(self._names))
         self.saved.append(saved)
 
         def freed() -> None:
@@ -197,6 +199,14 @@ class StepRecorder(DispatchMode):
 
         self.lifetimes.watch(kept, freed)
         return kept
+
+    def _saving_operator(self) -> int:
+        """Return the operator that saves: one to come its inputs, else its outputs.
+
+        An operator's node is made before its inputs are saved, and before it runs.
+        """
+        is_to_come = node_sequence_number() > self._newest_node
+        return len(self.operators) - (not is_to_come)
 
     def _unpack(self, kept: _Kept) -> Tensor:
         if kept.index >= 0:
