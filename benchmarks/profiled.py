@@ -69,7 +69,7 @@ def llama(batch: int) -> Made:
 
 
 def mixtral(batch: int) -> Made:
-    """Return Mixtral: experts that a router chooses."""
+    """Return Mixtral: experts that a router chooses, multiplied in one batch."""
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
@@ -81,6 +81,8 @@ def mixtral(batch: int) -> Made:
         num_key_value_heads=2,
         num_local_experts=4,
     )
+    # The other forms ask who was chosen, or multiply in bfloat16 alone when fake.
+    config._experts_implementation = "batched_mm"
     return _causal(MixtralForCausalLM(config), batch)
 
 

@@ -202,9 +202,9 @@ class _Machine:
         graph = self.graph
         deaths: dict[int, list[int]] = {}
         births: dict[int, list[int]] = {}
-        for index, storage in enumerate(graph.storages):
-            if storage.birth >= 0:
-                births.setdefault(storage.birth, []).append(index)
+        for index, known in enumerate(graph.storages):
+            if known.birth >= 0:
+                births.setdefault(known.birth, []).append(index)
                 deaths.setdefault(self.ends[index], []).append(index)
         alive_bytes = []
         for moment, operator in enumerate(graph.operators):
