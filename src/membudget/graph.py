@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from membudget.errors import OptionError
@@ -75,7 +76,7 @@ class Value:
         shape: Its shape.
         dtype: Its dtype, such as `"float32"`.
         operator: What made it, by index; -1 if it was there before.
-        output: Which output of the operator it is.
+        output: Which output of the operator it is; what is written comes after them.
     """
 
     storage: int
@@ -131,6 +132,21 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class ModuleCall:
+    """One call of a module in the forward.
+
+    Attributes:
+        path: The module, as in `named_modules()`.
+        start: The first operator that ran in it.
+        end: The first after them; equal to `start` if none ran.
+    """
+
+    path: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
 class StaticBytes:
     """What is there in every step, each storage counted once.
 
@@ -161,6 +177,7 @@ class StepGraph:
         values: The contents that operators read and made.
         storages: The memory that those lie in.
         saved: What autograd kept, in the order in which it was kept.
+        calls: The calls of modules in the forward, in the order in which they began.
         backward_start: The moment at which the backward began.
         optimizer_start: The moment at which the optimizer's step began; the number of
             operators if none ran.
@@ -171,6 +188,7 @@ class StepGraph:
     values: tuple[Value, ...]
     storages: tuple[Storage, ...]
     saved: tuple[Saved, ...]
+    calls: tuple[ModuleCall, ...]
     backward_start: int
     optimizer_start: int
     static: StaticBytes
@@ -184,6 +202,23 @@ class StepGraph:
     def seconds(self) -> float:
         """Of the whole step, by the cost model."""
         return sum(operator.seconds for operator in self.operators)
+
+    @cached_property
+    def born_at(self) -> dict[int, list[int]]:
+        """The storages that each operator makes, by its index."""
+        table: dict[int, list[int]] = {}
+        for index, storage in enumerate(self.storages):
+            if storage.birth >= 0:
+                table.setdefault(storage.birth, []).append(index)
+        return table
+
+    @cached_property
+    def saved_on(self) -> dict[int, list[int]]:
+        """What autograd kept in each storage, by the storage's index."""
+        table: dict[int, list[int]] = {}
+        for index, saved in enumerate(self.saved):
+            table.setdefault(self.values[saved.value].storage, []).append(index)
+        return table
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON: a table for each kind of record."""
@@ -225,6 +260,7 @@ _TABLES: tuple[tuple[str, type], ...] = (
     ("values", Value),
     ("storages", Storage),
     ("saved", Saved),
+    ("calls", ModuleCall),
 )
 
 

@@ -19,11 +19,12 @@ first asks for it. The rules are the engine's:
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from membudget.errors import OptionError
-from membudget.graph import StepGraph
+from membudget.graph import Saved, StepGraph
 
 
 @dataclass(frozen=True)
@@ -72,10 +73,32 @@ def simulate(graph: StepGraph, regions: Iterable[Region]) -> Simulation:
     """
     ordered = sorted(regions, key=lambda region: region.start)
     _check(graph, ordered)
-    machine = _Machine(graph)
+    machine = _Machine(graph, ordered)
     for region in ordered:
         machine.drop(region)
     return machine.run()
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a region's own storages do, at the moments at which anything does.
+
+    Attributes:
+        moments: Those moments, in order.
+        alive_bytes: At the end of each; it stays so up to the next.
+        peak_bytes: The most within each, the workspace of its operator included.
+    """
+
+    moments: tuple[int, ...]
+    alive_bytes: tuple[int, ...]
+    peak_bytes: tuple[int, ...]
+
+
+def own(graph: StepGraph, region: Region) -> Own:
+    """Simulate one region alone: the storages that it makes, and no others."""
+    machine = _Machine(graph, [region])
+    machine.drop(region)
+    return machine.run_alone(region)
 
 
 def _check(graph: StepGraph, regions: Sequence[Region]) -> None:
@@ -108,15 +131,18 @@ class _Dropped:
 class _Machine:
     """The state of a simulated step."""
 
-    def __init__(self, graph: StepGraph):
+    def __init__(self, graph: StepGraph, regions: Sequence[Region]):
         self.graph = graph
-        operators = graph.operators
-        self.reads = [_storages(graph, o.inputs) for o in operators]
-        self.writes = [
-            [] if o.is_view else _storages(graph, o.outputs) for o in operators
-        ]
+        inside = [i for r in regions for i in range(r.start, r.end)]
+        chosen = [(index, graph.operators[index]) for index in inside]
+        self.reads = {i: _storages(graph, o.inputs) for i, o in chosen}
+        self.writes = {
+            i: [] if o.is_view else _storages(graph, o.outputs) for i, o in chosen
+        }
         self.ends = [storage.death for storage in graph.storages]
         self.dropped: dict[int, _Dropped] = {}
+        self.births: dict[int, list[int]] = {}
+        self.deaths: dict[int, list[int]] = {}
         self.asks: dict[int, list[int]] = {}
         self.frees: dict[int, list[int]] = {}
         self.ran: set[int] = set()
@@ -128,11 +154,7 @@ class _Machine:
 
     def drop(self, region: Region) -> None:
         graph = self.graph
-        made = {
-            s
-            for s in range(len(graph.storages))
-            if region.start <= graph.storages[s].birth < region.end
-        }
+        made = _made(graph, region)
         wanted = self._wanted(region, made - region.kept)
         until = self._needed_until(region, made - region.kept, wanted)
         for storage in made - region.kept:
@@ -146,9 +168,12 @@ class _Machine:
     def _wanted(self, region: Region, candidates: set[int]) -> dict[int, list[int]]:
         """Return the saved tensors that are dropped, by their storage."""
         wanted: dict[int, list[int]] = {}
-        for index, saved in enumerate(self.graph.saved):
-            storage = self.graph.values[saved.value].storage
-            if storage in candidates and region.start <= saved.moment < region.end:
+        saved_tensors = self.graph.saved
+        first = bisect_left(saved_tensors, region.start, key=_moment_of)
+        last = bisect_left(saved_tensors, region.end, key=_moment_of)
+        for index in range(first, last):
+            storage = self.graph.values[saved_tensors[index].value].storage
+            if storage in candidates:
                 wanted.setdefault(storage, []).append(index)
         return wanted
 
@@ -157,12 +182,8 @@ class _Machine:
         graph = self.graph
         released = graph.storages[storage].released
         assert released is not None
-        others = [
-            saved.freed
-            for index, saved in enumerate(graph.saved)
-            if graph.values[saved.value].storage == storage and index not in dropped
-        ]
-        return max([released, *others])
+        others = [i for i in graph.saved_on.get(storage, ()) if i not in dropped]
+        return max([released, *(graph.saved[index].freed for index in others)])
 
     def _needed_until(
         self, region: Region, candidates: set[int], wanted: dict[int, list[int]]
@@ -200,22 +221,10 @@ class _Machine:
 
     def run(self) -> Simulation:
         graph = self.graph
-        deaths: dict[int, list[int]] = {}
-        births: dict[int, list[int]] = {}
-        for index, known in enumerate(graph.storages):
-            if known.birth >= 0:
-                births.setdefault(known.birth, []).append(index)
-                deaths.setdefault(self.ends[index], []).append(index)
+        self._expect(range(len(graph.storages)))
         alive_bytes = []
-        for moment, operator in enumerate(graph.operators):
-            self.moment = moment
-            self.alive -= self._bytes(deaths.get(moment, ()))
-            for storage in self.frees.get(moment, ()):
-                self._used(storage)
-            for storage in self.asks.get(moment, ()):
-                self._make(storage)
-            self.alive += self._bytes(births.get(moment, ()))
-            self._note(operator.workspace_bytes)
+        for moment in range(len(graph.operators)):
+            self._pass(moment)
             alive_bytes.append(self.alive)
         again = sum(graph.operators[index].seconds for index in self.recomputed)
         return Simulation(
@@ -225,6 +234,36 @@ class _Machine:
             graph.seconds + again,
             tuple(self.recomputed),
         )
+
+    def run_alone(self, region: Region) -> Own:
+        self._expect(_made(self.graph, region))
+        events = {*self.births, *self.deaths, *self.frees, *self.asks}
+        events |= set(range(region.start, region.end))
+        rows = []
+        for moment in sorted(events):
+            if moment < len(self.graph.operators):
+                self.peak = 0
+                self._pass(moment)
+                rows.append((moment, self.alive, self.peak))
+        moments, alive, peaks = zip(*rows, strict=True) if rows else ((), (), ())
+        return Own(moments, alive, peaks)
+
+    def _expect(self, storages: Iterable[int]) -> None:
+        for index in storages:
+            birth = self.graph.storages[index].birth
+            if birth >= 0:
+                self.births.setdefault(birth, []).append(index)
+                self.deaths.setdefault(self.ends[index], []).append(index)
+
+    def _pass(self, moment: int) -> None:
+        self.moment = moment
+        self.alive -= self._bytes(self.deaths.get(moment, ()))
+        for storage in self.frees.get(moment, ()):
+            self._used(storage)
+        for storage in self.asks.get(moment, ()):
+            self._make(storage)
+        self.alive += self._bytes(self.births.get(moment, ()))
+        self._note(self.graph.operators[moment].workspace_bytes)
 
     def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self.graph.storages[index].bytes for index in storages)
@@ -287,32 +326,37 @@ class _Machine:
                 self.alive -= self.graph.storages[storage].bytes
 
 
+def _made(graph: StepGraph, region: Region) -> set[int]:
+    """Return the storages that the operators of a region make."""
+    return {
+        storage
+        for index in range(region.start, region.end)
+        for storage in graph.born_at.get(index, ())
+    }
+
+
+def _moment_of(saved: Saved) -> int:
+    return saved.moment
+
+
 def _storages(graph: StepGraph, values: Sequence[int]) -> list[int]:
     """Return the storages of values, each once, in order."""
     return list(dict.fromkeys(graph.values[value].storage for value in values))
 
 
 def region_of(graph: StepGraph, module_path: str) -> Region:
-    """Return the region of the operators that ran in a module, its children included.
+    """Return the region of the operators that ran in one call of a module.
 
     Raises:
-        OptionError: If none did, or the module ran more than once.
+        OptionError: If it was not called, or more than once.
     """
-    inside = [
-        index
-        for index, operator in enumerate(graph.operators[: graph.backward_start])
-        if operator.module_path == module_path
-        or operator.module_path.startswith(f"{module_path}.")
-    ]
-    if not inside:
-        raise OptionError(f"no operator of the forward ran in {module_path!r}")
-    start, end = inside[0], inside[-1] + 1
-    if len(inside) != end - start:
+    calls = [call for call in graph.calls if call.path == module_path]
+    if len(calls) != 1:
         raise OptionError(
-            f"{module_path!r} ran more than once in the step, so its operators are no "
-            "single region"
+            f"{module_path!r} was called {len(calls)} times in the step; a region needs "
+            "a module that is called once"
         )
-    return Region(start, end)
+    return Region(calls[0].start, calls[0].end)
 
 
 def keeping(graph: StepGraph, region: Region, operators: Iterable[str]) -> Region:

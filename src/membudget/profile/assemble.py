@@ -52,6 +52,7 @@ def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
             )
             for s in recorder.saved
         ),
+        calls=tuple(recorder.calls),
         backward_start=_first(phases, ("backward", "optimizer")),
         optimizer_start=_first(phases, ("optimizer",)),
         static=_static(recorder.lifetimes.storages, optimizer_bytes),

@@ -11,11 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
+from torch.nn import Module
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
 
 from membudget._torch import (
     DispatchMode,
@@ -30,7 +36,8 @@ from membudget._torch import (
     written_arguments,
 )
 from membudget.callsite import place_of
-from membudget.graph import Phase
+from membudget.engine.replay.operators import flat_outputs
+from membudget.graph import ModuleCall, Phase
 from membudget.profile.flops import flops_of
 from membudget.profile.lifetimes import Lifetimes
 from membudget.profile.records import (
@@ -61,7 +68,8 @@ class StepRecorder(DispatchMode):
         operators: What ran.
         lifetimes: What is known of tensors and storages.
         saved: What autograd kept.
-        calls: On fake tensors, the distinct calls.
+        calls: The calls of modules.
+        distinct: On fake tensors, the distinct calls of operators.
         phase: The part of the step that runs now.
     """
 
@@ -82,7 +90,8 @@ class StepRecorder(DispatchMode):
         self.phase: Phase = "forward"
         self._names = module_names
         self._is_fake = is_fake
-        self.calls: dict[Any, RecordedCall] = {}
+        self.calls: list[ModuleCall] = []
+        self.distinct: dict[Any, RecordedCall] = {}
         self._is_suspended = False
         self._last_node = 0
         self._newest_node = 0
@@ -93,11 +102,40 @@ class StepRecorder(DispatchMode):
         """Record the forward, the loss and the backward that run inside."""
         push_saved_tensors_hooks(self._pack, self._unpack)
         try:
-            with self:
+            with self, self._noting_calls():
                 self._last_node = self._newest_node = node_sequence_number()
                 yield
         finally:
             pop_saved_tensors_hooks()
+
+    @contextmanager
+    def _noting_calls(self) -> Iterator[None]:
+        open_calls: list[tuple[str, int]] = []
+
+        def enter(module: Module, args: Any) -> None:
+            if self.phase == "forward" and id(module) in self._names:
+                open_calls.append((self._names[id(module)], len(self.calls)))
+                path, moment = self._names[id(module)], len(self.operators)
+                self.calls.append(ModuleCall(path, moment, moment))
+
+        def leave(module: Module, args: Any, output: Any) -> None:
+            path = self._names.get(id(module))
+            while self.phase == "forward" and open_calls:
+                left, index = open_calls.pop()
+                call = self.calls[index]
+                self.calls[index] = replace(call, end=len(self.operators))
+                if left == path:
+                    break
+
+        handles = [
+            register_module_forward_pre_hook(enter),
+            register_module_forward_hook(leave),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def begin(self, phase: Phase) -> None:
         """Note that another part of the step begins."""
@@ -131,7 +169,7 @@ class StepRecorder(DispatchMode):
             start = time.perf_counter_ns()
             output = func(*args, **kwargs)
             recorded.nanoseconds = time.perf_counter_ns() - start
-        outputs = [t for t in tree_iter(output) if isinstance(t, Tensor)]
+        outputs = flat_outputs(output)
         recorded.flops = flops_of(func, args, kwargs, output)
         self._note_outputs(recorded, index, _written(func, args, kwargs), outputs)
         return output
@@ -143,9 +181,9 @@ class StepRecorder(DispatchMode):
             for x in tree_iter((args, kwargs))
         ]
         key = (str(func), *leaves)
-        call = self.calls.get(key)
+        call = self.distinct.get(key)
         if call is None:
-            call = self.calls[key] = RecordedCall(func, args, kwargs, [])
+            call = self.distinct[key] = RecordedCall(func, args, kwargs, [])
         call.indices.append(index)
 
     def _note_outputs(
@@ -153,15 +191,17 @@ class StepRecorder(DispatchMode):
         recorded: RecordedOperator,
         index: int,
         written: list[Tensor],
-        outputs: list[Tensor],
+        outputs: list[Any],
     ) -> None:
         outputs += [t for t in written if all(t is not o for o in outputs)]
         lifetimes = self.lifetimes
         if recorded.inputs and _is_view(recorded.operator):
             storage = lifetimes.values[recorded.inputs[0]].storage
-            for tensor in outputs:
+            for tensor in [o for o in outputs if isinstance(o, Tensor)]:
                 lifetimes.lies_in(tensor, storage)
         for position, tensor in enumerate(outputs):
+            if not isinstance(tensor, Tensor):
+                continue
             known = lifetimes.is_known(tensor)
             if known and all(tensor is not w for w in written):
                 continue  # Handed through as it was.

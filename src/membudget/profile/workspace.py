@@ -94,7 +94,7 @@ def try_kernels(recorder: StepRecorder) -> int:
     Returns:
         How many operators were too large to be tried; their workspace counts as 0.
     """
-    calls = [call for call in recorder.calls.values() if _may_need_more(recorder, call)]
+    calls = [call for call in recorder.distinct.values() if _may_need_more(recorder, call)]
     small = [call for call in calls if _is_small(recorder, call)]
     shapes: dict[int, torch.Size] = {}
     outputs: dict[int, int] = {}

@@ -1,0 +1,190 @@
+"""Which outputs of a region to keep: every trade of bytes for seconds that pays.
+
+The problem: a region saves tensors for its backward. Each storage that is needed is
+kept, which costs its bytes, or made again, which costs the seconds of the operators that
+write it and needs their inputs in turn. For a price of a byte in seconds the cheapest
+choice is a minimum cut of a graph with two nodes a storage, *needed* and *made again*
+(project selection, Picard 1976): a cut edge from needed to made again keeps, a cut edge
+from made again to the sink recomputes. A sweep over the price, halving between known
+solutions, finds every choice on the lower convex hull of (bytes, seconds); those between
+are left to mixing the choices of several regions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from membudget.graph import StepGraph
+from membudget.planner.mincut import Network
+from membudget.planner.simulate import Region
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One way to treat a region.
+
+    Attributes:
+        kept: The storages that stay, by index.
+        kept_bytes: Their bytes.
+        seconds: What the backward takes more.
+    """
+
+    kept: frozenset[int]
+    kept_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Maker:
+    """Operators that together make storages.
+
+    Attributes:
+        seconds: What they take; infinite if they must not run again.
+        makes: The storages.
+        reads: The storages of the region that they read, and do not make.
+    """
+
+    seconds: float
+    makes: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+def choices(graph: StepGraph, region: Region) -> list[Choice]:
+    """Return the choices on the convex hull, the most bytes first.
+
+    Args:
+        graph: The step.
+        region: The region; what it keeps already is not read.
+
+    Returns:
+        At least one choice; the first keeps all that the backward asks for, the last
+        as little as it can.
+    """
+    made = _made(graph, region)
+    wanted = _wanted(graph, region, made)
+    makers = _makers(graph, region, made)
+    problem = _Problem(graph, makers, wanted)
+    most, least = problem.solve(0.0), problem.solve(_HIGHEST_PRICE)
+    found = {most.kept: most, least.kept: least}
+    problem.between(most, least, found)
+    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+
+
+_HIGHEST_PRICE = 1e6
+"""Seconds a byte: more than any operator costs."""
+
+
+def _made(graph: StepGraph, region: Region) -> set[int]:
+    return {
+        index
+        for index, storage in enumerate(graph.storages)
+        if region.start <= storage.birth < region.end and storage.bytes
+    }
+
+
+def _wanted(graph: StepGraph, region: Region, made: set[int]) -> set[int]:
+    """Return the storages that autograd saved in the region, and nothing else holds."""
+    return {
+        graph.values[saved.value].storage
+        for saved in graph.saved
+        if region.start <= saved.moment < region.end
+        and graph.values[saved.value].storage in made
+        and graph.storages[graph.values[saved.value].storage].released is not None
+    }
+
+
+def _makers(graph: StepGraph, region: Region, made: set[int]) -> list[_Maker]:
+    """Group the operators of the region by the storages that they write."""
+    group_of: dict[int, int] = {}
+    groups: dict[int, list[int]] = {}
+    for index in range(region.start, region.end):
+        operator = graph.operators[index]
+        if operator.is_view:
+            continue
+        outputs = {graph.values[v].storage for v in operator.outputs} & made
+        if not outputs:
+            continue
+        known = sorted({group_of[s] for s in outputs if s in group_of})
+        number = known[0] if known else index
+        members = groups.setdefault(number, [])
+        for other in known[1:]:
+            members += groups.pop(other)
+        members.append(index)
+        makes = {s for s, g in group_of.items() if g in known} | outputs
+        group_of.update(dict.fromkeys(makes, number))
+    return [_maker(graph, members, made) for members in groups.values()]
+
+
+def _maker(graph: StepGraph, members: Sequence[int], made: set[int]) -> _Maker:
+    operators = [graph.operators[index] for index in members]
+    makes = _storages(graph, (v for o in operators for v in o.outputs)) & made
+    reads = _storages(graph, (v for o in operators for v in o.inputs)) & made
+    is_pinned = any(operator.is_pinned for operator in operators)
+    seconds = sum(operator.seconds for operator in operators)
+    return _Maker(
+        float("inf") if is_pinned else seconds,
+        tuple(sorted(makes)),
+        tuple(sorted(reads - makes)),
+    )
+
+
+def _storages(graph: StepGraph, values: Iterable[int]) -> set[int]:
+    return {graph.values[value].storage for value in values}
+
+
+class _Problem:
+    """The cut, for any price."""
+
+    def __init__(self, graph: StepGraph, makers: Sequence[_Maker], wanted: set[int]):
+        self._bytes = {s: graph.storages[s].bytes for m in makers for s in m.makes}
+        self._makers = makers
+        self._maker_of = {s: i for i, m in enumerate(makers) for s in m.makes}
+        self._wanted = wanted
+
+    def solve(self, price: float) -> Choice:
+        """Return the cheapest choice at a price in seconds a byte."""
+        order = {storage: 2 + i for i, storage in enumerate(self._bytes)}
+        first = 2 + len(order)
+        network = Network(first + len(self._makers))
+        for storage, node in order.items():
+            made = first + self._maker_of[storage]
+            network.connect(node, made, price * self._bytes[storage])
+            if storage in self._wanted:
+                network.connect(_SOURCE, node, float("inf"))
+        for i, maker in enumerate(self._makers):
+            network.connect(first + i, _SINK, maker.seconds)
+            for storage in maker.reads:
+                network.connect(first + i, order[storage], float("inf"))
+        side = network.source_side(_SOURCE, _SINK)
+        kept = frozenset(
+            storage
+            for storage, node in order.items()
+            if node in side and first + self._maker_of[storage] not in side
+        )
+        again = [m for i, m in enumerate(self._makers) if first + i in side]
+        return Choice(
+            kept,
+            sum(self._bytes[storage] for storage in kept),
+            sum(maker.seconds for maker in again),
+        )
+
+    def between(
+        self, more: Choice, less: Choice, found: dict[frozenset[int], Choice]
+    ) -> None:
+        """Find the choices of the hull between two of them."""
+        saved_bytes = more.kept_bytes - less.kept_bytes
+        if saved_bytes <= 0 or less.seconds <= more.seconds:
+            return
+        price = (less.seconds - more.seconds) / saved_bytes
+        middle = self.solve(price)
+        cost = middle.seconds + price * middle.kept_bytes
+        line = more.seconds + price * more.kept_bytes
+        if middle.kept in found or cost >= line * (1 - 1e-9):
+            return
+        found[middle.kept] = middle
+        self.between(more, middle, found)
+        self.between(middle, less, found)
+
+
+_SOURCE, _SINK = 0, 1
