@@ -15,11 +15,13 @@ full recomputation (a region around each layer) are found in the same graph.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import resource
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 import torch
 from harness import save, show
@@ -29,12 +31,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import membudget
-from membudget import StepGraph
+from membudget.graph import Saved, StepGraph
 from membudget.memory.formulas import (
     Recompute,
     TransformerShape,
-    extra_terms,
-    layer_bytes,
     layer_terms,
     model_bytes,
 )
@@ -56,18 +56,30 @@ class Dropout(nn.Module):
         return dropped
 
 
+class Product(nn.Module):
+    """A product of matrices."""
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Multiply."""
+        return torch.bmm(a, b)
+
+
 class Core(nn.Module):
-    """What selective recomputation makes again."""
+    """What selective recomputation makes again; each part that keeps has a name."""
 
     def __init__(self) -> None:
-        """Make the one module in it."""
+        """Make the parts."""
         super().__init__()
+        self.scores = Product()
+        self.softmax = nn.Softmax(-1)
         self.dropout = Dropout()
+        self.values = Product()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attend; all three are (batch · heads, sequence, width of a head)."""
-        weights = torch.bmm(query, key.transpose(1, 2)).softmax(-1)
-        return torch.bmm(self.dropout(weights), value)
+        weights = self.softmax(self.scores(query, key.transpose(1, 2)))
+        out: Tensor = self.values(self.dropout(weights), value)
+        return out
 
 
 class Layer(nn.Module):
@@ -93,8 +105,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Attend, then the MLP; each is added to what it reads."""
         x = x + self.dropout(self.projection(self._attend(self.norm_1(x))))
-        hidden = self.gelu(self.up(self.norm_2(x)))
-        return x + self.mlp_dropout(self.down(hidden))
+        out: Tensor = self.mlp_dropout(self.down(self.gelu(self.up(self.norm_2(x)))))
+        return out + x
 
     def _attend(self, x: Tensor) -> Tensor:
         batch, sequence, hidden = x.shape
@@ -105,7 +117,7 @@ class Layer(nn.Module):
 
         # The scale goes into the query: no second tensor of s² is made.
         query = self.query(x) * (hidden // self.heads) ** -0.5
-        out = self.core(split(query), split(self.key(x)), split(self.value(x)))
+        out: Tensor = self.core(split(query), split(self.key(x)), split(self.value(x)))
         out = out.view(batch, self.heads, sequence, -1).transpose(1, 2)
         return out.reshape(batch, sequence, hidden)
 
@@ -126,11 +138,244 @@ class GPT(nn.Module):
         self.output = nn.Linear(shape.hidden, vocabulary, bias=False)
         self.output.weight = self.tokens.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the loss of predicting each token by those before it."""
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, which is computed in single precision."""
         positions = torch.arange(tokens.shape[1])
         x = self.dropout(self.tokens(tokens) + self.positions(positions))
         for layer in self.layers:
             x = layer(x)
         logits = self.output(self.norm(x)).float()
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# Which module keeps which term of the paper; what it does not count is "beside".
+LAYER_TERMS = {
+    "norm_1": "norm_inputs",
+    "query": "qkv_input",
+    "core.scores": "query_and_key",
+    "core.softmax": "softmax_output",
+    "core.dropout": "softmax_dropout_mask",
+    "core.values": "value",
+    "projection": "projection_input",
+    "dropout": "attention_dropout_mask",
+    "norm_2": "norm_inputs",
+    "up": "mlp_input",
+    "gelu": "gelu_input",
+    "down": "gelu_output",
+    "mlp_dropout": "mlp_dropout_mask",
+}
+EXTRA_TERMS = {
+    "dropout": "embedding_dropout_mask",
+    "norm": "norm_input",
+    "output": "output_input",
+    "": "logits",
+}
+BESIDE = "beside"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A storage that autograd keeps.
+
+    Attributes:
+        term: Which of the paper's it is, or `"beside"`.
+        layer: Of which layer, by index; -1 outside.
+        bytes: Its size.
+        stays: In which ways it is kept: a region drops what it made and only it keeps.
+    """
+
+    term: str
+    layer: int
+    bytes: int
+    stays: frozenset[Recompute]
+
+
+def kept(graph: StepGraph) -> list[Kept]:
+    """Return the activations that autograd keeps, each storage once."""
+    records: dict[int, list[Saved]] = {}
+    for record in graph.saved:
+        storage = graph.values[record.value].storage
+        if graph.storages[storage].kind == "activation":
+            records.setdefault(storage, []).append(record)
+    return [_kept(graph, storage, of) for storage, of in records.items()]
+
+
+def _kept(graph: StepGraph, storage: int, records: list[Saved]) -> Kept:
+    birth = graph.storages[storage].birth
+    maker = graph.operators[birth].module_path
+    savers = [record.module_path for record in records]
+    stays = [
+        way
+        for way in WAYS
+        if _region(way, maker) is None
+        or any(_region(way, saver) != _region(way, maker) for saver in savers)
+    ]
+    layer, path = _in_layer(savers[0])
+    term = (LAYER_TERMS if layer >= 0 else EXTRA_TERMS).get(path, BESIDE)
+    if path == "core.values" and _in_layer(maker)[1] == "core.dropout":
+        term = "softmax_dropout_output"
+    shape = graph.values[records[0].value].shape
+    if not shape or shape[-1] == 1:  # The mean or deviation of a norm; a count.
+        term = BESIDE
+    return Kept(term, layer, graph.storages[storage].bytes, frozenset(stays))
+
+
+def _region(way: Recompute, path: str) -> str | None:
+    """Return the region that a module runs in."""
+    layer, rest = _in_layer(path)
+    if way == "none" or layer < 0:
+        return None
+    if way == "selective" and not rest.startswith("core"):
+        return None
+    return f"{layer}"
+
+
+def _in_layer(path: str) -> tuple[int, str]:
+    """Return a layer's index and the path in it; -1 and the path outside."""
+    if not path.startswith("layers."):
+        return -1, path
+    index, _, rest = path.removeprefix("layers.").partition(".")
+    return int(index), rest
+
+
+def by_term(found: list[Kept], layers: Container[int], way: Recompute) -> Counter[str]:
+    """Return the bytes of each term, of some layers, that stay in a way."""
+    terms: Counter[str] = Counter()
+    for one in found:
+        if one.layer in layers and way in one.stays:
+            terms[one.term] += one.bytes
+    return terms
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A fake step.
+
+    Attributes:
+        found: What autograd keeps.
+        operators: How many ran.
+        parameters: How many the model has.
+        build_s: To make the model on `meta`.
+        profile_s: To profile its step.
+        peak_process_bytes: The most that this process had resident.
+    """
+
+    found: list[Kept]
+    operators: int
+    parameters: int
+    build_s: float
+    profile_s: float
+    peak_process_bytes: int
+
+
+def measure(layers: int) -> Measured:
+    """Profile a fake step."""
+    start = time.perf_counter()
+    with torch.device("meta"):
+        model = GPT(SHAPE, layers, VOCABULARY).half()
+    built = time.perf_counter()
+    tokens = torch.zeros(SHAPE.batch, SHAPE.sequence, dtype=torch.int64)
+    profile = membudget.profile(model, (tokens, tokens.clone()), fake=True)
+    end = time.perf_counter()
+    return Measured(
+        found=kept(profile.graph),
+        operators=len(profile.graph.operators),
+        parameters=sum(p.numel() for p in model.parameters()),
+        build_s=built - start,
+        profile_s=end - built,
+        peak_process_bytes=_most_resident(),
+    )
+
+
+def _most_resident() -> int:
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def totals(measured: Measured, layers: int) -> dict[str, dict[str, int]]:
+    """Return for each way what was found, the paper's figure, and what lies beside."""
+    rows: dict[str, dict[str, int]] = {}
+    for way in WAYS:
+        terms = by_term(measured.found, range(-1, layers), way)
+        beside = terms.pop(BESIDE, 0)
+        rows[way] = {
+            "found_bytes": terms.total(),
+            "paper_bytes": model_bytes(SHAPE, layers, VOCABULARY, way),
+            "beside_bytes": beside,
+        }
+    return rows
+
+
+def terms_of_a_layer(measured: Measured, layer: int) -> dict[str, dict[str, int]]:
+    """Return for each term what one layer keeps, and the paper's figure."""
+    found = by_term(measured.found, {layer}, "none")
+    paper = {
+        name: size
+        for name, size in dataclasses.asdict(layer_terms(SHAPE)).items()
+        if size
+    }
+    return {
+        name: {"found_bytes": found[name], "paper_bytes": paper.get(name, 0)}
+        for name in (*paper, BESIDE)
+    }
+
+
+def totals_table(rows: dict[str, dict[str, int]], layers: int) -> Table:
+    """Return a row for each way."""
+    table = Table(title=f"GPT-3, {layers} layers: bytes kept for the backward")
+    table.add_column("recompute")
+    for head in ("found", "GiB", "the paper", "found - paper", "beside"):
+        table.add_column(head, justify="right")
+    for way, row in rows.items():
+        found, paper = row["found_bytes"], row["paper_bytes"]
+        table.add_row(
+            way,
+            f"{found:,}",
+            f"{found / 2**30:.2f}",
+            f"{paper:,}",
+            f"{found - paper:,}",
+            f"{row['beside_bytes']:,}",
+        )
+    return table
+
+
+def terms_table(rows: dict[str, dict[str, int]]) -> Table:
+    """Return a row for each term."""
+    table = Table(title="One layer, term by term")
+    table.add_column("term")
+    for head in ("found", "the paper"):
+        table.add_column(head, justify="right")
+    for name, row in rows.items():
+        table.add_row(name, f"{row['found_bytes']:,}", f"{row['paper_bytes']:,}")
+    return table
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print both tables, the time and the memory, and write the figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=LAYERS)
+    layers = parser.parse_args(arguments).layers
+    console = Console()
+    measured = measure(layers)
+    ways = totals(measured, layers)
+    terms = terms_of_a_layer(measured, layers // 2)
+    show(console, totals_table(ways, layers))
+    show(console, terms_table(terms))
+    seconds = measured.build_s + measured.profile_s
+    console.print(
+        f"{measured.parameters:,} parameters, {measured.operators:,} operators. "
+        f"{measured.build_s:.1f} s to make the model, {measured.profile_s:.1f} s to "
+        f"profile its step: {seconds:.1f} s of {MOST_SECONDS}. The process had at most "
+        f"{measured.peak_process_bytes / 2**20:.0f} MiB resident, of "
+        f"{MOST_BYTES / 2**20:.0f}."
+    )
+    results = dataclasses.asdict(dataclasses.replace(measured, found=[]))
+    del results["found"]
+    path = save("gpt3", {"layers": layers, **results, "ways": ways, "terms": terms})
+    console.print(f"Written to {path}.")
+    is_within = seconds < MOST_SECONDS and measured.peak_process_bytes < MOST_BYTES
+    return 0 if is_within else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

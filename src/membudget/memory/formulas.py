@@ -1,0 +1,399 @@
+"""Closed forms: what a transformer keeps for its backward, what an optimizer keeps.
+
+The activations are those of
+
+    Korthikanti and others: Reducing Activation Recomputation in Large Transformer
+    Models, 2022, arXiv:2205.05198,
+
+"the paper" below. Its symbols: `b` batch, `s` sequence, `h` hidden, `a` heads, `L`
+layers, `v` vocabulary, `t` ranks of tensor parallelism. Activations have two bytes an
+element, masks of dropout one. Each figure is that of one rank, and an exact integer.
+
+The layer is a GPT's: norm, attention with dropout on its probabilities, projection,
+dropout, sum; norm, linear to 4h, GELU, linear back, dropout, sum.
+
+Nowhere counted: parameters, gradients, a norm's mean and deviation (2bs elements for
+each norm), a mask of attention, what the forward frees, workspaces, communication.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from membudget.errors import OptionError
+
+Recompute = Literal["none", "selective", "full"]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerShape:
+    """The sizes of a transformer's layer, and the ranks that share it.
+
+    Attributes:
+        batch: Sequences in one micro-batch, `b`.
+        sequence: Tokens in a sequence, `s`.
+        hidden: Elements for each token, `h`.
+        heads: Heads of attention, `a`; they divide `h`.
+        tensor_parallel: Ranks that share the heads, and the 4h, `t`.
+        sequence_parallel: Whether they share the tokens where they share no heads.
+
+    Raises:
+        OptionError: If a size is no positive integer, or one does not divide the other.
+    """
+
+    batch: int
+    sequence: int
+    hidden: int
+    heads: int
+    tensor_parallel: int = field(default=1, kw_only=True)
+    sequence_parallel: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Refuse sizes that no layer has."""
+        sizes = dataclasses.asdict(self)
+        is_split = sizes.pop("sequence_parallel")
+        _check_positive(**sizes)
+        _check_divides("heads", self.heads, "hidden", self.hidden)
+        _check_divides("tensor_parallel", self.tensor_parallel, "heads", self.heads)
+        if is_split:
+            ranks = self.tensor_parallel
+            _check_divides("tensor_parallel", ranks, "sequence", self.sequence)
+
+    @property
+    def sbh(self) -> int:
+        """Elements of the layer's input."""
+        return self.sequence * self.batch * self.hidden
+
+    @property
+    def of_rank(self) -> int:
+        """Elements that a rank has of a tensor of sbh, between the two linears."""
+        return self.sbh // self.tensor_parallel
+
+    @property
+    def outside(self) -> int:
+        """Elements that a rank has of a tensor of sbh, outside of the linears."""
+        return self.of_rank if self.sequence_parallel else self.sbh
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTerms:
+    """Bytes that one layer keeps, term by term: section 4.1 of the paper.
+
+    Attributes:
+        qkv_input: What the three projections read, 2sbh.
+        query_and_key: What the scores are the product of, 4sbh.
+        softmax_output: The probabilities, 2bs²a.
+        softmax_dropout_mask: Which of them stay, bs²a.
+        softmax_dropout_output: What multiplies the values, 2bs²a.
+        value: What it multiplies, 2sbh.
+        log_sum_exp: Of flash attention, in place of the three with s².
+        projection_input: What the heads give, 2sbh.
+        attention_dropout_mask: Of the attention's output, sbh.
+        mlp_input: What the first linear reads, 2sbh.
+        gelu_input: 8sbh.
+        gelu_output: What the second linear reads, 8sbh.
+        mlp_dropout_mask: Of the MLP's output, sbh.
+        norm_inputs: Of both norms, 4sbh.
+    """
+
+    qkv_input: int
+    query_and_key: int
+    softmax_output: int
+    softmax_dropout_mask: int
+    softmax_dropout_output: int
+    value: int
+    log_sum_exp: int
+    projection_input: int
+    attention_dropout_mask: int
+    mlp_input: int
+    gelu_input: int
+    gelu_output: int
+    mlp_dropout_mask: int
+    norm_inputs: int
+
+    @property
+    def core(self) -> int:
+        """What selective recomputation drops, while it keeps q, k and v: 5bs²a."""
+        masked = self.softmax_dropout_mask + self.softmax_dropout_output
+        return self.softmax_output + masked + self.log_sum_exp
+
+    @property
+    def attention(self) -> int:
+        """The attention's share: 11sbh + 5bs²a."""
+        return self.total - self.mlp - self.norm_inputs
+
+    @property
+    def mlp(self) -> int:
+        """The MLP's share: 19sbh."""
+        gelu = self.gelu_input + self.gelu_output
+        return self.mlp_input + gelu + self.mlp_dropout_mask
+
+    @property
+    def total(self) -> int:
+        """The layer's bytes: sbh(34 + 5as/h), equation 1 of the paper."""
+        return sum(dataclasses.astuple(self))
+
+
+def layer_terms(shape: TransformerShape) -> LayerTerms:
+    """Return what one layer keeps, term by term.
+
+    Tensor parallelism splits what lies between the two linears of each half over the
+    heads, or over 4h: sbh(10 + 24/t + 5as/(ht)), equation 2 of the paper. Sequence
+    parallelism splits the rest, too, over the tokens: sbh/t (34 + 5as/h), equation 4.
+
+    Args:
+        shape: Of the layer.
+
+    Returns:
+        The bytes of one rank. Not counted: what the top of this module names.
+
+    Example:
+        >>> terms = layer_terms(TransformerShape(1, 2048, 12288, 96))  # GPT-3 175B
+        >>> terms.attention, terms.mlp, terms.norm_inputs
+        (2290089984, 478150656, 100663296)
+    """
+    split, rest = shape.of_rank, shape.outside
+    heads = shape.heads // shape.tensor_parallel
+    probabilities = shape.batch * shape.sequence**2 * heads
+    return LayerTerms(
+        qkv_input=2 * rest,
+        query_and_key=4 * split,
+        softmax_output=2 * probabilities,
+        softmax_dropout_mask=probabilities,
+        softmax_dropout_output=2 * probabilities,
+        value=2 * split,
+        log_sum_exp=0,
+        projection_input=2 * split,
+        attention_dropout_mask=rest,
+        mlp_input=2 * rest,
+        gelu_input=8 * split,
+        gelu_output=8 * split,
+        mlp_dropout_mask=rest,
+        norm_inputs=4 * rest,
+    )
+
+
+def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
+    """Return what one layer keeps if its attention is fused: 34sbh + 4bas.
+
+    Flash attention (Dao, Fu, Ermon, Rudra, Ré 2022, arXiv:2205.14135, section 3.1)
+    keeps q, k, v, its output, and for each row of the scores the logarithm of the sum
+    of exponentials, in single precision: 4bas bytes. The output is the input of the
+    projection, and counted there, once. For `t`, the paper's rules are applied.
+
+    Args:
+        shape: Of the layer.
+
+    Returns:
+        The bytes of one rank. Not counted, beside what `layer_terms` leaves out: the
+        seed of the fused dropout, and rows that a kernel adds to reach a multiple.
+
+    Example:
+        >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
+        >>> flash_layer_terms(shape).total - 34 * shape.sbh  # 4 · 1 · 96 · 2048
+        786432
+    """
+    rows = shape.batch * shape.heads // shape.tensor_parallel * shape.sequence
+    return dataclasses.replace(
+        layer_terms(shape),
+        softmax_output=0,
+        softmax_dropout_mask=0,
+        softmax_dropout_output=0,
+        log_sum_exp=4 * rows,
+    )
+
+
+def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
+    """Return what one layer keeps between forward and backward: table 2 of the paper.
+
+        recompute    tensor parallel              tensor and sequence parallel
+        none         sbh(10 + 24/t + 5as/(ht))    sbh(34/t + 5as/(ht))
+        selective    sbh(10 + 24/t)               sbh(34/t)
+        full         sbh(2)                       sbh(2)
+
+    Args:
+        shape: Of the layer.
+        recompute: What is made again: `"selective"` for what lies between q, k, v and
+            the projection's input, `"full"` for all but the layer's input.
+
+    Returns:
+        The bytes of one rank. In the last row each rank keeps the whole input: to
+        split it, 2sbh/t, costs one more all-gather for each layer. Not counted, beside
+        what `layer_terms` leaves out: what a recompute brings back.
+
+    Raises:
+        OptionError: If `recompute` is another word.
+
+    Example:
+        >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
+        >>> [layer_bytes(shape, how) // shape.sbh for how in ("none", "selective")]
+        [114, 34]
+        >>> layer_bytes(shape, "full") // shape.sbh
+        2
+    """
+    if recompute not in get_args(Recompute):
+        words = ", ".join(get_args(Recompute))
+        raise OptionError(f"recompute must be one of {words}; got {recompute!r}")
+    if recompute == "full":
+        return 2 * shape.sbh
+    terms = layer_terms(shape)
+    return terms.total - (terms.core if recompute == "selective" else 0)
+
+
+def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
+    """Return what a model keeps outside its layers, without pipeline parallelism.
+
+    Section 4.3 of the paper for p = 1: the embedding's dropout, sbh/t; the input of the
+    last norm, 2sbh/t; that of the projection to the vocabulary, 2sbh/t; the logits in
+    single precision, 4sbv/t. Without sequence parallelism only these are shared.
+
+    Args:
+        shape: Of the layers.
+        vocabulary: Tokens that there are, `v`; `t` divides it.
+
+    Returns:
+        The bytes of one rank, by name. Not counted: token ids and targets, and the
+        logits in half precision, which are freed when they were widened.
+
+    Raises:
+        OptionError: If `v` cannot be shared by `t` ranks.
+
+    Example:
+        >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
+        >>> extra = extra_terms(shape, vocabulary=51200)
+        >>> extra["logits"], sum(extra.values())
+        (419430400, 545259520)
+    """
+    _check_positive(vocabulary=vocabulary)
+    ranks, rest = shape.tensor_parallel, shape.outside
+    _check_divides("tensor_parallel", ranks, "vocabulary", vocabulary)
+    return {
+        "embedding_dropout_mask": rest,
+        "norm_input": 2 * rest,
+        "output_input": 2 * rest,
+        "logits": 4 * shape.sequence * shape.batch * (vocabulary // ranks),
+    }
+
+
+def model_bytes(
+    shape: TransformerShape, layers: int, vocabulary: int, recompute: Recompute = "none"
+) -> int:
+    """Return what a whole model keeps between forward and backward.
+
+    `L` layers and what lies outside of them, without pipeline parallelism: equation 5
+    of the paper for p = 1, with the extra memory of its section 4.3.
+
+    Args:
+        shape: Of the layers.
+        layers: How many, `L`.
+        vocabulary: Tokens that there are, `v`; `t` divides it.
+        recompute: As in `layer_bytes`.
+
+    Returns:
+        The bytes of one rank. Not counted: what `layer_bytes` and `extra_terms` leave.
+
+    Raises:
+        OptionError: If a number is no positive integer, or `recompute` another word.
+
+    Example:
+        >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
+        >>> [model_bytes(shape, 96, 51200, how) for how in ("none", "selective")]
+        [275960037376, 82686509056]
+    """
+    _check_positive(layers=layers)
+    extra = extra_terms(shape, vocabulary)
+    return layers * layer_bytes(shape, recompute) + sum(extra.values())
+
+
+# Optimizers: bytes beside the parameter and its gradient, which are not counted.
+
+_STEP_BYTES = 4  # Each parameter has its count of steps, a tensor of one float32.
+
+
+def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
+    """Return what `torch.optim.SGD` keeps: with momentum one buffer, else nothing.
+
+    Args:
+        elements: Of the parameter, each of `element_bytes`.
+        element_bytes: 4 for single precision.
+        momentum: Whether the option is on.
+
+    Raises:
+        OptionError: If a size is no positive integer.
+
+    Example:
+        >>> sgd_bytes(100), sgd_bytes(100, momentum=False)
+        (400, 0)
+    """
+    _check_positive(elements=elements, element_bytes=element_bytes)
+    return elements * element_bytes if momentum else 0
+
+
+def adam_bytes(elements: int, element_bytes: int = 4, *, amsgrad: bool = False) -> int:
+    """Return what `torch.optim.Adam` and `AdamW` keep for a parameter.
+
+    The means of the gradient and of its square (Kingma, Ba 2014, arXiv:1412.6980,
+    algorithm 1), with `amsgrad` the largest of the latter (Reddi, Kale, Kumar 2018),
+    all of the parameter's dtype, and the count of steps. Not counted: a copy of the
+    parameter in single precision, which some trainers add.
+
+    Args:
+        elements: Of the parameter, each of `element_bytes`.
+        element_bytes: 4 for single precision.
+        amsgrad: Whether the option is on.
+
+    Raises:
+        OptionError: If a size is no positive integer.
+
+    Example:
+        >>> adam_bytes(100), adam_bytes(100, element_bytes=2, amsgrad=True)
+        (804, 604)
+    """
+    _check_positive(elements=elements, element_bytes=element_bytes)
+    return (3 if amsgrad else 2) * elements * element_bytes + _STEP_BYTES
+
+
+def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
+    """Return what `torch.optim.Adafactor` keeps for a parameter.
+
+    The mean of the gradient's square is factored (Shazeer, Stern 2018,
+    arXiv:1804.04235, section 3): each matrix, the last two dimensions, keeps a number
+    for each row and one for each column; a vector keeps all. Steps are counted, too.
+
+    Args:
+        size: The parameter's shape; an element has `element_bytes`.
+        element_bytes: 4 for single precision.
+
+    Raises:
+        OptionError: If a size is no positive integer.
+
+    Example:
+        >>> adafactor_bytes([10, 100]), adafactor_bytes([100])
+        (444, 404)
+    """
+    lengths = {f"size[{i}]": length for i, length in enumerate(size)}
+    _check_positive(element_bytes=element_bytes, **lengths)
+    if len(size) < 2:
+        return math.prod(size) * element_bytes + _STEP_BYTES
+    rows, columns = size[-2:]
+    return math.prod(size[:-2]) * (rows + columns) * element_bytes + _STEP_BYTES
+
+
+def _check_positive(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise OptionError(
+                f"{name} must be a positive integer; got {size!r}: pass 1 or more"
+            )
+
+
+def _check_divides(name: str, divisor: int, of: str, number: int) -> None:
+    if number % divisor:
+        raise OptionError(
+            f"{name} must divide {of}, and {number} over {divisor} leaves "
+            f"{number % divisor}: pass a divisor of {number}"
+        )
