@@ -63,18 +63,19 @@ def running_module(names: Mapping[int, str]) -> str:
 def place_of(names: Mapping[int, str]) -> tuple[str, str]:
     """Return the innermost running module that has a name, and the user's line."""
     codes = module_call_codes()
+    path: str | None = None
     line = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if not line and not is_internal(code):
             line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
-        if code in codes:
-            name = names.get(id(frame.f_locals["self"]))
-            if name is not None:
-                return name, line
+        if path is None and code in codes:
+            path = names.get(id(frame.f_locals["self"]))
+        if line and path is not None:
+            break
         frame = frame.f_back
-    return "", line
+    return path or "", line
 
 
 def user_line(error: BaseException) -> str:

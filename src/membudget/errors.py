@@ -4,6 +4,8 @@
     ├── OptionError (ValueError)          an option that cannot be meant
     ├── SelectionError (ValueError)       a selection that matches nothing
     ├── MissingExtraError (ImportError)   an optional dependency is not installed
+    ├── PlanError (ValueError)            a plan that is not whole, or for another model
+    ├── BudgetError (ValueError)          a budget that nothing fits into
     └── CheckpointError (RuntimeError)    a region cannot do what was asked of it
         ├── RecomputeMismatchError        the recompute is not the forward again
         ├── ChangedSinceForwardError      what the region read was changed since
@@ -47,6 +49,25 @@ class MissingExtraError(MembudgetError, ImportError):
         )
         self.package = package
         self.extra = extra
+
+
+class PlanError(MembudgetError, ValueError):
+    """A plan is not whole, of a newer version, or for another model."""
+
+
+class BudgetError(MembudgetError, ValueError):
+    """No plan fits into the bytes that were given.
+
+    Attributes:
+        asked_bytes: What was given.
+        least_bytes: The least that some plan fits into.
+    """
+
+    def __init__(self, message: str, *, asked_bytes: int, least_bytes: int) -> None:
+        """Hold the message and the facts behind it."""
+        super().__init__(message)
+        self.asked_bytes = asked_bytes
+        self.least_bytes = least_bytes
 
 
 class CheckpointError(MembudgetError, RuntimeError):

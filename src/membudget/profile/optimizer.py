@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from membudget._torch import new_fake_mode, tree_iter
 from membudget.errors import OptionError
 from membudget.memory.storage import storage_bytes
+from membudget.profile.fake import AnyNumber
 from membudget.profile.recorder import StepRecorder
 from membudget.profile.step import Step
 
@@ -53,15 +54,17 @@ def record_optimizer(
             double = _double(optimizer, step, twins)
             for parameter in trained:
                 _set_gradient(recorder, twins[id(parameter)], parameter)
-            double.step()
+            with AnyNumber():  # Adafactor asks for its step's.
+                double.step()
             for state in _state_tensors(double):
                 recorder.lifetimes.know(state, "optimizer", "")
             recorder.begin("optimizer")
-            with recorder:
+            with recorder, AnyNumber():
                 double.step()
         except (TypeError, RuntimeError, ValueError) as error:
+            name = getattr(optimizer, "__name__", type(optimizer).__name__)
             raise OptionError(
-                f"{type(optimizer).__name__} cannot take a step over fake parameters "
+                f"{name} cannot take a step over fake parameters "
                 f"({error}); profile without it"
             ) from error
     recorder.lifetimes.stop()

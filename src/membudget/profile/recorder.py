@@ -149,7 +149,7 @@ class StepRecorder(DispatchMode):
     ) -> Any:
         """Run one operator and note it."""
         kwargs = kwargs or {}
-        if self._is_suspended or getattr(func, "namespace", "") == "prim":
+        if self._is_suspended or getattr(func, "namespace", "") in _UNSEEN:
             return func(*args, **kwargs)
         index = len(self.operators)
         node = current_autograd_node()
@@ -263,6 +263,9 @@ class StepRecorder(DispatchMode):
 
 
 _NOTHING = nullcontext()
+
+# Questions to a tensor, and marks for a profiler.
+_UNSEEN = ("prim", "profiler")
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:
