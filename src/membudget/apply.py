@@ -6,17 +6,21 @@ modules. How a module carries a region is told in `carrier`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch.nn import Module
 
 from membudget.carrier import check_can_carry, put_region, remove_region
 from membudget.engine.options import checked_options
+from membudget.engine.planned import Planned
 from membudget.engine.statistics import Statistics
-from membudget.errors import OptionError, SelectionError
+from membudget.errors import OptionError, PlanError, SelectionError
+from membudget.planner.plan import Plan, fingerprint_of
 from membudget.spans import put_spans
 
 
@@ -30,6 +34,8 @@ class RegionStatus:
         recomputes: Times that what was dropped was made again.
         skipped: Calls in which nothing needed a gradient, and nothing was dropped.
         pinned: Values that are kept because they did not come back bit for bit.
+        differences: Calls in which other operators ran than the plan names, so that
+            less was kept.
     """
 
     name: str
@@ -37,6 +43,7 @@ class RegionStatus:
     recomputes: int
     skipped: int
     pinned: int = 0
+    differences: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +64,8 @@ class Status:
             note = "" if r.forwards or r.skipped else "  (did not run)"
             if r.pinned:
                 note = f"  ({r.pinned} values did not come back, and are kept)"
+            if r.differences:
+                note += f"  ({r.differences} calls ran other operators than planned)"
             lines.append(
                 f"{r.name:{width}}  {r.forwards:8d}  {r.recomputes:10d}  "
                 f"{r.skipped:7d}{note}"
@@ -71,10 +80,16 @@ class Applied:
         names: The modules that carry them, in the order of the model.
     """
 
-    def __init__(self, modules: dict[str, Module], statistics: dict[str, Statistics]):
+    def __init__(
+        self,
+        modules: dict[str, Module],
+        statistics: dict[str, Statistics],
+        policies: Mapping[str, Planned] = MappingProxyType({}),
+    ):
         """Hold the modules; `apply` makes these objects."""
         self._modules = modules
         self._statistics = statistics
+        self._policies = policies
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -85,10 +100,21 @@ class Applied:
         """Return what each region did so far: a region that never ran says so."""
         return Status(
             tuple(
-                RegionStatus(name, s.forwards, s.recomputes, s.skipped, s.pinned)
+                RegionStatus(
+                    name,
+                    s.forwards,
+                    s.recomputes,
+                    s.skipped,
+                    s.pinned,
+                    self._differences(name),
+                )
                 for name, s in self._statistics.items()
             )
         )
+
+    def _differences(self, name: str) -> int:
+        policy = self._policies.get(name)
+        return 0 if policy is None else policy.differences
 
     def remove(self) -> None:
         """Take the regions off: the model is what it was. Twice is once."""
@@ -99,6 +125,7 @@ class Applied:
 
 def apply(
     model: Module,
+    plan: Plan | str | Path | None = None,
     *,
     blocks: type[Module] | tuple[type[Module], ...] | None = None,
     names: str | Iterable[str] | None = None,
@@ -115,6 +142,8 @@ def apply(
 
     Args:
         model: Any module; it is changed in place.
+        plan: A plan, or the path of one: in place of everything that selects. Its
+            regions run under the replay engine and keep what it says.
         blocks: A class, or several, whose instances get a region.
         names: Patterns of module names as in `model.named_modules()`: `*` stands for
             any part of a name between two dots, `**` for any number of such names.
@@ -134,6 +163,7 @@ def apply(
         SelectionError: If nothing is asked for, nothing matches, or a module cannot
             carry a region.
         OptionError: If an option is unknown or cannot be meant.
+        PlanError: If the plan is not whole, or for another model.
 
     Example:
         >>> import membudget as mb, torch
@@ -148,6 +178,10 @@ def apply(
         2              1           1        0
         >>> applied.remove()
     """
+    if plan is not None:
+        if any(x is not None for x in (blocks, names, where, spans)):
+            raise SelectionError("give a plan, or say which modules get a region")
+        return _apply_plan(model, plan, options)
     checked = checked_options(options)
     if spans is not None:
         if blocks is not None or names is not None or where is not None:
@@ -160,6 +194,48 @@ def apply(
         name: put_region(module, checked, name) for name, module in modules.items()
     }
     return Applied(modules, statistics)
+
+
+def _apply_plan(
+    model: Module, plan: Plan | str | Path, options: dict[str, Any]
+) -> Applied:
+    if not isinstance(plan, Plan):
+        plan = Plan.from_json(plan)
+    found = model_fingerprint(model)
+    if found != plan.fingerprint:
+        raise PlanError(
+            f"the plan is for a {plan.model} with other parameters (fingerprint "
+            f"{plan.fingerprint[:12]}) than this {type(model).__name__} (fingerprint "
+            f"{found[:12]}): make a plan for this model"
+        )
+    known = dict(model.named_modules())
+    modules: dict[str, Module] = {}
+    policies: dict[str, Planned] = {}
+    for region in plan.regions:
+        if region.path not in known:
+            raise PlanError(f"the plan names {region.path!r}, which the model lacks")
+        modules[region.path] = known[region.path]
+        check_can_carry(region.path, known[region.path])
+        policies[region.path] = Planned(
+            {(kept.number, kept.output): kept.operator for kept in region.kept}
+        )
+    statistics = {
+        name: put_region(
+            module,
+            checked_options({"engine": "replay", **options, "keep": policies[name]}),
+            name,
+        )
+        for name, module in modules.items()
+    }
+    return Applied(modules, statistics, policies)
+
+
+def model_fingerprint(model: Module) -> str:
+    """Return what tells one model from another: its parameters."""
+    return fingerprint_of(
+        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters()
+    )
 
 
 def _select(

@@ -23,7 +23,7 @@ READY = {
 
 
 def candidate(operator: Any = aten.mm.default, path: str = "", index: int = 1) -> Any:
-    return Candidate(operator, (), {}, torch.ones(2), index, lambda: path)
+    return Candidate(operator, (), {}, torch.ones(2), index, 0, lambda: path)
 
 
 def policies() -> st.SearchStrategy[Policy]:

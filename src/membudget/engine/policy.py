@@ -26,9 +26,19 @@ class Candidate:
         kwargs: Its keyword arguments.
         output: The output.
         index: The number of the operator within the region, from 1.
+        output_index: Which output of the operator it is; what it writes comes after
+            them.
     """
 
-    __slots__ = ("_module_path", "args", "index", "kwargs", "operator", "output")
+    __slots__ = (
+        "_module_path",
+        "args",
+        "index",
+        "kwargs",
+        "operator",
+        "output",
+        "output_index",
+    )
 
     def __init__(
         self,
@@ -37,6 +47,7 @@ class Candidate:
         kwargs: dict[str, Any],
         output: Tensor,
         index: int,
+        output_index: int,
         module_path: Callable[[], str],
     ):
         """Note an output; the module path is found out only if it is asked for."""
@@ -45,6 +56,7 @@ class Candidate:
         self.kwargs = kwargs
         self.output = output
         self.index = index
+        self.output_index = output_index
         self._module_path = module_path
 
     @property

@@ -71,6 +71,7 @@ def _add_in_place(recorder: StepRecorder) -> None:
     where it makes a third tensor. So the result of a sum whose operands come from two
     nodes is taken to lie in the older one, if that is no view and dies at once.
     """
+    last_sum: dict[int, int] = {}
     for index, operator in enumerate(recorder.operators):
         if operator.phase != "backward" or operator.node is None:
             continue
@@ -80,7 +81,8 @@ def _add_in_place(recorder: StepRecorder) -> None:
             continue
         made = recorder.lifetimes.values[operator.outputs[0]]
         older = recorder.lifetimes.values[operator.inputs[0]]
-        if _can_take(recorder, older, made, index):
+        if _can_take(recorder, older, made, index, last_sum.get(older.storage)):
+            last_sum[older.storage] = index
             _merge(recorder, older.storage, made.storage)
 
 
@@ -93,14 +95,19 @@ def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> b
 
 
 def _can_take(
-    recorder: StepRecorder, older: RecordedValue, made: RecordedValue, moment: int
+    recorder: StepRecorder,
+    older: RecordedValue,
+    made: RecordedValue,
+    moment: int,
+    last_sum: int | None,
 ) -> bool:
     old, new = (
         recorder.lifetimes.storages[older.storage],
         recorder.lifetimes.storages[made.storage],
     )
     return (
-        older.operator == old.birth >= 0
+        older.operator in (old.birth, last_sum)
+        and old.birth >= 0
         and old.death == moment + 1
         and new.birth == moment
         and old.bytes == new.bytes

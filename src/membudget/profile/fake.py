@@ -20,10 +20,13 @@ from membudget._torch import (
     DispatchMode,
     OperatorOverload,
     fake_mode_of,
+    is_fake,
+    is_mutable_operator,
     new_fake_mode,
     tree_iter,
     tree_map_only,
     without_fake_mode,
+    written_arguments,
 )
 
 MOST_REAL_BYTES = 1 << 26
@@ -46,28 +49,53 @@ def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[Any]:
     if mode is None:
         mode = new_fake_mode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    integers = _IntegersForReal()
     try:
-        with mode, _IntegersForReal():
+        with mode, integers:
             yield mode
     finally:
         mode.allow_non_fake_inputs = before
+        integers.put_back()
 
 
 class _IntegersForReal(DispatchMode):
-    """Compute for real what comes from integers alone."""
+    """Compute for real what comes from integers alone.
+
+    What is real may be written, too (a counter of batches); it is put back.
+    """
 
     supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._written: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def put_back(self) -> None:
+        """Write the old content into real tensors that the step has written."""
+        with torch.no_grad():
+            for tensor, content in self._written.values():
+                tensor.copy_(content)
+        self._written.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "namespace", "") == "prim":
+        if not isinstance(func, OperatorOverload) or func.namespace == "prim":
             return func(*args, **kwargs)
-        if isinstance(func, OperatorOverload) and _is_of_integers(func, args, kwargs):
+        if is_mutable_operator(func):
+            self._note_written(written_arguments(func, args, kwargs))
+        if _is_of_integers(func, args, kwargs):
             with without_fake_mode():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def _note_written(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            is_real = not (is_fake(tensor) or tensor.is_meta)
+            if is_real and id(tensor) not in self._written:
+                with without_fake_mode(), torch.no_grad():
+                    self._written[id(tensor)] = (tensor, tensor.detach().clone())
 
 
 def _is_of_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
@@ -106,14 +134,14 @@ def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class AnyNumber(DispatchMode):
-    """Answer `item()` with 1, for code in which no shape depends on the answer."""
+    """Answer `item()` with a number, for code in which no shape depends on the answer."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator, or make its number up."""
         if func is torch.ops.aten._local_scalar_dense.default:
-            return 1.0
+            return 0.5  # Of 1, NAdam would divide by nothing.
         return func(*args, **(kwargs or {}))
 
 

@@ -2,7 +2,7 @@
 
 The counts are those of torch's own counter: a product and a sum are two operations, and
 only matrix products, convolutions and attention count, because the rest is bound by
-memory. Two kernels of the CPU that torch does not count are added here.
+memory. Kernels that torch does not count, or counts too high, are added here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import (
+    conv_flop_count,
     flop_registry,
     sdpa_backward_flop_count,
     sdpa_flop_count,
@@ -64,12 +65,24 @@ def _lstm_layer_backward(x: Any, *weights: Any, **kwargs: Any) -> int:
     return 2 * _lstm_layer(x, *weights[:2])
 
 
+def _convolution_backward(
+    gradient: Any, x: Any, weight: Any, *rest: Any, **kwargs: Any
+) -> int:
+    """Count one convolution for each gradient; torch forgets the groups of one."""
+    transposed, mask = rest[4], rest[7]
+    forward = conv_flop_count(
+        list(x.shape), list(weight.shape), list(gradient.shape), transposed=transposed
+    )
+    return int(forward) * (bool(mask[0]) + bool(mask[1]))
+
+
 _ATEN = torch.ops.aten
 _OURS: dict[Any, Callable[..., int]] = {
     _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: (
         _attention_backward
     ),
+    _ATEN.convolution_backward.default: _convolution_backward,
     _ATEN.mkldnn_rnn_layer.default: _lstm_layer,
     _ATEN.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
 }

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from membudget.graph import Kind
@@ -122,7 +123,7 @@ class Lifetimes:
     def _append(self, tensor: Tensor, storage: int, operator: int, output: int) -> int:
         shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        size = min(tensor.numel() * tensor.element_size(), self.storages[storage].bytes)
+        size = min(_stored_bytes(tensor), self.storages[storage].bytes)
         value = RecordedValue(storage, size, shape, dtype, operator, output)
         self.values.append(value)
         self._values_on.setdefault(storage, []).append(len(self.values) - 1)
@@ -172,3 +173,12 @@ class Lifetimes:
     def _died(self, key: int, record: RecordedStorage) -> None:
         self._storage_of.pop(key, None)
         record.death = self.moment
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements; expanded ones are one."""
+    count = tensor.numel()
+    if count and tensor.layout is torch.strided:
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            count = count if stride else count // size
+    return count * tensor.element_size()

@@ -43,6 +43,7 @@ def record_optimizer(
     if optimizer is None:
         recorder.lifetimes.stop()
         return 0
+    _check(optimizer, step)
     trained = [p for p in step.model.parameters() if p.grad is not None]
     mode = new_fake_mode()
     mode.allow_non_fake_inputs = True
@@ -71,6 +72,22 @@ def record_optimizer(
     return storage_bytes(_state_tensors(double))
 
 
+def _check(optimizer: Any, step: Step) -> None:
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(
+            "optimizer must be a torch.optim.Optimizer, or the class of one; got "
+            f"{optimizer!r:.60}"
+        )
+    known = {id(parameter) for parameter in step.model.parameters()}
+    groups = optimizer.param_groups
+    if not any(id(p) in known for group in groups for p in group["params"]):
+        raise OptionError(
+            f"the {type(optimizer).__name__} is over none of the model's parameters"
+        )
+
+
 def _twin(parameter: Tensor) -> Parameter:
     made = torch.empty_strided(
         parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
@@ -79,9 +96,16 @@ def _twin(parameter: Tensor) -> Parameter:
 
 
 def _set_gradient(recorder: StepRecorder, twin: Parameter, parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    twin.grad = torch.empty_like(twin)
-    recorder.lifetimes.know_as(twin.grad, parameter.grad)
+    gradient = parameter.grad
+    assert gradient is not None
+    made = torch.empty_like(twin)
+    if gradient.layout is torch.sparse_coo:
+        values = torch.empty_like(gradient._values(), device="cpu")
+        made = torch.sparse_coo_tensor(
+            gradient._indices(), values, gradient.shape, check_invariants=False
+        )
+    twin.grad = made
+    recorder.lifetimes.know_as(made, gradient)
 
 
 def _double(
@@ -96,10 +120,6 @@ def _double(
         options = {k: v for k, v in group.items() if k != "params"}
         if known:
             groups.append({**options, "params": known})
-    if not groups:
-        raise OptionError(
-            f"the {type(optimizer).__name__} is over none of the model's parameters"
-        )
     defaults = {k: v for k, v in optimizer.defaults.items() if k not in _OF_THE_DEVICE}
     double: Optimizer = type(optimizer)(groups, **_accepted(type(optimizer), defaults))
     return double

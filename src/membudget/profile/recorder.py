@@ -105,6 +105,9 @@ class StepRecorder(DispatchMode):
             with self, self._noting_calls():
                 self._last_node = self._newest_node = node_sequence_number()
                 yield
+        except BaseException:
+            self.lifetimes.stop()  # What it watches would hold what it found.
+            raise
         finally:
             pop_saved_tensors_hooks()
 
@@ -193,18 +196,17 @@ class StepRecorder(DispatchMode):
         written: list[Tensor],
         outputs: list[Any],
     ) -> None:
-        outputs += [t for t in written if all(t is not o for o in outputs)]
         lifetimes = self.lifetimes
+        tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor)]
         if recorded.inputs and _is_view(recorded.operator):
             storage = lifetimes.values[recorded.inputs[0]].storage
-            for tensor in [o for o in outputs if isinstance(o, Tensor)]:
+            for tensor in tensors:
                 lifetimes.lies_in(tensor, storage)
         for position, tensor in enumerate(outputs):
-            if not isinstance(tensor, Tensor):
-                continue
-            known = lifetimes.is_known(tensor)
-            if known and all(tensor is not w for w in written):
-                continue  # Handed through as it was.
+            # What is known already is handed through as it was, or written.
+            if isinstance(tensor, Tensor) and not lifetimes.is_known(tensor):
+                recorded.outputs.append(lifetimes.new_value(tensor, index, position))
+        for position, tensor in enumerate(written, len(outputs)):
             recorded.outputs.append(lifetimes.new_value(tensor, index, position))
 
     def _place(self, node: int | None) -> tuple[str, str]:

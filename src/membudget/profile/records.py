@@ -83,6 +83,17 @@ class TensorSpec:
             expected *= size
         return True
 
+    def is_strided(self) -> bool:
+        """Tell whether it is a plain tensor: a sparse one has no strides."""
+        return len(self.stride) == len(self.shape)
+
+    def is_matrix(self) -> bool:
+        """Tell whether its last two dimensions lie as BLAS takes them."""
+        if len(self.shape) < 2:
+            return True
+        (rows, columns), (down, across) = self.shape[-2:], self.stride[-2:]
+        return (across == 1 and down >= columns) or (down == 1 and across >= rows)
+
     def zeros(self) -> Tensor:
         """Return such a tensor, of zeros."""
         tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)

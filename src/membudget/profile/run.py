@@ -82,7 +82,8 @@ def profile(
             or requires no gradient, the device is unknown, a profiler is running, or a
             fake step needs values.
 
-    Not counted: what never passes torch's allocator, and its rounding; on fake tensors,
+    Not counted: what never passes torch's allocator, and its rounding; the states of
+    generators (5 KiB each) that a region of the model notes; on fake tensors,
     the workspace of kernels that are too large to be tried, or not the CPU's.
 
     Example:
@@ -117,10 +118,11 @@ def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
     blocks = _blocks(step.model)
-    with _state_kept(step, has_values=True):
+    with state_kept(step, has_values=True):
+        step.repeat_from_here()
         step.run()
         timed = [] if target else [_timed(step, blocks) for _ in range(_TIMED_STEPS)]
-        step.clear_gradients()
+        step.prepare()
         recorder = StepRecorder(_names(step.model), is_fake=False)
         marks = Marks(lambda: len(recorder.operators))
         with allocations() as table:
@@ -140,18 +142,23 @@ def _fake_profile(
     names = _names(step.model)
     notes = []
     with (
-        _state_kept(step, has_values=False),
+        state_kept(step, has_values=False),
         fake_tensors(step.tensors()) as mode,
         without_meta(step.model, step.batch, mode) as step.batch,
     ):
         recorder = StepRecorder(names, is_fake=True)
         with _explaining_fakes():
             _record(recorder, step, Marks(lambda: 0), {})
-        if all(t.device.type == "cpu" for t in step.tensors()):
+        if is_profiling():
+            notes.append(
+                "a profiler was running, so no kernel was tried; what they need beside "
+                "their outputs counts as 0"
+            )
+        elif all(t.device.type == "cpu" for t in step.tensors()):
             notes += _untried(try_kernels(recorder))
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
-        step.clear_gradients()
+        step.prepare()
     target = target or device_of("cpu")
     if target in DEVICES.values() and not torch.cuda.is_available():
         notes.append(
@@ -166,8 +173,8 @@ def _untried(count: int) -> list[str]:
     if not count:
         return []
     return [
-        f"{count} operators were too large to be tried; what they need beside their "
-        "outputs counts as 0"
+        f"{count} operators were too large to be tried, or not on zeros; what they "
+        "need beside their outputs counts as 0"
     ]
 
 
@@ -199,7 +206,7 @@ def _record(
 
 
 def _timed(step: Step, blocks: dict[str, Module]) -> Marks:
-    step.clear_gradients()
+    step.prepare()
     marks = Marks(synchronised_clock())
     with marks.on(blocks):
         marks.note("start")
@@ -220,13 +227,13 @@ def _blocks(model: Module) -> dict[str, Module]:
 
 
 @contextmanager
-def _state_kept(step: Step, has_values: bool) -> Iterator[None]:
+def state_kept(step: Step, has_values: bool) -> Iterator[None]:
     """Leave everything as it was, gradients included."""
-    roots = [("", step.model), ("batch", step.batch), ("loss_fn", step._loss_fn)]
+    roots = [("", step.model), ("batch", step.batch), ("loss_fn", step.loss_fn)]
     state = State(roots, contents=has_values)
     try:
         state.restore()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
         state.restore()

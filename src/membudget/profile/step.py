@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget._torch import tree_iter
+from membudget.audit.state import State
 from membudget.audit.step import LossFunction, call_model, find_loss
+from membudget.audit.walk import walk
 from membudget.errors import OptionError
 
 
@@ -32,8 +33,9 @@ class Step:
         """Hold what the step needs; nothing runs."""
         self.model = model
         self.batch = batch
+        self._batch_state: State | None = None
         self.loss_from = "loss_fn(output, batch)"
-        self._loss_fn = loss_fn
+        self.loss_fn = loss_fn
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
         """Run the step and return the loss.
@@ -51,12 +53,16 @@ class Step:
         loss.backward()
         return loss
 
+    def repeat_from_here(self) -> None:
+        """Let each run begin with the batch and the random streams as they are now."""
+        self._batch_state = State([("batch", self.batch)])
+
     def _forward(self) -> Tensor:
         output = call_model(self.model, self.batch)
-        if self._loss_fn is None:
+        if self.loss_fn is None:
             loss, self.loss_from = find_loss(output)
         else:
-            loss = self._loss_fn(output, self.batch)
+            loss = self.loss_fn(output, self.batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             found = (
                 list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
@@ -71,8 +77,10 @@ class Step:
             )
         return loss
 
-    def clear_gradients(self) -> None:
-        """Set the gradients to `None`: of the parameters, and of the batch."""
+    def prepare(self) -> None:
+        """Set the gradients to `None`, and put back what a run changed of the batch."""
+        if self._batch_state is not None:
+            self._batch_state.restore()
         for tensor in self.leaves():
             tensor.grad = None
 
@@ -85,8 +93,8 @@ class Step:
 
     def batch_tensors(self) -> dict[str, Tensor]:
         """Return the tensors of the batch, by a name."""
-        leaves = [t for t in tree_iter(self.batch) if isinstance(t, Tensor)]
-        return {f"batch[{i}]": tensor for i, tensor in enumerate(leaves)}
+        found = walk([("batch", self.batch)]).tensors
+        return {name: tensor for name, (_, tensor) in found.items()}
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the model and of the batch."""

@@ -7,11 +7,12 @@ at its start, less its outputs, is its workspace.
 On fake tensors nothing is allocated, so kernels of the CPU are tried: each distinct
 call that is small is run once on zeros. A convolution copies its input into another
 layout; an LSTM keeps a workspace whose size no shape tells, and which is corrected
-here. What multiplies matrices needs nothing beside its output, and is not tried.
+here. A product of plain matrices needs nothing beside its output, and is not tried.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +30,7 @@ from membudget._torch import (
     is_view_operator,
     tree_iter,
     tree_map_only,
-    without_fake_mode,
+    without_dispatch_modes,
 )
 from membudget.memory.peak import quiet_stderr
 from membudget.profile.recorder import MARK, StepRecorder
@@ -41,7 +42,7 @@ MOST_BYTES = 1 << 27
 MOST_FLOPS = 1 << 31
 """A call that computes more is not tried."""
 
-_NEED_NOTHING = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+_PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 @contextmanager
@@ -92,31 +93,57 @@ def try_kernels(recorder: StepRecorder) -> int:
     """Note what the operators of a step on fake tensors of the CPU would allocate.
 
     Returns:
-        How many operators were too large to be tried; their workspace counts as 0.
+        How many operators could not be tried, as too large or because zeros are no
+        input for them; their workspace counts as 0, or as a copy of operands that are
+        no plain matrices.
     """
-    calls = [call for call in recorder.distinct.values() if _may_need_more(recorder, call)]
+    calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
     small = [call for call in calls if _is_small(recorder, call)]
     shapes: dict[int, torch.Size] = {}
-    outputs: dict[int, int] = {}
-    with allocations() as table, without_fake_mode(), BelowAutograd():
+    outputs: list[int | None] = []
+    with allocations() as table, without_dispatch_modes(), BelowAutograd():
         for number, call in enumerate(small):
-            outputs[number] = _try(recorder, number, call, shapes)
-    for number, call in enumerate(small):
-        for index in call.indices:
-            more = table.get(number, 0) - outputs[number]
-            recorder.operators[index].workspace_bytes = max(0, more)
-    return sum(len(call.indices) for call in calls) - sum(len(c.indices) for c in small)
+            outputs.append(_try(recorder, number, call, shapes))
+    untried = [call for call in calls if call not in small]
+    for number, (call, made) in enumerate(zip(small, outputs, strict=True)):
+        if made is None:
+            untried.append(call)
+            continue
+        _note(recorder, call, max(0, table.get(number, 0) - made))
+    for call in untried:
+        copied = [spec for spec in call.specs() if not spec.is_matrix()]
+        _note(recorder, call, sum(map(_copy_bytes, copied)) if _is_product(call) else 0)
+    return sum(len(call.indices) for call in untried)
 
 
-def _may_need_more(recorder: StepRecorder, call: RecordedCall) -> bool:
+def _note(recorder: StepRecorder, call: RecordedCall, workspace_bytes: int) -> None:
+    for index in call.indices:
+        recorder.operators[index].workspace_bytes = workspace_bytes
+
+
+def _copy_bytes(spec: TensorSpec) -> int:
+    return math.prod(spec.shape) * spec.dtype.itemsize if len(spec.shape) > 1 else 0
+
+
+def _may_need_more(call: RecordedCall) -> bool:
     func = call.operator
     if not isinstance(func, OperatorOverload) or func.namespace != "aten":
         return False
-    if is_view_operator(func) or func.name().split(".")[0] in _NEED_NOTHING:
+    specs = list(call.specs())
+    if is_view_operator(func) or not all(spec.is_strided() for spec in specs):
         return False
-    # An operator on each element needs more only to bring operands into one layout.
+    if _is_product(call):
+        # It copies operands that are no plain matrices; oneDNN packs half precision.
+        return any(s.dtype is torch.bfloat16 or not s.is_matrix() for s in specs)
+    # An operator on each element needs more only to bring operands into one layout or
+    # into one dtype.
     is_pointwise = torch.Tag.pointwise in func.tags
-    return not is_pointwise or not all(spec.is_contiguous() for spec in call.specs())
+    is_uniform = len({spec.dtype for spec in specs}) == 1
+    return not (is_pointwise and is_uniform and all(s.is_contiguous() for s in specs))
+
+
+def _is_product(call: RecordedCall) -> bool:
+    return call.operator.name().split(".")[0] in _PRODUCTS
 
 
 def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
@@ -128,8 +155,8 @@ def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
 
 def _try(
     recorder: StepRecorder, number: int, call: RecordedCall, shapes: dict[int, Any]
-) -> int:
-    """Run a call on zeros; return the bytes of what it made."""
+) -> int | None:
+    """Run a call on zeros; return the bytes of what it made, `None` if it cannot be."""
     operator = recorder.operators[call.indices[0]]
     values = iter(operator.inputs)
 
@@ -143,7 +170,7 @@ def _try(
         with record_function(f"{MARK}{number}"):
             output = call.operator(*args, **kwargs)
     except Exception:
-        return 1 << 62  # Zeros are no input for it, so nothing is known.
+        return None
     made = [t for t in _tensors(output) if t.untyped_storage()._cdata not in known]
     for index in call.indices:
         _correct(recorder, recorder.operators[index].outputs, index, made, shapes)

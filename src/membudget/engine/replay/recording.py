@@ -180,6 +180,7 @@ class OperatorRecording:
                     operation.kwargs,
                     output,
                     self.number,
+                    index,
                     self._module_path,
                 )
             )

@@ -1,0 +1,164 @@
+"""The fastest plan that fits, of all that the planners find; simulation has the word.
+
+The step is cut into regions in several ways, from few large ones to many small ones;
+for each cut the programme of `flat` picks choices; each answer is simulated, and where
+it does not fit, the programme is given less until it does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from membudget.errors import BudgetError
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.flat import Option, choose_options
+from membudget.planner.pieces import pieces
+from membudget.planner.simulate import Region, Simulation, simulate
+from membudget.planner.timeline import timeline
+from membudget.planner.windows import Windows
+
+SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
+"""The largest share of what is saved that a region may have, in each cut."""
+
+_MOST_TRIES = 12
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A plan as the planner sees it.
+
+    Attributes:
+        calls: The calls that become regions.
+        regions: Them, with what they keep.
+        simulation: What comes of it.
+    """
+
+    calls: tuple[ModuleCall, ...]
+    regions: tuple[Region, ...]
+    simulation: Simulation
+
+
+class Planner:
+    """Plans one step, for any number of budgets."""
+
+    def __init__(self, graph: StepGraph):
+        """Cut the step and find what may be kept.
+
+        Args:
+            graph: The plain step, with seconds.
+        """
+        self.graph = smoothed(graph)
+        self.plain_peak_bytes = timeline(graph).peak_bytes
+        self._cuts = [_Cut(self.graph, calls) for calls in _distinct_cuts(self.graph)]
+
+    def choose(self, budget_bytes: int) -> Chosen:
+        """Return the fastest plan whose simulated peak fits.
+
+        Args:
+            budget_bytes: For what the step allocates.
+
+        Raises:
+            BudgetError: If none fits; it says the least budget for which one does.
+        """
+        if self.plain_peak_bytes <= budget_bytes:
+            return Chosen((), (), simulate(self.graph, ()))
+        found = [cut.choose(budget_bytes) for cut in self._cuts]
+        fitting = [chosen for chosen in found if chosen is not None]
+        if not fitting:
+            least = self.least_bytes()
+            raise BudgetError(
+                f"no plan fits into {budget_bytes:,} bytes above what is there before "
+                f"the step; the least that one fits into is {least:,} bytes",
+                asked_bytes=budget_bytes,
+                least_bytes=least,
+            )
+        return min(fitting, key=lambda c: (c.simulation.seconds, -len(c.regions)))
+
+    def least_bytes(self) -> int:
+        """Return the least budget that some plan fits into."""
+        least = [cut.least() for cut in self._cuts]
+        return min([self.plain_peak_bytes, *(c.simulation.peak_bytes for c in least)])
+
+
+class _Cut:
+    """One way to cut the step."""
+
+    def __init__(self, graph: StepGraph, calls: Sequence[ModuleCall]):
+        self._graph = graph
+        self._calls = tuple(calls)
+        self._windows = Windows(graph, calls)
+        self._options: list[list[Option]] = self._windows.options()
+
+    def choose(self, budget_bytes: int) -> Chosen | None:
+        """Return the fastest answer that fits when it is simulated."""
+        inner = budget_bytes
+        for _ in range(_MOST_TRIES):
+            picked = choose_options(self._options, inner)
+            if picked is None:
+                return None
+            chosen = self._simulated(picked)
+            over = chosen.simulation.peak_bytes - budget_bytes
+            if over <= 0:
+                return chosen
+            inner -= over
+        return None
+
+    def least(self) -> Chosen:
+        """Return the answer with the least peak: each region at its least."""
+        picked = [
+            min(range(len(of)), key=lambda i: (of[i].held_bytes, of[i].peak_bytes))
+            for of in self._options
+        ]
+        return self._simulated(picked)
+
+    def _simulated(self, picked: Sequence[int]) -> Chosen:
+        regions = []
+        calls = []
+        parts = zip(
+            self._calls,
+            self._windows.regions,
+            self._windows.choices,
+            picked,
+            strict=True,
+        )
+        for call, region, of_region, index in parts:
+            # The first choice keeps all that is wanted: no region is needed for that.
+            if index > 0:
+                calls.append(call)
+                kept = of_region[index].kept
+                regions.append(Region(region.start, region.end, kept))
+        simulation = simulate(self._graph, regions)
+        return Chosen(tuple(calls), tuple(regions), simulation)
+
+
+def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
+    cuts: list[list[ModuleCall]] = []
+    for share in SHARES:
+        cut = pieces(graph, share)
+        if cut and cut not in cuts:
+            cuts.append(cut)
+    return cuts
+
+
+def smoothed(graph: StepGraph) -> StepGraph:
+    """Return the graph with equal times for the operators of equal blocks.
+
+    Blocks that run the same operators on the same shapes take the same time, and what a
+    stopwatch says of one of them is noise.
+    """
+    groups: dict[tuple[object, ...], list[ModuleCall]] = {}
+    for call in graph.calls:
+        inside = graph.operators[call.start : call.end]
+        key = tuple((o.name, o.read_bytes, o.written_bytes, o.flops) for o in inside)
+        if key:
+            groups.setdefault(key, []).append(call)
+    operators = list(graph.operators)
+    for alike in sorted(groups.values(), key=lambda of: of[0].end - of[0].start):
+        for offset in range(alike[0].end - alike[0].start):
+            indices = [call.start + offset for call in alike]
+            mean = sum(operators[i].seconds for i in indices) / len(indices)
+            for index in indices:
+                operators[index] = dataclasses.replace(operators[index], seconds=mean)
+    return dataclasses.replace(graph, operators=tuple(operators))

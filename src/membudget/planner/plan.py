@@ -1,0 +1,186 @@
+"""A plan: what each region of a model keeps, as data.
+
+A plan names modules, and of each the outputs that stay, by the number of the operator in
+the module's call. It is for one model, known by its parameters, and says what it
+predicts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from membudget.errors import PlanError
+from membudget.graph import StepGraph
+from membudget.planner.simulate import Region
+
+VERSION = 1
+"""Of the JSON form; it rises when an older reader would misread a newer plan."""
+
+
+@dataclass(frozen=True)
+class KeptOutput:
+    """An output that stays.
+
+    Attributes:
+        number: The operator, from 1, among those that run in the module's call.
+        output: Which of its outputs; what it writes comes after them.
+        operator: Its overload, which is compared when it runs.
+    """
+
+    number: int
+    output: int
+    operator: str
+
+
+@dataclass(frozen=True)
+class PlannedRegion:
+    """What one module keeps.
+
+    Attributes:
+        path: The module.
+        operators: How many operators run in its call.
+        kept: The outputs that stay.
+    """
+
+    path: str
+    operators: int
+    kept: tuple[KeptOutput, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What each region of a model keeps, and what that is expected to cost.
+
+    Attributes:
+        model: The class of the model.
+        fingerprint: Of its parameters: names, shapes, dtypes.
+        budget_bytes: What the step was to fit into, above what is there before it.
+        plain_peak_bytes: The peak of the plain step, likewise.
+        peak_bytes: The predicted peak, likewise.
+        slowdown: The predicted time of a step, of the plain one.
+        bound: No plan of the same regions is faster than this, by the same model.
+        cost: Where the seconds came from.
+        regions: The regions, in the order of the forward.
+    """
+
+    model: str
+    fingerprint: str
+    budget_bytes: int
+    plain_peak_bytes: int
+    peak_bytes: int
+    slowdown: float
+    bound: float
+    cost: str
+    regions: tuple[PlannedRegion, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(self.to_dict(), indent=1)
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Plan:
+        """Read what `to_dict` returned.
+
+        Raises:
+            PlanError: If it is of a newer version or not whole; the message says where.
+        """
+        version = _get(data, "version", int, "plan")
+        if version != VERSION:
+            raise PlanError(
+                f"this membudget reads plans of version {VERSION}; this one has "
+                f"version {version}"
+            )
+        known = {f.name: f for f in dataclasses.fields(cls) if f.name != "regions"}
+        kinds = {"str": str, "int": int, "float": float}
+        values = {
+            name: _get(data, name, kinds[str(field.type)], "plan")
+            for name, field in known.items()
+        }
+        regions = _get(data, "regions", list, "plan")
+        read = tuple(_region(r, f"plan.regions[{i}]") for i, r in enumerate(regions))
+        return cls(**values, regions=read)
+
+    @classmethod
+    def from_json(cls, source: str | Path) -> Plan:
+        """Read a plan: a JSON text, or the path of a file.
+
+        Raises:
+            PlanError: If there is no such file, or it holds no plan.
+        """
+        is_text = isinstance(source, str) and source.lstrip().startswith("{")
+        try:
+            data = json.loads(str(source) if is_text else Path(source).read_text())
+        except (OSError, ValueError) as error:
+            raise PlanError(f"the plan cannot be read: {error}") from error
+        return cls.from_dict(data)
+
+
+def _region(data: Any, where: str) -> PlannedRegion:
+    kept = _get(data, "kept", list, where)
+    outputs = tuple(
+        KeptOutput(
+            _get(entry, "number", int, f"{where}.kept[{i}]"),
+            _get(entry, "output", int, f"{where}.kept[{i}]"),
+            _get(entry, "operator", str, f"{where}.kept[{i}]"),
+        )
+        for i, entry in enumerate(kept)
+    )
+    path = _get(data, "path", str, where)
+    return PlannedRegion(path, _get(data, "operators", int, where), outputs)
+
+
+def _get(data: Any, name: str, kind: Any, where: str) -> Any:
+    if not isinstance(data, Mapping):
+        raise PlanError(f"{where} must be an object; it is a {type(data).__name__}")
+    if name not in data:
+        raise PlanError(f"{where}.{name} is missing: the plan is not whole")
+    value = data[name]
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise PlanError(f"{where}.{name} must be {kind.__name__}; it is {value!r:.40}")
+    return value
+
+
+def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion:
+    """Say what a region keeps by the numbers of its operators.
+
+    A storage is kept as the last operator of the region leaves it that writes it.
+    """
+    writer: dict[int, tuple[int, int]] = {}
+    for index in range(region.start, region.end):
+        operator = graph.operators[index]
+        if not operator.is_view:
+            for position in operator.outputs:
+                value = graph.values[position]
+                if value.storage in region.kept:
+                    writer[value.storage] = (index, value.output)
+    kept = tuple(
+        KeptOutput(index - region.start + 1, output, graph.operators[index].name)
+        for index, output in sorted(writer.values())
+    )
+    return PlannedRegion(path, region.end - region.start, kept)
+
+
+def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
+    """Return what tells one model from another: its parameters.
+
+    Args:
+        parameters: Name, shape and dtype of each.
+
+    Example:
+        >>> fingerprint_of([("weight", (2, 3), "float32")])[:8]
+        '2d7a7e9c'
+    """
+    text = json.dumps([[name, list(shape), dtype] for name, shape, dtype in parameters])
+    return hashlib.sha256(text.encode()).hexdigest()
