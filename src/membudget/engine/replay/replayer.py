@@ -68,7 +68,7 @@ class Replayer:
         self._enter = enter
         self._plan = 0
         self._task = -1  # The backward for which the plan was made.
-        self._memoised: list[Value] = []
+        self._memoised: dict[Value, None] = {}
 
     def is_ready(self, handle: Handle) -> bool:
         """Tell whether `take` would run nothing, and refuse nothing."""
@@ -162,12 +162,12 @@ class Replayer:
                 operation.plan = self._plan
                 for value in operation.inputs():
                     self._count(value, wanted)
-        before, self._memoised = self._memoised, []
+        before, self._memoised = self._memoised, {}
         for value in before:
             if value.is_held() or value.tensor is None:
                 continue
             if value.plan == self._plan and value.uses > 0:
-                self._memoised.append(value)
+                self._memoised[value] = None
             else:
                 value.tensor = None
 
@@ -193,6 +193,8 @@ class Replayer:
             value.root.view_uses -= 1
         if value.uses <= 0 and not value.is_held():
             value.tensor = None
+            # It leads to what it was made of, which must go with its last handle.
+            self._memoised.pop(value, None)
 
     # Running.
 
@@ -283,7 +285,7 @@ class Replayer:
             if value is not None and value.plan == self._plan and value.uses > 0:
                 root = written.get(index)
                 value.tensor = made[index] if root is None else bases[root]
-                self._memoised.append(value)
+                self._memoised[value] = None
 
     def _bases(self, operation: Operation) -> dict[Value, Tensor]:
         """Return the memory that a writing operator may write, for each target."""
@@ -319,7 +321,7 @@ class Replayer:
             packed, stride = value.packed
             tensor = with_stride(self.unpack(packed), stride).detach()
             value.tensor = tensor
-            self._memoised.append(value)
+            self._memoised[value] = None
         elif value.version is not None and version_of(tensor) != value.version:
             raise SourceChangedError(tensor)
         if is_freed(tensor):
