@@ -45,10 +45,10 @@ def measure(name: str, batch: int) -> Row:
     model, inputs = MODELS[name](batch)
     step = Step(model, inputs, None)
     step.run()
-    step.clear_gradients()
+    step.prepare()
     stream = torch.get_rng_state()
     measured = mb.peak(step.run).peak_bytes
-    step.clear_gradients()
+    step.prepare()
     row: Row = {"model": name, "batch": batch, "measured_bytes": measured}
     for kind in ("real", "fake"):
         torch.set_rng_state(stream)
@@ -67,7 +67,7 @@ def cost() -> dict[str, float]:
     plain, real, fake = [], [], []
     for _ in range(3):
         plain.append(_seconds(step.run))
-        step.clear_gradients()
+        step.prepare()
         real.append(_seconds(lambda: mb.profile(model, inputs)))
         fake.append(_seconds(lambda: mb.profile(model, inputs, fake=True)))
     return {

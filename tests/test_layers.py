@@ -13,6 +13,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "membudget"
 # Imports only point down: a floor may import those named beside it, and itself.
 ALLOWED = {
     "errors": set(),
+    "sizes": {"errors"},
+    "target": {"errors"},
     "graph": {"errors"},
     "_torch": set(),
     "callsite": {"_torch"},
@@ -21,18 +23,22 @@ ALLOWED = {
     "planner": {"errors", "graph"},
     "carrier": {"engine", "errors"},
     "spans": {"_torch", "carrier", "engine", "errors"},
-    "apply": {"carrier", "engine", "errors", "spans"},
+    "apply": {"carrier", "engine", "errors", "planner", "spans"},
     "audit": {"_torch", "apply", "carrier", "engine", "errors", "memory"},
     "profile": {
         *("_torch", "audit", "callsite", "engine", "errors", "graph"),
-        *("memory", "planner"),
+        *("memory", "planner", "sizes"),
+    },
+    "fit": {
+        *("apply", "audit", "errors", "graph", "memory", "planner", "profile"),
+        "sizes",
     },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},
-    "cli": {"audit", "errors", "profile"},
+    "cli": {"audit", "errors", "profile", "sizes", "target"},
     "__init__": {
-        *("apply", "audit", "compat", "engine", "errors", "graph", "memory"),
-        *("policies", "profile"),
+        *("apply", "audit", "compat", "engine", "errors", "fit", "graph"),
+        *("memory", "planner", "policies", "profile"),
     },
 }
 WITHOUT_TORCH = ("errors", "graph", "cli", "__init__", "planner/timeline")

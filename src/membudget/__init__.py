@@ -22,16 +22,19 @@ if TYPE_CHECKING:
     from membudget.engine.sequential import checkpoint_sequential
     from membudget.engine.switches import disable_checkpointing, is_recomputing
     from membudget.errors import (
+        BudgetError,
         ChangedSinceForwardError,
         CheckpointError,
         MembudgetError,
         MissingExtraError,
         OptionError,
         PinnedWarning,
+        PlanError,
         RecomputeMismatchError,
         ReentrantLimitError,
         SelectionError,
     )
+    from membudget.fit import Fitted, fit
     from membudget.graph import StepGraph
     from membudget.memory import (
         Peak,
@@ -41,19 +44,25 @@ if TYPE_CHECKING:
         saved,
         storage_bytes,
     )
+    from membudget.planner.plan import Plan
     from membudget.profile import Device, Profile, profile
+    from membudget.profile.sweep import Sweep, sweep
 
 __all__ = [
     "Applied",
     "AuditReport",
+    "BudgetError",
     "ChangedSinceForwardError",
     "CheckpointError",
     "Device",
+    "Fitted",
     "MembudgetError",
     "MissingExtraError",
     "OptionError",
     "Peak",
     "PinnedWarning",
+    "Plan",
+    "PlanError",
     "Profile",
     "RecomputeMismatchError",
     "ReentrantLimitError",
@@ -64,6 +73,7 @@ __all__ = [
     "SelectionError",
     "Status",
     "StepGraph",
+    "Sweep",
     "apply",
     "audit",
     "checkpoint",
@@ -72,6 +82,7 @@ __all__ = [
     "compat",
     "disable_checkpointing",
     "execution_group",
+    "fit",
     "is_recomputing",
     "name",
     "opaque",
@@ -80,6 +91,7 @@ __all__ = [
     "profile",
     "saved",
     "storage_bytes",
+    "sweep",
 ]
 
 _HOMES = {
@@ -94,6 +106,7 @@ _HOMES = {
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))
     ),
+    "membudget.fit": ("Fitted", "fit"),
     "membudget.graph": ("StepGraph",),
     "membudget.memory": (
         "Peak",
@@ -103,7 +116,9 @@ _HOMES = {
         "saved",
         "storage_bytes",
     ),
+    "membudget.planner.plan": ("Plan",),
     "membudget.profile": ("Device", "Profile", "profile"),
+    "membudget.profile.sweep": ("Sweep", "sweep"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""The command line: `membudget audit TARGET`.
+"""The command line: `membudget audit TARGET`, `membudget profile TARGET`.
 
 torch is imported by the command that needs it, not here: `membudget --help` must answer
 at once.
@@ -7,15 +7,20 @@ at once.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from membudget.errors import MembudgetError, OptionError
+from membudget.sizes import format_bytes, parse_bytes
+from membudget.target import load_target, optimizer_named, with_sizes, without_memory
+
+if TYPE_CHECKING:
+    from membudget.profile.sweep import Sweep
 
 OK, DIFFERENT, FAILED = 0, 1, 2
 
@@ -52,88 +57,169 @@ def _parser() -> argparse.ArgumentParser:
         description="Train PyTorch models in the memory that you have.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    audit = commands.add_parser(
+    _add_audit(commands)
+    _add_profile(commands)
+    return parser
+
+
+def _add_audit(commands: Any) -> None:
+    parser = commands.add_parser(
         "audit",
         help="compare a step under regions with the plain step, bit for bit",
         description="Run one training step plain and one under regions, from the same "
         "state, and compare loss, gradients, buffers and random streams bit for bit.",
     )
-    audit.add_argument(
-        "target",
-        metavar="TARGET",
-        help="file.py:function; the function returns (model, batch) or "
-        "(model, batch, loss_fn)",
-    )
-    audit.add_argument(
+    _add_target(parser)
+    add = parser.add_argument
+    add(
         "--names",
         metavar="GLOB",
         action="append",
         help="the modules that get a region, such as 'h.*'; may be repeated; default: "
         "the children of the longest list of modules",
     )
-    audit.add_argument(
-        "--every", metavar="N", type=int, default=1, help="take every n-th of them"
+    add("--every", metavar="N", type=int, default=1, help="take every n-th of them")
+    add("--json", metavar="FILE", help="write the report there, too")
+    parser.set_defaults(run=_audit)
+
+
+def _add_profile(commands: Any) -> None:
+    parser = commands.add_parser(
+        "profile",
+        help="tell what a training step keeps, what it costs, and where its peak lies",
+        description="Record one training step: what each module keeps and costs, what "
+        "is alive at the peak, and what would lower it.",
     )
-    audit.add_argument("--json", metavar="FILE", help="write the report there, too")
-    audit.set_defaults(run=_audit)
-    return parser
+    _add_target(parser)
+    add = parser.add_argument
+    add(
+        "--fake",
+        action="store_true",
+        help="run without memory: the model is made on the meta device",
+    )
+    add("--device", metavar="NAME", help="estimate times for it: h100, l4, cpu, ...")
+    add("--optimizer", metavar="NAME", help="count its state: adamw, adam, sgd, ...")
+    add(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="call the function with it; may be repeated",
+    )
+    add("--batch", metavar="N", type=int, help="short for --set batch=N")
+    add("--sweep", metavar="NAME=N,N,...", help="profile each of these sizes")
+    add("--budget", metavar="BYTES", help="such as 8GiB: tell what fits into it")
+    add("--json", metavar="FILE", help="write the profile, or the sweep, there, too")
+    parser.set_defaults(run=_profile)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py:function; the function returns (model, batch) or "
+        "(model, batch, loss_fn)",
+    )
 
 
 def _audit(options: argparse.Namespace) -> int:
-    made = load_target(options.target)()
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise OptionError(
-            f"{options.target} must return (model, batch) or (model, batch, loss_fn); "
-            f"it returned a {type(made).__name__}"
-        )
+    make = load_target(options.target)
     from membudget.audit import audit
+    from membudget.profile.sweep import call_make
 
-    model, batch, *loss = made
-    report = audit(
-        model,
-        batch,
-        loss[0] if loss else None,
-        names=options.names,
-        every=options.every,
-    )
+    model, batch, loss = call_make(make, {})
+    report = audit(model, batch, loss, names=options.names, every=options.every)
     print(report)
     if options.json:
         _write_json(Path(options.json), report.to_dict())
     return OK if report.equal else DIFFERENT
 
 
-def load_target(target: str) -> Callable[[], Any]:
-    """Return the function that `file.py:function` names.
+def _profile(options: argparse.Namespace) -> int:
+    # What is mistyped should be known before a model is made.
+    budget = None if options.budget is None else parse_bytes(options.budget)
+    chosen = _chosen_sizes(options)
+    name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])
+    make = load_target(options.target)
+    from membudget.profile import profile, sweep
+    from membudget.profile.sweep import call_make
 
-    Args:
-        target: The path of a Python file, a colon, and the name of a function in it.
+    keywords: dict[str, Any] = {
+        "fake": True if options.fake else None,
+        "device": options.device,
+        "optimizer": None
+        if options.optimizer is None
+        else optimizer_named(options.optimizer),
+    }
+    if options.fake:
+        make = without_memory(make)
+    if name:
+        keywords[name] = sizes
+        found = sweep(with_sizes(make, chosen), **keywords)
+        print(found)
+        if budget is not None:
+            print(_largest(found, budget))
+        if options.json:
+            _write_json(Path(options.json), found.to_dict())
+        return OK
+    step = profile(*call_make(make, chosen), **keywords)
+    print(step)
+    if budget is not None:
+        fits = "fits" if step.total_peak_bytes <= budget else "does NOT fit"
+        print(f"\n{format_bytes(step.total_peak_bytes)} {fits} {format_bytes(budget)}")
+    if options.json:
+        step.to_json(options.json)
+    return OK
 
-    Returns:
-        The function. The file was run as a module of its own; code under
-        `if __name__ == "__main__"` was not.
 
-    Raises:
-        OptionError: If there is no such file or function.
-    """
-    path_text, _, name = target.rpartition(":")
-    path = Path(path_text)
-    if not path_text or not name:
-        raise OptionError(f"TARGET is file.py:function; got {target!r}")
-    if not path.is_file():
-        raise OptionError(f"there is no file {path_text!r}, named by TARGET {target!r}")
-    spec = spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise OptionError(f"{path_text!r} is not a Python file")
-    module = module_from_spec(spec)
-    # As Python does for a script, so that the file finds its neighbours; and under its
-    # name, so that classes of the file can be pickled.
-    sys.path.insert(0, str(path.parent.resolve()))
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise OptionError(f"{path_text!r} has no function {name!r}")
-    return function  # type: ignore[no-any-return]
+def _chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `--set` and `--batch` say."""
+    chosen = {}
+    for text in options.set:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise OptionError(f"--set takes NAME=VALUE, such as batch=4; got {text!r}")
+        try:
+            chosen[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            chosen[name] = value  # A word.
+    if options.batch is not None:
+        chosen["batch"] = options.batch
+    return chosen
+
+
+def _swept_sizes(text: str, chosen: dict[str, Any]) -> tuple[str, list[int]]:
+    """Read `batch=1,2,4`."""
+    name, _, values = text.partition("=")
+    try:
+        sizes = [int(value) for value in values.split(",")]
+    except ValueError:
+        sizes = []
+    if not sizes or not name.isidentifier():
+        raise OptionError(
+            f"--sweep takes NAME=N,N,..., such as batch=1,2,4; got {text!r}"
+        )
+    if name in ("fake", "device", "optimizer"):
+        raise OptionError(f"a size cannot be called {name!r}, which is an option")
+    if name in chosen:
+        raise OptionError(f"{name} is swept, so it cannot be set to {chosen[name]!r}")
+    return name, sizes
+
+
+def _largest(sweep: Sweep, budget: int) -> str:
+    found = sweep.largest(budget)
+    if not found.size:
+        return f"\nno {sweep.name} fits {format_bytes(budget)}"
+    if found.is_extrapolated:
+        how = "beyond what was measured"
+    elif any(found.size == point.size for point in sweep.points):
+        how = "as measured"
+    else:
+        how = "between what was measured"
+    return (
+        f"\nlargest {sweep.name} in {format_bytes(budget)}: {found.size}, with "
+        f"{format_bytes(found.total_bytes)}, {how}"
+    )
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

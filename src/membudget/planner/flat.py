@@ -1,9 +1,9 @@
 """One choice for each region, so that every moment of the step fits.
 
 The problem: a region's choice holds bytes from its forward to its backward, and has a
-peak of its own in each of the two. With the regions in the order of the forward, what is
-held before a region is known, so the least seconds for each sum of held bytes follow by
-dynamic programming over (regions, held bytes):
+peak of its own in each of the two. With the regions in the order of the forward, what
+is held before a region is known, so the least seconds for each sum of held bytes follow
+by dynamic programming over (regions, held bytes):
 
     best[r + 1][h + held(c)] = min over choices c of best[r][h] + seconds(c)
                                where h + peak_r(c) ≤ budget

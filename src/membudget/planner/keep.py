@@ -1,13 +1,13 @@
 """Which outputs of a region to keep: every trade of bytes for seconds that pays.
 
 The problem: a region saves tensors for its backward. Each storage that is needed is
-kept, which costs its bytes, or made again, which costs the seconds of the operators that
-write it and needs their inputs in turn. For a price of a byte in seconds the cheapest
-choice is a minimum cut of a graph with two nodes a storage, *needed* and *made again*
-(project selection, Picard 1976): a cut edge from needed to made again keeps, a cut edge
-from made again to the sink recomputes. A sweep over the price, halving between known
-solutions, finds every choice on the lower convex hull of (bytes, seconds); those between
-are left to mixing the choices of several regions.
+kept, which costs its bytes, or made again, which costs the seconds of the operators
+that write it and needs their inputs in turn. For a price of a byte in seconds the
+cheapest choice is a minimum cut of a graph with two nodes a storage, *needed* and *made
+again* (project selection, Picard 1976): a cut edge from needed to made again keeps, a
+cut edge from made again to the sink recomputes. A sweep over the price, halving between
+known solutions, finds every choice on the lower convex hull of (bytes, seconds); those
+between are left to mixing the choices of several regions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Cut the forward into pieces at the borders of modules.
 
-A piece is the call of a module that runs once in the step: what a region can be put on.
+A piece is the call of a module that runs once in the step: what a region is put on.
 From the whole model downwards a call is replaced by the calls inside it, as long as
-those hold most of what it saves and it saves more than a piece should: so a model is cut
-into its blocks, whatever it calls them, and a plan can mix choices among them.
+those hold most of what it saves and it saves more than a piece should: so a model is
+cut into its blocks, whatever it calls them, and a plan can mix choices among them.
 """
 
 from __future__ import annotations

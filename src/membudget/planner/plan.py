@@ -1,7 +1,7 @@
 """A plan: what each region of a model keeps, as data.
 
-A plan names modules, and of each the outputs that stay, by the number of the operator in
-the module's call. It is for one model, known by its parameters, and says what it
+A plan names modules, and of each the outputs that stay, by the number of the operator
+in the module's call. It is for one model, known by its parameters, and says what it
 predicts.
 """
 
@@ -180,7 +180,7 @@ def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> st
 
     Example:
         >>> fingerprint_of([("weight", (2, 3), "float32")])[:8]
-        '2d7a7e9c'
+        'e4b949cd'
     """
     text = json.dumps([[name, list(shape), dtype] for name, shape, dtype in parameters])
     return hashlib.sha256(text.encode()).hexdigest()

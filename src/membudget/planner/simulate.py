@@ -353,8 +353,8 @@ def region_of(graph: StepGraph, module_path: str) -> Region:
     calls = [call for call in graph.calls if call.path == module_path]
     if len(calls) != 1:
         raise OptionError(
-            f"{module_path!r} was called {len(calls)} times in the step; a region needs "
-            "a module that is called once"
+            f"{module_path!r} was called {len(calls)} times in the step; a region "
+            "needs a module that is called once"
         )
     return Region(calls[0].start, calls[0].end)
 

@@ -50,6 +50,17 @@ class Profile:
         """The same with what is there before: parameters, optimizer, batch."""
         return self.peak_bytes + self.graph.static.total
 
+    def report(self) -> str:
+        """Return the profile as a page of text."""
+        from membudget.profile.report import About, render
+
+        about = About(self.model, self.tensors, self.cost, self.loss_from, self.notes)
+        return render(self.graph, about)
+
+    def __str__(self) -> str:
+        """Return the report."""
+        return self.report()
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
         fields = {

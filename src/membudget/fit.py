@@ -1,0 +1,243 @@
+"""`fit`: make a step of a model fit into a number of bytes.
+
+Profile the step, plan, put the plan on the model, run one step and measure; if that
+took more than was given, plan again with what was learnt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from torch.nn import Module
+
+from membudget.apply import Applied, Status, apply, model_fingerprint
+from membudget.audit import AuditReport, audit
+from membudget.audit.step import LossFunction
+from membudget.errors import BudgetError, OptionError
+from membudget.graph import StepGraph
+from membudget.memory import peak
+from membudget.planner.choose import Chosen, Planner
+from membudget.planner.plan import Plan, planned_region
+from membudget.profile import Device, Profile, profile
+from membudget.profile.optimizer import OptimizerLike
+from membudget.profile.run import state_kept
+from membudget.profile.step import Step
+from membudget.sizes import format_bytes, parse_bytes
+
+MOST_PLANS = 4
+"""The first plan, and three that know better."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one plan was measured to take.
+
+    Attributes:
+        plan: The plan.
+        peak_bytes: The measured peak of what the step allocates.
+    """
+
+    plan: Plan
+    peak_bytes: int
+
+
+class Fitted:
+    """A model that fits. As a context manager it takes the plan off at the end.
+
+    Attributes:
+        plan: What is on the model.
+        profile: The plain step.
+        tries: Every plan that was measured, the last one is on the model.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        step: Step,
+        profile: Profile,
+        tries: list[Measured],
+        applied: Applied,
+    ):
+        """Hold the parts; `fit` makes these objects."""
+        self._model = model
+        self._step = step
+        self.profile = profile
+        self.tries = tuple(tries)
+        self._applied = applied
+
+    @property
+    def plan(self) -> Plan:
+        """What is on the model."""
+        return self.tries[-1].plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The measured peak of what a step allocates."""
+        return self.tries[-1].peak_bytes
+
+    def status(self) -> Status:
+        """Return what each region did so far."""
+        return self._applied.status()
+
+    def audit(self) -> AuditReport:
+        """Compare a step under the plan with the plain one, bit for bit."""
+        step = self._step
+        return audit(step.model, step.batch, step.loss_fn)
+
+    def report(self) -> str:
+        """Return predicted beside measured, and what each region keeps."""
+        return report_of(self)
+
+    __str__ = report
+
+    def remove(self) -> None:
+        """Take the plan off: the model is what it was."""
+        self._applied.remove()
+
+    def __enter__(self) -> Fitted:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Take the plan off."""
+        self.remove()
+
+
+def fit(
+    model: Module,
+    batch: Any,
+    budget: int | str,
+    loss_fn: LossFunction | None = None,
+    *,
+    optimizer: OptimizerLike = None,
+    fake: bool = False,
+    device: str | Device | None = None,
+) -> Fitted:
+    """Put the fastest plan on a model whose step fits into a budget.
+
+    Gradients, buffers and random streams of the model's steps stay what they were, bit
+    for bit; training code stays as it is.
+
+    Args:
+        model: Any module.
+        batch: A batch of the size that will be trained on; see `profile`.
+        budget: Bytes in all, as a number or `"8GiB"`: with what is there before the
+            step (parameters, buffers, optimizer state, the batch). `"40%"` means that
+            share of the plain step's peak above what is there before.
+        loss_fn: Makes the loss of `(output, batch)`; see `profile`.
+        optimizer: Whose state counts as being there.
+        fake: Whether to profile on fake tensors, for a model whose plain step does not
+            fit; seconds are then estimated.
+        device: Whose seconds to estimate; see `profile`.
+
+    Returns:
+        The fitted model, with its report.
+
+    Raises:
+        BudgetError: If no plan fits; it says the least budget that one fits into.
+        OptionError: If the budget is no number of bytes.
+
+    Example:
+        >>> import torch
+        >>> blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU())]
+        >>> model = torch.nn.Sequential(*(blocks * 1), torch.nn.Linear(64, 1))
+        >>> fitted = fit(model, torch.zeros(32, 64), "100%", fake=True)
+        >>> fitted.plan.regions
+        ()
+        >>> fitted.remove()
+    """
+    step = Step(model, batch, loss_fn)
+    found = profile(
+        model, batch, loss_fn, optimizer=optimizer, fake=fake, device=device
+    )
+    allowed = step_budget(found, budget)
+    planner = Planner(found.graph)
+    tries: list[Measured] = []
+    inner = allowed
+    while True:
+        plan = make_plan(found, planner.choose(inner), model, allowed)
+        applied = apply(model, plan) if plan.regions else Applied({}, {})
+        try:
+            tries.append(Measured(plan, _measured_peak(step)))
+        except BaseException:
+            applied.remove()
+            raise
+        over = tries[-1].peak_bytes - allowed
+        if over <= 0:
+            return Fitted(model, step, found, tries, applied)
+        applied.remove()
+        if len(tries) == MOST_PLANS:
+            raise BudgetError(
+                f"{MOST_PLANS} plans took more than the {allowed:,} bytes that the "
+                f"step may take; the last one took {tries[-1].peak_bytes:,}",
+                asked_bytes=allowed,
+                least_bytes=tries[-1].peak_bytes,
+            )
+        inner -= over
+
+
+def step_budget(found: Profile, budget: int | str) -> int:
+    """Return what a step may allocate, of a budget as the user gives it.
+
+    Raises:
+        OptionError: If the budget is no number of bytes.
+    """
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        try:
+            share = float(budget.strip()[:-1]) / 100
+        except ValueError:
+            share = 0.0
+        if not 0 < share <= 1:
+            raise OptionError(
+                f"a budget in percent is over 0 and at most 100: {budget!r}"
+            )
+        return int(share * found.peak_bytes)
+    return parse_bytes(budget) - found.graph.static.total
+
+
+def make_plan(found: Profile, chosen: Chosen, model: Module, budget_bytes: int) -> Plan:
+    """Return the plan that realises what the planner chose."""
+    graph: StepGraph = found.graph
+    return Plan(
+        model=type(model).__name__,
+        fingerprint=model_fingerprint(model),
+        budget_bytes=budget_bytes,
+        plain_peak_bytes=found.peak_bytes,
+        peak_bytes=chosen.simulation.peak_bytes,
+        slowdown=chosen.simulation.seconds / graph.seconds if graph.seconds else 1.0,
+        bound=1.0,
+        cost=found.cost,
+        regions=tuple(
+            planned_region(graph, call.path, region)
+            for call, region in zip(chosen.calls, chosen.regions, strict=True)
+        ),
+    )
+
+
+def _measured_peak(step: Step) -> int:
+    with state_kept(step, has_values=True):
+        # The first step verifies what is replayed, which takes more.
+        step.run()
+        step.prepare()
+        return peak(step.run).peak_bytes
+
+
+def report_of(fitted: Fitted) -> str:
+    """Return the report as text."""
+    plan = fitted.plan
+    lines = [
+        f"{plan.model}: {len(plan.regions)} regions, seconds {plan.cost}",
+        f"budget   {format_bytes(plan.budget_bytes):>12}  above what is there before",
+        f"plain    {format_bytes(plan.plain_peak_bytes):>12}  peak of the plain step",
+        f"planned  {format_bytes(plan.peak_bytes):>12}  predicted peak",
+        f"measured {format_bytes(fitted.peak_bytes):>12}  plan {len(fitted.tries)}",
+        f"slowdown {plan.slowdown:12.3f}  predicted",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,275 @@
+"""A profile as text, for a person to read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+
+from membudget.graph import StepGraph
+from membudget.planner.timeline import Timeline, timeline
+from membudget.profile.advice import advise
+from membudget.profile.alive import Alive, PeakContents, described
+from membudget.profile.kept import SavedActivation
+from membudget.profile.summary import (
+    OUTSIDE,
+    Figures,
+    ModuleNode,
+    Summary,
+    fold,
+    summarise,
+)
+from membudget.profile.text import flops, marks, share, sparkline, time
+from membudget.sizes import format_bytes
+
+WIDTH = 120
+COLUMNS = 80
+"""Of the sparkline."""
+
+MOST_ROWS = 32
+"""The table of modules is cut at the depth at which it would have more."""
+
+MOST_CHILDREN = 24
+"""Of the children of a module, the largest are shown; the others are one row."""
+
+TOP = 8
+"""How many saved tensors, and how many storages at the peak, are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a report says of a profile besides its graph; see `Profile`."""
+
+    model: str
+    tensors: str
+    cost: str
+    loss_from: str
+    notes: tuple[str, ...]
+
+
+def render(graph: StepGraph, about: About) -> str:
+    """Return the report of a profile."""
+    summary = summarise(graph, about.model)
+    line = timeline(graph)
+    out = StringIO()
+    console = Console(
+        file=out, width=WIDTH, color_system=None, markup=False, highlight=False
+    )
+    for part in (
+        *_header(graph, about),
+        *_sizes(graph, line),
+        *_timeline(graph, line),
+        *_modules(summary),
+        *_saved(summary),
+        *_peak(summary.peak),
+        *_advice(graph, summary.peak),
+    ):
+        console.print(part, soft_wrap=False)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
+
+
+# Parts of the report.
+
+
+def _header(graph: StepGraph, about: About) -> Iterator[Any]:
+    cost = "measured" if about.cost == "measured" else f"roofline of {about.cost}"
+    yield f"{about.model}: one training step, recorded on {about.tensors} tensors"
+    yield f"  loss   {about.loss_from}"
+    seconds = {
+        phase: sum(o.seconds for o in graph.operators if o.phase == phase)
+        for phase in ("forward", "backward", "optimizer")
+    }
+    parts = ", ".join(f"{name} {time(s)}" for name, s in seconds.items() if s)
+    yield f"  time   {time(sum(seconds.values()))} ({parts}), {cost}"
+    yield f"  work   {len(graph.operators):,} operators, {flops(graph.flops)}"
+    for note in about.notes:
+        yield Padding(f"note   {note}", (0, 0, 0, 2))
+
+
+def _sizes(graph: StepGraph, line: Timeline) -> Iterator[Any]:
+    yield ""
+    static = graph.static
+    table = _table(("", "left"), ("", "right"), ("bytes", "right"))
+    for name, size in (
+        ("parameters", static.parameters),
+        ("buffers", static.buffers),
+        ("inputs", static.inputs),
+        ("optimizer state", static.optimizer),
+        ("the step, at its peak", line.peak_bytes),
+    ):
+        table.add_row(name, format_bytes(size), f"{size:,}")
+    total = static.total + line.peak_bytes
+    table.add_section()
+    table.add_row("total", format_bytes(total), f"{total:,}")
+    yield table
+
+
+def _timeline(graph: StepGraph, line: Timeline) -> Iterator[str]:
+    count = len(graph.operators)
+    if not count:
+        return
+    yield ""
+    yield "bytes that the step allocates, operator by operator"
+    alive = [
+        size + operator.workspace_bytes
+        for size, operator in zip(line.alive_bytes, graph.operators, strict=True)
+    ]
+    yield f"  {sparkline(alive, COLUMNS)}"
+    begins = [(0, "forward"), (graph.backward_start, "backward")]
+    if graph.optimizer_start < count:
+        begins.append((graph.optimizer_start, "optimizer"))
+    yield f"  {marks([(_column(m, count), f'└{text}') for m, text in begins])}"
+    peak = f"▲ {format_bytes(line.peak_bytes)}"
+    yield f"  {marks([(_column(line.peak_moment, count), peak)])}"
+
+
+def _column(moment: int, count: int) -> int:
+    """Return the first column of the sparkline in which a moment is."""
+    return moment * COLUMNS // count
+
+
+def _modules(summary: Summary) -> Iterator[Any]:
+    yield ""
+    table = _table(
+        ("module", "left"),
+        ("parameters", "right"),
+        ("saved", "right"),
+        ("at peak", "right"),
+        ("FLOP", "right"),
+        ("forward", "right"),
+        ("time", "right"),
+        ("share", "right"),
+    )
+    root = fold(summary.modules)
+    for depth, node in visible(root):
+        table.add_row(f"{'  ' * depth}{node.label}", *_cells(node.figures, root))
+    yield table
+
+
+def _cells(figures: Figures, root: ModuleNode) -> Iterator[str]:
+    for size in (figures.parameter_bytes, figures.saved_bytes, figures.peak_bytes):
+        yield format_bytes(size) if size else "·"
+    yield flops(figures.flops) if figures.flops else "·"
+    yield time(figures.forward_seconds) if figures.forward_seconds else "·"
+    yield time(figures.seconds) if figures.seconds else "·"
+    yield share(figures.seconds, root.figures.seconds)
+
+
+def visible(root: ModuleNode) -> list[tuple[int, ModuleNode]]:
+    """Return the rows of a table of modules, each with its depth.
+
+    The tree is cut at the greatest depth at which it has few rows, but shows the
+    children of the root.
+    """
+    rows = _rows(root, 0, 1)
+    for most in range(2, _height(root) + 1):
+        deeper = _rows(root, 0, most)
+        if len(deeper) > MOST_ROWS:
+            break
+        rows = deeper
+    return rows
+
+
+def _rows(node: ModuleNode, depth: int, most: int) -> list[tuple[int, ModuleNode]]:
+    rows = [(depth, node)]
+    if depth < most:
+        for child in _largest(node.children):
+            rows += _rows(child, depth + 1, most)
+    return rows
+
+
+def _height(node: ModuleNode) -> int:
+    return max((1 + _height(child) for child in node.children), default=0)
+
+
+def _largest(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
+    """Return the nodes in their order, with the smallest put together if many."""
+    if len(nodes) <= MOST_CHILDREN:
+        return list(nodes)
+
+    def weight(index: int) -> tuple[int, float]:
+        figures = nodes[index].figures
+        return figures.saved_bytes + figures.peak_bytes, figures.seconds
+
+    kept = set(sorted(range(len(nodes)), key=weight)[1 - MOST_CHILDREN :])
+    rest = [node for index, node in enumerate(nodes) if index not in kept]
+    others = sum((node.figures for node in rest), Figures())
+    row = ModuleNode(f"({len(rest)} more)", (), others)
+    return [node for index, node in enumerate(nodes) if index in kept] + [row]
+
+
+def _saved(summary: Summary) -> Iterator[Any]:
+    count, total = len(summary.saved), summary.saved_bytes
+    yield ""
+    yield (
+        f"saved for the backward: {format_bytes(total)} ({total:,} bytes) in {count:,} "
+        f"storages{', most of it by' if count else ''}"
+    )
+    if count:
+        yield _origins(summary.saved, total)
+
+
+def _peak(peak: PeakContents) -> Iterator[Any]:
+    if peak.operator is None:
+        return
+    total = peak.peak_bytes
+    yield ""
+    yield f"the peak: {format_bytes(total)} ({total:,} bytes), in"
+    yield f"  {described(peak.operator)}"
+    yield ""
+    groups = _table(("alive then", "left"), ("", "right"), ("share", "right"))
+    for group, size in peak.by_group().items():
+        groups.add_row(group, format_bytes(size), share(size, total))
+    yield groups
+    yield ""
+    yield _origins(peak.items, total)
+
+
+def _origins(items: Sequence[SavedActivation | Alive], total: int) -> Table:
+    table = _table(
+        ("", "right"),
+        ("share", "right"),
+        ("", "right"),
+        ("module", "left"),
+        ("line", "left"),
+        ("operator", "left"),
+        ("tensor", "left"),
+    )
+    # What is equal but for the number of its block makes one row.
+    counts = Counter((_origin(item), item.bytes) for item in items)
+    rows = sorted(counts.items(), key=lambda row: -row[0][1] * row[1])
+    for (origin, size), count in rows[:TOP]:
+        times = f"{count} ×" if count > 1 else ""
+        size *= count
+        table.add_row(format_bytes(size), share(size, total), times, *origin)
+    return table
+
+
+def _origin(item: SavedActivation | Alive) -> tuple[str, ...]:
+    """Return where an item comes from; the blocks of a list count as one place."""
+    names = item.module_path.split(".")
+    path = ".".join("*" if name.isdigit() else name for name in names)
+    operator = item.operator.removeprefix("aten.").removesuffix(".default")
+    tensor = f"{item.dtype}{list(item.shape)}" if item.dtype else "its workspace"
+    return path or OUTSIDE, item.line, operator, tensor
+
+
+def _advice(graph: StepGraph, peak: PeakContents) -> Iterator[Any]:
+    yield ""
+    yield "advice"
+    for text in advise(graph, peak).texts:
+        yield Padding(f"- {text}", (0, 0, 0, 2))
+
+
+def _table(*columns: tuple[str, Any]) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for name, justify in columns:
+        table.add_column(name, justify=justify, overflow="fold")
+    return table

@@ -1,0 +1,240 @@
+"""What each module of a step costs and keeps: a tree whose totals are sums.
+
+Each operator, parameter, saved tensor and byte that is alive at the peak belongs to one
+module. A module that computes something besides its children has a child `(itself)`, or
+`(itself, loss)` for the model, so that a module is the sum of its children. Equal
+blocks can be folded into one row.
+
+Pure functions over a `StepGraph`; nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from functools import reduce
+from itertools import groupby
+
+from membudget.graph import Operator, StepGraph
+from membudget.profile.alive import PeakContents, peak_contents
+from membudget.profile.kept import SavedActivation, saved_activations
+
+ITSELF = "(itself)"
+OUTSIDE = "(itself, loss)"
+"""The model's own code, and what runs outside of every module."""
+
+OPTIMIZER = "(optimizer)"
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What is known of a module, or of several.
+
+    Attributes:
+        parameter_bytes: Of its parameters; a shared one belongs to its first name.
+        saved_bytes: Of the activations that autograd keeps for the backward.
+        peak_bytes: Of what is alive at the peak.
+        flops: Floating-point operations, forward and backward.
+        forward_seconds: What its forward takes.
+        seconds: What all of it takes.
+    """
+
+    parameter_bytes: int = 0
+    saved_bytes: int = 0
+    peak_bytes: int = 0
+    flops: int = 0
+    forward_seconds: float = 0.0
+    seconds: float = 0.0
+
+    def __add__(self, other: Figures) -> Figures:
+        """Return the sum."""
+        names = (field.name for field in fields(self))
+        return Figures(*(getattr(self, n) + getattr(other, n) for n in names))
+
+    @property
+    def is_nothing(self) -> bool:
+        """Whether all of it is zero."""
+        return self == Figures()
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleNode:
+    """A module and those below it, or several equal ones folded into one.
+
+    Attributes:
+        label: As it is printed: `"attn"`, or `"h.0 … h.11 (12×)"`.
+        paths: Of the modules that it stands for; none for `(itself)` and the like.
+        figures: The sum of the children's, if there are any.
+        children: In the order of the forward.
+    """
+
+    label: str
+    paths: tuple[str, ...]
+    figures: Figures
+    children: tuple[ModuleNode, ...] = ()
+
+    @property
+    def signature(self) -> object:
+        """What equal blocks have in common; times and the moment of the peak differ."""
+        own = self.figures
+        below = tuple((child.label, child.signature) for child in self.children)
+        return (own.parameter_bytes, own.saved_bytes, own.flops, below)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One step, summed up.
+
+    Attributes:
+        modules: The model, its modules below.
+        saved: What autograd keeps, the largest first.
+        peak: What is alive at the peak.
+    """
+
+    modules: ModuleNode
+    saved: tuple[SavedActivation, ...]
+    peak: PeakContents
+
+    @property
+    def saved_bytes(self) -> int:
+        """All that autograd keeps of what the step made."""
+        return sum(activation.bytes for activation in self.saved)
+
+
+def summarise(graph: StepGraph, model: str = "model") -> Summary:
+    """Sum up a step.
+
+    Args:
+        graph: The step.
+        model: What to call the model.
+
+    Returns:
+        The summary; its modules are not folded.
+    """
+    saved = saved_activations(graph)
+    peak = peak_contents(graph)
+    own = _own_figures(graph, saved, peak)
+    optimizer = [o for o in graph.operators if o.phase == "optimizer"]
+    at_peak = peak.optimizer_bytes
+    step = reduce(Figures.__add__, map(_cost, optimizer), Figures(peak_bytes=at_peak))
+    extra = () if step.is_nothing else (ModuleNode(OPTIMIZER, (), step),)
+    return Summary(_tree(model, own, extra), saved, peak)
+
+
+def _own_figures(
+    graph: StepGraph, saved: Iterable[SavedActivation], peak: PeakContents
+) -> dict[str, Figures]:
+    """Return what belongs to each module itself, in the order of the forward."""
+    own: defaultdict[str, Figures] = defaultdict(Figures)
+    for operator in graph.operators:
+        if operator.phase != "optimizer":
+            own[operator.module_path] += _cost(operator)
+    for storage in graph.storages:
+        if storage.kind == "parameter":
+            own[module_of(storage.name)] += Figures(parameter_bytes=storage.bytes)
+    for activation in saved:
+        own[activation.module_path] += Figures(saved_bytes=activation.bytes)
+    for path, size in peak.by_module().items():
+        own[path] += Figures(peak_bytes=size)
+    return dict(own)
+
+
+def module_of(name: str) -> str:
+    """Return the path of the module that holds a parameter or buffer."""
+    return name.rpartition(".")[0]
+
+
+def _cost(operator: Operator) -> Figures:
+    seconds = operator.seconds
+    forward = seconds if operator.phase == "forward" else 0.0
+    return Figures(flops=operator.flops, forward_seconds=forward, seconds=seconds)
+
+
+def _tree(
+    model: str, own: dict[str, Figures], extra: tuple[ModuleNode, ...]
+) -> ModuleNode:
+    below: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for path in own:
+        names = path.split(".") if path else []
+        for depth in range(len(names)):
+            below[".".join(names[:depth])][".".join(names[: depth + 1])] = None
+
+    def node(path: str, label: str, extra: tuple[ModuleNode, ...]) -> ModuleNode:
+        children = tuple(node(p, p.rpartition(".")[2], ()) for p in below[path])
+        itself = own.get(path, Figures())
+        children += extra
+        if not children:
+            return ModuleNode(label, (path,), itself)
+        if not itself.is_nothing:
+            itself_label = ITSELF if path else OUTSIDE
+            children = (*children, ModuleNode(itself_label, (), itself))
+        return ModuleNode(label, (path,), _sum(children), children)
+
+    return node("", model, extra)
+
+
+def _sum(nodes: Iterable[ModuleNode]) -> Figures:
+    return reduce(Figures.__add__, (node.figures for node in nodes), Figures())
+
+
+def fold(node: ModuleNode) -> ModuleNode:
+    """Fold runs of equal modules, such as the blocks of a transformer, into one.
+
+    Args:
+        node: A tree that is not folded.
+
+    Returns:
+        The tree, with the same figures at its root.
+    """
+    children: list[ModuleNode] = []
+    for _, run in groupby(node.children, key=lambda child: child.signature):
+        equal = list(run)
+        is_worth_it = len(equal) > 1 and all(child.paths for child in equal)
+        children += [_merge(equal)] if is_worth_it else equal
+    folded = tuple(fold(child) for child in children)
+    figures = _sum(folded) if folded else node.figures
+    return ModuleNode(node.label, node.paths, figures, folded)
+
+
+def _merge(nodes: Sequence[ModuleNode]) -> ModuleNode:
+    """Return the sum of trees of one shape."""
+    paths = tuple(path for node in nodes for path in node.paths)
+    first, last = nodes[0], nodes[-1]
+    label = f"{first.paths[0]} … {last.paths[0]} ({len(nodes)}×)"
+    return ModuleNode(label, paths, _sum(nodes), _merged_children(nodes))
+
+
+def _merged_children(nodes: Sequence[ModuleNode]) -> tuple[ModuleNode, ...]:
+    columns = zip(*(node.children for node in nodes), strict=True)
+    return tuple(
+        ModuleNode(
+            column[0].label,
+            tuple(path for node in column for path in node.paths),
+            _sum(column),
+            _merged_children(column),
+        )
+        for column in columns
+    )
+
+
+def repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
+    """Return the paths of the equal modules in a row that cost most; none if none do.
+
+    Regions go on them, so what lies outside of them stays when blocks are recomputed.
+    """
+
+    def runs(node: ModuleNode) -> Iterable[tuple[ModuleNode, ...]]:
+        for _, run in groupby(node.children, key=lambda child: child.signature):
+            equal = tuple(run)
+            if len(equal) > 1 and all(child.paths for child in equal):
+                yield equal
+            for child in equal:
+                yield from runs(child)
+
+    found = max(
+        runs(summarise(graph).modules),
+        key=lambda run: (_sum(run).saved_bytes, _sum(run).flops),
+        default=(),
+    )
+    return tuple(node.paths[0] for node in found)

@@ -1,0 +1,74 @@
+"""Byte sizes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+from membudget.errors import OptionError
+
+_BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_UNITS = {
+    "": 1,
+    **{unit.lower(): 1024**power for power, unit in enumerate(_BINARY)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
+}
+_SIZE = re.compile(r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,3})?|\.\d+)\s*([A-Za-z]*)")
+_MOST = 1 << 60
+"""More than any memory: what is larger was mistyped."""
+
+
+def parse_bytes(size: str | float) -> int:
+    """Return the bytes that a size names.
+
+    Args:
+        size: A number of bytes, or a number with a unit: `"8GiB"` is 8 × 1024³,
+            `"8GB"` is 8 × 1000³. Upper and lower case are the same.
+
+    Returns:
+        Bytes; a part of a byte is dropped.
+
+    Raises:
+        OptionError: If it is no number, negative, larger than any memory, or has a unit
+            that is none, such as `"8G"`, of which nobody knows which of the two it is.
+
+    Example:
+        >>> parse_bytes("8GiB"), parse_bytes("8 GB"), parse_bytes("1.5e9")
+        (8589934592, 8000000000, 1500000000)
+        >>> parse_bytes(4096), parse_bytes("0.5KiB")
+        (4096, 512)
+    """
+    text = str(size).strip()
+    found = None if isinstance(size, bool) else _SIZE.fullmatch(text)
+    if found is None:
+        raise OptionError(f"a size is a number of bytes, such as '8GiB'; got {size!r}")
+    number, unit = found.groups()
+    if unit.lower() not in _UNITS:
+        raise OptionError(
+            f"{text!r} has the unit {unit!r}; write GiB for 1024³ bytes, GB for 1000³, "
+            "and KiB, MiB, TiB, KB, MB, TB likewise"
+        )
+    bytes_ = Decimal(number) * _UNITS[unit.lower()]
+    if bytes_ > _MOST:
+        raise OptionError(f"{text!r} is more than any memory has")
+    return int(bytes_)
+
+
+def format_bytes(size: int) -> str:
+    """Return a size as a person reads it, to about three digits.
+
+    Example:
+        >>> format_bytes(512), format_bytes(55_700_000), format_bytes(8 * 1024**3)
+        ('512 B', '53.1 MiB', '8.0 GiB')
+        >>> format_bytes(1023 * 1024 + 1000)
+        '1.0 MiB'
+    """
+    if size < 1024:
+        return f"{size} B"
+    value = float(size)
+    for unit in _BINARY[1:]:
+        value /= 1024
+        # Not 1,024.0 KiB: what rounds up to the next unit is written in it.
+        if round(value, 1) < 1024 or unit == _BINARY[-1]:
+            break
+    return f"{value:.1f} {unit}"

@@ -1,0 +1,105 @@
+"""What the command line names: a function that makes a model, an optimizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+from membudget.errors import OptionError
+
+
+def load_target(target: str) -> Callable[..., Any]:
+    """Return the function that `file.py:function` names.
+
+    Args:
+        target: The path of a Python file, a colon, and the name of a function in it.
+
+    Returns:
+        The function. The file was run as a module of its own; code under
+        `if __name__ == "__main__"` was not.
+
+    Raises:
+        OptionError: If there is no such file or function.
+    """
+    path_text, _, name = target.rpartition(":")
+    path = Path(path_text)
+    if not path_text or not name:
+        raise OptionError(f"TARGET is file.py:function; got {target!r}")
+    if not path.is_file():
+        raise OptionError(f"there is no file {path_text!r}, named by TARGET {target!r}")
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path_text!r} is not a Python file")
+    module = module_from_spec(spec)
+    # As Python does for a script, so that the file finds its neighbours; and under its
+    # name, so that classes of the file can be pickled.
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OptionError(f"{path_text!r} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:
+    """Return the function with some of its arguments chosen."""
+    if not chosen:
+        return make
+    bound = partial(make, **chosen)
+
+    @wraps(make)
+    def made(**sizes: Any) -> Any:
+        return bound(**sizes)
+
+    return made
+
+
+def without_memory(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, whose tensors then lie on the meta device.
+
+    Raises:
+        OptionError: When it is called and asks for values.
+    """
+    import torch
+
+    @wraps(make)
+    def made(**sizes: Any) -> Any:
+        try:
+            with torch.device("meta"):
+                return make(**sizes)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise OptionError(
+                "--fake makes the model on the meta device, where tensors have no "
+                f"values, and the function asks for some ({error}). Give those tensors "
+                "device='cpu', or leave --fake out"
+            ) from error
+
+    return made
+
+
+def optimizer_named(name: str) -> Any:
+    """Return the class of torch.optim that a name means, in whatever case.
+
+    Raises:
+        OptionError: If there is none.
+    """
+    import torch
+
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    del classes["optimizer"]
+    if name.lower() not in classes:
+        raise OptionError(
+            f"torch.optim has no optimizer {name!r}: it has {', '.join(classes)}"
+        )
+    return classes[name.lower()]

@@ -1,0 +1,68 @@
+"""The table of devices: names, rates, and devices of one's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import membudget as mb
+from membudget.profile import DEVICES, Device, profile
+from membudget.profile.devices import device_of, this_processor
+
+MINE = Device("mine", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
+
+
+@pytest.mark.parametrize("name", ["h100", "H100", "RTX 4090", "rtx-4090", "mi300x"])
+def test_a_device_is_found_by_its_name(name):
+    key = name.lower().replace(" ", "").replace("-", "")
+
+    assert device_of(name) is DEVICES[key]
+
+
+def test_an_unknown_device_is_refused_with_those_that_are_known():
+    with pytest.raises(mb.OptionError, match=r"no device 'tpu'.*h100.*cpu"):
+        device_of("tpu")
+
+
+def test_a_profile_refuses_an_unknown_device_before_anything_runs():
+    class Fails(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise AssertionError
+
+    with pytest.raises(mb.OptionError, match="no device 'tpu'"):
+        profile(Fails(2, 2), torch.ones(1, 2), device="tpu")
+
+
+@pytest.mark.parametrize(
+    ("flops", "moved", "dtype", "seconds"),
+    [
+        (1000, 10, "float32", 10.0),
+        (1000, 10, "bfloat16", 2.5),
+        (1000, 10, "float64", 10.0),
+        (0, 50, "float32", 5.0),
+        (1000, 500, "bfloat16", 50.0),
+        (0, 0, "int64", 0.0),
+    ],
+)
+def test_the_slower_of_products_and_memory_counts(flops, moved, dtype, seconds):
+    assert MINE.seconds(flops, moved, dtype) == seconds
+
+
+def test_a_device_of_one_s_own_is_taken_as_it_is():
+    found = profile(nn.Linear(4, 4), torch.ones(2, 4), device=MINE)
+
+    assert found.cost == "mine"
+    product = next(o for o in found.graph.operators if o.flops)
+    assert product.seconds == max(64 / 100, (product.read_bytes + 32) / 10)
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=list(DEVICES))
+def test_a_device_of_the_table_is_whole(device):
+    assert {"float32", "bfloat16", "float16"} <= device.flops_per_s.keys()
+    assert device.bytes_per_s > device.link_bytes_per_s > 0
+    assert device.memory_bytes >= 24 << 30
+
+
+def test_this_processor_is_measured_once():
+    assert this_processor() is this_processor() is device_of("CPU")
