@@ -217,7 +217,6 @@ def test_what_is_written_comes_after_the_outputs(fake):
     assert outputs("aten.view.default") == [(0, (10, 10))]
 
 
-@pytest.mark.xfail(strict=True, reason="no schema says that the norm writes them")
 @FAKE
 def test_the_statistics_that_a_norm_writes_come_after_its_outputs(fake):
     graph = graph_of(nn.BatchNorm1d(4), torch.randn(3, 4), fake)

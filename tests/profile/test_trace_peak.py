@@ -41,17 +41,14 @@ NEEDS_VALUES = {
 }
 """What no fake step can run, and why."""
 
-PUT = "the gradient of an index is put in place, but never under a dispatch mode"
-WRONG_ON_REAL = {"router_with_balancing_bias": PUT, "rows_taken_by_index": PUT}
+WRONG_ON_REAL = {
+    "router_with_balancing_bias": "28 bytes of numbers, on a peak of 3 KB",
+}
 """Where a real profile is wrong, and why."""
 
-SPARSE = "the trial of a kernel that makes a sparse tensor asks for its storage"
 WRONG_ON_FAKE = {
     "autocast_around": "a fake layer norm has statistics in bfloat16, not float32",
     "orthogonal_weight": "the trial of linalg_matrix_exp on zeros needs less",
-    "rows_taken_by_index": PUT,
-    "sparse_embedding": SPARSE,
-    "sparse_gradients": SPARSE,
 }
 """Where a fake profile is wrong, and why."""
 
@@ -69,8 +66,6 @@ OTHER_OPERATORS = {
 
 OTHER_FOR_NOW = {
     "regions_that_reach_what_changes_later": "a region detaches fake tensors visibly",
-    "sparse_embedding": SPARSE,
-    "sparse_gradients": SPARSE,
 }
 """Whose operators should be the same on fake tensors, and are not, and why."""
 

@@ -66,18 +66,21 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 def _add_in_place(recorder: StepRecorder) -> None:
     """Let sums of gradients lie where the plain step puts them.
 
-    Where two gradients meet, autograd adds in place if nobody else holds the storage
-    of the older one (a view has a base that does), but never under a dispatch mode,
-    where it makes a third tensor. So the result of a sum whose operands come from two
-    nodes is taken to lie in the older one, if that is no view and dies at once.
+    Under a dispatch mode autograd writes nothing in place. Otherwise it does in two
+    cases. Where two gradients meet, it adds into the older one if nobody else holds
+    its storage (a view has a base that does). The gradient of `x[index]` is put into
+    fresh zeros. So the result of either is taken to lie in its first operand, if that
+    is no view and dies at once.
     """
     last_sum: dict[int, int] = {}
     for index, operator in enumerate(recorder.operators):
         if operator.phase != "backward" or operator.node is None:
             continue
-        if str(operator.operator) != "aten.add.Tensor" or len(operator.inputs) != 2:
+        name = str(operator.operator)
+        is_sum = name == "aten.add.Tensor" and len(operator.inputs) == 2
+        if is_sum and not _meets_another_node(recorder, operator):
             continue
-        if not _meets_another_node(recorder, operator):
+        if not is_sum and name != "aten.index_put.default":
             continue
         made = recorder.lifetimes.values[operator.outputs[0]]
         older = recorder.lifetimes.values[operator.inputs[0]]

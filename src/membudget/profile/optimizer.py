@@ -52,7 +52,8 @@ def record_optimizer(
         for parameter in trained:
             recorder.lifetimes.know_as(twins[id(parameter)], parameter)
         try:
-            double = _double(optimizer, step, twins)
+            with AnyNumber():  # Of a learning rate that is a tensor.
+                double = _double(optimizer, step, twins)
             for parameter in trained:
                 _set_gradient(recorder, twins[id(parameter)], parameter)
             with AnyNumber():  # Adafactor asks for its step's.

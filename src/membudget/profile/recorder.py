@@ -36,7 +36,7 @@ from membudget._torch import (
     written_arguments,
 )
 from membudget.callsite import place_of
-from membudget.engine.replay.operators import flat_outputs
+from membudget.engine.replay.operators import facts_of, flat_outputs
 from membudget.graph import ModuleCall, Phase
 from membudget.profile.flops import flops_of
 from membudget.profile.lifetimes import Lifetimes
@@ -284,4 +284,8 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors that the operator writes, statistics of a norm included."""
     if not isinstance(func, OperatorOverload):
         return []
-    return [t for t in written_arguments(func, args, kwargs) if isinstance(t, Tensor)]
+    written = list(written_arguments(func, args, kwargs))
+    facts = facts_of(func)
+    if facts is not None and facts.statistics is not None and facts.statistics(args):
+        written += [t for t in args[3:5] if isinstance(t, Tensor)]
+    return written

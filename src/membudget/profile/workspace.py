@@ -33,6 +33,7 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.memory.peak import quiet_stderr
+from membudget.memory.storage import plain_parts, storage_bytes
 from membudget.profile.recorder import MARK, StepRecorder
 from membudget.profile.records import RecordedCall, TensorSpec
 
@@ -171,14 +172,11 @@ def _try(
             output = call.operator(*args, **kwargs)
     except Exception:
         return None
-    made = [t for t in _tensors(output) if t.untyped_storage()._cdata not in known]
+    parts = [part for t in _tensors(output) for part in plain_parts(t)]
+    made = [t for t in parts if t.untyped_storage()._cdata not in known]
     for index in call.indices:
         _correct(recorder, recorder.operators[index].outputs, index, made, shapes)
-    return sum(
-        {
-            t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in made
-        }.values()
-    )
+    return storage_bytes(made)
 
 
 def _correct(
