@@ -31,6 +31,7 @@ LOCK = ROOT / ".venv.lock"
 OLDEST = (3, 11)
 # More test processes than this would spend their time on importing torch.
 MOST_WORKERS = 8
+BENCHMARKS_NEED = {"peaks": ("transformers",), "planners": ("transformers",)}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -108,7 +109,18 @@ def bench(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] not in names:
         print(f"name a benchmark: {', '.join(names)}")
         return 2
+    install_for(arguments[0])
     return run_python(f"benchmarks/{arguments[0]}.py", *arguments[1:])
+
+
+def install_for(name: str) -> None:
+    """Install what one benchmark needs beside the rest, if it is not there yet."""
+    needed = BENCHMARKS_NEED.get(name, ())
+    check = [venv_python(), "-c", f"import {', '.join(needed)}"]
+    if needed and subprocess.call(check, stderr=subprocess.DEVNULL):
+        print(f"Installing {', '.join(needed)} ...")
+        command = [venv_python(), "-m", "pip", "install", "-q", *needed]
+        subprocess.call([*command, "-c", str(ROOT / "constraints.txt")])
 
 
 def run_python(*arguments: str) -> int:
