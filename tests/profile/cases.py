@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import dataclasses
+import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
