@@ -1,11 +1,12 @@
-"""The demonstration: the same small GPT trained plain and in less memory.
+"""The demonstration: the same small GPT trained plain and within a number of bytes.
 
 Two copies of one model start from the same seed and take the same steps on the text of
-`pydoc_data.topics`. One is left as it is; on the other `membudget.apply` puts a region
-round each block. At the end a table shows both side by side: what a step needs at most,
-what autograd keeps, what a step takes, and that not one bit of the result differs.
+`pydoc_data.topics`. One is left as it is; the other is fitted into a budget by
+`membudget.fit`, by default 40 % of what the plain step allocates. At the end a table
+shows both side by side: what a step needs at most, what autograd keeps, what a step
+takes, and that not one bit of the result differs.
 
-    python examples/demo.py [--steps N] [--quick]
+    python examples/demo.py [--budget 40%] [--steps N] [--quick]
 
 The copies take turns, step by step, so that whatever else the machine does slows both,
 and the ratio of their times means something.
@@ -29,7 +30,7 @@ from torch import Tensor
 
 import membudget as mb
 import text
-from gpt import GPT, Block, GPTConfig
+from gpt import GPT, GPTConfig
 from terminal import human, progress
 
 SEED = 1
@@ -104,15 +105,17 @@ def differences(plain: Trainee, budgeted: Trainee) -> list[str]:
     return [name for name, a, b in named if not torch.equal(a, b)]
 
 
-def compare(plain: Trainee, budgeted: Trainee, batch: Batch, verdict: str) -> Table:
+def compare(
+    plain: Trainee, budgeted: Trainee, batch: Batch, plan: mb.Plan, verdict: str
+) -> Table:
     """Measure both trainees on `batch` and return the table that the user is shown."""
     table = Table(
-        title="The same training, plain and checkpointed",
+        title="The same training, plain and within the budget",
         caption="Peak: activations, gradients and temporaries of one step, beyond the"
-        " parameters and optimizer states that both hold.",
+        " parameters and optimizer states that both hold. Predicted: before training.",
     )
     table.add_column()
-    for head in ("plain", "checkpointed", "checkpointed / plain"):
+    for head in ("plain", "budgeted", "budgeted / plain"):
         table.add_column(head, justify="right")
 
     pair = (plain, budgeted)
@@ -127,8 +130,13 @@ def compare(plain: Trainee, budgeted: Trainee, batch: Batch, verdict: str) -> Ta
     def row(name: str, values: Sequence[float], cells: Sequence[str]) -> None:
         table.add_row(name, *cells, f"{values[1] / values[0]:.3f}")
 
-    row("peak bytes of one step", peaks, [human(x) for x in peaks])
+    share = plan.budget_bytes / peaks[0]
+    table.add_row("budget", "", human(plan.budget_bytes), f"{share:.3f}")
+    predicted = [plan.plain_peak_bytes, plan.peak_bytes]
+    row("peak bytes, predicted", predicted, [human(x) for x in predicted])
+    row("peak bytes, measured", peaks, [human(x) for x in peaks])
     row("activations autograd keeps", saved, [human(x) for x in saved])
+    table.add_row("step time, predicted", "", "", f"{plan.slowdown:.3f}")
     row("step time, median", step_s, [f"{x * 1e3:.1f} ms" for x in step_s])
     row("tokens per second", rates, [f"{x:,.0f}" for x in rates])
     equal = torch.equal(plain.losses[-1], budgeted.losses[-1])
@@ -142,6 +150,7 @@ def options(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--steps", type=int, help="training steps (default 200)")
+    parser.add_argument("--budget", default="40%", help='as "40%%" or "30MiB" in all')
     parser.add_argument("--quick", action="store_true", help="a few tiny steps only")
     chosen = parser.parse_args(argv)
     if chosen.steps is None:
@@ -156,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit code: 0 if both trainings ended equal bit for bit and the audit agrees,
-        otherwise 1.
+        within the budget, otherwise 1; 2 if nothing fits into the budget.
     """
     chosen = options(argv)
     config = QUICK if chosen.quick else FULL
@@ -168,7 +177,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
 
     plain, budgeted = Trainee.start(config), Trainee.start(config)
-    applied = mb.apply(budgeted.model, blocks=Block)
+    try:
+        fitted = mb.fit(
+            budgeted.model, batches[0], chosen.budget, optimizer=budgeted.optimizer
+        )
+    except mb.MembudgetError as error:
+        console.print(str(error))
+        return 2
     count = sum(p.numel() for p in plain.model.parameters())
     console.print(
         f"A GPT of {count:,} parameters, {config.blocks} blocks, on "
@@ -179,10 +194,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     train(console, (plain, budgeted), batches)
 
     differing = differences(plain, budgeted)
-    audit = mb.audit(plain.model, batches[-1], blocks=Block)
+    audit = fitted.audit()
     verdict = "equal" if audit.equal else "DIFFERENT"
-    console.print(compare(plain, budgeted, batches[-1], verdict))
-    console.print(str(applied.status()))
+    console.print(compare(plain, budgeted, batches[-1], fitted.plan, verdict))
+    console.print(str(fitted.status()))
     if differing:
         console.print("NOT EQUAL:", ", ".join(differing))
     else:
@@ -192,7 +207,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     if not audit.equal:
         console.print(str(audit))
-    return 0 if audit.equal and not differing else 1
+    fits = fitted.peak_bytes <= fitted.plan.budget_bytes
+    return 0 if audit.equal and fits and not differing else 1
 
 
 if __name__ == "__main__":

@@ -27,22 +27,45 @@ class Planned(Policy):
                 and the index of its output.
         """
         self._kept = dict(kept)
-        self._operators = frozenset(self._kept.values())
-        self._numbers = {number: name for (number, _), name in self._kept.items()}
-        self._last = 0
-        self._has_differed = False
         self.differences = 0
 
+    def begin(self) -> Policy:
+        """Return the policy of one call."""
+        return _Call(self, self._kept)
+
     def keeps(self, candidate: Candidate) -> bool:
-        """Tell whether the plan keeps the output."""
-        if candidate.index < self._last:
-            self._has_differed = False  # Another call begins.
-        self._last = candidate.index
+        """Tell whether the plan keeps the output, whatever else ran in the call."""
+        expected = self._kept.get((candidate.index, candidate.output_index))
+        return expected == str(candidate.operator)
+
+
+class _Call(Policy):
+    """The policy in one call of the region: it knows what has passed."""
+
+    def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
+        self._plan = plan
+        self._kept = kept
+        self._names = {number: name for (number, _), name in kept.items()}
+        self._awaited = set(self._names)
+        self._has_differed = False
+
+    def keeps(self, candidate: Candidate) -> bool:
         if self._has_differed:
             return False
-        expected = self._numbers.get(candidate.index)
-        if expected is not None and expected != str(candidate.operator):
-            self._has_differed = True
-            self.differences += 1
+        number = candidate.index
+        expected = self._names.get(number)
+        if expected is None:
             return False
-        return (candidate.index, candidate.output_index) in self._kept
+        if expected != str(candidate.operator):
+            self._differ()
+            return False
+        self._awaited.discard(number)
+        return (number, candidate.output_index) in self._kept
+
+    def end(self) -> None:
+        if self._awaited and not self._has_differed:
+            self._differ()
+
+    def _differ(self) -> None:
+        self._has_differed = True
+        self._plan.differences += 1

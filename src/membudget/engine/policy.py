@@ -82,6 +82,13 @@ class Policy:
         """Decide by the operator alone; `None` where more must be known."""
         return None
 
+    def begin(self) -> Policy:
+        """Return the policy of one call of a region, which begins."""
+        return self
+
+    def end(self) -> None:
+        """Take note that the call has ended."""
+
     def keeps_name(self, name: str) -> bool:
         """Tell whether a tensor that `membudget.name` tagged is kept."""
         return False

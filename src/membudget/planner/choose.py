@@ -8,10 +8,12 @@ it does not fit, the programme is given less until it does.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
-from membudget.errors import BudgetError
+from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.flat import Option, choose_options
 from membudget.planner.pieces import pieces
@@ -49,6 +51,7 @@ class Planner:
         Args:
             graph: The plain step, with seconds.
         """
+        check_seconds(graph)
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._cuts = [_Cut(self.graph, calls) for calls in _distinct_cuts(self.graph)]
@@ -64,8 +67,10 @@ class Planner:
         """
         if self.plain_peak_bytes <= budget_bytes:
             return Chosen((), (), simulate(self.graph, ()))
-        found = [cut.choose(budget_bytes) for cut in self._cuts]
-        fitting = [chosen for chosen in found if chosen is not None]
+        found = [
+            chosen for cut in self._cuts for chosen in cut.candidates(budget_bytes)
+        ]
+        fitting = [c for c in found if c.simulation.peak_bytes <= budget_bytes]
         if not fitting:
             least = self.least_bytes()
             raise BudgetError(
@@ -78,8 +83,8 @@ class Planner:
 
     def least_bytes(self) -> int:
         """Return the least budget that some plan fits into."""
-        least = [cut.least() for cut in self._cuts]
-        return min([self.plain_peak_bytes, *(c.simulation.peak_bytes for c in least)])
+        peaks = [chosen.simulation.peak_bytes for c in self._cuts for chosen in c.least]
+        return min([self.plain_peak_bytes, *peaks])
 
 
 class _Cut:
@@ -91,27 +96,43 @@ class _Cut:
         self._windows = Windows(graph, calls)
         self._options: list[list[Option]] = self._windows.options()
 
-    def choose(self, budget_bytes: int) -> Chosen | None:
-        """Return the fastest answer that fits when it is simulated."""
-        inner = budget_bytes
+    def candidates(self, budget_bytes: int) -> list[Chosen]:
+        """Return answers that may fit; the fastest that does is among them."""
+        found = list(self.least)
+        inner, step, before = budget_bytes, 0, None
         for _ in range(_MOST_TRIES):
             picked = choose_options(self._options, inner)
             if picked is None:
-                return None
-            chosen = self._simulated(picked)
-            over = chosen.simulation.peak_bytes - budget_bytes
-            if over <= 0:
-                return chosen
-            inner -= over
-        return None
+                break
+            if picked != before:
+                found.append(self._simulated(picked))
+                step = found[-1].simulation.peak_bytes - budget_bytes
+                if step <= 0:
+                    break
+            before = picked
+            # The same answer comes again where the options' grain is coarser.
+            inner -= step
+            step *= 2
+        return found
 
-    def least(self) -> Chosen:
-        """Return the answer with the least peak: each region at its least."""
+    @cached_property
+    def least(self) -> list[Chosen]:
+        """The answers with the least peak, by what they hold and by the programme."""
         picked = [
             min(range(len(of)), key=lambda i: (of[i].held_bytes, of[i].peak_bytes))
             for of in self._options
         ]
-        return self._simulated(picked)
+        found = [self._simulated(picked)]
+        low, high = 0, found[0].simulation.peak_bytes
+        for _ in range(_MOST_TRIES):
+            middle = (low + high) // 2
+            answer = choose_options(self._options, middle)
+            if answer is None:
+                low = middle
+            else:
+                high = middle
+                picked = answer
+        return [*found, self._simulated(picked)]
 
     def _simulated(self, picked: Sequence[int]) -> Chosen:
         regions = []
@@ -140,6 +161,20 @@ def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
         if cut and cut not in cuts:
             cuts.append(cut)
     return cuts
+
+
+def check_seconds(graph: StepGraph) -> None:
+    """Refuse times that are none.
+
+    Raises:
+        OptionError: If an operator takes NaN, infinite or negative seconds.
+    """
+    for index, operator in enumerate(graph.operators):
+        if not 0 <= operator.seconds < math.inf:
+            raise OptionError(
+                f"operator {index} ({operator.name}) takes {operator.seconds} seconds; "
+                "a planner needs finite times that are not negative"
+            )
 
 
 def smoothed(graph: StepGraph) -> StepGraph:

@@ -7,15 +7,16 @@ cheapest choice is a minimum cut of a graph with two nodes a storage, *needed* a
 again* (project selection, Picard 1976): a cut edge from needed to made again keeps, a
 cut edge from made again to the sink recomputes. A sweep over the price, halving between
 known solutions, finds every choice on the lower convex hull of (bytes, seconds); those
-between are left to mixing the choices of several regions.
+between are left to mixing the choices of several regions; a sparse hull is filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from membudget.graph import StepGraph
+from membudget.graph import StepGraph, Storage
 from membudget.planner.mincut import Network
 from membudget.planner.simulate import Region
 
@@ -51,6 +52,19 @@ class _Maker:
 
 
 def choices(graph: StepGraph, region: Region) -> list[Choice]:
+    """Return the choices on the convex hull, and some between, the most bytes first.
+
+    See `corners`. Where many storages have one price (the outputs of like layers), the
+    hull leaps from all of them to none; there, choices between are added.
+    """
+    problem = _problem(graph, region)
+    found = problem.hull()
+    if len(found) <= MOST_SPARSE:
+        problem.fill(found)
+    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+
+
+def corners(graph: StepGraph, region: Region) -> list[Choice]:
     """Return the choices on the convex hull, the most bytes first.
 
     Args:
@@ -61,36 +75,49 @@ def choices(graph: StepGraph, region: Region) -> list[Choice]:
         At least one choice; the first keeps all that the backward asks for, the last
         as little as it can.
     """
+    found = _problem(graph, region).hull()
+    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+
+
+def _problem(graph: StepGraph, region: Region) -> _Problem:
     made = _made(graph, region)
     wanted = _wanted(graph, region, made)
-    makers = _makers(graph, region, made)
-    problem = _Problem(graph, makers, wanted)
-    most, least = problem.solve(0.0), problem.solve(_HIGHEST_PRICE)
-    found = {most.kept: most, least.kept: least}
-    problem.between(most, least, found)
-    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+    return _Problem(graph, _makers(graph, region, made), wanted)
 
 
 _HIGHEST_PRICE = 1e6
 """Seconds a byte: more than any operator costs."""
+
+MOST_SPARSE = 12
+"""A hull of more choices than this is dense enough."""
+
+FILLED = 8
+"""How many choices at most are put between two of a sparse hull."""
 
 
 def _made(graph: StepGraph, region: Region) -> set[int]:
     return {
         index
         for index, storage in enumerate(graph.storages)
-        if region.start <= storage.birth < region.end and storage.bytes
+        if region.start <= storage.birth < region.end
+        and storage.bytes
+        and not _is_held_anyway(graph, storage)
     }
 
 
+def _is_held_anyway(graph: StepGraph, storage: Storage) -> bool:
+    """Tell whether the user's code holds it until the backward, kept or not."""
+    return storage.released is None and storage.death > graph.backward_start
+
+
 def _wanted(graph: StepGraph, region: Region, made: set[int]) -> set[int]:
-    """Return the storages that autograd saved in the region, and nothing else holds."""
+    """Return the storages that autograd saved in the region and asks for again."""
     return {
         graph.values[saved.value].storage
         for saved in graph.saved
         if region.start <= saved.moment < region.end
         and graph.values[saved.value].storage in made
-        and graph.storages[graph.values[saved.value].storage].released is not None
+        and saved.asked
     }
 
 
@@ -142,14 +169,20 @@ class _Problem:
         self._maker_of = {s: i for i, m in enumerate(makers) for s in m.makes}
         self._wanted = wanted
 
-    def solve(self, price: float) -> Choice:
-        """Return the cheapest choice at a price in seconds a byte."""
+    def solve(self, price: float, free: frozenset[int] = frozenset()) -> Choice:
+        """Return the cheapest choice at a price in seconds a byte.
+
+        Args:
+            price: The price.
+            free: Storages that cost nothing to keep.
+        """
         order = {storage: 2 + i for i, storage in enumerate(self._bytes)}
         first = 2 + len(order)
         network = Network(first + len(self._makers))
         for storage, node in order.items():
             made = first + self._maker_of[storage]
-            network.connect(node, made, price * self._bytes[storage])
+            cost = 0.0 if storage in free else price * self._bytes[storage]
+            network.connect(node, made, cost)
             if storage in self._wanted:
                 network.connect(_SOURCE, node, float("inf"))
         for i, maker in enumerate(self._makers):
@@ -168,6 +201,28 @@ class _Problem:
             sum(self._bytes[storage] for storage in kept),
             sum(maker.seconds for maker in again),
         )
+
+    def hull(self) -> dict[frozenset[int], Choice]:
+        """Return the choices on the lower convex hull, by what they keep."""
+        most, least = self.solve(0.0), self.solve(_HIGHEST_PRICE)
+        found = {most.kept: most, least.kept: least}
+        self.between(most, least, found)
+        return found
+
+    def fill(self, found: dict[frozenset[int], Choice]) -> None:
+        """Add choices between corners, which keep what was made last: it goes first."""
+        corners = sorted(found.values(), key=lambda c: -c.kept_bytes)
+        for more, less in pairwise(corners):
+            moved = sorted(more.kept - less.kept, reverse=True)
+            gap_bytes = more.kept_bytes - less.kept_bytes
+            if len(moved) < 2 or gap_bytes <= 0:
+                continue
+            price = 1.01 * (less.seconds - more.seconds) / gap_bytes
+            step = max(1, len(moved) // (FILLED + 1))
+            for count in range(step, len(moved), step):
+                middle = self.solve(price, frozenset(moved[:count]))
+                if less.kept_bytes < middle.kept_bytes < more.kept_bytes:
+                    found.setdefault(middle.kept, middle)
 
     def between(
         self, more: Choice, less: Choice, found: dict[frozenset[int], Choice]

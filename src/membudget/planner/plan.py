@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ class Plan:
             name: _get(data, name, kinds[str(field.type)], "plan")
             for name, field in known.items()
         }
-        regions = _get(data, "regions", list, "plan")
+        regions = _get(data, "regions", (list, tuple), "plan")
         read = tuple(_region(r, f"plan.regions[{i}]") for i, r in enumerate(regions))
         return cls(**values, regions=read)
 
@@ -126,7 +127,7 @@ class Plan:
 
 
 def _region(data: Any, where: str) -> PlannedRegion:
-    kept = _get(data, "kept", list, where)
+    kept = _get(data, "kept", (list, tuple), where)
     outputs = tuple(
         KeptOutput(
             _get(entry, "number", int, f"{where}.kept[{i}]"),
@@ -148,7 +149,10 @@ def _get(data: Any, name: str, kind: Any, where: str) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise PlanError(f"{where}.{name} must be {kind.__name__}; it is {value!r:.40}")
+        name_of = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
+        raise PlanError(f"{where}.{name} must be {name_of}; it is {value!r:.40}")
+    if kind is float and not math.isfinite(value):
+        raise PlanError(f"{where}.{name} must be a finite number; it is {value!r}")
     return value
 
 

@@ -96,7 +96,7 @@ class ReplayFrame:
         pins = self._verified.pins if self._verified is not None else set()
         self._recorder: Recorder | None = Recorder(
             OperatorRecording(
-                options.policy, options.decisions, pins, self._module_path()
+                options.policy.begin(), options.decisions, pins, self._module_path()
             )
         )
 
@@ -154,6 +154,7 @@ class ReplayFrame:
             and not recorder.recording.kept
         ):
             _warn_that_nothing_is_kept(recorder.recording.number)
+        recorder.recording.policy.end()
         tracker, outer = recorder.recording.tracker, self._outer
         tracker.table.clear()
         if self._verified is not None:

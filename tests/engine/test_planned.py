@@ -1,0 +1,83 @@
+"""The policy that keeps what a plan names, by hand."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from membudget.engine.planned import Planned
+from membudget.engine.policy import Candidate
+
+SIN: Any = torch.ops.aten.sin.default
+COS: Any = torch.ops.aten.cos.default
+
+
+def asks(policy: Planned, *calls: tuple[int, int, Any]) -> list[bool]:
+    """Return the answers of one call of a region."""
+    output = torch.zeros(1)
+    call = policy.begin()
+    answers = [
+        call.keeps(Candidate(operator, (), {}, output, number, position, lambda: ""))
+        for number, position, operator in calls
+    ]
+    call.end()
+    return answers
+
+
+def test_the_outputs_that_are_named_are_kept_and_no_others():
+    policy = Planned({(2, 0): "aten.sin.default", (3, 1): "aten.cos.default"})
+    found = asks(policy, (1, 0, COS), (2, 0, SIN), (3, 0, COS), (3, 1, COS))
+    assert found == [False, True, False, True]
+    assert policy.differences == 0
+
+
+def test_after_another_operator_nothing_is_kept_in_that_call():
+    policy = Planned({(1, 0): "aten.sin.default", (2, 0): "aten.cos.default"})
+    assert asks(policy, (1, 0, COS), (2, 0, COS)) == [False, False]
+    assert policy.differences == 1
+
+
+def test_the_next_call_is_looked_at_anew():
+    policy = Planned({(1, 0): "aten.sin.default", (2, 0): "aten.cos.default"})
+    asks(policy, (1, 0, COS), (2, 0, COS))
+    assert asks(policy, (1, 0, SIN), (2, 0, COS)) == [True, True]
+    assert policy.differences == 1
+
+
+def test_each_call_that_differs_counts_once():
+    policy = Planned({(1, 0): "aten.sin.default", (2, 0): "aten.sin.default"})
+    for _ in range(3):
+        asks(policy, (1, 0, COS), (2, 0, COS))
+    assert policy.differences == 3
+
+
+def test_a_call_of_one_operator_is_looked_at_anew():
+    policy = Planned({(1, 0): "aten.sin.default"})
+    assert asks(policy, (1, 0, COS)) == [False]
+    assert asks(policy, (1, 0, SIN)) == [True]
+
+
+def test_a_call_that_begins_later_than_the_last_one_ended_is_looked_at_anew():
+    policy = Planned({(1, 0): "aten.sin.default", (3, 0): "aten.sin.default"})
+    assert asks(policy, (1, 0, COS)) == [False]
+    assert asks(policy, (3, 0, SIN)) == [True]
+
+
+def test_a_call_that_ends_before_what_is_named_counts_as_a_difference():
+    policy = Planned({(1, 0): "aten.sin.default", (5, 0): "aten.sin.default"})
+    asks(policy, (1, 0, SIN))
+    asks(policy, (1, 0, SIN), (5, 0, SIN))
+    assert policy.differences == 1
+
+
+def test_a_policy_that_is_pickled_keeps_the_same():
+    policy = Planned({(1, 0): "aten.sin.default"})
+    assert asks(pickle.loads(pickle.dumps(policy)), (1, 0, SIN)) == [True]
+
+
+def test_an_empty_plan_keeps_nothing_and_never_differs():
+    policy = Planned({})
+    assert asks(policy, (1, 0, SIN), (2, 0, COS)) == [False, False]
+    assert policy.differences == 0

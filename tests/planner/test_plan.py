@@ -1,0 +1,231 @@
+"""Plans as files: what is written is read, and what is not whole is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from membudget.errors import PlanError
+from membudget.planner.plan import (
+    VERSION,
+    KeptOutput,
+    Plan,
+    PlannedRegion,
+    fingerprint_of,
+    planned_region,
+)
+from membudget.planner.simulate import Region
+from tests.planner.drafts import Draft
+
+PLAN = Plan(
+    model="Sequential",
+    fingerprint="0" * 64,
+    budget_bytes=1000,
+    plain_peak_bytes=2000,
+    peak_bytes=900,
+    slowdown=1.25,
+    bound=1.0,
+    cost="measured",
+    regions=(
+        PlannedRegion("0", 3, (KeptOutput(1, 0, "aten.addmm.default"),)),
+        PlannedRegion("1", 3, ()),
+    ),
+)
+
+sizes = st.integers(-(1 << 62), 1 << 62)
+texts = st.text(st.characters(codec="utf-8"), max_size=9)
+kept_outputs = st.builds(KeptOutput, sizes, sizes, texts)
+regions = st.builds(
+    PlannedRegion, texts, sizes, st.lists(kept_outputs, max_size=3).map(tuple)
+)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+plans = st.builds(
+    Plan,
+    *(texts, texts, sizes, sizes, sizes, floats, floats, texts),
+    st.lists(regions, max_size=3).map(tuple),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans)
+def test_a_plan_that_is_written_and_read_is_the_same(plan):
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_is_read_from_a_file_by_its_path_or_its_name(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    path.write_text(PLAN.to_json())
+    assert Plan.from_json(path) == PLAN
+    assert Plan.from_json(str(path)) == PLAN
+
+
+def test_the_file_says_its_version():
+    assert json.loads(PLAN.to_json())["version"] == VERSION
+
+
+def test_whole_numbers_are_read_as_seconds_and_ratios():
+    data = json.loads(PLAN.to_json()) | {"slowdown": 2}
+    assert Plan.from_dict(data).slowdown == 2.0
+
+
+def test_no_half_of_a_file_is_read(tmp_path: Path):
+    text = PLAN.to_json()
+    path = tmp_path / "half.json"
+    for end in range(0, len(text) - 1, 13):
+        path.write_text(text[:end])
+        with pytest.raises(PlanError, match="cannot be read"):
+            Plan.from_json(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '"plan"'])
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, text: str):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(PlanError, match="plan must be an object; it is a"):
+        Plan.from_json(path)
+
+
+def test_a_file_that_is_not_there_is_refused_with_its_name(tmp_path: Path):
+    with pytest.raises(PlanError, match=r"cannot be read: .*missing\.json"):
+        Plan.from_json(tmp_path / "missing.json")
+
+
+def test_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path: Path):
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.from_json(tmp_path)
+    path = tmp_path / "plan.json"
+    path.write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(PlanError, match="cannot be read"):
+        Plan.from_json(path)
+
+
+def test_a_newer_version_is_refused():
+    data = PLAN.to_dict() | {"version": VERSION + 1}
+    with pytest.raises(PlanError, match=f"version {VERSION}; this one has version 2"):
+        Plan.from_dict(data)
+
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def _kept(data: dict[str, Any]) -> Any:
+    return data["regions"][0]["kept"][0]
+
+
+def _set(where: Callable[[dict[str, Any]], Any], name: str, value: Any) -> Change:
+    return lambda data: where(data).__setitem__(name, value)
+
+
+def _drop(where: Callable[[dict[str, Any]], Any], name: str) -> Change:
+    return lambda data: where(data).pop(name)
+
+
+def _top(data: dict[str, Any]) -> Any:
+    return data
+
+
+def _region(data: dict[str, Any]) -> Any:
+    return data["regions"][1]
+
+
+WRONG: dict[str, tuple[Change, str]] = {
+    "version-text": (_set(_top, "version", "1"), r"plan\.version must be int; it is"),
+    "version-true": (_set(_top, "version", True), r"plan\.version must be int"),
+    "budget-text": (_set(_top, "budget_bytes", "8"), r"plan\.budget_bytes must be int"),
+    "budget-float": (_set(_top, "budget_bytes", 8.5), r"plan\.budget_bytes must be"),
+    "slowdown-null": (_set(_top, "slowdown", None), r"plan\.slowdown must be float"),
+    "slowdown-bool": (_set(_top, "slowdown", True), r"plan\.slowdown must be float"),
+    "model-number": (_set(_top, "model", 3), r"plan\.model must be str; it is 3"),
+    "regions-object": (_set(_top, "regions", {}), r"plan\.regions must be list"),
+    "region-list": (_set(_top, "regions", [[]]), r"plan\.regions\[0\] must be an obj"),
+    "path-null": (_set(_region, "path", None), r"plan\.regions\[1\]\.path must be str"),
+    "number-text": (
+        _set(_kept, "number", "1"),
+        r"plan\.regions\[0\]\.kept\[0\]\.number must be int; it is '1'",
+    ),
+    "kept-of-numbers": (
+        _set(_region, "kept", [1]),
+        r"plan\.regions\[1\]\.kept\[0\] must be an object; it is a int",
+    ),
+}
+MISSING: dict[str, tuple[Change, str]] = {
+    **{name: (_drop(_top, name), rf"plan\.{name}") for name in PLAN.to_dict()},
+    **{
+        f"region-{name}": (_drop(_region, name), rf"plan\.regions\[1\]\.{name}")
+        for name in ("path", "operators", "kept")
+    },
+    **{
+        f"kept-{name}": (_drop(_kept, name), rf"plan\.regions\[0\]\.kept\[0\]\.{name}")
+        for name in ("number", "output", "operator")
+    },
+}
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG.values(), ids=WRONG)
+def test_what_has_a_wrong_type_is_refused_with_its_place(change, message):
+    data = json.loads(PLAN.to_json())
+    change(data)
+    with pytest.raises(PlanError, match=message):
+        Plan.from_dict(data)
+
+
+@pytest.mark.parametrize(("change", "message"), MISSING.values(), ids=MISSING)
+def test_what_is_missing_is_named_with_its_place(change, message):
+    data = json.loads(PLAN.to_json())
+    change(data)
+    with pytest.raises(PlanError, match=message + " is missing: the plan is not whole"):
+        Plan.from_dict(data)
+
+
+def test_what_to_dict_returns_is_read():
+    assert Plan.from_dict(PLAN.to_dict()) == PLAN
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity"])
+def test_ratios_that_are_no_numbers_are_refused(number):
+    text = PLAN.to_json().replace("1.25", number)
+    with pytest.raises(PlanError, match=r"plan"):
+        Plan.from_json(text)
+
+
+def test_outputs_are_named_by_their_number_in_the_region_and_place():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    b, c = draft.run(a, makes=[1, 1])
+    draft.view(c)
+    graph = draft.finish()
+    kept = frozenset(draft.values[v].storage for v in (b, c))
+    found = planned_region(graph, "h", Region(1, 3, kept))
+    assert found.path == "h"
+    assert found.operators == 2
+    assert [(k.number, k.output) for k in found.kept] == [(1, 0), (1, 1)]
+    assert found.kept[0].operator == "test.forward"
+
+
+def test_a_storage_is_kept_as_its_last_writer_leaves_it():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    draft.run(writes=[a])
+    graph = draft.finish()
+    found = planned_region(graph, "h", Region(0, 2, frozenset({1})))
+    assert [k.number for k in found.kept] == [2]
+
+
+def test_fingerprints_tell_names_shapes_dtypes_and_order_apart():
+    first = [("a", (2, 3), "float32"), ("b", (1,), "float32")]
+    others = [
+        [("c", (2, 3), "float32"), ("b", (1,), "float32")],
+        [("a", (3, 2), "float32"), ("b", (1,), "float32")],
+        [("a", (2, 3), "float16"), ("b", (1,), "float32")],
+        first[::-1],
+        first[:1],
+        [],
+    ]
+    found = {fingerprint_of(of) for of in [first, *others]}
+    assert len(found) == 7

@@ -1,0 +1,265 @@
+"""`fit`: what is measured is within what was given, and the step is the plain one."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.errors import BudgetError, OptionError
+from membudget.fit import Fitted, fit
+from tests.planner.models import MODELS, measured_peak, mlp
+
+PERCENT = (90, 80, 70, 60, 50, 40)
+
+
+def made(name: str) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Return whatever a caller could find changed of a model."""
+    facts: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        facts[f"class {name}"] = type(module)
+        facts[f"names {name}"] = sorted(module.__dict__)
+        hooks = {k: len(v) for k, v in module.__dict__.items() if k.endswith("hooks")}
+        facts[f"hooks {name}"] = hooks
+    for name, tensor in model.state_dict().items():
+        facts[f"value {name}"] = tensor.tolist()
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        facts[f"gradient {name}"] = None if grad is None else grad.tolist()
+    facts["stream"] = torch.get_rng_state().tolist()
+    return facts
+
+
+def check_fitted(fitted: Fitted, budget: int) -> None:
+    assert fitted.peak_bytes <= budget
+    assert fitted.plan.budget_bytes == budget
+    assert fitted.audit().equal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_every_budget_is_kept_bit_for_bit_or_refused_with_the_least(name):
+    model, batch = made(name)
+    plain = measured_peak(model, batch)
+    peaks: list[int] = []
+    refused: list[tuple[int, int]] = []
+    for percent in PERCENT:
+        try:
+            fitted = fit(model, batch, f"{percent}%", fake=True)
+        except BudgetError as error:
+            refused.append((error.asked_bytes, error.least_bytes))
+            continue
+        with fitted:
+            budget = int(percent / 100 * fitted.profile.peak_bytes)
+            check_fitted(fitted, budget)
+            assert measured_peak(model, batch) <= budget
+            peaks.append(fitted.peak_bytes)
+    assert peaks
+    assert all(least > asked for asked, least in refused)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] < plain
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_nine_tenths_are_kept_bit_for_bit(name):
+    model, batch = made(name)
+    with fit(model, batch, "90%", fake=True) as fitted:
+        check_fitted(fitted, int(0.9 * fitted.profile.peak_bytes))
+        assert fitted.plan.regions
+
+
+def test_a_real_profile_makes_a_plan_that_fits():
+    model, batch = made("gpt")
+    with fit(model, batch, "60%") as fitted:
+        check_fitted(fitted, int(0.6 * fitted.profile.peak_bytes))
+        assert fitted.profile.cost == fitted.plan.cost == "measured"
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_budget_in_bytes_counts_what_is_there_before(as_text):
+    model, batch = made("mlp")
+    found = mb.profile(model, batch, fake=True)
+    static = found.graph.static.total
+    total = static + found.peak_bytes * 7 // 10
+    budget: int | str = total
+    if as_text:
+        budget = f"{total / 1024**2:.6f}MiB"
+    with fit(model, batch, budget, fake=True) as fitted:
+        assert abs(fitted.plan.budget_bytes - (total - static)) <= 1
+        check_fitted(fitted, fitted.plan.budget_bytes)
+
+
+def test_the_state_of_an_optimizer_counts_in_a_budget_in_bytes():
+    model, batch = made("mlp")
+    options: Any = {"optimizer": torch.optim.AdamW, "fake": True}
+    found = mb.profile(model, batch, **options)
+    total = found.graph.static.total + found.peak_bytes
+    with fit(model, batch, total, **options) as fitted:
+        assert fitted.plan.budget_bytes == found.peak_bytes
+    assert found.graph.static.optimizer > 0
+
+
+@pytest.mark.parametrize(
+    "budget",
+    ["", "much", "8G", "-1MiB", "50 percent", "%", "0%", "101%", "-5%", "nan%", "inf%"],
+)
+def test_budgets_that_are_no_bytes_are_refused(budget):
+    model, batch = made("mlp")
+    before = state_of(model)
+    with pytest.raises(OptionError, match=r"size is a number|has the unit|percent"):
+        fit(model, batch, budget, fake=True)
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("budget", [True, None, -5, float("nan"), [1]])
+def test_budgets_of_another_type_are_refused(budget):
+    model, batch = made("mlp")
+    with pytest.raises(OptionError, match="a size is a number of bytes"):
+        fit(model, batch, budget, fake=True)
+
+
+def test_a_budget_below_what_is_there_before_is_refused_with_the_least():
+    model, batch = made("mlp")
+    before = state_of(model)
+    with pytest.raises(BudgetError, match="no plan fits into") as raised:
+        fit(model, batch, 1000, fake=True)
+    assert raised.value.asked_bytes < 0 < raised.value.least_bytes
+    assert state_of(model) == before
+
+
+def test_the_least_that_an_error_names_is_enough():
+    model, batch = made("mlp")
+    with pytest.raises(BudgetError, match="the least that one fits into") as raised:
+        fit(model, batch, "1%", fake=True)
+    least = raised.value.least_bytes
+    static = mb.profile(model, batch, fake=True).graph.static.total
+    with fit(model, batch, static + least, fake=True) as fitted:
+        check_fitted(fitted, least)
+
+
+def test_more_than_the_plain_step_takes_needs_no_regions():
+    model, batch = made("gpt")
+    before = state_of(model)
+    with fit(model, batch, "1GiB", fake=True) as fitted:
+        assert fitted.plan.regions == ()
+        assert fitted.status().regions == ()
+        assert fitted.plan.slowdown == 1.0
+        assert fitted.peak_bytes <= fitted.plan.plain_peak_bytes
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_model_is_what_it_was_after_a_plan_is_taken_off(fake):
+    model, batch = made("resnet")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = state_of(model)
+    fitted = fit(model, batch, "70%", fake=fake)
+    assert fitted.plan.regions
+    fitted.audit()
+    fitted.remove()
+    fitted.remove()
+    assert state_of(model) == before
+
+
+def test_a_plan_is_taken_off_when_the_block_raises():
+    model, batch = made("mlp")
+    before = state_of(model)
+    with (
+        pytest.raises(ZeroDivisionError, match="division"),
+        fit(model, batch, "70%", fake=True),
+    ):
+        _ = 1 / 0
+    assert state_of(model) == before
+
+
+@pytest.mark.parametrize("fake", [True, False])
+def test_a_model_is_what_it_was_after_its_step_raises(fake):
+    model, batch = made("resnet")
+    calls = []
+    before = state_of(model)
+
+    def loss_fn(output: Tensor, _: Any) -> Tensor:
+        calls.append(output)
+        if not fake or len(calls) > 1:
+            raise ArithmeticError("no loss")
+        return output.sum()
+
+    with pytest.raises(ArithmeticError, match="no loss"):
+        fit(model, batch, "70%", loss_fn, fake=fake)
+    assert state_of(model) == before
+
+
+def test_training_under_a_fitted_plan_is_plain_training():
+    losses = []
+    for percent in (None, "60%"):
+        model, batch = made("gpt")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        fitted = None
+        if percent is not None:
+            fitted = fit(model, batch, percent, fake=True)
+        torch.manual_seed(3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+        if fitted is not None:
+            assert all(r.forwards for r in fitted.status().regions)
+    assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
+
+
+def test_the_report_shows_what_was_given_planned_and_measured():
+    model, batch = made("mlp")
+    with fit(model, batch, "70%", fake=True) as fitted:
+        text = str(fitted)
+        assert text == fitted.report()
+    for word in ("budget", "plain", "planned", "measured", "slowdown", "Sequential"):
+        assert word in text
+
+
+def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypatch):
+    module = import_module("membudget.fit")
+    model, batch = made("mlp")
+    honest = module._measured_peak
+    found: list[int] = []
+
+    def more_at_first(step: Any) -> int:
+        peak = honest(step)
+        found.append(peak + (20_000 if not found else 0))
+        return found[-1]
+
+    monkeypatch.setattr(module, "_measured_peak", more_at_first)
+    budget = int(0.7 * mb.profile(model, batch, fake=True).peak_bytes)
+    with fit(model, batch, "70%", fake=True) as fitted:
+        assert fitted.peak_bytes <= budget
+        assert len(fitted.tries) == len(found)
+        if found[0] > budget:
+            assert len(found) > 1
+
+
+def test_a_budget_that_no_try_keeps_is_an_error_and_leaves_the_model(monkeypatch):
+    module = import_module("membudget.fit")
+    model, batch = mlp()
+    before = state_of(model)
+    monkeypatch.setattr(module, "_measured_peak", lambda step: 1 << 40)
+    with pytest.raises(BudgetError, match=r"no plan fits|plans took more"):
+        fit(model, batch, "90%", fake=True)
+    assert state_of(model) == before
+
+
+def test_a_model_can_be_fitted_again_after_the_first_plan_is_off():
+    model, batch = made("mlp")
+    for percent in (90, 60):
+        with fit(model, batch, f"{percent}%", fake=True) as fitted:
+            check_fitted(fitted, int(percent / 100 * fitted.profile.peak_bytes))
