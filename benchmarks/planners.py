@@ -12,11 +12,11 @@ for bit. `least` stands where no plan fits, with the least share that one fits i
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rich.table import Table
 from torch import nn
 
 import membudget as mb
-from membudget.fit import make_plan
+from membudget.fit import make_plan, planner_of
 from membudget.planner.choose import Planner
 from membudget.profile.step import Step
 
@@ -73,7 +73,7 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
     model, batch = MADE[name]()
     found = mb.profile(model, batch)
     start = time.perf_counter()
-    planner = Planner(found.graph)
+    planner = planner_of(found)
     init_s = time.perf_counter() - start
     storages = found.graph.storages
     gradients = sum(s.bytes for s in storages if s.kind == "gradient")
@@ -126,18 +126,22 @@ def _time(
     rows: dict[float, Any],
     seconds: float,
 ) -> None:
-    """Time the plain step and the step under each plan in turns."""
+    """Time the plain step and the step under each plan in turns, on copies."""
 
-    def run(plan: mb.Plan | None) -> None:
-        applied = mb.apply(model, plan, verify=False) if plan is not None else None
-        step = Step(model, batch, None)
-        step.run()
-        step.prepare()
-        if applied is not None:
-            applied.remove()
+    def case(plan: mb.Plan | None) -> Callable[[], None]:
+        own = copy.deepcopy(model)
+        step = Step(own, batch, None)
+        if plan is not None:
+            mb.apply(own, plan, verify=False)
 
-    cases = {"plain": partial(run, None)}
-    cases |= {str(share): partial(run, plan) for share, plan in plans.items()}
+        def run() -> None:
+            step.run()
+            step.prepare()
+
+        return run
+
+    cases = {"plain": case(None)}
+    cases |= {str(share): case(plan) for share, plan in plans.items()}
     estimates, rounds = in_turns(cases, seconds=seconds)
     for share in plans:
         ratio, quartile = estimates[str(share)].ratio(estimates["plain"])

@@ -19,8 +19,10 @@ from membudget.errors import BudgetError, OptionError
 from membudget.graph import StepGraph
 from membudget.memory import peak
 from membudget.planner.choose import Chosen, Planner
+from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS
 from membudget.planner.plan import Plan, planned_region
 from membudget.profile import Device, Profile, profile
+from membudget.profile.devices import this_processor
 from membudget.profile.optimizer import OptimizerLike
 from membudget.profile.run import state_kept
 from membudget.profile.step import Step
@@ -158,11 +160,11 @@ def fit(
         model, batch, loss_fn, optimizer=optimizer, fake=fake, device=device
     )
     allowed = step_budget(found, budget)
-    planner = Planner(found.graph)
+    planner = planner_of(found)
     tries: list[Measured] = []
     inner = allowed
     while True:
-        plan = make_plan(found, planner.choose(inner), model, allowed)
+        plan = make_plan(found, _chosen(planner, inner, allowed), model, allowed)
         applied = apply(model, plan) if plan.regions else Applied({}, {})
         try:
             tries.append(Measured(plan, _measured_peak(step)))
@@ -181,6 +183,29 @@ def fit(
                 least_bytes=tries[-1].peak_bytes,
             )
         inner -= over
+
+
+def _chosen(planner: Planner, inner: int, allowed: int) -> Chosen:
+    """Choose for what is left of a budget; an error speaks of the whole of it."""
+    try:
+        return planner.choose(inner)
+    except BudgetError as error:
+        least = max(error.least_bytes, allowed + 1) if inner < allowed else None
+        if least is None:
+            raise
+        raise BudgetError(
+            f"plans for {allowed:,} bytes above what is there before the step were "
+            f"measured to take more, and none fits into less",
+            asked_bytes=allowed,
+            least_bytes=least,
+        ) from error
+
+
+def planner_of(found: Profile) -> Planner:
+    """Return the planner of a profile: on a CPU the engine's own time counts."""
+    on_cpu = found.cost in ("measured", this_processor().name)
+    overheads = CPU_OVERHEADS if on_cpu else NO_OVERHEADS
+    return Planner(found.graph, overheads)
 
 
 def step_budget(found: Profile, budget: int | str) -> int:
@@ -211,7 +236,7 @@ def make_plan(found: Profile, chosen: Chosen, model: Module, budget_bytes: int) 
         budget_bytes=budget_bytes,
         plain_peak_bytes=found.peak_bytes,
         peak_bytes=chosen.simulation.peak_bytes,
-        slowdown=chosen.simulation.seconds / graph.seconds if graph.seconds else 1.0,
+        slowdown=chosen.seconds / graph.seconds if graph.seconds else 1.0,
         bound=1.0,
         cost=found.cost,
         regions=tuple(

@@ -7,15 +7,15 @@ it does not fit, the programme is given less until it does.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.flat import Option, choose_options
+from membudget.planner.flat import choose_options
+from membudget.planner.overhead import NO_OVERHEADS, Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.simulate import Region, Simulation, simulate
 from membudget.planner.timeline import timeline
@@ -35,26 +35,34 @@ class Chosen:
         calls: The calls that become regions.
         regions: Them, with what they keep.
         simulation: What comes of it.
+        seconds: Of the step, with what the engine itself costs.
     """
 
     calls: tuple[ModuleCall, ...]
     regions: tuple[Region, ...]
     simulation: Simulation
+    seconds: float
 
 
 class Planner:
     """Plans one step, for any number of budgets."""
 
-    def __init__(self, graph: StepGraph):
+    def __init__(self, graph: StepGraph, overheads: Overheads = NO_OVERHEADS):
         """Cut the step and find what may be kept.
 
         Args:
             graph: The plain step, with seconds.
+            overheads: What a region costs beside the operators that run again.
+
+        Raises:
+            OptionError: If an operator takes no finite time.
         """
         check_seconds(graph)
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
-        self._cuts = [_Cut(self.graph, calls) for calls in _distinct_cuts(self.graph)]
+        self._cuts = [
+            _Cut(self.graph, calls, overheads) for calls in _distinct_cuts(self.graph)
+        ]
 
     def choose(self, budget_bytes: int) -> Chosen:
         """Return the fastest plan whose simulated peak fits.
@@ -66,7 +74,8 @@ class Planner:
             BudgetError: If none fits; it says the least budget for which one does.
         """
         if self.plain_peak_bytes <= budget_bytes:
-            return Chosen((), (), simulate(self.graph, ()))
+            plain = simulate(self.graph, ())
+            return Chosen((), (), plain, plain.seconds)
         found = [
             chosen for cut in self._cuts for chosen in cut.candidates(budget_bytes)
         ]
@@ -79,7 +88,7 @@ class Planner:
                 asked_bytes=budget_bytes,
                 least_bytes=least,
             )
-        return min(fitting, key=lambda c: (c.simulation.seconds, -len(c.regions)))
+        return min(fitting, key=lambda chosen: chosen.seconds)
 
     def least_bytes(self) -> int:
         """Return the least budget that some plan fits into."""
@@ -90,11 +99,21 @@ class Planner:
 class _Cut:
     """One way to cut the step."""
 
-    def __init__(self, graph: StepGraph, calls: Sequence[ModuleCall]):
+    def __init__(
+        self, graph: StepGraph, calls: Sequence[ModuleCall], overheads: Overheads
+    ):
         self._graph = graph
         self._calls = tuple(calls)
         self._windows = Windows(graph, calls)
-        self._options: list[list[Option]] = self._windows.options()
+        self._own_s = [overheads.seconds(graph, r) for r in self._windows.regions]
+        self._options = [
+            # The first choice keeps all that is wanted: no region is needed for that.
+            [
+                of[0],
+                *(replace(option, seconds=option.seconds + own) for option in of[1:]),
+            ]
+            for of, own in zip(self._windows.options(), self._own_s, strict=True)
+        ]
 
     def candidates(self, budget_bytes: int) -> list[Chosen]:
         """Return answers that may fit; the fastest that does is among them."""
@@ -137,21 +156,24 @@ class _Cut:
     def _simulated(self, picked: Sequence[int]) -> Chosen:
         regions = []
         calls = []
+        own_s = 0.0
         parts = zip(
             self._calls,
             self._windows.regions,
             self._windows.choices,
             picked,
+            self._own_s,
             strict=True,
         )
-        for call, region, of_region, index in parts:
-            # The first choice keeps all that is wanted: no region is needed for that.
+        for call, region, of_region, index, own in parts:
             if index > 0:
+                own_s += own
                 calls.append(call)
                 kept = of_region[index].kept
                 regions.append(Region(region.start, region.end, kept))
         simulation = simulate(self._graph, regions)
-        return Chosen(tuple(calls), tuple(regions), simulation)
+        seconds = simulation.seconds + own_s
+        return Chosen(tuple(calls), tuple(regions), simulation, seconds)
 
 
 def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
@@ -195,5 +217,5 @@ def smoothed(graph: StepGraph) -> StepGraph:
             indices = [call.start + offset for call in alike]
             mean = sum(operators[i].seconds for i in indices) / len(indices)
             for index in indices:
-                operators[index] = dataclasses.replace(operators[index], seconds=mean)
-    return dataclasses.replace(graph, operators=tuple(operators))
+                operators[index] = replace(operators[index], seconds=mean)
+    return replace(graph, operators=tuple(operators))
