@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from membudget.planner.plan import Plan
     from membudget.profile import Device, Profile, profile
     from membudget.profile.sweep import Sweep, sweep
+    from membudget.tradeoff import Tradeoff, tradeoff
 
 __all__ = [
     "Applied",
@@ -74,6 +75,7 @@ __all__ = [
     "Status",
     "StepGraph",
     "Sweep",
+    "Tradeoff",
     "apply",
     "audit",
     "checkpoint",
@@ -92,6 +94,7 @@ __all__ = [
     "saved",
     "storage_bytes",
     "sweep",
+    "tradeoff",
 ]
 
 _HOMES = {
@@ -119,6 +122,7 @@ _HOMES = {
     "membudget.planner.plan": ("Plan",),
     "membudget.profile": ("Device", "Profile", "profile"),
     "membudget.profile.sweep": ("Sweep", "sweep"),
+    "membudget.tradeoff": ("Tradeoff", "tradeoff"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

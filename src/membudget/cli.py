@@ -1,5 +1,7 @@
 """The command line: `membudget audit TARGET`, `membudget profile TARGET`.
 
+The commands that plan (`plan`, `fit`, `tradeoff`, `diff`) are in `cli_plan`.
+
 torch is imported by the command that needs it, not here: `membudget --help` must answer
 at once.
 """
@@ -7,22 +9,31 @@ at once.
 from __future__ import annotations
 
 import argparse
-import ast
-import json
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from membudget.cli_options import (
+    DIFFERENT,
+    FAILED,
+    OK,
+    add_profiling,
+    add_target,
+    chosen_sizes,
+    profiling_of,
+    write_json,
+)
+from membudget.cli_plan import add_planning
 from membudget.errors import MembudgetError, OptionError
 from membudget.sizes import format_bytes, parse_bytes
-from membudget.target import load_target, optimizer_named, with_sizes, without_memory
+from membudget.target import load_target, with_sizes, without_memory
 
 if TYPE_CHECKING:
     from membudget.profile.sweep import Sweep
 
-OK, DIFFERENT, FAILED = 0, 1, 2
+__all__ = ["DIFFERENT", "FAILED", "OK", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,8 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What stands after `membudget`; by default those of the process.
 
     Returns:
-        0 if all is well, 1 if the audit found a difference, 2 if the command could not
-        be carried out.
+        0 if all is well, 1 if a difference was found or a budget was not kept, 2 if the
+        command could not be carried out.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -59,6 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_audit(commands)
     _add_profile(commands)
+    add_planning(commands)
     return parser
 
 
@@ -69,7 +81,7 @@ def _add_audit(commands: Any) -> None:
         description="Run one training step plain and one under regions, from the same "
         "state, and compare loss, gradients, buffers and random streams bit for bit.",
     )
-    _add_target(parser)
+    add_target(parser)
     add = parser.add_argument
     add(
         "--names",
@@ -90,36 +102,13 @@ def _add_profile(commands: Any) -> None:
         description="Record one training step: what each module keeps and costs, what "
         "is alive at the peak, and what would lower it.",
     )
-    _add_target(parser)
+    add_target(parser)
+    add_profiling(parser, "run without memory: the model is made on the meta device")
     add = parser.add_argument
-    add(
-        "--fake",
-        action="store_true",
-        help="run without memory: the model is made on the meta device",
-    )
-    add("--device", metavar="NAME", help="estimate times for it: h100, l4, cpu, ...")
-    add("--optimizer", metavar="NAME", help="count its state: adamw, adam, sgd, ...")
-    add(
-        "--set",
-        metavar="NAME=VALUE",
-        action="append",
-        default=[],
-        help="call the function with it; may be repeated",
-    )
-    add("--batch", metavar="N", type=int, help="short for --set batch=N")
     add("--sweep", metavar="NAME=N,N,...", help="profile each of these sizes")
     add("--budget", metavar="BYTES", help="such as 8GiB: tell what fits into it")
     add("--json", metavar="FILE", help="write the profile, or the sweep, there, too")
     parser.set_defaults(run=_profile)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        metavar="TARGET",
-        help="file.py:function; the function returns (model, batch) or "
-        "(model, batch, loss_fn)",
-    )
 
 
 def _audit(options: argparse.Namespace) -> int:
@@ -131,26 +120,20 @@ def _audit(options: argparse.Namespace) -> int:
     report = audit(model, batch, loss, names=options.names, every=options.every)
     print(report)
     if options.json:
-        _write_json(Path(options.json), report.to_dict())
+        write_json(Path(options.json), report.to_dict())
     return OK if report.equal else DIFFERENT
 
 
 def _profile(options: argparse.Namespace) -> int:
     # What is mistyped should be known before a model is made.
     budget = None if options.budget is None else parse_bytes(options.budget)
-    chosen = _chosen_sizes(options)
+    chosen = chosen_sizes(options)
     name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])
     make = load_target(options.target)
     from membudget.profile import profile, sweep
     from membudget.profile.sweep import call_make
 
-    keywords: dict[str, Any] = {
-        "fake": True if options.fake else None,
-        "device": options.device,
-        "optimizer": None
-        if options.optimizer is None
-        else optimizer_named(options.optimizer),
-    }
+    keywords = profiling_of(options)
     if options.fake:
         make = without_memory(make)
     if name:
@@ -160,7 +143,7 @@ def _profile(options: argparse.Namespace) -> int:
         if budget is not None:
             print(_largest(found, budget))
         if options.json:
-            _write_json(Path(options.json), found.to_dict())
+            write_json(Path(options.json), found.to_dict())
         return OK
     step = profile(*call_make(make, chosen), **keywords)
     print(step)
@@ -170,22 +153,6 @@ def _profile(options: argparse.Namespace) -> int:
     if options.json:
         step.to_json(options.json)
     return OK
-
-
-def _chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--set` and `--batch` say."""
-    chosen = {}
-    for text in options.set:
-        name, equals, value = text.partition("=")
-        if not equals or not name.isidentifier():
-            raise OptionError(f"--set takes NAME=VALUE, such as batch=4; got {text!r}")
-        try:
-            chosen[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            chosen[name] = value  # A word.
-    if options.batch is not None:
-        chosen["batch"] = options.batch
-    return chosen
 
 
 def _swept_sizes(text: str, chosen: dict[str, Any]) -> tuple[str, list[int]]:
@@ -220,16 +187,6 @@ def _largest(sweep: Sweep, budget: int) -> str:
         f"\nlargest {sweep.name} in {format_bytes(budget)}: {found.size}, with "
         f"{format_bytes(found.total_bytes)}, {how}"
     )
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    # By way of a second file, so that half a write does not clobber an older report.
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2) + "\n")
-        partial.replace(path)
-    except OSError as error:
-        raise OptionError(f"the report cannot be written: {error}") from error
 
 
 if __name__ == "__main__":

@@ -86,6 +86,8 @@ class Fitted:
     def audit(self) -> AuditReport:
         """Compare a step under the plan with the plain one, bit for bit."""
         step = self._step
+        if not self.plan.regions:  # A step that repeats itself is all there is.
+            return audit(plain=step.run, budgeted=step.run, modules=step.model)
         return audit(step.model, step.batch, step.loss_fn)
 
     def report(self) -> str:
@@ -160,11 +162,14 @@ def fit(
         model, batch, loss_fn, optimizer=optimizer, fake=fake, device=device
     )
     allowed = step_budget(found, budget)
+    before = found.graph.static.total
     planner = planner_of(found)
     tries: list[Measured] = []
     inner = allowed
     while True:
-        plan = make_plan(found, _chosen(planner, inner, allowed), model, allowed)
+        plan = make_plan(
+            found, _chosen(planner, inner, allowed, before), model, allowed
+        )
         applied = apply(model, plan) if plan.regions else Applied({}, {})
         try:
             tries.append(Measured(plan, _measured_peak(step)))
@@ -185,17 +190,19 @@ def fit(
         inner -= over
 
 
-def _chosen(planner: Planner, inner: int, allowed: int) -> Chosen:
+def _chosen(planner: Planner, inner: int, allowed: int, before: int) -> Chosen:
     """Choose for what is left of a budget; an error speaks of the whole of it."""
     try:
         return planner.choose(inner)
     except BudgetError as error:
-        least = max(error.least_bytes, allowed + 1) if inner < allowed else None
-        if least is None:
-            raise
+        least = max(error.least_bytes, allowed + 1)
+        found = f"the least that one fits into is {least:,}"
+        if inner < allowed:
+            found = "plans for it were measured to take more, and none fits into less"
         raise BudgetError(
-            f"plans for {allowed:,} bytes above what is there before the step were "
-            f"measured to take more, and none fits into less",
+            f"no plan fits into {allowed:,} bytes above the {before:,} that are there "
+            f"before the step ({allowed + before:,} in all); {found}"
+            + (f" ({least + before:,} in all)" if inner >= allowed else ""),
             asked_bytes=allowed,
             least_bytes=least,
         ) from error

@@ -1,0 +1,105 @@
+"""What the commands of the command line share: options, and how they are read.
+
+torch is imported by the command that needs it, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+from pathlib import Path
+from typing import Any
+
+from membudget.errors import OptionError
+from membudget.target import optimizer_named
+
+OK, DIFFERENT, FAILED = 0, 1, 2
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add what names the model."""
+    parser.add_argument(
+        "target",
+        metavar="TARGET",
+        help="file.py:function; the function returns (model, batch) or "
+        "(model, batch, loss_fn)",
+    )
+
+
+def add_profiling(parser: argparse.ArgumentParser, fake: str) -> None:
+    """Add what a profile is made with.
+
+    Args:
+        parser: Of the command.
+        fake: What `--fake` does, in words.
+    """
+    add = parser.add_argument
+    add("--fake", action="store_true", help=fake)
+    add("--device", metavar="NAME", help="estimate times for it: h100, l4, cpu, ...")
+    add("--optimizer", metavar="NAME", help="count its state: adamw, adam, sgd, ...")
+    add(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="call the function with it; may be repeated",
+    )
+    add("--batch", metavar="N", type=int, help="short for --set batch=N")
+
+
+def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `profile` that the options name.
+
+    Raises:
+        OptionError: If there is no such optimizer.
+    """
+    name = options.optimizer
+    return {
+        "fake": True if options.fake else None,
+        "device": options.device,
+        "optimizer": None if name is None else optimizer_named(name),
+    }
+
+
+def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
+    """Return what `--set` and `--batch` say.
+
+    Raises:
+        OptionError: If it is not NAME=VALUE.
+    """
+    chosen = {}
+    for text in options.set:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise OptionError(f"--set takes NAME=VALUE, such as batch=4; got {text!r}")
+        try:
+            chosen[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            chosen[name] = value  # A word.
+    if options.batch is not None:
+        chosen["batch"] = options.batch
+    return chosen
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Write a report as JSON.
+
+    Raises:
+        OptionError: If it cannot be written.
+    """
+    write_text(path, json.dumps(content, indent=2) + "\n", "report")
+
+
+def write_text(path: Path, text: str, what: str) -> None:
+    """Write a file by way of another, so that half a write clobbers nothing.
+
+    Raises:
+        OptionError: If it cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    except OSError as error:
+        raise OptionError(f"the {what} cannot be written: {error}") from error

@@ -1,0 +1,243 @@
+"""The commands that plan: `membudget plan`, `fit`, `tradeoff` and `diff`.
+
+torch is imported by the command that needs it, not here.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from membudget.cli_options import (
+    DIFFERENT,
+    OK,
+    add_profiling,
+    add_target,
+    chosen_sizes,
+    profiling_of,
+    write_json,
+    write_text,
+)
+from membudget.errors import OptionError, PlanError
+from membudget.sizes import format_bytes, parse_bytes
+from membudget.target import load_target, without_memory
+
+if TYPE_CHECKING:
+    from membudget.audit import AuditReport
+    from membudget.fit import Fitted
+    from membudget.planner.plan import Plan
+    from membudget.trial import Trial
+
+_ON_META = "run without memory: the model is made on the meta device"
+
+
+def add_planning(commands: Any) -> None:
+    """Add the commands to the parser's."""
+    _add_plan(commands)
+    _add_fit(commands)
+    _add_tradeoff(commands)
+    _add_diff(commands)
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="find the fastest plan whose step fits into a budget; nothing is applied",
+        description="Profile one training step, and tell what each region of the model "
+        "should keep so that the step fits into a budget.",
+    )
+    add_target(parser)
+    _add_budget(parser)
+    add_profiling(parser, _ON_META)
+    parser.set_defaults(run=_plan)
+
+
+def _add_fit(commands: Any) -> None:
+    parser = commands.add_parser(
+        "fit",
+        help="make a step fit into a budget, and measure it beside the plain step",
+        description="Plan, put the plan on the model, run steps, and print what was "
+        "predicted beside what was measured. The exit code is 1 if the budget is not "
+        "kept, or if the step is not the plain one bit for bit.",
+    )
+    add_target(parser)
+    _add_budget(parser)
+    parser.add_argument(
+        "--steps", metavar="N", type=int, default=20, help="run so many; default: 20"
+    )
+    add_profiling(
+        parser,
+        "profile without memory, for a step that does not fit plain: no plain step is "
+        "run, so there is no measured slowdown and no audit",
+    )
+    parser.set_defaults(run=_fit)
+
+
+def _add_tradeoff(commands: Any) -> None:
+    parser = commands.add_parser(
+        "tradeoff",
+        help="tell how much slower a step gets, the fewer bytes it may take",
+        description="Profile one training step and plan it for many budgets, from the "
+        "least that a plan fits into to the peak of the plain step.",
+    )
+    add_target(parser)
+    add = parser.add_argument
+    add("--budgets", metavar="N", type=int, default=20, help="how many; default: 20")
+    add("--png", metavar="FILE", help="draw the curve there, with matplotlib")
+    add("--json", metavar="FILE", help="write the curve there, too")
+    add_profiling(parser, _ON_META)
+    parser.set_defaults(run=_tradeoff)
+
+
+def _add_diff(commands: Any) -> None:
+    parser = commands.add_parser(
+        "diff",
+        help="tell in what two plans differ",
+        description="Compare two plans: budgets, predictions, regions, and what each "
+        "region keeps. The exit code is 1 if they differ.",
+    )
+    parser.add_argument("first", metavar="A.json", help="a plan")
+    parser.add_argument("second", metavar="B.json", help="another")
+    parser.set_defaults(run=_diff)
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget",
+        metavar="BYTES",
+        required=True,
+        help="8GiB: for all, with parameters and optimizer; 40%%: of what the plain "
+        "step takes above what is there before",
+    )
+    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there")
+
+
+def _plan(options: argparse.Namespace) -> int:
+    _check_budget(options.budget)
+    model, batch, loss = _made(options, on_meta=options.fake)
+    from membudget.plan_text import described
+    from membudget.planning import plan_for
+    from membudget.profile import profile
+
+    found = profile(model, batch, loss, **profiling_of(options))
+    plan = plan_for(found, model, options.budget)
+    print(described(plan))
+    _write_plan(options.output, plan)
+    return OK
+
+
+def _fit(options: argparse.Namespace) -> int:
+    _check_budget(options.budget)
+    if options.steps < 1:
+        raise OptionError(f"--steps must be at least 1; got {options.steps}")
+    model, batch, loss = _made(options, on_meta=False)
+    from membudget.fit import fit
+    from membudget.plan_text import described
+    from membudget.profile.step import Step
+    from membudget.trial import try_steps
+
+    keywords = {**profiling_of(options), "fake": options.fake}
+    with fit(model, batch, options.budget, loss, **keywords) as fitted:
+        step = Step(model, batch, loss)
+        trial = try_steps(fitted, step, options.steps, plain=not options.fake)
+        print(described(fitted.plan))
+        # Without regions the two steps are the same code.
+        can_differ = bool(fitted.plan.regions) and not options.fake
+        audited = fitted.audit() if can_differ else None
+    print(f"\n{_beside(options, fitted, trial)}\n\n{_verdict(options, audited)}")
+    _write_plan(options.output, fitted.plan)
+    is_over = trial.peak_bytes > fitted.plan.budget_bytes
+    differs = audited is not None and not audited.equal
+    return DIFFERENT if is_over or differs else OK
+
+
+def _beside(options: argparse.Namespace, fitted: Fitted, trial: Trial) -> str:
+    """Return what was predicted beside what was measured."""
+    from membudget.tables import rendered
+
+    plan = fitted.plan
+    slowdown = "·" if trial.slowdown is None else f"{trial.slowdown:.3f}"
+    rows = [
+        ("peak", format_bytes(plan.peak_bytes), format_bytes(trial.peak_bytes)),
+        ("peak, bytes", f"{plan.peak_bytes:,}", f"{trial.peak_bytes:,}"),
+        ("slowdown", f"{plan.slowdown:.3f}", slowdown),
+    ]
+    kept = "kept" if trial.peak_bytes <= plan.budget_bytes else "NOT kept"
+    steps = "1 step" if options.steps == 1 else f"{options.steps} steps"
+    return (
+        f"{rendered(('', 'predicted', 'measured'), rows)}\n"
+        f"{steps}, plan {len(fitted.tries)}; the budget of {plan.budget_bytes:,} bytes "
+        f"is {kept}"
+    )
+
+
+def _verdict(options: argparse.Namespace, audited: AuditReport | None) -> str:
+    if audited is not None:
+        return str(audited)
+    if options.fake:
+        return "audit: not run, because --fake says that the plain step does not fit"
+    return "audit: not needed, the step is the plain one"
+
+
+def _tradeoff(options: argparse.Namespace) -> int:
+    from membudget.tradeoff import check_can_draw, tradeoff
+
+    if options.budgets < 2:
+        raise OptionError(f"--budgets must be at least 2; got {options.budgets}")
+    if options.png:
+        check_can_draw()
+    model, batch, loss = _made(options, on_meta=options.fake)
+    from membudget.profile import profile
+
+    found = profile(model, batch, loss, **profiling_of(options))
+    curve = tradeoff(found, options.budgets)
+    print(curve)
+    if options.png:
+        curve.save_png(options.png)
+    if options.json:
+        write_json(Path(options.json), curve.to_dict())
+    return OK
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from membudget.plan_text import differences
+
+    first, second = _read_plan(options.first), _read_plan(options.second)
+    found = differences(first, second)
+    if not found:
+        print("the plans are equal")
+        return OK
+    print(f"{options.first} (first) and {options.second} (second) differ:")
+    for line in found:
+        print(f"  {line}")
+    return DIFFERENT
+
+
+def _read_plan(path: str) -> Plan:
+    from membudget.planner.plan import Plan
+
+    try:
+        return Plan.from_json(Path(path))
+    except PlanError as error:
+        raise PlanError(f"{path}: {error}") from error
+
+
+def _write_plan(path: str | None, plan: Plan) -> None:
+    if path is not None:
+        write_text(Path(path), plan.to_json() + "\n", "plan")
+
+
+def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
+    """Return what TARGET makes: a model, a batch, and a loss function or `None`."""
+    chosen = chosen_sizes(options)
+    make = load_target(options.target)
+    from membudget.profile.sweep import call_make
+
+    return call_make(without_memory(make) if on_meta else make, chosen)
+
+
+def _check_budget(budget: str) -> None:
+    """Refuse what is mistyped before a model is made."""
+    if not budget.strip().endswith("%"):
+        parse_bytes(budget)

@@ -1,0 +1,175 @@
+"""The trade-off of a step: how much slower it gets, the fewer bytes it may take."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from membudget.errors import MissingExtraError, OptionError
+from membudget.sizes import format_bytes
+from membudget.tables import rendered
+
+if TYPE_CHECKING:
+    from membudget.profile.result import Profile
+
+
+@dataclass(frozen=True, slots=True)
+class TradeoffRow:
+    """The fastest plan for one budget.
+
+    Attributes:
+        budget_bytes: What the step may allocate.
+        peak_bytes: What it is predicted to allocate.
+        slowdown: The predicted time of a step, of the plain one.
+        regions: How many regions the plan has; the plain step has none.
+    """
+
+    budget_bytes: int
+    peak_bytes: int
+    slowdown: float
+    regions: int
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """The fastest plans of a step, from the least budget to the plain peak.
+
+    Attributes:
+        model: The class of the model.
+        cost: Where the seconds came from; see `Profile`.
+        static_bytes: What is there before the step, which no budget below counts.
+        rows: One for each budget, by ascending budget.
+    """
+
+    model: str
+    cost: str
+    static_bytes: int
+    rows: tuple[TradeoffRow, ...]
+
+    @property
+    def plain_peak_bytes(self) -> int:
+        """The peak of the plain step."""
+        return self.rows[-1].budget_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain data, for JSON."""
+        return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        """Return a table, one line a budget."""
+        plain = self.plain_peak_bytes or 1
+        rows = [
+            (
+                format_bytes(row.budget_bytes),
+                f"{row.budget_bytes / plain:.1%}",
+                format_bytes(row.peak_bytes),
+                f"{row.slowdown:.3f}",
+                str(row.regions),
+            )
+            for row in self.rows
+        ]
+        titles = ("budget", "of plain", "peak", "slowdown", "regions")
+        return (
+            f"{self.model}: bytes above the {format_bytes(self.static_bytes)} that are "
+            f"there before; seconds {self.cost}\n\n{rendered(titles, rows, left=0)}"
+        )
+
+    def save_png(self, path: str | Path) -> None:
+        """Draw the slowdown over the peak, and write the picture.
+
+        Raises:
+            MissingExtraError: If matplotlib is not installed.
+            OptionError: If the file cannot be written.
+        """
+        check_can_draw()
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7, 4.5), layout="constrained")
+        axes = figure.add_subplot()
+        mebibytes = [row.peak_bytes / 1024**2 for row in self.rows]
+        axes.plot(mebibytes, [row.slowdown for row in self.rows], marker="o")
+        axes.set_xlabel("predicted peak of the step, MiB")
+        axes.set_ylabel("predicted time of a step, of the plain one")
+        axes.set_title(f"{self.model}, seconds {self.cost}")
+        axes.grid(alpha=0.3)
+        picture = io.BytesIO()
+        figure.savefig(picture, format="png", dpi=150)
+        _write_whole(Path(path), picture.getvalue())
+
+
+def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
+    """Plan a step for many budgets.
+
+    Args:
+        profile: The plain step.
+        budgets: How many, evenly spaced from the least budget that a plan fits into to
+            the peak of the plain step. Equal ones are planned once.
+
+    Returns:
+        The fastest plan for each budget.
+
+    Raises:
+        OptionError: If there are fewer than two budgets.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> layers = [torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64)]
+        >>> blocks = [torch.nn.Sequential(*layers[:2]) for _ in range(3)]
+        >>> model = torch.nn.Sequential(*blocks, torch.nn.Linear(64, 1))
+        >>> found = tradeoff(mb.profile(model, torch.ones(512, 64), fake=True), 3)
+        >>> [row.peak_bytes <= row.budget_bytes for row in found.rows]
+        [True, True, True]
+        >>> found.rows[-1].slowdown
+        1.0
+    """
+    if isinstance(budgets, bool) or not isinstance(budgets, int) or budgets < 2:
+        raise OptionError(
+            "a trade-off is planned for a whole number of budgets, at least 2; got "
+            f"{budgets!r}"
+        )
+    from membudget.fit import planner_of  # Here, because it imports torch.
+
+    graph = profile.graph
+    planner = planner_of(profile)
+    rows = []
+    for budget in _spaced(planner.least_bytes(), planner.plain_peak_bytes, budgets):
+        chosen = planner.choose(budget)
+        peak_bytes = chosen.simulation.peak_bytes
+        slowdown = chosen.seconds / graph.seconds if graph.seconds else 1.0
+        rows.append(TradeoffRow(budget, peak_bytes, slowdown, len(chosen.regions)))
+    return Tradeoff(profile.model, profile.cost, graph.static.total, tuple(rows))
+
+
+def _spaced(least: int, most: int, count: int) -> list[int]:
+    """Return whole numbers from the least to the most, in even steps.
+
+    Example:
+        >>> _spaced(10, 21, 3), _spaced(5, 5, 3)
+        ([10, 15, 21], [5])
+    """
+    steps = count - 1
+    return sorted({least + (most - least) * step // steps for step in range(count)})
+
+
+def check_can_draw() -> None:
+    """Tell whether a picture can be drawn.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError("matplotlib", "plots", "a picture") from error
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    # By way of a second file, so that half a write does not clobber an older picture.
+    partial = path.with_name(path.name + ".partial")
+    try:
+        partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
