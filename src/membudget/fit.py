@@ -6,6 +6,7 @@ took more than was given, plan again with what was learnt.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,8 @@ from membudget.audit.step import LossFunction
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import StepGraph
 from membudget.memory import peak
-from membudget.planner.choose import Chosen, Planner
+from membudget.planner.bound import least_seconds
+from membudget.planner.choose import Chosen, Planner, smoothed
 from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS
 from membudget.planner.plan import Plan, planned_region
 from membudget.profile import Device, Profile, profile
@@ -208,6 +210,13 @@ def _chosen(planner: Planner, inner: int, allowed: int, before: int) -> Chosen:
         ) from error
 
 
+def _bound(graph: StepGraph, budget_bytes: int) -> float:
+    """Return the least slowdown of any schedule, by the measured seconds."""
+    least = least_seconds(smoothed(graph), max(0, budget_bytes))
+    # No schedule at all fits into some budgets, and a file holds no infinity.
+    return least / graph.seconds if graph.seconds and math.isfinite(least) else 1.0
+
+
 def planner_of(found: Profile) -> Planner:
     """Return the planner of a profile: on a CPU the engine's own time counts."""
     on_cpu = found.cost in ("measured", this_processor().name)
@@ -244,7 +253,7 @@ def make_plan(found: Profile, chosen: Chosen, model: Module, budget_bytes: int) 
         plain_peak_bytes=found.peak_bytes,
         peak_bytes=chosen.simulation.peak_bytes,
         slowdown=chosen.seconds / graph.seconds if graph.seconds else 1.0,
-        bound=1.0,
+        bound=_bound(graph, budget_bytes),
         cost=found.cost,
         regions=tuple(
             planned_region(graph, call.path, region)
@@ -270,6 +279,7 @@ def report_of(fitted: Fitted) -> str:
         f"plain    {format_bytes(plan.plain_peak_bytes):>12}  peak of the plain step",
         f"planned  {format_bytes(plan.peak_bytes):>12}  predicted peak",
         f"measured {format_bytes(fitted.peak_bytes):>12}  plan {len(fitted.tries)}",
-        f"slowdown {plan.slowdown:12.3f}  predicted",
+        f"slowdown {plan.slowdown:12.3f}  predicted; no schedule is below "
+        f"{plan.bound:.3f}",
     ]
     return "\n".join(lines)

@@ -20,7 +20,8 @@ def described(plan: Plan) -> str:
         f"budget   {_bytes(plan.budget_bytes)}  above what is there before the step",
         f"plain    {_bytes(plan.plain_peak_bytes)}  peak of the plain step",
         f"planned  {_bytes(plan.peak_bytes)}  predicted peak",
-        f"slowdown {plan.slowdown:12.3f}  predicted",
+        f"slowdown {plan.slowdown:12.3f}  predicted; no schedule is below "
+        f"{plan.bound:.3f}",
         "",
     ]
     if not count:

@@ -65,7 +65,8 @@ class Plan:
         plain_peak_bytes: The peak of the plain step, likewise.
         peak_bytes: The predicted peak, likewise.
         slowdown: The predicted time of a step, of the plain one.
-        bound: No plan of the same regions is faster than this, by the same model.
+        bound: The least slowdown of any schedule, by the same seconds; see
+            `planner.bound`.
         cost: Where the seconds came from.
         regions: The regions, in the order of the forward.
     """

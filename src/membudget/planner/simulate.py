@@ -141,6 +141,9 @@ class _Machine:
         }
         self.ends = [storage.death for storage in graph.storages]
         self.dropped: dict[int, _Dropped] = {}
+        # The region of a storage and of an operator, by the region's first operator.
+        self.made_by: dict[int, int] = {}
+        self.runs_in: dict[int, int] = {}
         self.births: dict[int, list[int]] = {}
         self.deaths: dict[int, list[int]] = {}
         self.asks: dict[int, list[int]] = {}
@@ -161,8 +164,11 @@ class _Machine:
             released = graph.storages[storage].released
             if released is not None and storage in wanted:
                 self.ends[storage] = self._end_without(storage, wanted[storage])
+        self.made_by |= dict.fromkeys(made, region.start)
+        self.runs_in |= dict.fromkeys(range(region.start, region.end), region.start)
         for storage, moment in until.items():
-            if storage not in self.dropped:
+            # What another region made is a source here, though that one dropped it.
+            if storage not in made or storage not in self.dropped:
                 self.ends[storage] = max(self.ends[storage], moment)
 
     def _wanted(self, region: Region, candidates: set[int]) -> dict[int, list[int]]:
@@ -314,7 +320,8 @@ class _Machine:
         self._note(self.graph.operators[index].workspace_bytes)
         self.alive -= self._bytes(fresh)
         for storage in self.reads[index]:
-            if storage not in self.writes[index]:
+            is_source = self.made_by.get(storage) != self.runs_in[index]
+            if storage not in self.writes[index] and not is_source:
                 self._used(storage)
 
     def _used(self, storage: int) -> None:

@@ -1,0 +1,281 @@
+"""The bound against every schedule of small steps, and against what is known of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from membudget.errors import OptionError
+from membudget.graph import StepGraph, Storage
+from membudget.planner.bound import least_seconds
+from membudget.planner.simulate import Region, Simulation, simulate
+from tests.planner.drafts import Draft, chain_of, drafts
+
+many = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> StepGraph:
+    """Draw a step with views, held and unasked tensors, workspaces and gradients."""
+    draft = Draft()
+    draft.run()
+    known = [draft.outside()]
+    used: set[int] = set()
+    for _ in range(draw(st.integers(2, 7))):
+        inputs = draw(st.lists(st.sampled_from(known), min_size=1, max_size=2))
+        used |= {draft.values[v].storage for v in inputs}
+        free = [v for v in known[1:] if draft.values[v].storage not in used]
+        kind = draw(st.sampled_from(["make", "make", "make", "view", "write"]))
+        if kind == "view":
+            outputs = [draft.view(inputs[0])]
+        else:
+            writes = [draw(st.sampled_from(free))] if kind == "write" and free else []
+            count = 0 if writes else draw(st.integers(1, 2))
+            outputs = draft.run(
+                *inputs,
+                makes=[draw(st.integers(0, 9)) for _ in range(count)],
+                writes=writes,
+                seconds=draw(st.integers(0, 9)) / 7,
+                workspace=draw(st.sampled_from([0, 0, 1, 5])),
+                is_pinned=draw(st.integers(0, 7)) == 0,
+            )
+            known = [v for v in known if v not in writes]
+        known += outputs
+        candidates = sorted({*inputs, *outputs})
+        for value in draw(st.lists(st.sampled_from(candidates), max_size=3)):
+            draft.save(value, is_asked=draw(st.integers(0, 4)) > 0)
+            used.add(draft.values[value].storage)
+        used |= {draft.values[v].storage for v in outputs if len(outputs) > 1}
+        if draw(st.integers(0, 9)) == 0:
+            draft.hold(outputs[0])
+    return with_gradients(draw, draft.finish())
+
+
+def with_gradients(draw: st.DrawFn, graph: StepGraph) -> StepGraph:
+    """Return the step with storages that the backward makes."""
+    count = len(graph.operators)
+    made = []
+    for _ in range(draw(st.integers(0, 3))):
+        birth = draw(st.integers(graph.backward_start, count - 1))
+        death = draw(st.integers(birth + 1, count))
+        size = draw(st.integers(1, 9))
+        made.append(Storage(size, "gradient", "", birth, death, None))
+    return replace(graph, storages=(*graph.storages, *made))
+
+
+def subsets(members: Iterable[int]) -> Iterable[frozenset[int]]:
+    chosen = list(members)
+    for count in range(len(chosen) + 1):
+        yield from map(frozenset, itertools.combinations(chosen, count))
+
+
+def every_schedule(
+    graph: StepGraph, borders: list[int], always: frozenset[int] = frozenset()
+) -> list[Simulation]:
+    """Simulate every choice of storages, with regions between the borders.
+
+    Schedules that run a pinned operator again are left out; `always` is kept by all.
+    """
+    cuts = list(itertools.pairwise(borders))
+    saved = {graph.values[s.value].storage for s in graph.saved}
+    own = [
+        s
+        for s, storage in enumerate(graph.storages)
+        if storage.birth >= 0 and s in saved and s not in always
+    ]
+    found = []
+    for kept in subsets(own[:9]):
+        rest = kept | always | frozenset(own[9:])
+        found.append(simulate(graph, [Region(a, b, rest) for a, b in cuts if a < b]))
+    return [
+        simulation
+        for simulation in found
+        if not any(graph.operators[i].is_pinned for i in simulation.recomputed)
+    ]
+
+
+def read_across(graph: StepGraph, borders: list[int]) -> frozenset[int]:
+    """Return what one region makes and a later one reads."""
+    return frozenset(
+        graph.values[value].storage
+        for end in borders
+        for operator in graph.operators[end : graph.backward_start]
+        for value in operator.inputs
+        if graph.storages[graph.values[value].storage].birth < end
+    )
+
+
+def check(graph: StepGraph, simulations: Iterable[Simulation]) -> None:
+    """Hold the bound at each peak against the fastest schedule with that peak."""
+    fastest: dict[int, float] = {}
+    for simulation in simulations:
+        peak, seconds = simulation.peak_bytes, simulation.seconds
+        fastest[peak] = min(fastest.get(peak, seconds), seconds)
+    for peak, seconds in fastest.items():
+        assert seconds >= least_seconds(graph, peak) - 1e-12
+
+
+@many
+@given(drafts())
+def test_no_choice_for_the_whole_forward_is_below_the_bound(graph):
+    check(graph, every_schedule(graph, [0, graph.backward_start]))
+
+
+@many
+@given(steps())
+def test_no_choice_is_below_the_bound_whatever_else_the_step_holds(graph):
+    check(graph, every_schedule(graph, [0, graph.backward_start]))
+
+
+@many
+@given(steps(), st.data())
+def test_no_choice_for_several_regions_is_below_the_bound(graph, data):
+    inner = st.lists(st.integers(0, graph.backward_start), max_size=3)
+    borders = sorted([0, *data.draw(inner), graph.backward_start])
+    check(graph, every_schedule(graph, borders, read_across(graph, borders)))
+
+
+def test_what_a_region_drops_and_a_later_one_reads_is_there_when_it_is_asked_for():
+    draft = Draft()
+    draft.run()
+    (a,) = draft.run(draft.outside(), makes=[2])
+    draft.save(a)
+    (b,) = draft.run(a, makes=[1])
+    draft.save(b)
+    graph = draft.finish()
+    simulation = simulate(graph, [Region(0, 2), Region(2, 3)])
+    assert graph.saved[0].asked == (4,)
+    assert simulation.alive_bytes[4] == 2
+
+
+@many
+@given(steps(), st.integers(0, 60), st.integers(0, 20))
+def test_more_budget_never_costs_more(graph, budget, more):
+    assert least_seconds(graph, budget) >= least_seconds(graph, budget + more)
+
+
+@many
+@given(steps())
+def test_the_plain_step_is_the_bound_at_its_own_peak(graph):
+    assert least_seconds(graph, simulate(graph, ()).peak_bytes) == graph.seconds
+
+
+def shares_of_the_fastest(graph: StepGraph) -> list[float]:
+    """Return the bound over the fastest schedule, for each peak that there is."""
+    cuts = [[0, 10], [0, 5, 10], [0, 3, 6, 10], [0, 2, 4, 6, 8, 10]]
+    known = [s for cut in cuts for s in every_schedule(graph, cut)]
+    return [
+        least_seconds(graph, peak)
+        / min(s.seconds for s in known if s.peak_bytes <= peak)
+        for peak in {s.peak_bytes for s in known}
+    ]
+
+
+def test_the_bound_is_reached_at_each_peak_of_a_chain_of_equal_layers():
+    assert shares_of_the_fastest(chain_of([4] * 10, [1.0] * 10)) == [1.0] * 7
+
+
+def test_the_bound_is_within_a_few_percent_on_a_chain_of_two_sizes():
+    shares = shares_of_the_fastest(chain_of([4, 1] * 5, [1.0] * 10))
+    assert 0.96 < min(shares) < 1.0
+    assert max(shares) == 1.0
+
+
+def test_a_chain_pays_for_what_is_over_the_budget_when_the_backward_begins():
+    # Four outputs are saved; the fifth is alive in the last operator of the forward.
+    graph = chain_of([4] * 5, [1.0] * 5)
+    assert simulate(graph, ()).peak_bytes == 20
+    assert least_seconds(graph, 20) == 10.0
+    assert least_seconds(graph, 16) == 11.0
+    assert least_seconds(graph, 14) == 11.5
+    assert least_seconds(graph, 8) == 13.0
+
+
+def two_outputs(is_pinned: bool = False) -> StepGraph:
+    """Return a step that saves both outputs of an operator that takes 6 seconds."""
+    draft = Draft()
+    draft.run()
+    small, large = draft.run(
+        draft.outside(), makes=[2, 4], seconds=6.0, is_pinned=is_pinned
+    )
+    draft.save(small, large)
+    draft.run()
+    return draft.finish(backward_s=0.0)
+
+
+def test_an_operator_with_two_outputs_is_paid_once():
+    graph = two_outputs()
+    assert least_seconds(graph, 6) == graph.seconds
+    # In its own backward both outputs must be there: no schedule has less than that.
+    assert least_seconds(graph, 5) == float("inf")
+    moments = replace(
+        graph,
+        storages=(*graph.storages, Storage(6, "gradient", "", 3, 4, None)),
+    )
+    assert least_seconds(moments, 6) == pytest.approx(graph.seconds + 6.0)
+    assert least_seconds(moments, 8) == pytest.approx(graph.seconds + 4.0)
+
+
+def test_what_a_pinned_operator_makes_stays():
+    graph = two_outputs(is_pinned=True)
+    gradient = Storage(6, "gradient", "", 3, 4, None)
+    crowded = replace(graph, storages=(*graph.storages, gradient))
+    assert least_seconds(crowded, 12) == graph.seconds
+    assert least_seconds(crowded, 11) == float("inf")
+
+
+def test_gradients_alive_late_in_the_backward_raise_the_bound():
+    graph = chain_of([4] * 6, [1.0] * 6)
+    gradient = Storage(12, "gradient", "", 8, 9, None)
+    crowded = replace(graph, storages=(*graph.storages, gradient))
+    assert least_seconds(graph, 24) == graph.seconds
+    # Moment 8 has 12 bytes of gradient, asks for 4 and will ask for 8 more.
+    assert least_seconds(crowded, 24) == graph.seconds
+    assert least_seconds(crowded, 20) == graph.seconds + 1.0
+    assert least_seconds(crowded, 16) == graph.seconds + 2.0
+    assert least_seconds(crowded, 15) == float("inf")
+
+
+def test_what_the_user_holds_is_not_dropped():
+    draft = Draft()
+    (held,) = draft.run(draft.outside(), makes=[4])
+    draft.save(held)
+    draft.hold(held)
+    graph = draft.finish()
+    assert least_seconds(graph, 4) == graph.seconds
+    assert least_seconds(graph, 3) == float("inf")
+
+
+def test_a_write_in_place_is_paid_with_what_it_writes():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4], seconds=2.0)
+    (a,) = draft.run(writes=[a], seconds=3.0)
+    draft.save(a)
+    draft.run(a, makes=[1])
+    draft.run(makes=[5])
+    graph = draft.finish()
+    assert least_seconds(graph, 5) == graph.seconds + 5.0
+
+
+def test_what_the_backward_never_asks_for_is_dropped_for_nothing():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    draft.save(a, is_asked=False)
+    draft.run(makes=[4])
+    graph = draft.finish()
+    assert simulate(graph, ()).peak_bytes == 8
+    assert least_seconds(graph, 4) == graph.seconds
+
+
+def test_a_step_without_operators_takes_no_time():
+    assert least_seconds(Draft().finish(), 0) == 0.0
+
+
+def test_a_negative_budget_is_refused():
+    with pytest.raises(OptionError, match="a budget is 0 bytes or more; got -1"):
+        least_seconds(two_outputs(), -1)
