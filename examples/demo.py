@@ -136,6 +136,7 @@ def compare(
     row("peak bytes, predicted", predicted, [human(x) for x in predicted])
     row("peak bytes, measured", peaks, [human(x) for x in peaks])
     row("activations autograd keeps", saved, [human(x) for x in saved])
+    table.add_row("step time, of any schedule", "", "", f"≥ {plan.bound:.3f}")
     table.add_row("step time, predicted", "", "", f"{plan.slowdown:.3f}")
     row("step time, median", step_s, [f"{x * 1e3:.1f} ms" for x in step_s])
     row("tokens per second", rates, [f"{x:,.0f}" for x in rates])

@@ -212,9 +212,10 @@ def _chosen(planner: Planner, inner: int, allowed: int, before: int) -> Chosen:
 
 def _bound(graph: StepGraph, budget_bytes: int) -> float:
     """Return the least slowdown of any schedule, by the measured seconds."""
-    least = least_seconds(smoothed(graph), max(0, budget_bytes))
+    even = smoothed(graph)
+    least = least_seconds(even, max(0, budget_bytes))
     # No schedule at all fits into some budgets, and a file holds no infinity.
-    return least / graph.seconds if graph.seconds and math.isfinite(least) else 1.0
+    return least / even.seconds if even.seconds and math.isfinite(least) else 1.0
 
 
 def planner_of(found: Profile) -> Planner:
@@ -252,7 +253,7 @@ def make_plan(found: Profile, chosen: Chosen, model: Module, budget_bytes: int) 
         budget_bytes=budget_bytes,
         plain_peak_bytes=found.peak_bytes,
         peak_bytes=chosen.simulation.peak_bytes,
-        slowdown=chosen.seconds / graph.seconds if graph.seconds else 1.0,
+        slowdown=chosen.slowdown,
         bound=_bound(graph, budget_bytes),
         cost=found.cost,
         regions=tuple(

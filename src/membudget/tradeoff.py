@@ -137,8 +137,8 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
     for budget in _spaced(planner.least_bytes(), planner.plain_peak_bytes, budgets):
         chosen = planner.choose(budget)
         peak_bytes = chosen.simulation.peak_bytes
-        slowdown = chosen.seconds / graph.seconds if graph.seconds else 1.0
-        rows.append(TradeoffRow(budget, peak_bytes, slowdown, len(chosen.regions)))
+        regions = len(chosen.regions)
+        rows.append(TradeoffRow(budget, peak_bytes, chosen.slowdown, regions))
     return Tradeoff(profile.model, profile.cost, graph.static.total, tuple(rows))
 
 

@@ -36,12 +36,19 @@ class Chosen:
         regions: Them, with what they keep.
         simulation: What comes of it.
         seconds: Of the step, with what the engine itself costs.
+        plain_seconds: Of the plain step.
     """
 
     calls: tuple[ModuleCall, ...]
     regions: tuple[Region, ...]
     simulation: Simulation
     seconds: float
+    plain_seconds: float
+
+    @property
+    def slowdown(self) -> float:
+        """The time of the step, of the plain one."""
+        return self.seconds / self.plain_seconds if self.plain_seconds else 1.0
 
 
 class Planner:
@@ -75,7 +82,7 @@ class Planner:
         """
         if self.plain_peak_bytes <= budget_bytes:
             plain = simulate(self.graph, ())
-            return Chosen((), (), plain, plain.seconds)
+            return Chosen((), (), plain, plain.seconds, plain.seconds)
         found = [
             chosen for cut in self._cuts for chosen in cut.candidates(budget_bytes)
         ]
@@ -173,7 +180,8 @@ class _Cut:
                 regions.append(Region(region.start, region.end, kept))
         simulation = simulate(self._graph, regions)
         seconds = simulation.seconds + own_s
-        return Chosen(tuple(calls), tuple(regions), simulation, seconds)
+        plain_s = self._graph.seconds
+        return Chosen(tuple(calls), tuple(regions), simulation, seconds, plain_s)
 
 
 def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
