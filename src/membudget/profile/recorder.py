@@ -75,13 +75,20 @@ class StepRecorder(DispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, module_names: Mapping[int, str], is_fake: bool):
+    def __init__(
+        self,
+        module_names: Mapping[int, str],
+        is_fake: bool,
+        finds_backward: bool = False,
+    ):
         """Begin with nothing recorded.
 
         Args:
             module_names: The paths of modules, by their `id`.
             is_fake: Whether the tensors are fake, so that distinct calls are noted; if
                 not, each operator is an event for a running profiler.
+            finds_backward: Whether the backward begins with the first operator that
+                autograd runs, because nobody says when it does.
         """
         super().__init__()
         self.operators: list[RecordedOperator] = []
@@ -90,6 +97,7 @@ class StepRecorder(DispatchMode):
         self.phase: Phase = "forward"
         self._names = module_names
         self._is_fake = is_fake
+        self._finds_backward = finds_backward
         self.calls: list[ModuleCall] = []
         self.distinct: dict[Any, RecordedCall] = {}
         self._is_suspended = False
@@ -158,6 +166,8 @@ class StepRecorder(DispatchMode):
         node = current_autograd_node()
         number = None if node is None else node._sequence_nr()
         self._newest_node = node_sequence_number()
+        if self._finds_backward and node is not None and self.phase == "forward":
+            self.begin("backward")
         recorded = RecordedOperator(func, self.phase, self._place(number), number)
         self.operators.append(recorded)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]

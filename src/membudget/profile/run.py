@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,17 +29,19 @@ from membudget.profile.fake import fake_tensors, without_meta
 from membudget.profile.optimizer import OptimizerLike, record_optimizer
 from membudget.profile.recorder import StepRecorder
 from membudget.profile.result import Profile
-from membudget.profile.step import Step, check_arguments
+from membudget.profile.step import CallableStep, Step, check_arguments
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 
 _TIMED_STEPS = 3
+_ABSENT: Any = object()
 
 
 def profile(
-    model: Module,
-    batch: Any,
+    model: Module | Callable[[], Any],
+    batch: Any = _ABSENT,
     loss_fn: LossFunction | None = None,
     *,
+    modules: Module | None = None,
     optimizer: OptimizerLike = None,
     fake: bool | None = None,
     device: str | Device | None = None,
@@ -60,12 +62,14 @@ def profile(
 
     Args:
         model: Any module. For a fake profile its parameters may be real, fake or on
-            `meta`.
+            `meta`. Or a step: a function without arguments that runs forward and
+            backward; then give `modules`, and no batch.
         batch: What the model is called with: a tuple as arguments, a mapping as
             keywords, anything else as the one argument.
         loss_fn: Makes the loss of `(output, batch)`. Without one, the loss is the
             output if it is one number, `output.loss` or `output["loss"]`, or else the
             sum of the output's floating tensors.
+        modules: With a step, the model that it trains.
         optimizer: Whose state and temporaries count: an optimizer over the model's
             parameters, which is not touched, or a class such as `torch.optim.AdamW`.
         fake: Whether to run on fake tensors; by default if a parameter is fake or on
@@ -93,10 +97,9 @@ def profile(
         >>> found.graph.static.parameters, found.graph.flops
         (144, 256)
     """
-    check_arguments(model, batch)
+    step = _step(model, batch, loss_fn, modules)
     target = None if device is None else device_of(device)
-    step = Step(model, batch, loss_fn)
-    has_memory = not any(is_fake(t) or t.is_meta for t in model.parameters())
+    has_memory = not any(is_fake(t) or t.is_meta for t in step.model.parameters())
     if fake is None:
         fake = not has_memory
     if fake:
@@ -114,6 +117,24 @@ def profile(
     return _real_profile(step, optimizer, target)
 
 
+def _step(model: Any, batch: Any, loss_fn: Any, modules: Module | None) -> Step:
+    if modules is not None:
+        if not callable(model) or batch is not _ABSENT or loss_fn is not None:
+            raise OptionError(
+                "modules= goes with a step: profile(step, modules=model), where step() "
+                "runs forward and backward"
+            )
+        check_arguments(modules)
+        return CallableStep(model, modules)
+    if batch is _ABSENT:
+        raise OptionError(
+            "give the batch: profile(model, batch), or a step of your own: "
+            "profile(step, modules=model)"
+        )
+    check_arguments(model)
+    return Step(model, batch, loss_fn)
+
+
 def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
@@ -123,7 +144,7 @@ def _real_profile(
         step.run()
         timed = [] if target else [_timed(step, blocks) for _ in range(_TIMED_STEPS)]
         step.prepare()
-        recorder = StepRecorder(_names(step.model), is_fake=False)
+        recorder = _recorder(step, is_fake=False)
         marks = Marks(lambda: len(recorder.operators))
         with allocations() as table:
             _record(recorder, step, marks, blocks)
@@ -139,14 +160,13 @@ def _real_profile(
 def _fake_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
-    names = _names(step.model)
     notes = []
     with (
         state_kept(step, has_values=False),
         fake_tensors(step.tensors()) as mode,
         without_meta(step.model, step.batch, mode) as step.batch,
     ):
-        recorder = StepRecorder(names, is_fake=True)
+        recorder = _recorder(step, is_fake=True)
         with _explaining_fakes():
             _record(recorder, step, Marks(lambda: 0), {})
         if is_profiling():
@@ -215,8 +235,9 @@ def _timed(step: Step, blocks: dict[str, Module]) -> Marks:
     return marks
 
 
-def _names(model: Module) -> dict[int, str]:
-    return {id(module): name for name, module in model.named_modules()}
+def _recorder(step: Step, is_fake: bool) -> StepRecorder:
+    names = {id(module): name for name, module in step.model.named_modules()}
+    return StepRecorder(names, is_fake, isinstance(step, CallableStep))
 
 
 def _blocks(model: Module) -> dict[str, Module]:

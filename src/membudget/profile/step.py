@@ -103,7 +103,24 @@ class Step:
         yield from self.batch_tensors().values()
 
 
-def check_arguments(model: Any, batch: Any) -> None:
+class CallableStep(Step):
+    """A step that the user wrote: forward and backward in one function.
+
+    Where its backward begins is seen by the operators that autograd runs.
+    """
+
+    def __init__(self, function: Callable[[], Any], model: Module):
+        """Hold the function, and the model that it trains."""
+        super().__init__(model, None, None)
+        self._function = function
+        self.loss_from = "the step itself"
+
+    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+        """Call the function; nobody is told when its backward begins."""
+        return self._function()
+
+
+def check_arguments(model: Any) -> None:
     """Refuse what is no model.
 
     Raises:
