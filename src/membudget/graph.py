@@ -47,7 +47,7 @@ class Operator:
         is_view: Whether it moves no data: its outputs lie where its input does.
         is_random: Whether it draws random numbers.
         is_pinned: Whether a replay cannot or must not run it again, so that what it
-            makes is always kept: routing decisions, communication, unknown operators.
+            makes is always kept: routing decisions, communication, changes of storage.
     """
 
     name: str

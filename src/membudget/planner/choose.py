@@ -24,6 +24,9 @@ from membudget.planner.windows import Windows
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
 """The largest share of what is saved that a region may have, in each cut."""
 
+MOST_OPERATORS = 3000
+"""A cut with a larger region is left out: its minimum cuts would take minutes."""
+
 _MOST_TRIES = 12
 
 
@@ -190,7 +193,8 @@ def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
         cut = pieces(graph, share)
         if cut and cut not in cuts:
             cuts.append(cut)
-    return cuts
+    quick = [cut for cut in cuts if max(c.end - c.start for c in cut) <= MOST_OPERATORS]
+    return quick or cuts[-1:]
 
 
 def check_seconds(graph: StepGraph) -> None:
