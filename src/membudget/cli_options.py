@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from membudget.errors import OptionError
+from membudget.files import write_whole
 from membudget.target import optimizer_named
 
 OK, DIFFERENT, FAILED = 0, 1, 2
@@ -88,18 +89,4 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     Raises:
         OptionError: If it cannot be written.
     """
-    write_text(path, json.dumps(content, indent=2) + "\n", "report")
-
-
-def write_text(path: Path, text: str, what: str) -> None:
-    """Write a file by way of another, so that half a write clobbers nothing.
-
-    Raises:
-        OptionError: If it cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError as error:
-        raise OptionError(f"the {what} cannot be written: {error}") from error
+    write_whole(path, json.dumps(content, indent=2) + "\n", "the report")

@@ -17,9 +17,9 @@ from membudget.cli_options import (
     chosen_sizes,
     profiling_of,
     write_json,
-    write_text,
 )
 from membudget.errors import OptionError, PlanError
+from membudget.files import write_whole
 from membudget.sizes import format_bytes, parse_bytes
 from membudget.target import load_target, without_memory
 
@@ -225,7 +225,7 @@ def _read_plan(path: str) -> Plan:
 
 def _write_plan(path: str | None, plan: Plan) -> None:
     if path is not None:
-        write_text(Path(path), plan.to_json() + "\n", "plan")
+        write_whole(Path(path), plan.to_json() + "\n", "the plan")
 
 
 def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:

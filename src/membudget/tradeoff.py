@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from membudget.errors import MissingExtraError, OptionError
+from membudget.files import write_whole
 from membudget.sizes import format_bytes
 from membudget.tables import rendered
 
@@ -96,7 +97,7 @@ class Tradeoff:
         axes.grid(alpha=0.3)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=150)
-        _write_whole(Path(path), picture.getvalue())
+        write_whole(Path(path), picture.getvalue(), repr(str(path)))
 
 
 def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
@@ -163,13 +164,3 @@ def check_can_draw() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         raise MissingExtraError("matplotlib", "plots", "a picture") from error
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    # By way of a second file, so that half a write does not clobber an older picture.
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
-        raise OptionError(f"{str(path)!r} cannot be written: {error}") from error

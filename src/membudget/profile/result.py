@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from membudget.errors import OptionError
+from membudget.files import write_whole
 from membudget.graph import StepGraph
 from membudget.planner.timeline import Timeline, timeline
 
@@ -96,7 +97,7 @@ class Profile:
         """
         text = json.dumps(self.to_dict())
         if path is not None:
-            write_whole(Path(path), text + "\n")
+            write_whole(Path(path), text + "\n", repr(str(path)))
         return text
 
     @classmethod
@@ -117,17 +118,3 @@ class Profile:
                 f"a profile is a JSON object; this is a {type(data).__name__}"
             )
         return cls.from_dict(data)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file by way of another, so that half a write clobbers nothing.
-
-    Raises:
-        OptionError: If it cannot be written.
-    """
-    partial = path.with_name(path.name + ".partial")
-    try:
-        partial.write_text(text)
-        partial.replace(path)
-    except OSError as error:
-        raise OptionError(f"{str(path)!r} cannot be written: {error}") from error
