@@ -17,7 +17,8 @@ from membudget.graph import (
     Storage,
     Value,
 )
-from membudget.planner.simulate import Region, simulate
+from membudget.planner.regions import Region
+from membudget.planner.simulate import simulate
 
 
 def operator(phase: str, seconds: float) -> Operator:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from membudget.errors import OptionError
 from membudget.graph import StepGraph, Storage
 from membudget.planner.bound import least_seconds
-from membudget.planner.simulate import Region, Simulation, simulate
+from membudget.planner.regions import Region
+from membudget.planner.simulate import Simulation, simulate
 from tests.planner.drafts import Draft, chain_of, drafts
 
 many = settings(max_examples=150, deadline=None)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
 from membudget.planner.keep import corners
-from membudget.planner.simulate import Region
+from membudget.planner.regions import Region
 from tests.planner.drafts import (
     Draft,
     chain_of,

@@ -20,7 +20,7 @@ from membudget.planner.plan import (
     fingerprint_of,
     planned_region,
 )
-from membudget.planner.simulate import Region
+from membudget.planner.regions import Region
 from tests.planner.drafts import Draft
 
 PLAN = Plan(

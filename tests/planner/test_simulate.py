@@ -13,12 +13,10 @@ import membudget as mb
 from membudget import policies
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
+from membudget.planner.regions import Region, keeping, region_of
 from membudget.planner.simulate import (
-    Region,
     Simulation,
-    keeping,
     own,
-    region_of,
     simulate,
 )
 from membudget.planner.timeline import timeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membudget.planner.timeline import born_in_step, of_intervals, timeline
+from membudget.planner.timeline import lifetimes, of_intervals, timeline
 from tests.profile.test_graph import graphs
 
 
@@ -40,11 +40,11 @@ def test_the_bytes_at_each_moment_are_those_counted(given_):
 
 @given(graphs())
 def test_a_plain_step_has_what_it_made_alone(graph):
-    made = born_in_step(graph)
+    made = lifetimes(graph)
 
     found = timeline(graph)
 
-    assert all(storage.birth >= 0 for storage in made)
+    assert all(birth >= 0 for birth, _, _ in made)
     for moment, alive in enumerate(found.alive_bytes):
         here = [s.bytes for s in graph.storages if 0 <= s.birth <= moment < s.death]
         assert alive == sum(here)

@@ -17,7 +17,8 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.flat import choose_options
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
 from membudget.planner.pieces import pieces
-from membudget.planner.simulate import Region, Simulation, simulate
+from membudget.planner.regions import Region
+from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import timeline
 from membudget.planner.windows import Windows
 

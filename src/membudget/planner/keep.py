@@ -12,13 +12,13 @@ between are left to mixing the choices of several regions; a sparse hull is fill
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from membudget.graph import StepGraph, Storage
 from membudget.planner.mincut import Network
-from membudget.planner.simulate import Region
+from membudget.planner.regions import Region, made_in, saved_in, storages_of
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,10 @@ FILLED = 8
 
 def _made(graph: StepGraph, region: Region) -> set[int]:
     return {
-        index
-        for index, storage in enumerate(graph.storages)
-        if region.start <= storage.birth < region.end
-        and storage.bytes
-        and not _is_held_anyway(graph, storage)
+        storage
+        for storage in made_in(graph, region)
+        if graph.storages[storage].bytes
+        and not _is_held_anyway(graph, graph.storages[storage])
     }
 
 
@@ -112,13 +111,8 @@ def _is_held_anyway(graph: StepGraph, storage: Storage) -> bool:
 
 def _wanted(graph: StepGraph, region: Region, made: set[int]) -> set[int]:
     """Return the storages that autograd saved in the region and asks for again."""
-    return {
-        graph.values[saved.value].storage
-        for saved in graph.saved
-        if region.start <= saved.moment < region.end
-        and graph.values[saved.value].storage in made
-        and saved.asked
-    }
+    asked = [i for i in saved_in(graph, region) if graph.saved[i].asked]
+    return made.intersection(storages_of(graph, (graph.saved[i].value for i in asked)))
 
 
 def _makers(graph: StepGraph, region: Region, made: set[int]) -> list[_Maker]:
@@ -129,7 +123,7 @@ def _makers(graph: StepGraph, region: Region, made: set[int]) -> list[_Maker]:
         operator = graph.operators[index]
         if operator.is_view:
             continue
-        outputs = {graph.values[v].storage for v in operator.outputs} & made
+        outputs = made.intersection(storages_of(graph, operator.outputs))
         if not outputs:
             continue
         known = sorted({group_of[s] for s in outputs if s in group_of})
@@ -145,8 +139,12 @@ def _makers(graph: StepGraph, region: Region, made: set[int]) -> list[_Maker]:
 
 def _maker(graph: StepGraph, members: Sequence[int], made: set[int]) -> _Maker:
     operators = [graph.operators[index] for index in members]
-    makes = _storages(graph, (v for o in operators for v in o.outputs)) & made
-    reads = _storages(graph, (v for o in operators for v in o.inputs)) & made
+    makes = made.intersection(
+        storages_of(graph, (v for o in operators for v in o.outputs))
+    )
+    reads = made.intersection(
+        storages_of(graph, (v for o in operators for v in o.inputs))
+    )
     is_pinned = any(operator.is_pinned for operator in operators)
     seconds = sum(operator.seconds for operator in operators)
     return _Maker(
@@ -154,10 +152,6 @@ def _maker(graph: StepGraph, members: Sequence[int], made: set[int]) -> _Maker:
         tuple(sorted(makes)),
         tuple(sorted(reads - makes)),
     )
-
-
-def _storages(graph: StepGraph, values: Iterable[int]) -> set[int]:
-    return {graph.values[value].storage for value in values}
 
 
 class _Problem:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.simulate import Region
+from membudget.planner.regions import Region
 
 
 @dataclass(frozen=True)

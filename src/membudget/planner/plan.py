@@ -18,7 +18,7 @@ from typing import Any
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
-from membudget.planner.simulate import Region
+from membudget.planner.regions import Region
 
 VERSION = 1
 """Of the JSON form; it rises when an older reader would misread a newer plan."""

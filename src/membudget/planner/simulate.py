@@ -19,27 +19,12 @@ first asks for it. The rules are the engine's:
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from membudget.errors import OptionError
-from membudget.graph import Saved, StepGraph
-
-
-@dataclass(frozen=True)
-class Region:
-    """Operators of the forward that run as one region.
-
-    Attributes:
-        start: The first of them.
-        end: The first after them.
-        kept: The storages that stay, by index, among those that the region makes.
-    """
-
-    start: int
-    end: int
-    kept: frozenset[int] = frozenset()
+from membudget.graph import StepGraph
+from membudget.planner.regions import Region, made_in, saved_in, storages_of
 
 
 @dataclass(frozen=True)
@@ -135,9 +120,9 @@ class _Machine:
         self.graph = graph
         inside = [i for r in regions for i in range(r.start, r.end)]
         chosen = [(index, graph.operators[index]) for index in inside]
-        self.reads = {i: _storages(graph, o.inputs) for i, o in chosen}
+        self.reads = {i: storages_of(graph, o.inputs) for i, o in chosen}
         self.writes = {
-            i: [] if o.is_view else _storages(graph, o.outputs) for i, o in chosen
+            i: [] if o.is_view else storages_of(graph, o.outputs) for i, o in chosen
         }
         self.ends = [storage.death for storage in graph.storages]
         self.dropped: dict[int, _Dropped] = {}
@@ -157,7 +142,7 @@ class _Machine:
 
     def drop(self, region: Region) -> None:
         graph = self.graph
-        made = _made(graph, region)
+        made = made_in(graph, region)
         wanted = self._wanted(region, made - region.kept)
         until = self._needed_until(region, made - region.kept, wanted)
         for storage in made - region.kept:
@@ -174,11 +159,8 @@ class _Machine:
     def _wanted(self, region: Region, candidates: set[int]) -> dict[int, list[int]]:
         """Return the saved tensors that are dropped, by their storage."""
         wanted: dict[int, list[int]] = {}
-        saved_tensors = self.graph.saved
-        first = bisect_left(saved_tensors, region.start, key=_moment_of)
-        last = bisect_left(saved_tensors, region.end, key=_moment_of)
-        for index in range(first, last):
-            storage = self.graph.values[saved_tensors[index].value].storage
+        for index in saved_in(self.graph, region):
+            storage = self.graph.values[self.graph.saved[index].value].storage
             if storage in candidates:
                 wanted.setdefault(storage, []).append(index)
         return wanted
@@ -242,7 +224,7 @@ class _Machine:
         )
 
     def run_alone(self, region: Region) -> Own:
-        self._expect(_made(self.graph, region))
+        self._expect(made_in(self.graph, region))
         events = {*self.births, *self.deaths, *self.frees, *self.asks}
         events |= set(range(region.start, region.end))
         rows = []
@@ -331,55 +313,3 @@ class _Machine:
             if entry.uses <= 0 and entry.is_there:
                 entry.is_there = False
                 self.alive -= self.graph.storages[storage].bytes
-
-
-def _made(graph: StepGraph, region: Region) -> set[int]:
-    """Return the storages that the operators of a region make."""
-    return {
-        storage
-        for index in range(region.start, region.end)
-        for storage in graph.born_at.get(index, ())
-    }
-
-
-def _moment_of(saved: Saved) -> int:
-    return saved.moment
-
-
-def _storages(graph: StepGraph, values: Sequence[int]) -> list[int]:
-    """Return the storages of values, each once, in order."""
-    return list(dict.fromkeys(graph.values[value].storage for value in values))
-
-
-def region_of(graph: StepGraph, module_path: str) -> Region:
-    """Return the region of the operators that ran in one call of a module.
-
-    Raises:
-        OptionError: If it was not called, or more than once.
-    """
-    calls = [call for call in graph.calls if call.path == module_path]
-    if len(calls) != 1:
-        raise OptionError(
-            f"{module_path!r} was called {len(calls)} times in the step; a region "
-            "needs a module that is called once"
-        )
-    return Region(calls[0].start, calls[0].end)
-
-
-def keeping(graph: StepGraph, region: Region, operators: Iterable[str]) -> Region:
-    """Return the region with the outputs of some operators kept.
-
-    Args:
-        graph: The step.
-        region: The region.
-        operators: Overloads, such as `"aten.addmm.default"`.
-    """
-    names = frozenset(operators)
-    kept = frozenset(
-        storage
-        for index in range(region.start, region.end)
-        if graph.operators[index].name in names
-        for storage in _storages(graph, graph.operators[index].outputs)
-        if graph.storages[storage].birth == index
-    )
-    return Region(region.start, region.end, region.kept | kept)

@@ -8,11 +8,11 @@ what the step allocates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from itertools import accumulate
 
-from membudget.graph import StepGraph, Storage
+from membudget.graph import StepGraph
 
 Interval = tuple[int, int, int]
 """First moment, first moment after, bytes."""
@@ -36,14 +36,21 @@ class Timeline:
 
 def timeline(graph: StepGraph) -> Timeline:
     """Return the timeline of the plain step."""
-    return of_intervals(
-        graph, ((s.birth, s.death, s.bytes) for s in born_in_step(graph))
-    )
+    return of_intervals(graph, lifetimes(graph))
 
 
-def born_in_step(graph: StepGraph) -> list[Storage]:
-    """Return the storages that the step makes."""
-    return [storage for storage in graph.storages if storage.birth >= 0]
+def lifetimes(graph: StepGraph, without: Container[int] = ()) -> list[Interval]:
+    """Return when the storages that the step makes are alive.
+
+    Args:
+        graph: The step.
+        without: Storages to leave out, by index.
+    """
+    return [
+        (storage.birth, storage.death, storage.bytes)
+        for index, storage in enumerate(graph.storages)
+        if storage.birth >= 0 and index not in without
+    ]
 
 
 def of_intervals(graph: StepGraph, intervals: Iterable[Interval]) -> Timeline:

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.flat import Option
 from membudget.planner.keep import choices
-from membudget.planner.simulate import Own, Region, own
-from membudget.planner.timeline import of_intervals
+from membudget.planner.regions import Region, made_in, saved_in
+from membudget.planner.simulate import Own, own
+from membudget.planner.timeline import lifetimes, of_intervals
 
 
 class Windows:
@@ -39,18 +40,9 @@ class Windows:
 
     def _fixed_bytes(self) -> list[int]:
         """Return the bytes at each moment that no choice moves."""
-        moved = {
-            storage
-            for region in self.regions
-            for index in range(region.start, region.end)
-            for storage in self._graph.born_at.get(index, ())
-        }
-        intervals = [
-            (storage.birth, storage.death, storage.bytes)
-            for index, storage in enumerate(self._graph.storages)
-            if storage.birth >= 0 and index not in moved
-        ]
-        return list(of_intervals(self._graph, intervals).alive_bytes)
+        moved = {s for region in self.regions for s in made_in(self._graph, region)}
+        fixed = of_intervals(self._graph, lifetimes(self._graph, without=moved))
+        return list(fixed.alive_bytes)
 
     def options(self) -> list[list[Option]]:
         """Return the options of each region, in the order of its choices."""
@@ -73,21 +65,14 @@ class Windows:
             )
         ]
 
-    @property
-    def end_bytes(self) -> int:
-        """The most bytes after the last backward of a region: no choice moves them."""
-        starts = [self._backward_start(region) for region in self.regions]
-        return self._most(min(starts, default=0), len(self._fixed))
-
     def _backward_start(self, region: Region) -> int:
         """Return the moment at which the backward first asks for what it saved."""
+        graph = self._graph
+        made = made_in(graph, region)
         asked = [
-            self._graph.saved[index].asked[0]
-            for moment in range(region.start, region.end)
-            for storage in self._graph.born_at.get(moment, ())
-            for index in self._graph.saved_on.get(storage, ())
-            if region.start <= self._graph.saved[index].moment < region.end
-            and self._graph.saved[index].asked
+            saved.asked[0]
+            for saved in (graph.saved[index] for index in saved_in(graph, region))
+            if saved.asked and graph.values[saved.value].storage in made
         ]
         return min(asked, default=len(self._fixed))
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.timeline import Interval, Timeline, of_intervals
+from membudget.planner.timeline import Interval, Timeline, lifetimes, of_intervals
 from membudget.profile.alive import (
     Alive,
     Held,
@@ -125,11 +125,7 @@ def floor(graph: StepGraph) -> Timeline:
     for moment in range(len(graph.operators)):
         for index in touched_storages(graph, moment) & reads.keys():
             reads[index].append(moment)
-    intervals: list[Interval] = [
-        (storage.birth, storage.death, storage.bytes)
-        for index, storage in enumerate(graph.storages)
-        if storage.birth >= 0 and index not in held
-    ]
+    intervals = lifetimes(graph, without=held)
     for index, hold in held.items():
         intervals += _needed(graph, index, hold, reads[index])
     return of_intervals(graph, intervals)

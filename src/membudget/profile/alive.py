@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -189,16 +189,14 @@ class Held:
 
 def keeping(graph: StepGraph) -> dict[int, Held]:
     """Return when autograd holds which storage of the forward."""
-    by_storage: defaultdict[int, list[Saved]] = defaultdict(list)
-    for saved in graph.saved:
-        index = graph.values[saved.value].storage
-        if 0 <= graph.storages[index].birth < graph.backward_start:
-            by_storage[index].append(saved)
-    return {i: _held(graph, i, records) for i, records in by_storage.items()}
+    return {
+        index: _held(graph, index, [graph.saved[i] for i in indices])
+        for index, indices in graph.saved_on.items()
+        if 0 <= graph.storages[index].birth < graph.backward_start
+    }
 
 
-def _held(graph: StepGraph, index: int, records: Iterable[Saved]) -> Held:
-    records = list(records)
+def _held(graph: StepGraph, index: int, records: Sequence[Saved]) -> Held:
     storage = graph.storages[index]
     first = min(saved.moment for saved in records)
     last = min(max(saved.freed for saved in records), storage.death)

@@ -1,0 +1,81 @@
+"""Regions of the forward: which operators, what they make, what is saved there."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from membudget.errors import OptionError
+from membudget.graph import Saved, StepGraph
+
+
+@dataclass(frozen=True)
+class Region:
+    """Operators of the forward that run as one region.
+
+    Attributes:
+        start: The first of them.
+        end: The first after them.
+        kept: The storages that stay, by index, among those that the region makes.
+    """
+
+    start: int
+    end: int
+    kept: frozenset[int] = frozenset()
+
+
+def made_in(graph: StepGraph, region: Region) -> set[int]:
+    """Return the storages that the operators of a region make."""
+    return {
+        storage
+        for index in range(region.start, region.end)
+        for storage in graph.born_at.get(index, ())
+    }
+
+
+def saved_in(graph: StepGraph, region: Region) -> range:
+    """Return the saved tensors that the operators of a region saved, by index."""
+    first = bisect_left(graph.saved, region.start, key=_moment_of)
+    return range(first, bisect_left(graph.saved, region.end, key=_moment_of))
+
+
+def _moment_of(saved: Saved) -> int:
+    return saved.moment
+
+
+def storages_of(graph: StepGraph, values: Iterable[int]) -> list[int]:
+    """Return the storages of values, each once, in order."""
+    return list(dict.fromkeys(graph.values[value].storage for value in values))
+
+
+def region_of(graph: StepGraph, module_path: str) -> Region:
+    """Return the region of the operators that ran in one call of a module.
+
+    Raises:
+        OptionError: If it was not called, or more than once.
+    """
+    calls = [call for call in graph.calls if call.path == module_path]
+    if len(calls) != 1:
+        raise OptionError(
+            f"{module_path!r} was called {len(calls)} times in the step; a region "
+            "needs a module that is called once"
+        )
+    return Region(calls[0].start, calls[0].end)
+
+
+def keeping(graph: StepGraph, region: Region, operators: Iterable[str]) -> Region:
+    """Return the region with the outputs of some operators kept.
+
+    Args:
+        graph: The step.
+        region: The region.
+        operators: Overloads, such as `"aten.addmm.default"`.
+    """
+    names = frozenset(operators)
+    kept = frozenset(
+        storage
+        for storage in made_in(graph, region)
+        if graph.operators[graph.storages[storage].birth].name in names
+    )
+    return Region(region.start, region.end, region.kept | kept)
