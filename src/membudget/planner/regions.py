@@ -11,6 +11,25 @@ from membudget.graph import Saved, StepGraph
 
 
 @dataclass(frozen=True)
+class Stage:
+    """A part of a region's way back: what is made again together, and let go together.
+
+    The saved tensors of the operators from `start` up to the start of the next stage
+    are served in one run: each operator on the way to them runs at most once, and what
+    it makes goes at its last use in the stage. A later stage begins anew from what the
+    forward kept and from what this stage held. So a nested plan is a list of stages.
+
+    Attributes:
+        start: The first operator whose saved tensors the stage serves.
+        held: The storages, by index, that stay for later stages once this one has made
+            them, or found them made.
+    """
+
+    start: int
+    held: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Region:
     """Operators of the forward that run as one region.
 
@@ -18,11 +37,14 @@ class Region:
         start: The first of them.
         end: The first after them.
         kept: The storages that stay, by index, among those that the region makes.
+        stages: In the order of the forward, the first from `start` on; none for one
+            stage.
     """
 
     start: int
     end: int
     kept: frozenset[int] = frozenset()
+    stages: tuple[Stage, ...] = ()
 
 
 def made_in(graph: StepGraph, region: Region) -> set[int]:
