@@ -28,7 +28,7 @@ ALLOWED = {
     "audit": {"_torch", "apply", "carrier", "engine", "errors", "memory"},
     "profile": {
         *("_torch", "audit", "callsite", "engine", "errors", "graph"),
-        *("files", "memory", "planner", "sizes"),
+        *("files", "memory", "planner", "sizes", "target"),
     },
     "fit": {
         *("apply", "audit", "errors", "graph", "memory", "planner", "profile"),

@@ -28,7 +28,7 @@ from membudget.cli_options import (
 from membudget.cli_plan import add_planning
 from membudget.errors import MembudgetError, OptionError
 from membudget.sizes import format_bytes, parse_bytes
-from membudget.target import load_target, with_sizes, without_memory
+from membudget.target import call_make, load_target, with_sizes, without_memory
 
 if TYPE_CHECKING:
     from membudget.profile.sweep import Sweep
@@ -114,7 +114,6 @@ def _add_profile(commands: Any) -> None:
 def _audit(options: argparse.Namespace) -> int:
     make = load_target(options.target)
     from membudget.audit import audit
-    from membudget.profile.sweep import call_make
 
     model, batch, loss = call_make(make, {})
     report = audit(model, batch, loss, names=options.names, every=options.every)
@@ -131,7 +130,6 @@ def _profile(options: argparse.Namespace) -> int:
     name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])
     make = load_target(options.target)
     from membudget.profile import profile, sweep
-    from membudget.profile.sweep import call_make
 
     keywords = profiling_of(options)
     if options.fake:

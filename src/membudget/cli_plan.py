@@ -21,7 +21,7 @@ from membudget.cli_options import (
 from membudget.errors import OptionError, PlanError
 from membudget.files import write_whole
 from membudget.sizes import format_bytes, parse_bytes
-from membudget.target import load_target, without_memory
+from membudget.target import call_make, load_target, without_memory
 
 if TYPE_CHECKING:
     from membudget.audit import AuditReport
@@ -232,8 +232,6 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
     """Return what TARGET makes: a model, a batch, and a loss function or `None`."""
     chosen = chosen_sizes(options)
     make = load_target(options.target)
-    from membudget.profile.sweep import call_make
-
     return call_make(without_memory(make) if on_meta else make, chosen)
 
 

@@ -1,7 +1,8 @@
-"""What the command line names: a function that makes a model, an optimizer."""
+"""The function that makes a model and its batch, and what else a command line names."""
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import partial, wraps
@@ -44,6 +45,28 @@ def load_target(target: str) -> Callable[..., Any]:
     if not callable(function):
         raise OptionError(f"{path_text!r} has no function {name!r}")
     return function  # type: ignore[no-any-return]
+
+
+def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Return model, batch and loss function that `make` returns for some sizes.
+
+    Raises:
+        OptionError: If it does not take them, or returns something else.
+    """
+    name = getattr(make, "__name__", "make")
+    try:
+        inspect.signature(make).bind(**sizes)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
+        raise OptionError(f"{name}({given}) cannot be called: {error}") from error
+    made = make(**sizes)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise OptionError(
+            f"{name} must return (model, batch) or (model, batch, loss_fn); it "
+            f"returned a {type(made).__name__}"
+        )
+    model, batch, *loss = made
+    return model, batch, loss[0] if loss else None
 
 
 def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:

@@ -10,7 +10,6 @@ right for as long as the same operators run.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
@@ -32,6 +31,7 @@ from membudget.profile.polynomial import (
 from membudget.profile.run import profile
 from membudget.profile.text import aligned
 from membudget.sizes import format_bytes
+from membudget.target import call_make
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,28 +257,6 @@ def of_points(
     return Sweep(
         name, tuple(points), peak, saved, static, Fit(total, float(off)), moments
     )
-
-
-def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return model, batch and loss function that `make` returns for some sizes.
-
-    Raises:
-        OptionError: If it does not take them, or returns something else.
-    """
-    name = getattr(make, "__name__", "make")
-    try:
-        inspect.signature(make).bind(**sizes)
-    except TypeError as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
-        raise OptionError(f"{name}({given}) cannot be called: {error}") from error
-    made = make(**sizes)
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        raise OptionError(
-            f"{name} must return (model, batch) or (model, batch, loss_fn); it "
-            f"returned a {type(made).__name__}"
-        )
-    model, batch, *loss = made
-    return model, batch, loss[0] if loss else None
 
 
 def _one_size(sizes: dict[str, Iterable[int]]) -> tuple[str, list[int]]:
