@@ -103,7 +103,7 @@ def _add_profile(commands: Any) -> None:
         "is alive at the peak, and what would lower it.",
     )
     add_target(parser)
-    add_profiling(parser, "run without memory: the model is made on the meta device")
+    add_profiling(parser)
     add = parser.add_argument
     add("--sweep", metavar="NAME=N,N,...", help="profile each of these sizes")
     add("--budget", metavar="BYTES", help="such as 8GiB: tell what fits into it")

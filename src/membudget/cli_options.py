@@ -28,7 +28,10 @@ def add_target(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_profiling(parser: argparse.ArgumentParser, fake: str) -> None:
+def add_profiling(
+    parser: argparse.ArgumentParser,
+    fake: str = "run without memory: the model is made on the meta device",
+) -> None:
     """Add what a profile is made with.
 
     Args:

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from membudget.planner.plan import Plan
     from membudget.trial import Trial
 
-_ON_META = "run without memory: the model is made on the meta device"
-
 
 def add_planning(commands: Any) -> None:
     """Add the commands to the parser's."""
@@ -49,7 +47,7 @@ def _add_plan(commands: Any) -> None:
     )
     add_target(parser)
     _add_budget(parser)
-    add_profiling(parser, _ON_META)
+    add_profiling(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -86,7 +84,7 @@ def _add_tradeoff(commands: Any) -> None:
     add("--budgets", metavar="N", type=int, default=20, help="how many; default: 20")
     add("--png", metavar="FILE", help="draw the curve there, with matplotlib")
     add("--json", metavar="FILE", help="write the curve there, too")
-    add_profiling(parser, _ON_META)
+    add_profiling(parser)
     parser.set_defaults(run=_tradeoff)
 
 
