@@ -29,7 +29,7 @@ from rich.table import Table
 from torch import nn
 
 import membudget as mb
-from membudget.fit import make_plan, planner_of
+from membudget.planning import make_plan, planner_of
 from membudget.profile.step import Step
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
@@ -87,7 +87,7 @@ def measure(name: str, seconds: float) -> dict[str, Any]:
             least = (error.least_bytes - gradients) / (found.peak_bytes - gradients)
             rows[share] = {"least_share": least}
             continue
-        plan = make_plan(found, chosen, model, budget)
+        plan = make_plan(found, planner.graph, chosen, model, budget)
         plan_s = time.perf_counter() - start
         rows[share] = {**_checked(model, batch, plan), "plan_s": plan_s}
         plans[share] = plan

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.apply import model_fingerprint
 from membudget.errors import BudgetError, MembudgetError, PlanError, SelectionError
-from membudget.fit import make_plan
 from membudget.planner.choose import Planner
 from membudget.planner.plan import Plan
+from membudget.planning import make_plan
 from membudget.profile.step import Step
 from tests.planner.models import MODELS, Made
 
@@ -31,7 +31,8 @@ def plan_of(model: nn.Module, batch: Any, percent: int = 60) -> Plan:
     for more in range(percent, 100, 5):
         budget = planner.plain_peak_bytes * more // 100
         with suppress(BudgetError):
-            return make_plan(found, planner.choose(budget), model, budget)
+            chosen = planner.choose(budget)
+            return make_plan(found, planner.graph, chosen, model, budget)
     raise AssertionError("nothing fits")
 
 

@@ -13,8 +13,7 @@ import torch
 
 import membudget as mb
 from membudget.errors import MissingExtraError, OptionError
-from membudget.fit import planner_of
-from membudget.planning import plan_for
+from membudget.planning import plan_for, planner_of
 from membudget.tables import rendered
 from membudget.tradeoff import Tradeoff, TradeoffRow, tradeoff
 from tests.planner.models import MODELS

@@ -6,29 +6,25 @@ took more than was given, plan again with what was learnt.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
 
-from membudget.apply import Applied, Status, apply, model_fingerprint
+from membudget.apply import Applied, Status, apply
 from membudget.audit import AuditReport, audit
 from membudget.audit.step import LossFunction
-from membudget.errors import BudgetError, OptionError
-from membudget.graph import StepGraph
+from membudget.errors import BudgetError
 from membudget.memory import peak
-from membudget.planner.bound import least_seconds
-from membudget.planner.choose import Chosen, Planner, smoothed
-from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS
-from membudget.planner.plan import Plan, planned_region
+from membudget.planner.choose import Chosen, Planner
+from membudget.planner.plan import Plan
+from membudget.planning import make_plan, planner_of, step_budget
 from membudget.profile import Device, Profile, profile
-from membudget.profile.devices import this_processor
 from membudget.profile.optimizer import OptimizerLike
 from membudget.profile.run import state_kept
 from membudget.profile.step import Step
-from membudget.sizes import format_bytes, parse_bytes
+from membudget.sizes import format_bytes
 
 MOST_PLANS = 4
 """The first plan, and three that know better."""
@@ -169,9 +165,8 @@ def fit(
     tries: list[Measured] = []
     inner = allowed
     while True:
-        plan = make_plan(
-            found, _chosen(planner, inner, allowed, before), model, allowed
-        )
+        chosen = _chosen(planner, inner, allowed, before)
+        plan = make_plan(found, planner.graph, chosen, model, allowed)
         applied = apply(model, plan) if plan.regions else Applied({}, {})
         try:
             tries.append(Measured(plan, _measured_peak(step)))
@@ -208,59 +203,6 @@ def _chosen(planner: Planner, inner: int, allowed: int, before: int) -> Chosen:
             asked_bytes=allowed,
             least_bytes=least,
         ) from error
-
-
-def _bound(graph: StepGraph, budget_bytes: int) -> float:
-    """Return the least slowdown of any schedule, by the measured seconds."""
-    even = smoothed(graph)
-    least = least_seconds(even, max(0, budget_bytes))
-    # No schedule at all fits into some budgets, and a file holds no infinity.
-    return least / even.seconds if even.seconds and math.isfinite(least) else 1.0
-
-
-def planner_of(found: Profile) -> Planner:
-    """Return the planner of a profile: on a CPU the engine's own time counts."""
-    on_cpu = found.cost in ("measured", this_processor().name)
-    overheads = CPU_OVERHEADS if on_cpu else NO_OVERHEADS
-    return Planner(found.graph, overheads)
-
-
-def step_budget(found: Profile, budget: int | str) -> int:
-    """Return what a step may allocate, of a budget as the user gives it.
-
-    Raises:
-        OptionError: If the budget is no number of bytes.
-    """
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        try:
-            share = float(budget.strip()[:-1]) / 100
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise OptionError(
-                f"a budget in percent is over 0 and at most 100: {budget!r}"
-            )
-        return int(share * found.peak_bytes)
-    return parse_bytes(budget) - found.graph.static.total
-
-
-def make_plan(found: Profile, chosen: Chosen, model: Module, budget_bytes: int) -> Plan:
-    """Return the plan that realises what the planner chose."""
-    graph: StepGraph = found.graph
-    return Plan(
-        model=type(model).__name__,
-        fingerprint=model_fingerprint(model),
-        budget_bytes=budget_bytes,
-        plain_peak_bytes=found.peak_bytes,
-        peak_bytes=chosen.simulation.peak_bytes,
-        slowdown=chosen.slowdown,
-        bound=_bound(graph, budget_bytes),
-        cost=found.cost,
-        regions=tuple(
-            planned_region(graph, call.path, region)
-            for call, region in zip(chosen.calls, chosen.regions, strict=True)
-        ),
-    )
 
 
 def _measured_peak(step: Step) -> int:

@@ -130,7 +130,7 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
             "a trade-off is planned for a whole number of budgets, at least 2; got "
             f"{budgets!r}"
         )
-    from membudget.fit import planner_of  # Here, because it imports torch.
+    from membudget.planning import planner_of  # Here, because it imports torch.
 
     graph = profile.graph
     planner = planner_of(profile)
