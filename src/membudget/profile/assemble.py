@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
 from membudget.engine.replay.operators import facts_of
 from membudget.graph import (
     Operator,
@@ -127,14 +126,12 @@ def _merge(recorder: StepRecorder, target: int, made: int) -> None:
 
 
 def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
-    func = recorded.operator
-    is_known = isinstance(func, OperatorOverload)
-    facts = facts_of(func)
-    is_view = is_known and (
-        is_view_operator(func) or _makes_nothing(recorder, recorded)
+    facts = facts_of(recorded.operator)
+    is_view = facts is not None and (
+        facts.is_view or _makes_nothing(recorder, recorded)
     )
     return Operator(
-        name=str(func),
+        name=str(recorded.operator),
         phase=recorded.phase,
         module_path=recorded.place[0],
         line=recorded.place[1],
@@ -147,7 +144,7 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         workspace_bytes=recorded.workspace_bytes,
         seconds=recorded.nanoseconds * 1e-9,
         is_view=is_view,
-        is_random=is_known and is_random_operator(func),
+        is_random=facts is not None and facts.is_random,
         is_pinned=facts is None or facts.is_opaque or facts.is_routing,
     )
 

@@ -18,7 +18,6 @@ from torch.nn import Module, Parameter
 
 from membudget._torch import (
     DispatchMode,
-    OperatorOverload,
     fake_mode_of,
     is_fake,
     is_mutable_operator,
@@ -28,6 +27,7 @@ from membudget._torch import (
     without_fake_mode,
     written_arguments,
 )
+from membudget.engine.replay.operators import facts_of
 
 MOST_REAL_BYTES = 1 << 26
 """An integer tensor larger than this is fake, too."""
@@ -81,7 +81,8 @@ class _IntegersForReal(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if not isinstance(func, OperatorOverload) or func.namespace == "prim":
+        facts = facts_of(func)
+        if facts is None or facts.is_query:
             return func(*args, **kwargs)
         if is_mutable_operator(func):
             self._note_written(written_arguments(func, args, kwargs))

@@ -25,9 +25,7 @@ from torch.nn.modules.module import (
 
 from membudget._torch import (
     DispatchMode,
-    OperatorOverload,
     current_autograd_node,
-    is_view_operator,
     node_sequence_number,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -36,7 +34,7 @@ from membudget._torch import (
     written_arguments,
 )
 from membudget.callsite import place_of
-from membudget.engine.replay.operators import facts_of, flat_outputs
+from membudget.engine.replay.operators import OperatorFacts, facts_of, flat_outputs
 from membudget.graph import ModuleCall, Phase
 from membudget.profile.flops import flops_of
 from membudget.profile.lifetimes import Lifetimes
@@ -160,7 +158,9 @@ class StepRecorder(DispatchMode):
     ) -> Any:
         """Run one operator and note it."""
         kwargs = kwargs or {}
-        if self._is_suspended or getattr(func, "namespace", "") in _UNSEEN:
+        facts = facts_of(func)
+        # A region does not number queries either, and plans name operators by number.
+        if self._is_suspended or (facts is not None and facts.is_query):
             return func(*args, **kwargs)
         index = len(self.operators)
         node = current_autograd_node()
@@ -184,7 +184,9 @@ class StepRecorder(DispatchMode):
             recorded.nanoseconds = time.perf_counter_ns() - start
         outputs = flat_outputs(output)
         recorded.flops = flops_of(func, args, kwargs, output)
-        self._note_outputs(recorded, index, _written(func, args, kwargs), outputs)
+        written = [] if facts is None else _written(func, facts, args, kwargs)
+        is_view = facts is not None and facts.is_view
+        self._note_outputs(recorded, index, is_view, written, outputs)
         return output
 
     def _note_call(self, index: int, func: Any, args: Any, kwargs: Any) -> None:
@@ -203,12 +205,13 @@ class StepRecorder(DispatchMode):
         self,
         recorded: RecordedOperator,
         index: int,
+        is_view: bool,
         written: list[Tensor],
         outputs: list[Any],
     ) -> None:
         lifetimes = self.lifetimes
         tensors = [tensor for tensor in outputs if isinstance(tensor, Tensor)]
-        if recorded.inputs and _is_view(recorded.operator):
+        if recorded.inputs and is_view:
             storage = lifetimes.values[recorded.inputs[0]].storage
             for tensor in tensors:
                 lifetimes.lies_in(tensor, storage)
@@ -276,9 +279,6 @@ class StepRecorder(DispatchMode):
 
 _NOTHING = nullcontext()
 
-# Questions to a tensor, and marks for a profiler.
-_UNSEEN = ("prim", "profiler")
-
 
 def _spec_of(tensor: Tensor) -> TensorSpec:
     strided = tensor.layout is torch.strided
@@ -286,16 +286,11 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
     return TensorSpec(tuple(tensor.shape), stride, tensor.dtype)
 
 
-def _is_view(func: Any) -> bool:
-    return isinstance(func, OperatorOverload) and is_view_operator(func)
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Tensor]:
+def _written(
+    func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
+) -> list[Tensor]:
     """Return the tensors that the operator writes, statistics of a norm included."""
-    if not isinstance(func, OperatorOverload):
-        return []
     written = list(written_arguments(func, args, kwargs))
-    facts = facts_of(func)
-    if facts is not None and facts.statistics is not None and facts.statistics(args):
+    if facts.statistics is not None and facts.statistics(args):
         written += [t for t in args[3:5] if isinstance(t, Tensor)]
     return written

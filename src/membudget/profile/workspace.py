@@ -26,12 +26,11 @@ from torch.autograd.profiler import profile, record_function
 
 from membudget._torch import (
     BelowAutograd,
-    OperatorOverload,
-    is_view_operator,
     tree_iter,
     tree_map_only,
     without_dispatch_modes,
 )
+from membudget.engine.replay.operators import facts_of
 from membudget.memory.peak import quiet_stderr
 from membudget.memory.storage import plain_parts, storage_bytes
 from membudget.profile.recorder import MARK, StepRecorder
@@ -127,18 +126,18 @@ def _copy_bytes(spec: TensorSpec) -> int:
 
 
 def _may_need_more(call: RecordedCall) -> bool:
-    func = call.operator
-    if not isinstance(func, OperatorOverload) or func.namespace != "aten":
+    facts = facts_of(call.operator)
+    if facts is None or facts.is_view or call.operator.namespace != "aten":
         return False
     specs = list(call.specs())
-    if is_view_operator(func) or not all(spec.is_strided() for spec in specs):
+    if not all(spec.is_strided() for spec in specs):
         return False
     if _is_product(call):
         # It copies operands that are no plain matrices; oneDNN packs half precision.
         return any(s.dtype is torch.bfloat16 or not s.is_matrix() for s in specs)
     # An operator on each element needs more only to bring operands into one layout or
     # into one dtype.
-    is_pointwise = torch.Tag.pointwise in func.tags
+    is_pointwise = torch.Tag.pointwise in call.operator.tags
     is_uniform = len({spec.dtype for spec in specs}) == 1
     return not (is_pointwise and is_uniform and all(s.is_contiguous() for s in specs))
 

@@ -51,6 +51,9 @@ _ROUTING = frozenset(
     )
 )
 
+# Questions to a tensor, and marks for a profiler (`torch.profiler.record_function`).
+_QUERY_NAMESPACES = frozenset(("prim", "profiler"))
+
 # Communication, which must not happen once more than the other ranks expect, and what
 # changes a storage itself: outputs and written arguments are held as they are.
 _OPAQUE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "fsdp", "_dtensor"))
@@ -82,7 +85,8 @@ class OperatorFacts:
         is_gather: Whether it gathers the parameters of a layer that FSDP has sharded.
         is_opaque: Whether it cannot be run again.
         is_query: Whether it only asks a tensor something, as fake ones are asked for
-            their device.
+            their device, or tells a profiler a name: nothing comes of it, so it has no
+            number.
         is_routing: Whether it decides where something goes.
         is_plain_view: Whether it is a view of its first argument, and takes no other.
         is_in_place: Whether it writes its first argument and no other.
@@ -129,7 +133,7 @@ class OperatorFacts:
         self.is_empty = name in _EMPTY
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
         self.is_gather = name == "fsdp::all_gather_copy_in"
-        self.is_query = operator.namespace == "prim"
+        self.is_query = operator.namespace in _QUERY_NAMESPACES
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
         is_usual = not (
