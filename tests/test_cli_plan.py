@@ -84,7 +84,7 @@ def test_a_plan_is_printed_with_what_each_region_keeps(step, capsys, options):
     code = main(["plan", f"{step}:make", "--budget", "60%", *options.split()])
     out = capsys.readouterr().out
     assert code == OK
-    for word in ("budget", "plain", "planned", "slowdown", "region", "keeps"):
+    for word in ("budget", "plain", "predicted", "slowdown", "region", "keeps"):
         assert word in out
     assert out.startswith("Sequential: ")
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import Fitted, fit
+from membudget.fit_text import region_table
+from membudget.plan_text import head
 from tests.planner.models import MODELS, measured_peak, mlp
 
 PERCENT = (90, 80, 70, 60, 50, 40)
@@ -219,13 +221,25 @@ def test_training_under_a_fitted_plan_is_plain_training():
     assert torch.equal(torch.stack(losses[:3]), torch.stack(losses[3:]))
 
 
-def test_the_report_shows_what_was_given_planned_and_measured():
+def test_the_report_shows_predicted_beside_measured_and_what_each_region_keeps():
     model, batch = made("mlp")
     with fit(model, batch, "70%", fake=True) as fitted:
         text = str(fitted)
         assert text == fitted.report()
-    for word in ("budget", "plain", "planned", "measured", "slowdown", "Sequential"):
-        assert word in text
+    plan = fitted.plan
+    assert text.startswith(head(plan, fitted.peak_bytes) + "\n")
+    ratio = fitted.peak_bytes / plan.peak_bytes
+    assert f"{ratio:.4f} of the predicted" in text
+    assert f"{plan.slowdown:.3f}  predicted; no schedule is below {plan.bound:.3f}" in (
+        text
+    )
+    assert text.endswith(region_table(fitted.profile.graph, fitted.tries[-1].chosen))
+
+
+def test_the_report_of_a_step_that_fits_plain_says_so():
+    model, batch = made("mlp")
+    with fit(model, batch, "100%", fake=True) as fitted:
+        assert fitted.report().endswith("the plain step fits: no region is needed")
 
 
 def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypatch):
@@ -246,6 +260,7 @@ def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypa
         assert len(fitted.tries) == len(found)
         if found[0] > budget:
             assert len(found) > 1
+            assert f"plan {len(found)}; those before it took" in fitted.report()
 
 
 def test_a_budget_that_no_try_keeps_is_an_error_and_leaves_the_model(monkeypatch):

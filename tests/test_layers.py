@@ -30,15 +30,16 @@ ALLOWED = {
         *("_torch", "audit", "callsite", "engine", "errors", "graph"),
         *("files", "memory", "planner", "sizes", "target"),
     },
+    "tables": set(),
+    "plan_text": {"planner", "sizes", "tables"},
+    "fit_text": {"graph", "plan_text", "planner", "sizes", "tables"},
     "planning": {"apply", "errors", "graph", "planner", "profile", "sizes"},
     "fit": {
-        *("apply", "audit", "errors", "memory", "planner", "planning", "profile"),
-        "sizes",
+        *("apply", "audit", "errors", "fit_text", "memory", "plan_text", "planner"),
+        *("planning", "profile"),
     },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},
-    "tables": set(),
-    "plan_text": {"planner", "sizes", "tables"},
     "tradeoff": {"errors", "files", "planning", "profile", "sizes", "tables"},
     "trial": {"engine", "errors", "fit", "memory", "profile"},
     "cli_options": {"errors", "files", "target"},
@@ -57,7 +58,7 @@ ALLOWED = {
 }
 WITHOUT_TORCH = (
     *("errors", "files", "graph", "cli", "cli_options", "cli_plan", "plan_text"),
-    *("tables", "tradeoff", "__init__"),
+    *("fit_text", "tables", "tradeoff", "__init__"),
     *(f"planner/{path.stem}" for path in sorted((SOURCE / "planner").glob("*.py"))),
 )
 

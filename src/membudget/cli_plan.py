@@ -131,7 +131,6 @@ def _fit(options: argparse.Namespace) -> int:
         raise OptionError(f"--steps must be at least 1; got {options.steps}")
     model, batch, loss = _made(options, on_meta=False)
     from membudget.fit import fit
-    from membudget.plan_text import described
     from membudget.profile.step import Step
     from membudget.trial import try_steps
 
@@ -139,7 +138,7 @@ def _fit(options: argparse.Namespace) -> int:
     with fit(model, batch, options.budget, loss, **keywords) as fitted:
         step = Step(model, batch, loss)
         trial = try_steps(fitted, step, options.steps, plain=not options.fake)
-        print(described(fitted.plan))
+        print(fitted.report())
         # Without regions the two steps are the same code.
         can_differ = bool(fitted.plan.regions) and not options.fake
         audited = fitted.audit() if can_differ else None

@@ -16,7 +16,9 @@ from membudget.apply import Applied, Status, apply
 from membudget.audit import AuditReport, audit
 from membudget.audit.step import LossFunction
 from membudget.errors import BudgetError
+from membudget.fit_text import region_table
 from membudget.memory import peak
+from membudget.plan_text import PLAIN_FITS, head
 from membudget.planner.choose import Chosen, Planner
 from membudget.planner.plan import Plan
 from membudget.planning import make_plan, planner_of, step_budget
@@ -24,7 +26,6 @@ from membudget.profile import Device, Profile, profile
 from membudget.profile.optimizer import OptimizerLike
 from membudget.profile.run import state_kept
 from membudget.profile.step import Step
-from membudget.sizes import format_bytes
 
 MOST_PLANS = 4
 """The first plan, and three that know better."""
@@ -36,10 +37,12 @@ class Measured:
 
     Attributes:
         plan: The plan.
+        chosen: The plan as the planner sees it.
         peak_bytes: The measured peak of what the step allocates.
     """
 
     plan: Plan
+    chosen: Chosen
     peak_bytes: int
 
 
@@ -90,7 +93,13 @@ class Fitted:
 
     def report(self) -> str:
         """Return predicted beside measured, and what each region keeps."""
-        return report_of(self)
+        lines = [head(self.plan, self.peak_bytes)]
+        if self.tries[1:]:
+            more = ", ".join(f"{measured.peak_bytes:,}" for measured in self.tries[:-1])
+            lines.append(f"plan {len(self.tries)}; those before it took {more} bytes")
+        chosen = self.tries[-1].chosen
+        regions = region_table(self.profile.graph, chosen) if chosen.regions else ""
+        return "\n".join([*lines, "", regions or PLAIN_FITS])
 
     __str__ = report
 
@@ -169,7 +178,7 @@ def fit(
         plan = make_plan(found, planner.graph, chosen, model, allowed)
         applied = apply(model, plan) if plan.regions else Applied({}, {})
         try:
-            tries.append(Measured(plan, _measured_peak(step)))
+            tries.append(Measured(plan, chosen, _measured_peak(step)))
         except BaseException:
             applied.remove()
             raise
@@ -211,18 +220,3 @@ def _measured_peak(step: Step) -> int:
         step.run()
         step.prepare()
         return peak(step.run).peak_bytes
-
-
-def report_of(fitted: Fitted) -> str:
-    """Return the report as text."""
-    plan = fitted.plan
-    lines = [
-        f"{plan.model}: {len(plan.regions)} regions, seconds {plan.cost}",
-        f"budget   {format_bytes(plan.budget_bytes):>12}  above what is there before",
-        f"plain    {format_bytes(plan.plain_peak_bytes):>12}  peak of the plain step",
-        f"planned  {format_bytes(plan.peak_bytes):>12}  predicted peak",
-        f"measured {format_bytes(fitted.peak_bytes):>12}  plan {len(fitted.tries)}",
-        f"slowdown {plan.slowdown:12.3f}  predicted; no schedule is below "
-        f"{plan.bound:.3f}",
-    ]
-    return "\n".join(lines)

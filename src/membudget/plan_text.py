@@ -12,25 +12,52 @@ MOST = 8
 """How many numbers of one operator a report shows; the plan holds them all."""
 
 
+PLAIN_FITS = "the plain step fits: no region is needed"
+
+
 def described(plan: Plan) -> str:
     """Return what a plan predicts, and what each of its regions keeps."""
-    count = len(plan.regions)
-    lines = [
-        f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
-        f"budget   {_bytes(plan.budget_bytes)}  above what is there before the step",
-        f"plain    {_bytes(plan.plain_peak_bytes)}  peak of the plain step",
-        f"planned  {_bytes(plan.peak_bytes)}  predicted peak",
-        f"slowdown {plan.slowdown:12.3f}  predicted; no schedule is below "
-        f"{plan.bound:.3f}",
-        "",
-    ]
-    if not count:
-        return "\n".join([*lines, "the plain step fits: no region is needed"])
+    if not plan.regions:
+        return f"{head(plan)}\n\n{PLAIN_FITS}"
     rows = [
         (region.path or "(the model)", str(region.operators), kept_text(region.kept))
         for region in plan.regions
     ]
-    return "\n".join([*lines, rendered(("region", "operators", "keeps"), rows, left=3)])
+    return f"{head(plan)}\n\n{rendered(('region', 'operators', 'keeps'), rows, left=3)}"
+
+
+def head(plan: Plan, measured_bytes: int | None = None) -> str:
+    """Return what a plan predicts, beside what was measured.
+
+    Example:
+        >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
+        >>> print(head(plan, 1990))
+        GPT: 0 regions, seconds cpu
+        budget         2.0 KiB  above what is there before the step
+        plain          4.0 KiB  peak of the plain step
+        predicted      2.0 KiB  peak under the plan
+        measured       1.9 KiB  0.9950 of the predicted, 97.2% of the budget
+        slowdown         1.250  predicted; no schedule is below 1.010
+    """
+    count = len(plan.regions)
+    lines = [
+        f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
+        f"budget    {_bytes(plan.budget_bytes)}  above what is there before the step",
+        f"plain     {_bytes(plan.plain_peak_bytes)}  peak of the plain step",
+        f"predicted {_bytes(plan.peak_bytes)}  peak under the plan",
+    ]
+    if measured_bytes is not None:
+        ratio = measured_bytes / plan.peak_bytes if plan.peak_bytes else 1.0
+        share = measured_bytes / plan.budget_bytes if plan.budget_bytes else 1.0
+        lines.append(
+            f"measured  {_bytes(measured_bytes)}  {ratio:.4f} of the predicted, "
+            f"{share:.1%} of the budget"
+        )
+    lines.append(
+        f"slowdown  {plan.slowdown:12.3f}  predicted; no schedule is below "
+        f"{plan.bound:.3f}"
+    )
+    return "\n".join(lines)
 
 
 def kept_text(kept: Iterable[KeptOutput]) -> str:
@@ -45,7 +72,7 @@ def kept_text(kept: Iterable[KeptOutput]) -> str:
     """
     numbers: dict[str, list[int]] = {}
     for output in kept:
-        of_name = numbers.setdefault(_short(output.operator), [])
+        of_name = numbers.setdefault(short_name(output.operator), [])
         if output.number not in of_name:
             of_name.append(output.number)
     texts = []
@@ -56,7 +83,13 @@ def kept_text(kept: Iterable[KeptOutput]) -> str:
     return ", ".join(texts) or "nothing"
 
 
-def _short(operator: str) -> str:
+def short_name(operator: str) -> str:
+    """Return the name of an operator without its namespace and overload if usual.
+
+    Example:
+        >>> short_name("aten.addmm.default"), short_name("aten.add.Tensor")
+        ('addmm', 'add.Tensor')
+    """
     return operator.removeprefix("aten.").removesuffix(".default")
 
 
@@ -111,7 +144,7 @@ def _predictions(first: Plan, second: Plan) -> Iterator[str]:
 def _output(kept: KeptOutput) -> str:
     """Return one output, such as `max #3 (output 1)`."""
     which = f" (output {kept.output})" if kept.output else ""
-    return f"{_short(kept.operator)} #{kept.number}{which}"
+    return f"{short_name(kept.operator)} #{kept.number}{which}"
 
 
 def _regions(
