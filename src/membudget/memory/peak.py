@@ -9,21 +9,17 @@ from the system) is counted by neither.
 
 from __future__ import annotations
 
-import contextlib
-import os
-import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.autograd.profiler import profile
 from torch.nn import Module
 
 from membudget._torch import is_profiling, tree_iter
 from membudget.errors import OptionError
+from membudget.memory.events import Events, recorded_events
 
 T = TypeVar("T")
 
@@ -88,33 +84,21 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
             "a profiler is running, whose events and the meter's cannot be told apart; "
             "leave it before calling membudget.peak"
         )
-    recorder = profile(profile_memory=True)
-    with quiet_stderr():
-        recorder.__enter__()
-    try:
+    with recorded_events() as events:
         result = function(*args, **kwargs)
-    finally:
-        with quiet_stderr():
-            recorder.__exit__(*sys.exc_info())
-    events: Any = recorder.kineto_results
-    return _from_events(list(events.events()), result)
+    return _from_events(events, result)
 
 
-def _from_events(events: list[Any], result: T) -> Peak[T]:
-    memory = [
-        event
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
-    ]
+def _from_events(events: Events, result: T) -> Peak[T]:
     alive = most = 0
     at: Any = None
     timeline = []
-    for event in sorted(memory, key=lambda event: event.start_ns()):
+    for event in events.memory:
         alive += event.nbytes()
         timeline.append(alive)
         if alive > most:
             most, at = alive, event
-    operator = "" if at is None else _running(events, at)
+    operator = "" if at is None else _running(events.others, at)
     return Peak(most, alive, operator, tuple(timeline), 0, result)
 
 
@@ -124,31 +108,11 @@ def _running(events: list[Any], moment: Any) -> str:
     around = [
         event
         for event in events
-        if event.name() != "[memory]"
-        and event.start_thread_id() == thread
+        if event.start_thread_id() == thread
         and event.start_ns() <= time <= event.end_ns()
     ]
     innermost = max(around, key=lambda event: event.start_ns(), default=None)
     return "" if innermost is None else str(innermost.name())
-
-
-@contextlib.contextmanager
-def quiet_stderr() -> Iterator[None]:
-    """Hide the line that the profiler's C++ code prints when it starts and stops."""
-    sys.stderr.flush()
-    try:
-        kept = os.dup(2)
-    except OSError:  # There is no standard error to be quiet about.
-        yield
-        return
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nowhere, 2)
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
 
 
 def _peak_on_cuda(

@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
-from torch.autograd.profiler import profile, record_function
+from torch.autograd.profiler import record_function
 
 from membudget._torch import (
     BelowAutograd,
@@ -31,7 +30,7 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.replay.operators import facts_of
-from membudget.memory.peak import quiet_stderr
+from membudget.memory.events import recorded_events
 from membudget.memory.storage import plain_parts, storage_bytes
 from membudget.profile.recorder import MARK, StepRecorder
 from membudget.profile.records import RecordedCall, TensorSpec
@@ -54,24 +53,11 @@ def allocations() -> Iterator[dict[int, int]]:
         many more bytes were alive at most inside it than at its start.
     """
     table: dict[int, int] = {}
-    profiler = profile(profile_memory=True)
-    with quiet_stderr():
-        profiler.__enter__()
-    try:
+    with recorded_events() as events:
         yield table
-    finally:
-        with quiet_stderr():
-            profiler.__exit__(None, None, None)
-    results: Any = profiler.kineto_results
-    events = list(results.events())
-    memory = sorted(
-        (event.start_ns(), event.nbytes())
-        for event in events
-        if event.name() == "[memory]" and event.device_type() == DeviceType.CPU
-    )
-    times = [time for time, _ in memory]
-    alive = [0, *accumulate(size for _, size in memory)]
-    for event in events:
+    times = [event.start_ns() for event in events.memory]
+    alive = [0, *accumulate(event.nbytes() for event in events.memory)]
+    for event in events.others:
         if event.name().startswith(MARK):
             first = bisect_left(times, event.start_ns())
             last = bisect_left(times, event.end_ns())
