@@ -34,15 +34,12 @@ MOST_REAL_BYTES = 1 << 26
 
 
 @contextmanager
-def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[Any]:
+def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Run what is inside on fake tensors.
 
     Args:
         tensors: Those of the model and of the batch. If some are fake already, their
             mode is used.
-
-    Yields:
-        The mode.
     """
     modes = (fake_mode_of(tensor) for tensor in tensors)
     mode = next((m for m in modes if m is not None), None)
@@ -52,7 +49,7 @@ def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[Any]:
     integers = _IntegersForReal()
     try:
         with mode, integers:
-            yield mode
+            yield
     finally:
         mode.allow_non_fake_inputs = before
         integers.put_back()
@@ -147,23 +144,21 @@ class AnyNumber(DispatchMode):
 
 
 @contextmanager
-def without_meta(model: Module, batch: Any, mode: Any) -> Iterator[Any]:
+def without_meta(model: Module, batch: Any) -> Iterator[Any]:
     """Replace `meta` tensors of a model and of a batch by fake ones on the CPU.
+
+    It is for the inside of `fake_tensors`.
 
     Yields:
         The batch.
     """
     twins: dict[int, Tensor] = {}
 
-    def twin(tensor: Tensor) -> Tensor:
+    def replaced(tensor: Tensor) -> Tensor:
+        if not tensor.is_meta:
+            return tensor
         if id(tensor) not in twins:
-            with mode:
-                made = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
-                )
-            if isinstance(tensor, Parameter):
-                made = Parameter(made, requires_grad=tensor.requires_grad)
-            twins[id(tensor)] = made
+            twins[id(tensor)] = twin(tensor)
         return twins[id(tensor)]
 
     with ExitStack() as stack:
@@ -172,11 +167,16 @@ def without_meta(model: Module, batch: Any, mode: Any) -> Iterator[Any]:
             for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None and tensor.is_meta:
-                        table[name] = twin(tensor)
+                        table[name] = replaced(tensor)
                         stack.callback(table.__setitem__, name, tensor)
-        yield map_tensors(batch, lambda t: twin(t) if t.is_meta else t)
+        yield tree_map_only(Tensor, replaced, batch)
 
 
-def map_tensors(batch: Any, function: Any) -> Any:
-    """Return a batch with each tensor replaced; its containers are new."""
-    return tree_map_only(Tensor, function, batch)
+def twin(tensor: Tensor) -> Tensor:
+    """Return an empty tensor like another, on the CPU: in a fake mode, a fake one."""
+    made = torch.empty_strided(
+        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+    )
+    if isinstance(tensor, Parameter):
+        return Parameter(made, requires_grad=tensor.requires_grad)
+    return made

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from membudget._torch import new_fake_mode, tree_iter
 from membudget.errors import OptionError
 from membudget.memory.storage import storage_bytes
-from membudget.profile.fake import AnyNumber
+from membudget.profile.fake import AnyNumber, twin
 from membudget.profile.recorder import StepRecorder
 from membudget.profile.step import Step
 
@@ -48,7 +47,7 @@ def record_optimizer(
     mode = new_fake_mode()
     mode.allow_non_fake_inputs = True
     with mode:
-        twins = {id(p): _twin(p) for p in step.model.parameters()}
+        twins = {id(p): twin(p) for p in step.model.parameters()}
         for parameter in trained:
             recorder.lifetimes.know_as(twins[id(parameter)], parameter)
         try:
@@ -89,28 +88,21 @@ def _check(optimizer: Any, step: Step) -> None:
         )
 
 
-def _twin(parameter: Tensor) -> Parameter:
-    made = torch.empty_strided(
-        parameter.shape, parameter.stride(), dtype=parameter.dtype, device="cpu"
-    )
-    return Parameter(made, requires_grad=parameter.requires_grad)
-
-
-def _set_gradient(recorder: StepRecorder, twin: Parameter, parameter: Tensor) -> None:
+def _set_gradient(recorder: StepRecorder, fake: Tensor, parameter: Tensor) -> None:
     gradient = parameter.grad
     assert gradient is not None
-    made = torch.empty_like(twin)
+    made = torch.empty_like(fake)
     if gradient.layout is torch.sparse_coo:
         values = torch.empty_like(gradient._values(), device="cpu")
         made = torch.sparse_coo_tensor(
             gradient._indices(), values, gradient.shape, check_invariants=False
         )
-    twin.grad = made
+    fake.grad = made
     recorder.lifetimes.know_as(made, gradient)
 
 
 def _double(
-    optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Parameter]
+    optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Tensor]
 ) -> Optimizer:
     """Return an optimizer of the same class and options over the twins."""
     if isinstance(optimizer, type):

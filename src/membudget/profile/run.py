@@ -163,8 +163,8 @@ def _fake_profile(
     notes = []
     with (
         state_kept(step, has_values=False),
-        fake_tensors(step.tensors()) as mode,
-        without_meta(step.model, step.batch, mode) as step.batch,
+        fake_tensors(step.tensors()),
+        without_meta(step.model, step.batch) as step.batch,
     ):
         recorder = _recorder(step, is_fake=True)
         with _explaining_fakes():
