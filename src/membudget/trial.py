@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
-from time import perf_counter
-
-import torch
 
 from membudget.engine.switches import disable_checkpointing
 from membudget.errors import OptionError
 from membudget.fit import Fitted
 from membudget.memory import peak
+from membudget.profile.cost import synchronised_clock
 from membudget.profile.run import state_kept
 from membudget.profile.step import Step
 
@@ -81,15 +79,9 @@ def _run_plain(step: Step) -> None:
 
 def _seconds(run: Callable[[], object], step: Step) -> float:
     """Return what a step takes; the gradients are gone after it."""
-    _wait()
-    start = perf_counter()
+    clock = synchronised_clock()
+    start = clock()
     run()
-    _wait()
-    taken = perf_counter() - start
+    taken = clock() - start
     step.prepare()
     return taken
-
-
-def _wait() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
