@@ -28,7 +28,7 @@ ALLOWED = {
     "audit": {"_torch", "apply", "carrier", "engine", "errors", "memory"},
     "profile": {
         *("_torch", "audit", "callsite", "engine", "errors", "graph"),
-        *("files", "memory", "planner", "sizes", "target"),
+        *("files", "memory", "planner", "sizes", "tables", "target"),
     },
     "tables": set(),
     "plan_text": {"planner", "sizes", "tables"},

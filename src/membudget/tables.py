@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from io import StringIO
+from typing import Literal
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 
 WIDTH = 100
@@ -30,15 +31,38 @@ def rendered(
         h.0         12
         h.11         3
     """
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    for index, title in enumerate(titles):
-        justify = "left" if index < left else "right"
-        table.add_column(title, justify=justify, overflow="fold")  # type: ignore[arg-type]
+    table = empty_table(
+        *((title, "left" if i < left else "right") for i, title in enumerate(titles))
+    )
     for row in rows:
         table.add_row(*row)
+    return page([table])
+
+
+def empty_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
+    """Return a table without rows.
+
+    Args:
+        *columns: The title of each, and at which side its cells are aligned.
+    """
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
+    for title, side in columns:
+        table.add_column(title, justify=side, overflow="fold")
+    return table
+
+
+def page(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
+    """Return texts and tables as one text, each on lines of its own.
+
+    Args:
+        parts: The texts and tables.
+        width: Of the longest line; what is longer goes on in the next.
+    """
     out = StringIO()
     # Names of modules are no markup, whatever brackets are in them.
-    Console(
-        file=out, width=WIDTH, color_system=None, markup=False, highlight=False
-    ).print(table, markup=False)
+    console = Console(
+        file=out, width=width, color_system=None, markup=False, highlight=False
+    )
+    for part in parts:
+        console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from io import StringIO
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
@@ -28,6 +25,7 @@ from membudget.profile.summary import (
 )
 from membudget.profile.text import flops, marks, share, sparkline, time
 from membudget.sizes import format_bytes
+from membudget.tables import empty_table, page
 
 WIDTH = 120
 COLUMNS = 80
@@ -58,11 +56,7 @@ def render(graph: StepGraph, about: About) -> str:
     """Return the report of a profile."""
     summary = summarise(graph, about.model)
     line = timeline(graph)
-    out = StringIO()
-    console = Console(
-        file=out, width=WIDTH, color_system=None, markup=False, highlight=False
-    )
-    for part in (
+    parts = (
         *_header(graph, about),
         *_sizes(graph, line),
         *_timeline(graph, line),
@@ -70,9 +64,8 @@ def render(graph: StepGraph, about: About) -> str:
         *_saved(summary),
         *_peak(summary.peak),
         *_advice(graph, summary.peak),
-    ):
-        console.print(part, soft_wrap=False)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()
+    )
+    return page(parts, WIDTH).rstrip()
 
 
 # Parts of the report.
@@ -96,7 +89,7 @@ def _header(graph: StepGraph, about: About) -> Iterator[Any]:
 def _sizes(graph: StepGraph, line: Timeline) -> Iterator[Any]:
     yield ""
     static = graph.static
-    table = _table(("", "left"), ("", "right"), ("bytes", "right"))
+    table = empty_table(("", "left"), ("", "right"), ("bytes", "right"))
     for name, size in (
         ("parameters", static.parameters),
         ("buffers", static.buffers),
@@ -137,7 +130,7 @@ def _column(moment: int, count: int) -> int:
 
 def _modules(summary: Summary) -> Iterator[Any]:
     yield ""
-    table = _table(
+    table = empty_table(
         ("module", "left"),
         ("parameters", "right"),
         ("saved", "right"),
@@ -224,7 +217,7 @@ def _peak(peak: PeakContents) -> Iterator[Any]:
     yield f"the peak: {format_bytes(total)} ({total:,} bytes), in"
     yield f"  {described(peak.operator)}"
     yield ""
-    groups = _table(("alive then", "left"), ("", "right"), ("share", "right"))
+    groups = empty_table(("alive then", "left"), ("", "right"), ("share", "right"))
     for group, size in peak.by_group().items():
         groups.add_row(group, format_bytes(size), share(size, total))
     yield groups
@@ -233,7 +226,7 @@ def _peak(peak: PeakContents) -> Iterator[Any]:
 
 
 def _origins(items: Sequence[SavedActivation | Alive], total: int) -> Table:
-    table = _table(
+    table = empty_table(
         ("", "right"),
         ("share", "right"),
         ("", "right"),
@@ -266,10 +259,3 @@ def _advice(graph: StepGraph, peak: PeakContents) -> Iterator[Any]:
     yield "advice"
     for text in advise(graph, peak).texts:
         yield Padding(f"- {text}", (0, 0, 0, 2))
-
-
-def _table(*columns: tuple[str, Any]) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
-    for name, justify in columns:
-        table.add_column(name, justify=justify, overflow="fold")
-    return table
