@@ -103,7 +103,7 @@ def share_out(graph: StepGraph, recorded: Marks, timed: Sequence[Marks]) -> Step
         recorded: The marks of the recorded run; its readings are moments.
         timed: The marks of the other runs; their readings are seconds.
     """
-    same = [run for run in timed if run.labels == recorded.labels]
+    same = _alike(recorded, timed)
     if not same:
         # A model that takes another path in each step is timed as a whole.
         recorded, same = _ends(recorded), [_ends(run) for run in timed]
@@ -113,6 +113,27 @@ def share_out(graph: StepGraph, recorded: Marks, timed: Sequence[Marks]) -> Step
         seconds = median(run.readings[i + 1] - run.readings[i] for run in same)
         operators[start:end] = _scaled(operators[start:end], seconds)
     return dataclasses.replace(graph, operators=tuple(operators))
+
+
+def notes_on(recorded: Marks, timed: Sequence[Marks]) -> tuple[str, ...]:
+    """Return what must be said of the seconds that `share_out` gives."""
+    others = len(timed) - len(_alike(recorded, timed))
+    if not others:
+        return ()
+    if others < len(timed):
+        return (
+            f"{others} of {len(timed)} timed runs took another path through the model "
+            "than the recorded one, and are left out",
+        )
+    return (
+        "no timed run took the path through the model that the recorded one took, so "
+        "the step was timed as a whole, not block by block",
+    )
+
+
+def _alike(recorded: Marks, timed: Sequence[Marks]) -> list[Marks]:
+    """Return the timed runs that took the path of the recorded one."""
+    return [run for run in timed if run.labels == recorded.labels]
 
 
 def _ends(marks: Marks) -> Marks:

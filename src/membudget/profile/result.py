@@ -26,7 +26,7 @@ class Profile:
         tensors: `"real"` or `"fake"`.
         cost: Where the seconds come from: `"measured"`, or a device's name.
         loss_from: Where the loss came from, in words.
-        notes: What the figures leave out.
+        notes: What the figures leave out, and where they are less than they seem.
     """
 
     graph: StepGraph

@@ -19,6 +19,7 @@ from membudget.graph import StepGraph
 from membudget.profile.assemble import assemble
 from membudget.profile.cost import (
     Marks,
+    notes_on,
     roofline,
     roofline_of_optimizer,
     share_out,
@@ -153,7 +154,7 @@ def _real_profile(
         graph = assemble(recorder, static_bytes)
     if target is None:
         timed_graph = share_out(roofline_of_optimizer(graph), marks, timed)
-        return _profile(step, timed_graph, "real", "measured", ())
+        return _profile(step, timed_graph, "real", "measured", notes_on(marks, timed))
     return _profile(step, roofline(graph, target), "real", target.name, ())
 
 
