@@ -18,9 +18,10 @@ from torch.nn import Module
 from membudget.carrier import check_can_carry, put_region, remove_region
 from membudget.engine.options import checked_options
 from membudget.engine.planned import Planned
+from membudget.engine.stages import Stages
 from membudget.engine.statistics import Statistics
 from membudget.errors import OptionError, PlanError, SelectionError
-from membudget.planner.plan import Plan, fingerprint_of
+from membudget.planner.plan import Plan, PlannedRegion, fingerprint_of
 from membudget.spans import put_spans
 
 
@@ -216,9 +217,7 @@ def _apply_plan(
             raise PlanError(f"the plan names {region.path!r}, which the model lacks")
         modules[region.path] = known[region.path]
         check_can_carry(region.path, known[region.path])
-        policies[region.path] = Planned(
-            {(kept.number, kept.output): kept.operator for kept in region.kept}
-        )
+        policies[region.path] = _policy(region)
     statistics = {
         name: put_region(
             module,
@@ -228,6 +227,20 @@ def _apply_plan(
         for name, module in modules.items()
     }
     return Applied(modules, statistics, policies)
+
+
+def _policy(region: PlannedRegion) -> Planned:
+    stages = Stages(
+        [stage.first_saved for stage in region.stages],
+        [
+            frozenset((held.number, held.output) for held in stage.held)
+            for stage in region.stages
+        ],
+    )
+    return Planned(
+        {(kept.number, kept.output): kept.operator for kept in region.kept},
+        stages if region.stages else None,
+    )
 
 
 def model_fingerprint(model: Module) -> str:

@@ -107,7 +107,9 @@ def test_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path: Path):
 
 def test_a_newer_version_is_refused():
     data = PLAN.to_dict() | {"version": VERSION + 1}
-    with pytest.raises(PlanError, match=f"version {VERSION}; this one has version 2"):
+    with pytest.raises(
+        PlanError, match=f"version {VERSION}; this one has version {VERSION + 1}"
+    ):
         Plan.from_dict(data)
 
 

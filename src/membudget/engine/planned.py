@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from membudget.engine.policy import Candidate, Policy
+from membudget.engine.stages import Stages
 
 
 class Planned(Policy):
@@ -19,14 +20,18 @@ class Planned(Policy):
         differences: In how many calls other operators ran than the plan names.
     """
 
-    def __init__(self, kept: Mapping[tuple[int, int], str]):
+    def __init__(
+        self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
+    ):
         """Keep what a plan says.
 
         Args:
             kept: The overload that is expected, by the number of the operator (from 1)
                 and the index of its output.
+            stages: How the way back is divided.
         """
         self._kept = dict(kept)
+        self.stages = stages
         self.differences = 0
 
     def begin(self) -> Policy:
@@ -44,6 +49,7 @@ class _Call(Policy):
 
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
         self._plan = plan
+        self.stages = plan.stages
         self._kept = kept
         self._names = {number: name for (number, _), name in kept.items()}
         self._awaited = set(self._names)

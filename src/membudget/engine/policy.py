@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from membudget.engine.stages import Stages
 from membudget.errors import OptionError
 
 
@@ -70,9 +71,11 @@ class Policy:
 
     Attributes:
         expects_to_keep: Whether keeping nothing in a region is worth a warning.
+        stages: How the way back through a region is divided; `None` for one stage.
     """
 
     expects_to_keep = False
+    stages: Stages | None = None
 
     def keeps(self, candidate: Candidate) -> bool:
         """Tell whether an output is kept."""

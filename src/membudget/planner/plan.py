@@ -18,9 +18,9 @@ from typing import Any
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region
+from membudget.planner.regions import Region, saved_in
 
-VERSION = 1
+VERSION = 2
 """Of the JSON form; it rises when an older reader would misread a newer plan."""
 
 
@@ -40,6 +40,20 @@ class KeptOutput:
 
 
 @dataclass(frozen=True)
+class PlannedStage:
+    """A part of a region's way back; see `planner.regions.Stage`.
+
+    Attributes:
+        first_saved: The first saved tensor that it serves, by its number from 0 among
+            those that the module's call saves.
+        held: The outputs that stay for later stages.
+    """
+
+    first_saved: int
+    held: tuple[KeptOutput, ...]
+
+
+@dataclass(frozen=True)
 class PlannedRegion:
     """What one module keeps.
 
@@ -47,11 +61,13 @@ class PlannedRegion:
         path: The module.
         operators: How many operators run in its call.
         kept: The outputs that stay.
+        stages: How the way back is divided; none for one stage.
     """
 
     path: str
     operators: int
     kept: tuple[KeptOutput, ...]
+    stages: tuple[PlannedStage, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -128,17 +144,29 @@ class Plan:
 
 
 def _region(data: Any, where: str) -> PlannedRegion:
-    kept = _get(data, "kept", (list, tuple), where)
-    outputs = tuple(
-        KeptOutput(
-            _get(entry, "number", int, f"{where}.kept[{i}]"),
-            _get(entry, "output", int, f"{where}.kept[{i}]"),
-            _get(entry, "operator", str, f"{where}.kept[{i}]"),
-        )
-        for i, entry in enumerate(kept)
+    return PlannedRegion(
+        _get(data, "path", str, where),
+        _get(data, "operators", int, where),
+        _outputs(data, "kept", where),
+        tuple(
+            PlannedStage(
+                _get(stage, "first_saved", int, f"{where}.stages[{i}]"),
+                _outputs(stage, "held", f"{where}.stages[{i}]"),
+            )
+            for i, stage in enumerate(_get(data, "stages", (list, tuple), where))
+        ),
     )
-    path = _get(data, "path", str, where)
-    return PlannedRegion(path, _get(data, "operators", int, where), outputs)
+
+
+def _outputs(data: Any, name: str, where: str) -> tuple[KeptOutput, ...]:
+    return tuple(
+        KeptOutput(
+            _get(entry, "number", int, f"{where}.{name}[{i}]"),
+            _get(entry, "output", int, f"{where}.{name}[{i}]"),
+            _get(entry, "operator", str, f"{where}.{name}[{i}]"),
+        )
+        for i, entry in enumerate(_get(data, name, (list, tuple), where))
+    )
 
 
 def _get(data: Any, name: str, kind: Any, where: str) -> Any:
@@ -162,19 +190,29 @@ def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion
 
     A storage is kept as the last operator of the region leaves it that writes it.
     """
-    writer: dict[int, tuple[int, int]] = {}
+    writer: dict[int, KeptOutput] = {}
     for index in range(region.start, region.end):
         operator = graph.operators[index]
         if not operator.is_view:
+            number = index - region.start + 1
             for position in operator.outputs:
                 value = graph.values[position]
-                if value.storage in region.kept:
-                    writer[value.storage] = (index, value.output)
-    kept = tuple(
-        KeptOutput(index - region.start + 1, output, graph.operators[index].name)
-        for index, output in sorted(writer.values())
+                writer[value.storage] = KeptOutput(number, value.output, operator.name)
+
+    def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
+        found = [writer[storage] for storage in storages]
+        return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
+
+    first = saved_in(graph, region).start
+    stages = tuple(
+        PlannedStage(
+            saved_in(graph, Region(stage.start, region.end)).start - first,
+            outputs(stage.held),
+        )
+        for stage in region.stages
     )
-    return PlannedRegion(path, region.end - region.start, kept)
+    kept = outputs(region.kept)
+    return PlannedRegion(path, region.end - region.start, kept, stages)
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:

@@ -84,7 +84,6 @@ class ReplayFrame:
         self._named = _weakly(function)
         self._statistics = statistics
         self._lock = RLock()
-        self._replayer = Replayer(_surroundings())
         tensors = tensors_in([*args, *kwargs.values()])
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         self._originals: Originals | None = None
@@ -94,10 +93,10 @@ class ReplayFrame:
             if self._verified.operators is None:
                 self._originals = Originals()
         pins = self._verified.pins if self._verified is not None else set()
+        policy = options.policy.begin()
+        self._replayer = Replayer(_surroundings(), policy.stages)
         self._recorder: Recorder | None = Recorder(
-            OperatorRecording(
-                options.policy.begin(), options.decisions, pins, self._module_path()
-            )
+            OperatorRecording(policy, options.decisions, pins, self._module_path())
         )
 
     # The forward.
@@ -193,7 +192,10 @@ class ReplayFrame:
                 self._originals.add(handle, tensor)
         finally:
             recorder.is_suspended = False
-        self._replayer.handles.append(ref(handle))
+        replayer = self._replayer
+        if replayer.stages is not None:
+            handle.stage = replayer.stages.of(len(replayer.handles))
+        replayer.handles.append(ref(handle))
         return handle
 
     def _module_path(self) -> Callable[[], str]:

@@ -5,13 +5,16 @@ that are still alive need, and how often will each value be used? Then only the 
 the wanted value is run, in the order of the forward. What a later handle of the plan
 needs stays, and goes at its last use; so in one backward each operator runs at most
 once. A handle that is asked again begins a new plan: a second backward recomputes.
+
+Where the region has *stages*, a plan serves the handles of one of them: the first
+request of another begins a plan for that, and what the stages hold is carried over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import ReferenceType
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
@@ -30,6 +33,7 @@ from membudget.engine.replay.operators import flat_outputs
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Operation, Scratch, Value
 from membudget.engine.scope import Scope
+from membudget.engine.stages import Stages
 
 
 class Replayer:
@@ -40,6 +44,7 @@ class Replayer:
         unpack: The saved-tensor hook around the region that gives packed sources back.
         operators_run: How many operators were run again.
         plans_run: How many plans made something.
+        stages: How the way back is divided.
     """
 
     __slots__ = (
@@ -47,19 +52,23 @@ class Replayer:
         "_memoised",
         "_plan",
         "_plan_ran",
+        "_stage",
         "_task",
         "handles",
         "operators_run",
         "plans_run",
+        "stages",
         "unpack",
     )
 
-    def __init__(self, enter: Callable[[Scope], None]) -> None:
+    def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
         """Begin without handles.
 
         Args:
             enter: Brings back what operators depend on, until the scope ends.
+            stages: How the way back is divided; `None` for one stage.
         """
+        self.stages = stages
         self.handles: list[ReferenceType[Handle]] = []
         self.unpack: Any = None
         self.operators_run = 0
@@ -68,13 +77,14 @@ class Replayer:
         self._enter = enter
         self._plan = 0
         self._task = -1  # The backward for which the plan was made.
+        self._stage = -1  # The stage that it serves; -1 for all.
         self._memoised: dict[Value, None] = {}
 
     def is_ready(self, handle: Handle) -> bool:
         """Tell whether `take` would run nothing, and refuse nothing."""
         value = handle.value
         return value.tensor is not None and (
-            handle.served != self._plan
+            handle.served != self._plan and self._stage in (-1, handle.stage)
             if not value.is_held()
             else value.version == version_of(value.tensor)
         )
@@ -89,11 +99,12 @@ class Replayer:
         value = handle.value
         if value.is_held():
             return self._source(value)
-        if handle.served == self._plan:
-            self._make_plan()
+        stage = -1 if stays else handle.stage
+        if handle.served == self._plan or self._stage not in (-1, stage):
+            self._make_plan(stage)
         if value.tensor is None:
             if self._task != current_graph_task_id():
-                self._make_plan()
+                self._make_plan(stage)
             self._materialise(value)
         tensor = value.tensor
         assert tensor is not None
@@ -107,20 +118,18 @@ class Replayer:
         """Return a tensor for autograd to read, and for its kernels to overwrite.
 
         As in plain autograd, several saved tensors may share memory. What operators of
-        the plan still read is another matter: of that, autograd gets a copy.
+        the plan still read is another matter: of that, autograd gets a copy; and of
+        what is held for another stage.
         """
         owner = value.root or value
-        still = owner.uses + owner.view_uses
-        if still > 0:
-            shared = sum((v.root or v) is owner for v in self._wanted(unserved=True))
-            if still > shared:
-                return copy_of(tensor)
+        if owner.reads > 0:
+            return copy_of(tensor)
         owner.is_lent = True
         return tensor
 
     def prepare(self) -> None:
         """Make every value now that a living handle will ask for."""
-        self._make_plan()
+        self._make_plan(-1)
         for value in self._wanted():
             if value.tensor is None:
                 self._materialise(value)
@@ -135,23 +144,20 @@ class Replayer:
 
     # The plan.
 
-    def _wanted(self, unserved: bool = False) -> list[Value]:
-        """Return the values of living handles that have to be made.
-
-        Args:
-            unserved: Leave out those that were served in this plan.
-        """
+    def _wanted(self) -> list[Value]:
+        """Return the values of living handles that the plan has to make."""
         handles = [reference() for reference in self.handles]
         return [
             h.value
             for h in handles
             if h is not None
             and not h.value.is_held()
-            and not (unserved and h.served == self._plan)
+            and self._stage in (-1, h.stage)
         ]
 
-    def _make_plan(self) -> None:
+    def _make_plan(self, stage: int) -> None:
         self._plan += 1
+        self._stage = stage
         wanted: list[Value] = []
         self._task = current_graph_task_id()
         for value in self._wanted():
@@ -162,7 +168,13 @@ class Replayer:
                 operation.plan = self._plan
                 for value in operation.inputs():
                     self._count(value, wanted)
+                    if not operation.is_view:
+                        (value.root or value).reads += 1
+                if stage >= 0:
+                    self._count_held(operation.outputs)
         before, self._memoised = self._memoised, {}
+        if stage >= 0:
+            self._count_held((v.index, ref(v)) for v in before if v.tensor is not None)
         for value in before:
             if value.is_held() or value.tensor is None:
                 continue
@@ -181,10 +193,23 @@ class Replayer:
             self._begin(value.root)
             value.root.view_uses += 1
 
+    def _count_held(self, values: Iterable[tuple[int, ReferenceType[Value]]]) -> None:
+        """Count one more use of what the stage holds for later ones."""
+        assert self.stages is not None
+        held = self.stages.held[self._stage]
+        for index, reference in values:
+            value = reference()
+            if value is None or value.operation is None:
+                continue
+            if (value.operation.call, index) in held:
+                self._begin(value)
+                value.uses += 1
+                value.reads += 1
+
     def _begin(self, value: Value) -> None:
         if value.plan != self._plan:
             value.plan = self._plan
-            value.uses = value.view_uses = 0
+            value.uses = value.view_uses = value.reads = 0
             value.is_lent = False
 
     def _used(self, value: Value) -> None:
@@ -205,7 +230,7 @@ class Replayer:
         path = self._path_to(value)
         if path is None:
             # Something is needed that the plan had done with.
-            self._make_plan()
+            self._make_plan(self._stage)
             path = self._path_to(value)
             assert path is not None
         operations, packed = path
@@ -271,6 +296,8 @@ class Replayer:
         self._note(operation, output, bases)
         del args, kwargs, output, bases
         for value in operation.inputs():
+            if not operation.is_view:
+                (value.root or value).reads -= 1
             self._used(value)
 
     def _note(

@@ -33,6 +33,7 @@ class Value:
         plan: The number of the plan in which the following are meant.
         uses: How often it is still needed, by handles and by operations.
         view_uses: How often its views are still needed.
+        reads: How many operations that compute have yet to read it, or a view of it.
         is_lent: Whether autograd has it, or a view of it.
     """
 
@@ -45,6 +46,7 @@ class Value:
         "operation",
         "packed",
         "plan",
+        "reads",
         "root",
         "tensor",
         "uses",
@@ -54,6 +56,7 @@ class Value:
 
     uses: int
     view_uses: int
+    reads: int
     is_lent: bool
 
     def __init__(
@@ -97,6 +100,7 @@ class Operation:
         targets: The values whose memory it writes, each with the index of the value
             that the memory has afterwards; -1 if the memory is held.
         plan: The number of the plan that counts on it.
+        is_view: Whether it computes nothing: all that it makes lies in its input.
     """
 
     __slots__ = (
@@ -106,6 +110,7 @@ class Operation:
         "default_dtype",
         "drawn",
         "grad_enabled",
+        "is_view",
         "kwargs",
         "number",
         "operator",
@@ -135,9 +140,11 @@ class Operation:
         self.outputs: list[tuple[int, ReferenceType[Value]]] = []
         self.targets: list[tuple[Value, int]] = []
         self.plan = 0
+        self.is_view = True
 
     def output(self, index: int, root: Value | None = None) -> Value:
         """Return a new value that it makes."""
+        self.is_view = self.is_view and root is not None
         value = Value(self, index, root)
         self.outputs.append((index, ref(value)))
         return value
@@ -172,15 +179,17 @@ class Handle:
     Attributes:
         value: The tensor's value.
         served: The number of the plan in which autograd last took it.
+        stage: The stage of the way back that serves it; -1 where there are none.
     """
 
-    __slots__ = ("__weakref__", "served", "value")
+    __slots__ = ("__weakref__", "served", "stage", "value")
 
     value: Value
 
     def __init__(self) -> None:
         """Begin without a value; it is known soon."""
         self.served = 0
+        self.stage = -1
 
 
 class Scratch:

@@ -1,0 +1,135 @@
+"""A linear programme with integers, row by row, for the solver that SciPy brings.
+
+HiGHS (Huangfu and Hall 2018) takes a sparse matrix; a formulation is written in sums
+of variables. This is what lies between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from membudget.errors import MissingExtraError
+
+Sum = Mapping[int, float]
+"""Coefficients, by variable."""
+
+ONE = -1
+"""Stands for 1 in a sum, beside the variables."""
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+GAP = 1e-4
+"""An answer that is at most this part of its cost above the bound is optimal."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the solver found.
+
+    Attributes:
+        status: `"unknown"` if it found nothing in the time.
+        values: Of the variables; empty without an answer.
+        bound: No values cost less.
+    """
+
+    status: Status
+    values: tuple[float, ...]
+    bound: float
+
+
+class Programme:
+    """Variables between 0 and 1, and rows that their sums obey."""
+
+    def __init__(self) -> None:
+        """Begin without variables."""
+        self._costs: list[float] = []
+        self._is_integer: list[bool] = []
+        self._rows: list[tuple[Sum, float]] = []
+
+    @property
+    def size(self) -> int:
+        """The number of variables."""
+        return len(self._costs)
+
+    @property
+    def cost(self) -> Sum:
+        """What is made least."""
+        return {index: cost for index, cost in enumerate(self._costs) if cost}
+
+    def variable(self, cost: float = 0.0, is_integer: bool = True) -> int:
+        """Add a variable; return its number."""
+        self._costs.append(cost)
+        self._is_integer.append(is_integer)
+        return self.size - 1
+
+    def at_most(self, terms: Sum, bound: float, unit: float = 1.0) -> None:
+        """Add a row: a sum is no more than a bound, both counted in a unit."""
+        rest = {index: c for index, c in terms.items() if c and index != ONE}
+        room = bound - terms.get(ONE, 0)
+        if sum(c for c in rest.values() if c > 0) > room:
+            scaled = {index: c / unit for index, c in rest.items()}
+            self._rows.append((scaled, room / unit))
+
+    def covers(self, larger: Sum, smaller: Sum) -> None:
+        """Add a row: a sum is at least another."""
+        self.at_most(added(smaller, larger, -1), 0)
+
+    def solve(self, limit_s: float) -> Answer:
+        """Find the values that cost least.
+
+        Args:
+            limit_s: How long to look.
+
+        Raises:
+            MissingExtraError: If SciPy is not installed.
+        """
+        try:
+            from scipy import optimize, sparse
+        except ImportError as error:
+            raise MissingExtraError("scipy", "exact", "an exact plan") from error
+        if not self._costs:
+            is_met = all(bound >= 0 for _, bound in self._rows)
+            return Answer("optimal" if is_met else "infeasible", (), 0.0)
+        columns = [index for terms, _ in self._rows for index in terms]
+        entries = [c for terms, _ in self._rows for c in terms.values()]
+        starts = np.cumsum([0, *(len(terms) for terms, _ in self._rows)])
+        shape = (len(self._rows), self.size)
+        matrix = sparse.csr_array((entries, columns, starts), shape=shape)
+        bounds = np.array([bound for _, bound in self._rows])
+        found = optimize.milp(
+            np.array(self._costs),
+            integrality=np.array(self._is_integer, dtype=np.uint8),
+            bounds=optimize.Bounds(0.0, 1.0),
+            constraints=optimize.LinearConstraint(matrix, -np.inf, bounds),
+            options={"time_limit": limit_s, "mip_rel_gap": GAP},
+        )
+        return _answer(found)
+
+
+def add(to: dict[int, float], terms: Sum, factor: float = 1) -> None:
+    """Add a multiple of a sum to another."""
+    for index, coefficient in terms.items():
+        to[index] = to.get(index, 0) + factor * coefficient
+
+
+def added(first: Sum, second: Sum, factor: float = 1) -> dict[int, float]:
+    """Return a sum, and a multiple of another added to it."""
+    total = dict(first)
+    add(total, second, factor)
+    return total
+
+
+def _answer(found: Any) -> Answer:
+    """Read what SciPy returns."""
+    if found.x is None:
+        is_infeasible = "nfeasible" in found.message
+        status: Status = "infeasible" if is_infeasible else "unknown"
+        bound = float("inf") if is_infeasible else found.mip_dual_bound or 0.0
+        return Answer(status, (), bound)
+    status = "optimal" if found.status == 0 else "feasible"
+    bound = found.mip_dual_bound
+    return Answer(status, tuple(found.x), 0.0 if bound is None else float(bound))
