@@ -142,6 +142,8 @@ def test_the_least_that_an_error_names_can_be_planned(step, tmp_path, capsys):
         ("make --budget 130%", "a budget in percent is over 0 and at most 100"),
         ("make --budget much%", "a budget in percent is over 0 and at most 100"),
         ("missing --budget 60%", "has no function 'missing'"),
+        ("make --budget 60% --mode most", "there is no mode 'most'; the modes are"),
+        ("make --budget 5% --mode full", "the least that a plan of mode='auto' fits"),
         ("make --budget 60% --set batch", "--set takes NAME=VALUE"),
         ("make --budget 60% --set depth=3", "make(depth=3) cannot be called"),
         ("make --budget 60% --device abacus", "there is no device 'abacus'"),
@@ -194,7 +196,22 @@ def test_an_older_plan_outlives_a_write_that_fails(step, tmp_path, monkeypatch, 
     assert Plan.from_json(path) == before
 
 
+@pytest.mark.parametrize("mode", ["none", "full", "selective", "every_2"])
+def test_a_plan_of_a_mode_is_written(step, tmp_path, mode):
+    plan = planned(step, tmp_path / "plan.json", "1GiB", "--mode", mode)
+    count = {"none": 0, "full": 4, "selective": 4, "every_2": 2}[mode]
+    assert len(plan.regions) == count
+
+
 # membudget fit
+
+
+def test_a_fit_in_a_mode_names_it_and_is_audited(step, capsys):
+    arguments = ["fit", f"{step}:make", "--budget", "1GiB", "--steps", "1"]
+    assert main([*arguments, "--mode", "full"]) == OK
+    out = capsys.readouterr().out
+    assert "full  a rule; nothing was planned" in out
+    assert "audit: equal to the last bit" in out
 
 
 def test_a_fit_is_printed_with_predicted_beside_measured(step, tmp_path, capsys):

@@ -33,10 +33,19 @@ ALLOWED = {
     "tables": set(),
     "plan_text": {"planner", "sizes", "tables"},
     "fit_text": {"graph", "plan_text", "planner", "sizes", "tables"},
-    "planning": {"apply", "errors", "graph", "planner", "profile", "sizes"},
+    "limit": {"errors"},
+    "free": {"_torch", "errors", "graph", "memory"},
+    "modes": {"engine", "errors", "graph", "planner"},
+    "planning": {
+        *("apply", "errors", "graph", "limit", "modes", "planner", "profile", "sizes"),
+    },
+    "tries": {
+        *("apply", "errors", "graph", "limit", "memory", "planner", "planning"),
+        "profile",
+    },
     "fit": {
-        *("apply", "audit", "errors", "fit_text", "memory", "plan_text", "planner"),
-        *("planning", "profile"),
+        *("apply", "audit", "fit_text", "free", "modes", "plan_text", "planner"),
+        *("planning", "profile", "tries"),
     },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},
@@ -44,8 +53,17 @@ ALLOWED = {
     "trial": {"engine", "errors", "fit", "memory", "profile"},
     "cli_options": {"errors", "files", "target"},
     "cli_plan": {
-        *("audit", "cli_options", "errors", "files", "fit", "plan_text", "planner"),
-        *("planning", "profile", "sizes", "tables", "target", "tradeoff", "trial"),
+        *("audit", "cli_options", "errors", "files", "fit", "modes", "plan_text"),
+        *(
+            "planner",
+            "planning",
+            "profile",
+            "sizes",
+            "tables",
+            "target",
+            "tradeoff",
+            "trial",
+        ),
     },
     "cli": {
         *("audit", "cli_options", "cli_plan", "errors", "profile", "sizes"),
@@ -58,7 +76,7 @@ ALLOWED = {
 }
 WITHOUT_TORCH = (
     *("errors", "files", "graph", "cli", "cli_options", "cli_plan", "plan_text"),
-    *("fit_text", "tables", "tradeoff", "__init__"),
+    *("fit_text", "limit", "tables", "tradeoff", "__init__"),
     *(f"planner/{path.stem}" for path in sorted((SOURCE / "planner").glob("*.py"))),
 )
 

@@ -20,7 +20,7 @@ from membudget.cli_options import (
 )
 from membudget.errors import OptionError, PlanError
 from membudget.files import write_whole
-from membudget.sizes import format_bytes, parse_bytes
+from membudget.sizes import format_bytes
 from membudget.target import call_make, load_target, without_memory
 
 if TYPE_CHECKING:
@@ -108,25 +108,33 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         help="8GiB: for all, with parameters and optimizer; 40%%: of what the plain "
         "step takes above what is there before",
     )
+    parser.add_argument(
+        "--mode",
+        metavar="NAME",
+        default="auto",
+        help="auto: plan (the default); none: no regions; full: every block keeps "
+        "nothing; selective: every block keeps products, convolutions and attention; "
+        "every_2, every_3, ...: each such block keeps nothing",
+    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there")
 
 
 def _plan(options: argparse.Namespace) -> int:
-    _check_budget(options.budget)
+    _check_asked(options)
     model, batch, loss = _made(options, on_meta=options.fake)
     from membudget.plan_text import described
     from membudget.planning import plan_for
     from membudget.profile import profile
 
     found = profile(model, batch, loss, **profiling_of(options))
-    plan = plan_for(found, model, options.budget)
+    plan = plan_for(found, model, options.budget, options.mode)
     print(described(plan))
     _write_plan(options.output, plan)
     return OK
 
 
 def _fit(options: argparse.Namespace) -> int:
-    _check_budget(options.budget)
+    _check_asked(options)
     if options.steps < 1:
         raise OptionError(f"--steps must be at least 1; got {options.steps}")
     model, batch, loss = _made(options, on_meta=False)
@@ -134,7 +142,7 @@ def _fit(options: argparse.Namespace) -> int:
     from membudget.profile.step import Step
     from membudget.trial import try_steps
 
-    keywords = {**profiling_of(options), "fake": options.fake}
+    keywords = {**profiling_of(options), "fake": options.fake, "mode": options.mode}
     with fit(model, batch, options.budget, loss, **keywords) as fitted:
         step = Step(model, batch, loss)
         trial = try_steps(fitted, step, options.steps, plain=not options.fake)
@@ -232,7 +240,10 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
     return call_make(without_memory(make) if on_meta else make, chosen)
 
 
-def _check_budget(budget: str) -> None:
+def _check_asked(options: argparse.Namespace) -> None:
     """Refuse what is mistyped before a model is made."""
-    if not budget.strip().endswith("%"):
-        parse_bytes(budget)
+    from membudget.modes import check_mode
+    from membudget.planning import check_budget
+
+    check_budget(options.budget)
+    check_mode(options.mode)

@@ -7,10 +7,12 @@ import math
 from torch.nn import Module
 
 from membudget.apply import model_fingerprint
-from membudget.errors import OptionError
+from membudget.errors import BudgetError, OptionError
 from membudget.graph import StepGraph
+from membudget.limit import Limit
+from membudget.modes import AUTO, check_mode, choose_by_mode
 from membudget.planner.bound import least_seconds
-from membudget.planner.choose import Chosen, Planner
+from membudget.planner.choose import Chosen, Planner, check_seconds, smoothed
 from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS, Overheads
 from membudget.planner.plan import Plan, planned_region
 from membudget.profile import Profile
@@ -18,7 +20,9 @@ from membudget.profile.devices import this_processor
 from membudget.sizes import parse_bytes
 
 
-def plan_for(profile: Profile, model: Module, budget: int | str) -> Plan:
+def plan_for(
+    profile: Profile, model: Module, budget: int | str, mode: str = AUTO
+) -> Plan:
     """Return the fastest plan whose predicted peak fits.
 
     Nothing runs, so the model may lie on the meta device. Where the plan is to be
@@ -27,7 +31,8 @@ def plan_for(profile: Profile, model: Module, budget: int | str) -> Plan:
     Args:
         profile: The plain step of the model.
         model: The model.
-        budget: As for `fit`.
+        budget: As for `fit`; bytes or a share.
+        mode: As for `fit`.
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
@@ -40,15 +45,64 @@ def plan_for(profile: Profile, model: Module, budget: int | str) -> Plan:
         >>> plan_for(found, model, "1GiB").regions
         ()
     """
-    allowed = step_budget(profile, budget)
-    planner = planner_of(profile)
-    chosen = planner.choose(allowed)
-    return make_plan(profile, planner.graph, chosen, model, allowed)
+    check_mode(mode)
+    limit = limit_of(profile, budget)
+    if mode == AUTO:
+        planner = planner_of(profile)
+        graph, chosen = planner.graph, choose(planner, limit)
+    else:
+        graph, chosen = choose_mode(profile, mode)
+        peak_bytes = chosen.simulation.peak_bytes
+        if peak_bytes > limit.budget_bytes:
+            raise mode_is_over(profile, limit, mode, peak_bytes, "predicted")
+    return make_plan(profile, graph, chosen, model, limit.budget_bytes)
 
 
 def planner_of(profile: Profile) -> Planner:
     """Return the planner of a profile."""
     return Planner(profile.graph, overheads_of(profile))
+
+
+def choose(planner: Planner, limit: Limit) -> Chosen:
+    """Return the planner's choice.
+
+    Raises:
+        BudgetError: If no plan fits; it says the least budget that one fits into.
+    """
+    try:
+        return planner.choose(limit.budget_bytes)
+    except BudgetError as error:
+        raise limit.refused(f"no plan fits into {limit}", error.least_bytes) from error
+
+
+def choose_mode(profile: Profile, mode: str) -> tuple[StepGraph, Chosen]:
+    """Return the choice of a mode other than `auto`, whatever it takes.
+
+    Returns:
+        The plain step, with the seconds that count, and the choice.
+    """
+    check_seconds(profile.graph)
+    graph = smoothed(profile.graph)
+    return graph, choose_by_mode(mode, graph, overheads_of(profile))
+
+
+def mode_is_over(
+    profile: Profile, limit: Limit, mode: str, peak_bytes: int, how: str
+) -> BudgetError:
+    """Return the error that says what a mode takes, and what `auto` needs.
+
+    Args:
+        profile: The plain step.
+        limit: What the step may allocate.
+        mode: The mode.
+        peak_bytes: What it takes.
+        how: How that is known: predicted or measured.
+    """
+    return limit.refused(
+        f"mode={mode!r} is {how} to take {peak_bytes:,} bytes, and may take {limit}",
+        planner_of(profile).least_bytes(),
+        f"a plan of mode={AUTO!r}",
+    )
 
 
 def overheads_of(profile: Profile) -> Overheads:
@@ -57,23 +111,44 @@ def overheads_of(profile: Profile) -> Overheads:
     return CPU_OVERHEADS if on_cpu else NO_OVERHEADS
 
 
+def check_budget(budget: int | str) -> None:
+    """Refuse what is no budget, before a step is run for it.
+
+    Raises:
+        OptionError: If it is neither a number of bytes nor a share.
+    """
+    if _share(budget) is None:
+        parse_bytes(budget)
+
+
+def limit_of(profile: Profile, budget: int | str) -> Limit:
+    """Return what a step may allocate, beside what is there before it."""
+    return Limit(step_budget(profile, budget), profile.graph.static.total)
+
+
 def step_budget(profile: Profile, budget: int | str) -> int:
     """Return what a step may allocate, of a budget as the user gives it.
 
     Raises:
-        OptionError: If the budget is no number of bytes.
+        OptionError: If the budget is neither a number of bytes nor a share.
     """
-    if isinstance(budget, str) and budget.strip().endswith("%"):
-        try:
-            share = float(budget.strip()[:-1]) / 100
-        except ValueError:
-            share = 0.0
-        if not 0 < share <= 1:
-            raise OptionError(
-                f"a budget in percent is over 0 and at most 100: {budget!r}"
-            )
+    share = _share(budget)
+    if share is not None:
         return int(share * profile.peak_bytes)
     return parse_bytes(budget) - profile.graph.static.total
+
+
+def _share(budget: int | str) -> float | None:
+    """Return the share that a budget in percent is; `None` if it is none."""
+    if not isinstance(budget, str) or not budget.strip().endswith("%"):
+        return None
+    try:
+        share = float(budget.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise OptionError(f"a budget in percent is over 0 and at most 100: {budget!r}")
+    return share
 
 
 def make_plan(

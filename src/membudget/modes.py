@@ -1,0 +1,131 @@
+"""Choices that need no planner: the ways to checkpoint that people know by a name.
+
+* `none`: no region.
+* `full`: each block keeps nothing.
+* `selective`: each block keeps the outputs of its matrix products, convolutions and
+  attention, and makes the cheap rest again.
+* `every_n`, such as `every_2`: each n-th block, the first among them, keeps nothing.
+
+The blocks are the pieces of `planner.pieces`, each of which saves at most a quarter of
+the activations if it can be cut so; those that save nothing of what they make, such as
+an embedding, are passed over. What must not run again, such as a decision where
+something goes, is kept in every mode.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from operator import attrgetter
+
+import torch
+
+from membudget.engine.policy import attention, convolutions, matmuls
+from membudget.errors import OptionError
+from membudget.graph import ModuleCall, Operator, StepGraph
+from membudget.planner.choose import Chosen
+from membudget.planner.overhead import Overheads
+from membudget.planner.pieces import pieces
+from membudget.planner.regions import Region, made_in, saved_in, storages_of
+from membudget.planner.simulate import simulate
+
+AUTO = "auto"
+"""The mode in which the planner chooses."""
+
+MODES = (AUTO, "none", "full", "selective", "every_2", "every_3")
+"""The modes, for an error; any other number may stand in place of the last."""
+
+BLOCK_SHARE = 1 / 4
+"""The largest share of what is saved that a block has, if it can be cut."""
+
+_EVERY = re.compile(r"every_([1-9]\d{0,5})")
+_DEAR = matmuls | convolutions | attention
+
+
+def check_mode(mode: str) -> None:
+    """Refuse what is no mode.
+
+    Raises:
+        OptionError: If it is none; it names those that there are.
+    """
+    is_known = isinstance(mode, str) and (mode in MODES or _EVERY.fullmatch(mode))
+    if not is_known:
+        named = ", ".join(map(repr, MODES))
+        raise OptionError(
+            f"there is no mode {mode!r}; the modes are {named} and so on, for every "
+            "n-th block"
+        )
+
+
+def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
+    """Return the regions of a mode other than `auto`, and what comes of them.
+
+    Args:
+        mode: The mode.
+        graph: The plain step.
+        overheads: What a region costs beside the operators that run again.
+
+    Raises:
+        OptionError: If there is no such mode.
+    """
+    check_mode(mode)
+    keeps = _keeps_dear if mode == "selective" else _keeps_nothing
+    calls = _calls(mode, graph)
+    regions = tuple(_region(graph, call, keeps) for call in calls)
+    simulation = simulate(graph, regions)
+    own_s = sum(overheads.seconds(graph, region) for region in regions)
+    seconds = simulation.seconds + own_s
+    return Chosen(calls, regions, simulation, seconds, graph.seconds)
+
+
+def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
+    if mode == "none":
+        return ()
+    every = _EVERY.fullmatch(mode)
+    step = 1 if every is None else int(every[1])
+    blocks = [
+        call for call in pieces(graph, BLOCK_SHARE) if _saves_its_own(graph, call)
+    ]
+    return tuple(blocks[::step])
+
+
+def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
+    """Tell whether autograd keeps, for the call, something that the call makes."""
+    region = Region(call.start, call.end)
+    saved = (graph.saved[index].value for index in saved_in(graph, region))
+    return not made_in(graph, region).isdisjoint(storages_of(graph, saved))
+
+
+def _region(
+    graph: StepGraph, call: ModuleCall, keeps: Callable[[Operator], bool]
+) -> Region:
+    region = Region(call.start, call.end)
+    kept = frozenset(
+        storage
+        for storage in made_in(graph, region)
+        if keeps(graph.operators[graph.storages[storage].birth])
+    )
+    return Region(region.start, region.end, kept)
+
+
+def _keeps_nothing(operator: Operator) -> bool:
+    return operator.is_pinned
+
+
+def _keeps_dear(operator: Operator) -> bool:
+    return operator.is_pinned or _is_dear(operator.name)
+
+
+def _is_dear(name: str) -> bool:
+    """Tell whether an operator is a matrix product, a convolution or attention.
+
+    Example:
+        >>> _is_dear("aten.addmm.default"), _is_dear("aten.gelu.default")
+        (True, False)
+        >>> _is_dear("nowhere.to_be.found")
+        False
+    """
+    try:
+        return bool(_DEAR.by_operator(attrgetter(name)(torch.ops)))
+    except AttributeError:  # It was profiled elsewhere, or has no overloads.
+        return False
