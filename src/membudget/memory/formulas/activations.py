@@ -1,6 +1,6 @@
-"""Closed forms: what a transformer keeps for its backward, what an optimizer keeps.
+"""Closed forms: what a transformer keeps for its backward.
 
-The activations are those of
+They are those of
 
     Korthikanti and others: Reducing Activation Recomputation in Large Transformer
     Models, 2022, arXiv:2205.05198,
@@ -19,64 +19,17 @@ each norm), a mask of attention, what the forward frees, workspaces, communicati
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 from membudget.errors import OptionError
+from membudget.memory.formulas.shapes import (
+    TransformerShape,
+    check_divides,
+    check_positive,
+)
 
 Recompute = Literal["none", "selective", "full"]
-
-
-@dataclass(frozen=True, slots=True)
-class TransformerShape:
-    """The sizes of a transformer's layer, and the ranks that share it.
-
-    Attributes:
-        batch: Sequences in one micro-batch, `b`.
-        sequence: Tokens in a sequence, `s`.
-        hidden: Elements for each token, `h`.
-        heads: Heads of attention, `a`; they divide `h`.
-        tensor_parallel: Ranks that share the heads, and the 4h, `t`.
-        sequence_parallel: Whether they share the tokens where they share no heads.
-
-    Raises:
-        OptionError: If a size is no positive integer, or one does not divide the other.
-    """
-
-    batch: int
-    sequence: int
-    hidden: int
-    heads: int
-    tensor_parallel: int = field(default=1, kw_only=True)
-    sequence_parallel: bool = field(default=False, kw_only=True)
-
-    def __post_init__(self) -> None:
-        """Refuse sizes that no layer has."""
-        sizes = dataclasses.asdict(self)
-        is_split = sizes.pop("sequence_parallel")
-        _check_positive(**sizes)
-        _check_divides("heads", self.heads, "hidden", self.hidden)
-        _check_divides("tensor_parallel", self.tensor_parallel, "heads", self.heads)
-        if is_split:
-            ranks = self.tensor_parallel
-            _check_divides("tensor_parallel", ranks, "sequence", self.sequence)
-
-    @property
-    def sbh(self) -> int:
-        """Elements of the layer's input."""
-        return self.sequence * self.batch * self.hidden
-
-    @property
-    def of_rank(self) -> int:
-        """Elements that a rank has of a tensor of sbh, between the two linears."""
-        return self.sbh // self.tensor_parallel
-
-    @property
-    def outside(self) -> int:
-        """Elements that a rank has of a tensor of sbh, outside of the linears."""
-        return self.of_rank if self.sequence_parallel else self.sbh
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,9 +221,9 @@ def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
         >>> extra["logits"], sum(extra.values())
         (419430400, 545259520)
     """
-    _check_positive(vocabulary=vocabulary)
+    check_positive(vocabulary=vocabulary)
     ranks, rest = shape.tensor_parallel, shape.outside
-    _check_divides("tensor_parallel", ranks, "vocabulary", vocabulary)
+    check_divides("tensor_parallel", ranks, "vocabulary", vocabulary)
     return {
         "embedding_dropout_mask": rest,
         "norm_input": 2 * rest,
@@ -304,96 +257,6 @@ def model_bytes(
         >>> [model_bytes(shape, 96, 51200, how) for how in ("none", "selective")]
         [275960037376, 82686509056]
     """
-    _check_positive(layers=layers)
+    check_positive(layers=layers)
     extra = extra_terms(shape, vocabulary)
     return layers * layer_bytes(shape, recompute) + sum(extra.values())
-
-
-# Optimizers: bytes beside the parameter and its gradient, which are not counted.
-
-_STEP_BYTES = 4  # Each parameter has its count of steps, a tensor of one float32.
-
-
-def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
-    """Return what `torch.optim.SGD` keeps: with momentum one buffer, else nothing.
-
-    Args:
-        elements: Of the parameter, each of `element_bytes`.
-        element_bytes: 4 for single precision.
-        momentum: Whether the option is on.
-
-    Raises:
-        OptionError: If a size is no positive integer.
-
-    Example:
-        >>> sgd_bytes(100), sgd_bytes(100, momentum=False)
-        (400, 0)
-    """
-    _check_positive(elements=elements, element_bytes=element_bytes)
-    return elements * element_bytes if momentum else 0
-
-
-def adam_bytes(elements: int, element_bytes: int = 4, *, amsgrad: bool = False) -> int:
-    """Return what `torch.optim.Adam` and `AdamW` keep for a parameter.
-
-    The means of the gradient and of its square (Kingma, Ba 2014, arXiv:1412.6980,
-    algorithm 1), with `amsgrad` the largest of the latter (Reddi, Kale, Kumar 2018),
-    all of the parameter's dtype, and the count of steps. Not counted: a copy of the
-    parameter in single precision, which some trainers add.
-
-    Args:
-        elements: Of the parameter, each of `element_bytes`.
-        element_bytes: 4 for single precision.
-        amsgrad: Whether the option is on.
-
-    Raises:
-        OptionError: If a size is no positive integer.
-
-    Example:
-        >>> adam_bytes(100), adam_bytes(100, element_bytes=2, amsgrad=True)
-        (804, 604)
-    """
-    _check_positive(elements=elements, element_bytes=element_bytes)
-    return (3 if amsgrad else 2) * elements * element_bytes + _STEP_BYTES
-
-
-def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
-    """Return what `torch.optim.Adafactor` keeps for a parameter.
-
-    The mean of the gradient's square is factored (Shazeer, Stern 2018,
-    arXiv:1804.04235, section 3): each matrix, the last two dimensions, keeps a number
-    for each row and one for each column; a vector keeps all. Steps are counted, too.
-
-    Args:
-        size: The parameter's shape; an element has `element_bytes`.
-        element_bytes: 4 for single precision.
-
-    Raises:
-        OptionError: If a size is no positive integer.
-
-    Example:
-        >>> adafactor_bytes([10, 100]), adafactor_bytes([100])
-        (444, 404)
-    """
-    lengths = {f"size[{i}]": length for i, length in enumerate(size)}
-    _check_positive(element_bytes=element_bytes, **lengths)
-    if len(size) < 2:
-        return math.prod(size) * element_bytes + _STEP_BYTES
-    rows, columns = size[-2:]
-    return math.prod(size[:-2]) * (rows + columns) * element_bytes + _STEP_BYTES
-
-
-def _check_positive(**sizes: int) -> None:
-    for name, size in sizes.items():
-        if type(size) is not int or size < 1:
-            raise OptionError(
-                f"{name} must be a positive integer; got {size!r}: pass 1 or more"
-            )
-
-
-def _check_divides(name: str, divisor: int, of: str, number: int) -> None:
-    if number % divisor:
-        raise OptionError(
-            f"{name} must divide {of}, and {number} over {divisor} leaves "
-            f"{number % divisor}: pass a divisor of {number}"
-        )

@@ -1,0 +1,31 @@
+"""Closed forms: what a transformer keeps for its backward, what an optimizer keeps."""
+
+from membudget.memory.formulas.activations import (
+    LayerTerms,
+    Recompute,
+    extra_terms,
+    flash_layer_terms,
+    layer_bytes,
+    layer_terms,
+    model_bytes,
+)
+from membudget.memory.formulas.optimizers import (
+    adafactor_bytes,
+    adam_bytes,
+    sgd_bytes,
+)
+from membudget.memory.formulas.shapes import TransformerShape
+
+__all__ = [
+    "LayerTerms",
+    "Recompute",
+    "TransformerShape",
+    "adafactor_bytes",
+    "adam_bytes",
+    "extra_terms",
+    "flash_layer_terms",
+    "layer_bytes",
+    "layer_terms",
+    "model_bytes",
+    "sgd_bytes",
+]
