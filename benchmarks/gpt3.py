@@ -1,9 +1,8 @@
 """What GPT-3 175B keeps for its backward: counted in a fake step, and by the paper.
 
-The model is that of Korthikanti and others 2022 (arXiv:2205.05198), on one device: 96
-layers of width 12288 with 96 heads, 2048 tokens, a vocabulary of 51200, half precision,
-written so that each tensor which the paper counts is kept once. Its parameters are on
-`meta` and its step is fake, so it needs no memory of that size.
+The model is that of `paper_gpt`: 96 layers of width 12288 with 96 heads, 2048 tokens, a
+vocabulary of 51200, half precision. Its parameters are on `meta` and its step is fake,
+so it needs no memory of that size.
 
 A region keeps its inputs, and drops what its own operators made for one another. So
 the bytes under selective recomputation (a region around each attention core) and under
@@ -25,10 +24,9 @@ from dataclasses import dataclass
 
 import torch
 from harness import save, show
+from paper_gpt import GPT, LAYER_TERMS
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import membudget
 from membudget.graph import Saved, StepGraph
@@ -46,124 +44,8 @@ MOST_SECONDS = 60
 MOST_BYTES = 2 << 30
 WAYS: tuple[Recompute, ...] = ("none", "selective", "full")
 
-
-class Dropout(nn.Module):
-    """Dropout that keeps its mask, a byte for each element."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Drop a tenth."""
-        dropped: Tensor = torch.native_dropout(x, 0.1, True)[0]
-        return dropped
-
-
-class Product(nn.Module):
-    """A product of matrices."""
-
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        """Multiply."""
-        return torch.bmm(a, b)
-
-
-class Core(nn.Module):
-    """What selective recomputation makes again; each part that keeps has a name."""
-
-    def __init__(self) -> None:
-        """Make the parts."""
-        super().__init__()
-        self.scores = Product()
-        self.softmax = nn.Softmax(-1)
-        self.dropout = Dropout()
-        self.values = Product()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend; all three are (batch · heads, sequence, width of a head)."""
-        weights = self.softmax(self.scores(query, key.transpose(1, 2)))
-        out: Tensor = self.values(self.dropout(weights), value)
-        return out
-
-
-class Layer(nn.Module):
-    """The layer of the paper's figure 2."""
-
-    def __init__(self, hidden: int, heads: int) -> None:
-        """Make the parts."""
-        super().__init__()
-        self.heads = heads
-        self.norm_1 = nn.LayerNorm(hidden)
-        self.query = nn.Linear(hidden, hidden)
-        self.key = nn.Linear(hidden, hidden)
-        self.value = nn.Linear(hidden, hidden)
-        self.core = Core()
-        self.projection = nn.Linear(hidden, hidden)
-        self.dropout = Dropout()
-        self.norm_2 = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden)
-        self.gelu = nn.GELU()
-        self.down = nn.Linear(4 * hidden, hidden)
-        self.mlp_dropout = Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Attend, then the MLP; each is added to what it reads."""
-        x = x + self.dropout(self.projection(self._attend(self.norm_1(x))))
-        out: Tensor = self.mlp_dropout(self.down(self.gelu(self.up(self.norm_2(x)))))
-        return out + x
-
-    def _attend(self, x: Tensor) -> Tensor:
-        batch, sequence, hidden = x.shape
-
-        def split(x: Tensor) -> Tensor:
-            each = x.view(batch, sequence, self.heads, -1).transpose(1, 2)
-            return each.reshape(batch * self.heads, sequence, -1)
-
-        # The scale goes into the query: no second tensor of s² is made.
-        query = self.query(x) * (hidden // self.heads) ** -0.5
-        out: Tensor = self.core(split(query), split(self.key(x)), split(self.value(x)))
-        out = out.view(batch, self.heads, sequence, -1).transpose(1, 2)
-        return out.reshape(batch, sequence, hidden)
-
-
-class GPT(nn.Module):
-    """Embeddings, layers, a norm, the projection to the vocabulary, and the loss."""
-
-    def __init__(self, shape: TransformerShape, layers: int, vocabulary: int) -> None:
-        """Make the parts; the projection has the embedding's weight."""
-        super().__init__()
-        self.tokens = nn.Embedding(vocabulary, shape.hidden)
-        self.positions = nn.Embedding(shape.sequence, shape.hidden)
-        self.dropout = Dropout()
-        self.layers = nn.ModuleList(
-            Layer(shape.hidden, shape.heads) for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(shape.hidden)
-        self.output = nn.Linear(shape.hidden, vocabulary, bias=False)
-        self.output.weight = self.tokens.weight
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, which is computed in single precision."""
-        positions = torch.arange(tokens.shape[1])
-        x = self.dropout(self.tokens(tokens) + self.positions(positions))
-        for layer in self.layers:
-            x = layer(x)
-        logits = self.output(self.norm(x)).float()
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-# Which module keeps which term of the paper; what it does not count is "beside".
-LAYER_TERMS = {
-    "norm_1": "norm_inputs",
-    "query": "qkv_input",
-    "core.scores": "query_and_key",
-    "core.softmax": "softmax_output",
-    "core.dropout": "softmax_dropout_mask",
-    "core.values": "value",
-    "projection": "projection_input",
-    "dropout": "attention_dropout_mask",
-    "norm_2": "norm_inputs",
-    "up": "mlp_input",
-    "gelu": "gelu_input",
-    "down": "gelu_output",
-    "mlp_dropout": "mlp_dropout_mask",
-}
+# Which module outside the layers keeps which term of the paper; what it does not count
+# is "beside".
 EXTRA_TERMS = {
     "dropout": "embedding_dropout_mask",
     "norm": "norm_input",

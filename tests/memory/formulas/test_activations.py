@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from paper_gpt import LAYER_TERMS, Layer
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 import membudget as mb
 from membudget.memory.formulas import (
     LayerTerms,
     Recompute,
     TransformerShape,
-    adafactor_bytes,
-    adam_bytes,
     extra_terms,
     flash_layer_terms,
     layer_bytes,
     layer_terms,
     model_bytes,
-    sgd_bytes,
 )
 
 GPT3 = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -103,33 +101,6 @@ def test_selective_recomputation_saves_70_percent_of_gpt3s_layers():
     assert round(100 * (1 - rest / whole)) == 70
 
 
-@pytest.mark.parametrize("name", ["batch", "sequence", "hidden", "heads"])
-@pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
-def test_sizes_that_are_no_positive_integers_are_refused(name: str, size):
-    sizes = {"batch": 2, "sequence": 2, "hidden": 2, "heads": 2, name: size}
-    with pytest.raises(mb.OptionError, match=f"{name} must be a positive integer; got"):
-        TransformerShape(**sizes)
-
-
-@pytest.mark.parametrize(
-    ("sizes", "said"),
-    [
-        ({"hidden": 10}, "heads must divide hidden, and 10 over 4 leaves 2"),
-        ({"tensor_parallel": 3}, "tensor_parallel must divide heads, and 4 over 3"),
-        ({"tensor_parallel": 0}, "tensor_parallel must be a positive integer"),
-        (
-            {"tensor_parallel": 4, "sequence": 6, "sequence_parallel": True},
-            "tensor_parallel must divide sequence, and 6 over 4 leaves 2",
-        ),
-    ],
-)
-def test_sizes_that_do_not_divide_are_refused(sizes: dict, said: str):
-    with pytest.raises(mb.OptionError, match=said):
-        TransformerShape(
-            **{"batch": 1, "sequence": 8, "hidden": 8, "heads": 4, **sizes}
-        )
-
-
 def test_ranks_need_not_divide_tokens_that_they_do_not_share():
     shape = TransformerShape(1, 3, 8, 4, tensor_parallel=2)
     assert layer_terms(shape).norm_inputs == 4 * shape.sbh
@@ -147,81 +118,7 @@ def test_what_no_model_has_is_refused():
         model_bytes(shape, 0, 8)
 
 
-# Optimizers.
-
-
-def state_bytes(kind: type[Optimizer], weight: Tensor, **options) -> int:
-    """Return what an optimizer keeps after a real step."""
-    parameter = nn.Parameter(weight)
-    parameter.grad = torch.ones_like(weight)
-    optimizer = kind([parameter], **options)
-    optimizer.step()
-    state = optimizer.state[parameter].values()
-    return mb.storage_bytes(x for x in state if isinstance(x, Tensor))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sgd_and_adam_keep_what_the_forms_say(dtype: torch.dtype):
-    weight = torch.zeros(5, 7, dtype=dtype)
-    elements, each = weight.numel(), weight.element_size()
-    assert state_bytes(SGD, weight, momentum=0.9) == sgd_bytes(elements, each)
-    assert state_bytes(Adam, weight) == adam_bytes(elements, each)
-    assert state_bytes(AdamW, weight) == adam_bytes(elements, each)
-    for kind in (Adam, AdamW):
-        found = state_bytes(kind, weight, amsgrad=True)
-        assert found == adam_bytes(elements, each, amsgrad=True)
-
-
-@pytest.mark.parametrize("size", [(), (7,), (5, 7), (3, 5, 7), (2, 3, 5, 7)])
-def test_adafactor_keeps_rows_and_columns_of_each_matrix(size: tuple[int, ...]):
-    assert state_bytes(Adafactor, torch.zeros(size)) == adafactor_bytes(size)
-
-
-@pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_a_profile_finds_the_state_of_adam_for_each_parameter(kind: type[Optimizer]):
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
-    graph = mb.profile(model, torch.zeros(2, 5), optimizer=kind).graph
-    forms = [adam_bytes(parameter.numel()) for parameter in model.parameters()]
-    assert graph.static.optimizer == sum(forms)
-
-
-def test_sgd_without_momentum_keeps_nothing():
-    found = state_bytes(SGD, torch.zeros(5, 7))
-    assert found == sgd_bytes(35, momentum=False) == 0
-
-
-def test_sizes_that_no_parameter_has_are_refused():
-    with pytest.raises(mb.OptionError, match="elements must be a positive integer"):
-        sgd_bytes(0)
-    with pytest.raises(mb.OptionError, match="element_bytes must be a positive"):
-        adam_bytes(1, 0)
-    with pytest.raises(mb.OptionError, match=r"size\[1\] must be a positive integer"):
-        adafactor_bytes([2, 0])
-
-
 # The traced step must agree.
-
-
-class Dropout(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.native_dropout(x, 0.1, True)[0]  # Its mask has a byte an element.
-
-
-class Product(nn.Module):
-    def forward(self, a: Tensor, b: Tensor) -> Tensor:
-        return torch.bmm(a, b)
-
-
-class Core(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scores, self.values = Product(), Product()
-        self.softmax, self.dropout = nn.Softmax(-1), Dropout()
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        weights = self.softmax(self.scores(query, key.transpose(1, 2)))
-        return self.values(self.dropout(weights), value)
 
 
 class FlashCore(nn.Module):
@@ -229,52 +126,13 @@ class FlashCore(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, scale=1.0)
 
 
-class Layer(nn.Module):
-    """The layer of the paper's figure 2; each tensor is kept by a module of its own."""
-
-    def __init__(self, hidden: int, heads: int, core: nn.Module):
-        super().__init__()
-        self.heads = heads
-        self.norm_1, self.norm_2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
-        self.query, self.key = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
-        self.value, self.core = nn.Linear(hidden, hidden), core
-        self.projection, self.dropout = nn.Linear(hidden, hidden), Dropout()
-        self.up, self.gelu = nn.Linear(hidden, 4 * hidden), nn.GELU()
-        self.down, self.mlp_dropout = nn.Linear(4 * hidden, hidden), Dropout()
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.projection(self.attend(self.norm_1(x))))
-        return x + self.mlp_dropout(self.down(self.gelu(self.up(self.norm_2(x)))))
-
-    def attend(self, x: Tensor) -> Tensor:
-        # The scale goes into the query: no second tensor of s² is made.
-        query = self.query(x) * (x.shape[-1] // self.heads) ** -0.5
-        parts = map(self.split, (query, self.key(x), self.value(x)))
-        out = self.core(*parts)
-        if out.dim() == 3:
-            out = out.unflatten(0, (-1, self.heads))
-        return out.transpose(1, 2).reshape(x.shape)
-
-    def split(self, x: Tensor) -> Tensor:
-        heads = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
-        return heads if isinstance(self.core, FlashCore) else heads.flatten(0, 1)
+def plain_layer(shape: TransformerShape) -> Layer:
+    return Layer(shape.hidden, shape.heads)
 
 
-TERMS = {
-    "norm_1": "norm_inputs",
-    "query": "qkv_input",
-    "core.scores": "query_and_key",
-    "core.softmax": "softmax_output",
-    "core.dropout": "softmax_dropout_mask",
-    "core.values": "value",
-    "projection": "projection_input",
-    "dropout": "attention_dropout_mask",
-    "norm_2": "norm_inputs",
-    "up": "mlp_input",
-    "gelu": "gelu_input",
-    "down": "gelu_output",
-    "mlp_dropout": "mlp_dropout_mask",
-}
+def flash_layer(shape: TransformerShape) -> Layer:
+    return Layer(shape.hidden, shape.heads, FlashCore(), flat=False)
+
 
 SHAPES = [
     TransformerShape(batch=1, sequence=8, hidden=16, heads=2),
@@ -285,11 +143,13 @@ SHAPES = [
 
 
 def traced(
-    shape: TransformerShape, core: type[nn.Module] = Core, fake: bool = True
+    shape: TransformerShape,
+    make: Callable[[TransformerShape], Layer] = plain_layer,
+    fake: bool = True,
 ) -> mb.StepGraph:
     """Profile a step of one layer."""
     with torch.device("meta" if fake else "cpu"):
-        layer = Layer(shape.hidden, shape.heads, core()).half()
+        layer = make(shape).half()
         size = (shape.batch, shape.sequence, shape.hidden)
         x = torch.zeros(size, dtype=torch.half, requires_grad=True)
     return mb.profile(layer, x, fake=fake).graph
@@ -320,7 +180,9 @@ def is_statistic(graph: mb.StepGraph, storage: int) -> bool:
 def found_terms(graph: mb.StepGraph) -> Counter[str]:
     terms: Counter[str] = Counter()
     for storage, path in kept(graph).items():
-        name = "statistics" if is_statistic(graph, storage) else TERMS.get(path, path)
+        name = LAYER_TERMS.get(path, path)
+        if is_statistic(graph, storage):
+            name = "statistics"
         if path == "core.values" and maker(graph, storage) == "core.dropout":
             name = "softmax_dropout_output"
         terms[name] += graph.storages[storage].bytes
@@ -365,7 +227,7 @@ def test_a_region_would_keep_what_it_did_not_make(
 @pytest.mark.parametrize("fake", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
 def test_a_traced_layer_with_fused_attention_keeps_each_term(shape, fake: bool):
-    found = found_terms(traced(shape, FlashCore, fake))
+    found = found_terms(traced(shape, flash_layer, fake))
     expected = expected_terms(flash_layer_terms(shape), shape)
     parts = ("query_and_key", "value", "log_sum_exp", "projection_input")
     # One operator keeps q, k, v, its output and the logarithms, the output first.
@@ -376,7 +238,7 @@ def test_a_traced_layer_with_fused_attention_keeps_each_term(shape, fake: bool):
 def test_layers_that_follow_each_other_keep_the_same():
     shape = SHAPES[1]
     with torch.device("meta"):
-        layers = [Layer(shape.hidden, shape.heads, Core()) for _ in range(3)]
+        layers = [plain_layer(shape) for _ in range(3)]
         model = nn.Sequential(*layers).half()
         size = (shape.batch, shape.sequence, shape.hidden)
         x = torch.zeros(size, dtype=torch.half)

@@ -1,0 +1,61 @@
+"""The closed forms are what an optimizer keeps, to the byte."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+
+import membudget as mb
+from membudget.memory.formulas import adafactor_bytes, adam_bytes, sgd_bytes
+
+
+def state_bytes(kind: type[Optimizer], weight: Tensor, **options) -> int:
+    """Return what an optimizer keeps after a real step."""
+    parameter = nn.Parameter(weight)
+    parameter.grad = torch.ones_like(weight)
+    optimizer = kind([parameter], **options)
+    optimizer.step()
+    state = optimizer.state[parameter].values()
+    return mb.storage_bytes(x for x in state if isinstance(x, Tensor))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sgd_and_adam_keep_what_the_forms_say(dtype: torch.dtype):
+    weight = torch.zeros(5, 7, dtype=dtype)
+    elements, each = weight.numel(), weight.element_size()
+    assert state_bytes(SGD, weight, momentum=0.9) == sgd_bytes(elements, each)
+    assert state_bytes(Adam, weight) == adam_bytes(elements, each)
+    assert state_bytes(AdamW, weight) == adam_bytes(elements, each)
+    for kind in (Adam, AdamW):
+        found = state_bytes(kind, weight, amsgrad=True)
+        assert found == adam_bytes(elements, each, amsgrad=True)
+
+
+@pytest.mark.parametrize("size", [(), (7,), (5, 7), (3, 5, 7), (2, 3, 5, 7)])
+def test_adafactor_keeps_rows_and_columns_of_each_matrix(size: tuple[int, ...]):
+    assert state_bytes(Adafactor, torch.zeros(size)) == adafactor_bytes(size)
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+def test_a_profile_finds_the_state_of_adam_for_each_parameter(kind: type[Optimizer]):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 3))
+    graph = mb.profile(model, torch.zeros(2, 5), optimizer=kind).graph
+    forms = [adam_bytes(parameter.numel()) for parameter in model.parameters()]
+    assert graph.static.optimizer == sum(forms)
+
+
+def test_sgd_without_momentum_keeps_nothing():
+    found = state_bytes(SGD, torch.zeros(5, 7))
+    assert found == sgd_bytes(35, momentum=False) == 0
+
+
+def test_sizes_that_no_parameter_has_are_refused():
+    with pytest.raises(mb.OptionError, match="elements must be a positive integer"):
+        sgd_bytes(0)
+    with pytest.raises(mb.OptionError, match="element_bytes must be a positive"):
+        adam_bytes(1, 0)
+    with pytest.raises(mb.OptionError, match=r"size\[1\] must be a positive integer"):
+        adafactor_bytes([2, 0])
