@@ -44,6 +44,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Let no graph of another test be found again."""
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(autouse=True)
 def same_start() -> Iterator[None]:
     """Begin each test with seed 0 everywhere and one thread."""

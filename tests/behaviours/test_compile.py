@@ -1,16 +1,11 @@
-"""Behaviours 142-144: regions around compiled code, and inside it.
-
-The backends `eager` and `aot_eager` trace and cut graphs as the default one does, and
-make no kernels, so these tests take no compiler.
-"""
+"""Behaviours 142-144: regions around compiled code, and inside it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -18,29 +13,9 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.compat import create_selective_checkpoint_contexts
 from tests.behaviours.steps import Counted, Region, differences, plain
+from tests.compiled import MARKS, every_backend, leaf, smooth
 
-pytestmark = [
-    # Dynamo looks whether tensors have a gradient, which warns of those that have none.
-    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
-]
-
-BACKENDS = pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Let no graph of another test be found again."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def leaf(rows: int = 2) -> Tensor:
-    return torch.linspace(-1.0, 1.0, rows * 3).reshape(rows, 3).requires_grad_()
-
-
-def smooth(x: Tensor) -> Tensor:
-    return (x.exp() * x.sin()).tanh()
+pytestmark = MARKS
 
 
 def gradients(run: Callable[[Tensor], Tensor], *inputs: Tensor) -> list[Tensor]:
@@ -56,7 +31,7 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@BACKENDS
+@every_backend
 def test_b142_a_compiled_function_runs_in_a_region(backend: str) -> None:
     compiled = torch.compile(smooth, backend=backend)
     function = Counted(lambda x: compiled(x.cos()).exp())
@@ -68,7 +43,7 @@ def test_b142_a_compiled_function_runs_in_a_region(backend: str) -> None:
     assert function.calls == 4
 
 
-@BACKENDS
+@every_backend
 def test_b142_a_compiled_module_is_a_region(backend: str) -> None:
     def step(region: Region) -> Any:
         model = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3))
@@ -83,7 +58,7 @@ def test_b142_a_compiled_module_is_a_region(backend: str) -> None:
 
 # The graph may be another in the recompute, where sizes have become dynamic in between
 # (pytorch/pytorch#166926): then the saved tensors differ, and an error must say so.
-@BACKENDS
+@every_backend
 def test_b142_sizes_that_vary_are_right_or_refused(backend: str) -> None:
     compiled = torch.compile(smooth, backend=backend)
     inputs = [leaf(rows) for rows in (2, 3, 4, 5)]
@@ -98,7 +73,7 @@ def test_b142_sizes_that_vary_are_right_or_refused(backend: str) -> None:
     assert equal(found, expected)
 
 
-@BACKENDS
+@every_backend
 def test_b143_a_region_runs_inside_a_compiled_function(backend: str) -> None:
     @functools.partial(torch.compile, backend=backend)
     def compiled(x: Tensor) -> Tensor:
@@ -109,7 +84,7 @@ def test_b143_a_region_runs_inside_a_compiled_function(backend: str) -> None:
     assert equal(gradients(compiled, *inputs), expected)
 
 
-@BACKENDS
+@every_backend
 def test_b143_a_region_over_a_module_runs_inside_compiled_code(backend: str) -> None:
     def step(region: Region) -> Any:
         inner = nn.Sequential(nn.Linear(3, 5), nn.GELU(), nn.Linear(5, 3))
@@ -126,7 +101,7 @@ def test_b143_a_region_over_a_module_runs_inside_compiled_code(backend: str) -> 
     assert differences(step) == []
 
 
-@BACKENDS
+@every_backend
 def test_b143_a_model_with_regions_is_compiled(backend: str) -> None:
     def step(region: Region) -> Any:
         layers = [nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3)]

@@ -2,13 +2,12 @@
 
 Around: what a compiled graph runs is recorded like anything else, or held where it is
 one kernel. Inside: `torch.compile` makes its own plan, and the options of the replay
-engine do not reach it. The backends `eager` and `aot_eager` take no compiler.
+engine do not reach it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +16,15 @@ from torch import Tensor, nn
 
 import membudget as mb
 from tests.behaviours.steps import Block, Region, differences, plain, region_with
+from tests.compiled import MARKS, every_backend, leaf, smooth
 
-pytestmark = [
-    # Dynamo looks whether tensors have a gradient, which warns of those that have none.
-    pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning"),
-]
+pytestmark = MARKS
 
-BACKENDS = ["eager", "aot_eager"]
 KEEPS = {
     "nothing": mb.policies.nothing,
     "matmuls": mb.policies.matmuls,
     "everything": mb.policies.everything,
 }
-every_backend = pytest.mark.parametrize("backend", BACKENDS)
 every_region = pytest.mark.parametrize(
     "region",
     [
@@ -41,22 +36,6 @@ every_region = pytest.mark.parametrize(
         if not (name == "everything" and verify)
     ],
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Let no graph of another test be found again."""
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
-
-
-def leaf(rows: int = 2) -> Tensor:
-    return torch.linspace(-1.0, 1.0, rows * 3).reshape(rows, 3).requires_grad_()
-
-
-def smooth(x: Tensor) -> Tensor:
-    return (x.exp() * x.sin()).tanh()
 
 
 def perceptron(dropout: float = 0.0) -> nn.Sequential:
