@@ -191,10 +191,10 @@ def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion
     A storage is kept as the last operator of the region leaves it that writes it.
     """
     writer: dict[int, KeptOutput] = {}
-    for index in range(region.start, region.end):
-        operator = graph.operators[index]
+    number = 0
+    for operator in graph.operators[region.start : region.end]:
+        number += operator.name != _NOT_NUMBERED
         if not operator.is_view:
-            number = index - region.start + 1
             for position in operator.outputs:
                 value = graph.values[position]
                 writer[value.storage] = KeptOutput(number, value.output, operator.name)
@@ -212,7 +212,11 @@ def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion
         for stage in region.stages
     )
     kept = outputs(region.kept)
-    return PlannedRegion(path, region.end - region.start, kept, stages)
+    return PlannedRegion(path, number, kept, stages)
+
+
+_NOT_NUMBERED = "aten.detach.default"
+"""The engine counts none: torch adds some where it finds a tensor held."""
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:

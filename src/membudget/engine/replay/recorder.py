@@ -93,7 +93,8 @@ class Recorder(DispatchMode):
         if facts is not None and facts.is_query:
             return func(*args, **(kwargs or {}))
         recording = self.recording
-        recording.number += 1
+        if facts is None or facts.is_numbered:
+            recording.number += 1
         if facts is None or facts.is_opaque or self.opaque_depth:
             return self._run_opaque(func, facts, args, kwargs or {})
         if not facts.is_simple:
