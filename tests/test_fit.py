@@ -14,6 +14,7 @@ from membudget.errors import BudgetError, OptionError
 from membudget.fit import Fitted, fit
 from membudget.fit_text import region_table
 from membudget.plan_text import head
+from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
 
 PERCENT = (90, 80, 70, 60, 50, 40)
@@ -22,23 +23,6 @@ PERCENT = (90, 80, 70, 60, 50, 40)
 def made(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     return MODELS[name]()
-
-
-def state_of(model: nn.Module) -> dict[str, Any]:
-    """Return whatever a caller could find changed of a model."""
-    facts: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        facts[f"class {name}"] = type(module)
-        facts[f"names {name}"] = sorted(module.__dict__)
-        hooks = {k: len(v) for k, v in module.__dict__.items() if k.endswith("hooks")}
-        facts[f"hooks {name}"] = hooks
-    for name, tensor in model.state_dict().items():
-        facts[f"value {name}"] = tensor.tolist()
-    for name, parameter in model.named_parameters():
-        grad = parameter.grad
-        facts[f"gradient {name}"] = None if grad is None else grad.tolist()
-    facts["stream"] = torch.get_rng_state().tolist()
-    return facts
 
 
 def check_fitted(fitted: Fitted, budget: int) -> None:

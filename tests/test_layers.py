@@ -44,8 +44,8 @@ ALLOWED = {
         "profile",
     },
     "fit": {
-        *("apply", "audit", "fit_text", "free", "modes", "plan_text", "planner"),
-        *("planning", "profile", "tries"),
+        *("apply", "audit", "carrier", "errors", "fit_text", "free", "modes"),
+        *("plan_text", "planner", "planning", "profile", "tries"),
     },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},

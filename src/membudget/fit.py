@@ -6,6 +6,8 @@ took more than was given, plan again with what was learnt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import signature
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +16,8 @@ from torch.nn import Module
 from membudget.apply import Applied, Status
 from membudget.audit import AuditReport, audit
 from membudget.audit.step import LossFunction
+from membudget.carrier import has_region
+from membudget.errors import OptionError
 from membudget.fit_text import region_table
 from membudget.free import budget_in_all, free_bytes
 from membudget.modes import AUTO, check_mode
@@ -22,7 +26,7 @@ from membudget.planner.plan import Plan
 from membudget.planning import check_budget, limit_of
 from membudget.profile import Device, Profile, profile
 from membudget.profile.optimizer import OptimizerLike
-from membudget.profile.step import Step
+from membudget.profile.step import Step, check_arguments
 from membudget.tries import Measured, Task, try_mode, try_plans
 
 
@@ -152,7 +156,8 @@ def fit(
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
-        OptionError: If the budget is no number of bytes, or there is no such mode.
+        OptionError: If the budget is no number of bytes, there is no such mode, or the
+            model carries regions already.
 
     Example:
         >>> import torch
@@ -164,9 +169,10 @@ def fit(
         >>> fitted.remove()
     """
     check_mode(mode)
-    usable = free_bytes(model) if budget is None else 0
+    _check_step(model, batch)
     if budget is not None:
         check_budget(budget)
+    usable = free_bytes(model) if budget is None else 0
     step = Step(model, batch, loss_fn)
     found = profile(
         model, batch, loss_fn, optimizer=optimizer, fake=fake, device=device
@@ -176,3 +182,28 @@ def fit(
     task = Task(step, found, limit_of(found, budget))
     tries, applied = try_plans(task) if mode == AUTO else try_mode(task, mode)
     return Fitted(mode, step, found, tries, applied)
+
+
+def _check_step(model: Any, batch: Any) -> None:
+    """Refuse a model and a batch of which no step can be fitted.
+
+    Raises:
+        OptionError: If the model is none, carries regions, or is called with nothing.
+    """
+    check_arguments(model)
+    carrying = [name for name, module in model.named_modules() if has_region(module)]
+    if carrying:
+        raise OptionError(
+            f"{type(model).__name__} carries {len(carrying)} regions already, the "
+            f"first on {carrying[0] or 'itself'!r}, and the plain step is what a plan "
+            "is made from: remove() them first"
+        )
+    if isinstance(batch, Mapping | tuple) and not batch:
+        try:
+            signature(model.forward).bind()
+        except TypeError as error:
+            raise OptionError(
+                f"the batch is an empty {type(batch).__name__}, so "
+                f"{type(model).__name__} would be called with nothing ({error}): give "
+                "what it is called with"
+            ) from error
