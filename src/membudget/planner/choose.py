@@ -115,7 +115,7 @@ class _Cut:
     ):
         self._graph = graph
         self._calls = tuple(calls)
-        self._windows = Windows(graph, calls)
+        self._windows = Windows(graph, [Region(c.start, c.end) for c in calls])
         self._own_s = [overheads.seconds(graph, r) for r in self._windows.regions]
         self._options = [
             # The first choice keeps all that is wanted: no region is needed for that.

@@ -13,7 +13,7 @@ between are left to mixing the choices of several regions; a sparse hull is fill
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from membudget.graph import StepGraph, Storage
@@ -51,17 +51,25 @@ class _Maker:
     reads: tuple[int, ...]
 
 
-def choices(graph: StepGraph, region: Region) -> list[Choice]:
+def choices(
+    graph: StepGraph, region: Region, kept_anyway: frozenset[int] = frozenset()
+) -> list[Choice]:
     """Return the choices on the convex hull, and some between, the most bytes first.
 
     See `corners`. Where many storages have one price (the outputs of like layers), the
     hull leaps from all of them to none; there, choices between are added.
+
+    Args:
+        graph: The step.
+        region: The region.
+        kept_anyway: Storages that every choice keeps; their bytes are not counted.
     """
-    problem = _problem(graph, region)
+    problem = _problem(graph, region, kept_anyway)
     found = problem.hull()
     if len(found) <= MOST_SPARSE:
         problem.fill(found)
-    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+    ordered = sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+    return [replace(choice, kept=choice.kept | kept_anyway) for choice in ordered]
 
 
 def corners(graph: StepGraph, region: Region) -> list[Choice]:
@@ -79,8 +87,10 @@ def corners(graph: StepGraph, region: Region) -> list[Choice]:
     return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
 
 
-def _problem(graph: StepGraph, region: Region) -> _Problem:
-    made = _made(graph, region)
+def _problem(
+    graph: StepGraph, region: Region, kept_anyway: frozenset[int] = frozenset()
+) -> _Problem:
+    made = _made(graph, region) - kept_anyway
     wanted = _wanted(graph, region, made)
     return _Problem(graph, _makers(graph, region, made), wanted)
 

@@ -75,6 +75,7 @@ class Replay:
         self._until = self._needed_until(region, candidates)
         self._by_stage = self._saved_by_stage()
         self._served: set[int] = set()
+        self._freed: set[int] = set()
         self._there: dict[int, _Memory] = {}
         self._lent: dict[int, _Memory] = {}
         self._begin(-1)
@@ -154,7 +155,7 @@ class Replay:
         self._uses[storage] -= 1
         memory = self._there.get(storage)
         if memory is not None:
-            if self._reads_to_come[storage] or storage in self._held[self._stage]:
+            if self._reads_to_come[storage] or self._is_read_later(storage):
                 memory = _Memory()
                 self._timeline.take(storage)
             memory.holders += 1
@@ -164,6 +165,7 @@ class Replay:
     def free(self, saved: int) -> None:
         """Autograd frees a saved tensor."""
         storage = self._storage(saved)
+        self._freed.add(saved)
         if saved not in self._served:
             self._served.add(saved)
             if self._stage_of(saved) == self._stage:
@@ -200,6 +202,30 @@ class Replay:
             for storage in self._held[stage]:
                 self._uses[storage] += 1
         self._go_if_done(list(self._there))
+
+    def _is_read_later(self, storage: int) -> bool:
+        """Tell whether another stage runs what reads a storage that this one holds."""
+        held = self._held[self._stage]
+        if storage not in held:
+            return False
+        pending = [
+            self._storage(index)
+            for stage, indices in self._by_stage.items()
+            if stage != self._stage
+            for index in indices
+            if index not in self._freed
+        ]
+        seen: set[int] = set()
+        while pending:
+            wanted = pending.pop()
+            if wanted in seen or (wanted in held and wanted in self._there):
+                continue
+            seen.add(wanted)
+            for operator in self._writers.get(wanted, ()):
+                if storage in self._reads[operator]:
+                    return True
+                pending += self._reads[operator]
+        return False
 
     def _is_missing(self, storage: int) -> bool:
         return (

@@ -17,7 +17,7 @@ first asks for it, as `replayed` says. The rules are the engine's:
 4. Views cost nothing. A storage that is written in place is made by all operators that
    write it.
 5. Autograd may write into what it is given: it gets a copy of what an operator of the
-   stage has yet to read, or that the stage holds.
+   stage has yet to read, or of another stage where this one holds it.
 """
 
 from __future__ import annotations

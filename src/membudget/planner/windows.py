@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from membudget.graph import ModuleCall, StepGraph
+from membudget.graph import StepGraph
 from membudget.planner.flat import Option
 from membudget.planner.keep import choices
 from membudget.planner.regions import Region, made_in, saved_in
@@ -24,22 +24,32 @@ class Windows:
     Attributes:
         regions: The regions, in the order of the forward.
         choices: The choices of each region.
+        fixed_bytes: At each moment, what no choice moves.
     """
 
-    def __init__(self, graph: StepGraph, calls: Sequence[ModuleCall]):
-        """Cut the step.
+    def __init__(
+        self,
+        graph: StepGraph,
+        regions: Sequence[Region],
+        kept_anyway: Sequence[frozenset[int]] = (),
+    ):
+        """Find the choices.
 
         Args:
             graph: The step.
-            calls: The calls that become regions; they do not overlap.
+            regions: The regions; they do not overlap.
+            kept_anyway: For each of them, what every choice keeps; nothing if empty.
         """
         self._graph = graph
-        self.regions = [Region(call.start, call.end) for call in calls]
-        self.choices = [choices(graph, region) for region in self.regions]
-        self._fixed = self._fixed_bytes()
+        self.regions = list(regions)
+        kept = kept_anyway or [frozenset[int]()] * len(self.regions)
+        self.choices = [
+            choices(graph, region, anyway)
+            for region, anyway in zip(self.regions, kept, strict=True)
+        ]
+        self.fixed_bytes = self._find_fixed_bytes()
 
-    def _fixed_bytes(self) -> list[int]:
-        """Return the bytes at each moment that no choice moves."""
+    def _find_fixed_bytes(self) -> list[int]:
         moved = {s for region in self.regions for s in made_in(self._graph, region)}
         fixed = of_intervals(self._graph, lifetimes(self._graph, without=moved))
         return list(fixed.alive_bytes)
@@ -53,7 +63,7 @@ class Windows:
             ]
             for region, of_region in zip(self.regions, self.choices, strict=True)
         ]
-        starts = [self._backward_start(region) for region in self.regions]
+        starts = [self.backward_start(region) for region in self.regions]
         gaps = self._gaps(starts, timelines)
         return [
             [
@@ -65,22 +75,17 @@ class Windows:
             )
         ]
 
-    def _backward_start(self, region: Region) -> int:
+    def backward_start(self, region: Region) -> int:
         """Return the moment at which the backward first asks for what it saved."""
-        graph = self._graph
-        made = made_in(graph, region)
-        asked = [
-            saved.asked[0]
-            for saved in (graph.saved[index] for index in saved_in(graph, region))
-            if saved.asked and graph.values[saved.value].storage in made
-        ]
-        return min(asked, default=len(self._fixed))
+        saved = (self._graph.saved[i] for i in saved_in(self._graph, region))
+        asked = [s.asked[0] for s in saved if s.asked]
+        return min(asked, default=len(self.fixed_bytes))
 
     def _option(
         self, seconds: float, region: Region, timeline: Own, start: int, gap: int
     ) -> Option:
         held = peak = 0
-        ends = [*timeline.moments[1:], len(self._fixed)]
+        ends = [*timeline.moments[1:], len(self.fixed_bytes)]
         rows = zip(
             timeline.moments,
             ends,
@@ -92,7 +97,7 @@ class Windows:
             if moment < start and end > self._graph.backward_start:
                 held = max(held, alive)
             if moment < region.end or moment >= start:
-                peak = max(peak, self._fixed[moment] + most)
+                peak = max(peak, self.fixed_bytes[moment] + most)
             if moment >= start and alive:
                 peak = max(peak, alive + self._most(moment + 1, end))
         return Option(held, max(peak, held + gap), seconds)
@@ -106,7 +111,7 @@ class Windows:
         for the region whose backward comes next: what it and those before it hold is
         there.
         """
-        busy = [False] * len(self._fixed)
+        busy = [False] * len(self.fixed_bytes)
         for region, start, of_region in zip(
             self.regions, starts, timelines, strict=True
         ):
@@ -122,15 +127,32 @@ class Windows:
             if current is not None and not busy[moment]:
                 gaps[current] = max(gaps[current], self._most(moment, moment + 1))
         current = None
-        for moment in range(len(self._fixed) - 1, self._graph.backward_start - 1, -1):
+        for moment in range(
+            len(self.fixed_bytes) - 1, self._graph.backward_start - 1, -1
+        ):
             current = before.get(moment, current)
             if current is not None and not busy[moment]:
                 gaps[current] = max(gaps[current], self._most(moment, moment + 1))
         return gaps
 
+    def peak_between(self, timeline: Own, first: int, last: int) -> int:
+        """Return the most bytes over some moments, with what a region itself has."""
+        ends = [*timeline.moments[1:], len(self.fixed_bytes)]
+        most = self._most(first, min(last, next(iter(timeline.moments), last)))
+        rows = zip(timeline.moments, ends, timeline.alive_bytes, strict=True)
+        for moment, end, alive in rows:
+            inside = max(moment, first), min(end, last)
+            if inside[0] < inside[1]:
+                most = max(most, alive + self._most(*inside))
+        for moment, peak in zip(timeline.moments, timeline.peak_bytes, strict=True):
+            if first <= moment < last:
+                most = max(most, self.fixed_bytes[moment] + peak)
+        return most
+
     def _most(self, start: int, end: int) -> int:
         operators = self._graph.operators
         inside = range(start, end)
         return max(
-            (self._fixed[m] + operators[m].workspace_bytes for m in inside), default=0
+            (self.fixed_bytes[m] + operators[m].workspace_bytes for m in inside),
+            default=0,
         )

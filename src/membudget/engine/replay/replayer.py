@@ -122,7 +122,7 @@ class Replayer:
         what is held for another stage.
         """
         owner = value.root or value
-        if owner.reads > 0:
+        if owner.reads > 0 or (owner.is_carried and self._is_read_later(owner)):
             return copy_of(tensor)
         owner.is_lent = True
         return tensor
@@ -150,28 +150,14 @@ class Replayer:
         return [
             h.value
             for h in handles
-            if h is not None
-            and not h.value.is_held()
-            and self._stage in (-1, h.stage)
+            if h is not None and not h.value.is_held() and self._stage in (-1, h.stage)
         ]
 
     def _make_plan(self, stage: int) -> None:
         self._plan += 1
         self._stage = stage
-        wanted: list[Value] = []
         self._task = current_graph_task_id()
-        for value in self._wanted():
-            self._count(value, wanted)
-        while wanted:
-            operation = wanted.pop().operation
-            if operation is not None and operation.plan != self._plan:
-                operation.plan = self._plan
-                for value in operation.inputs():
-                    self._count(value, wanted)
-                    if not operation.is_view:
-                        (value.root or value).reads += 1
-                if stage >= 0:
-                    self._count_held(operation.outputs)
+        self._count_path()
         before, self._memoised = self._memoised, {}
         if stage >= 0:
             self._count_held((v.index, ref(v)) for v in before if v.tensor is not None)
@@ -182,6 +168,23 @@ class Replayer:
                 self._memoised[value] = None
             else:
                 value.tensor = None
+
+    def _count_path(self) -> None:
+        """Count the uses of all that leads to what the plan has to make."""
+        wanted: list[Value] = []
+        for value in self._wanted():
+            self._count(value, wanted)
+        while wanted:
+            operation = wanted.pop().operation
+            if operation is None or operation.plan == self._plan:
+                continue
+            operation.plan = self._plan
+            for value in operation.inputs():
+                self._count(value, wanted)
+                if not operation.is_view:
+                    (value.root or value).reads += 1
+            if self._stage >= 0:
+                self._count_held(operation.outputs)
 
     def _count(self, value: Value, wanted: list[Value]) -> None:
         """Count one more use; a value without content must be made."""
@@ -204,13 +207,31 @@ class Replayer:
             if (value.operation.call, index) in held:
                 self._begin(value)
                 value.uses += 1
-                value.reads += 1
+                value.is_carried = True
+
+    def _is_read_later(self, owner: Value) -> bool:
+        """Tell whether another stage may run an operator that reads what this holds."""
+        handles = [reference() for reference in self.handles]
+        pending = [h.value for h in handles if h is not None and h.stage != self._stage]
+        seen: set[int] = set()
+        while pending:
+            value = pending.pop()
+            operation = value.operation
+            is_there = value.tensor is not None and (value.root or value).is_carried
+            if operation is None or is_there or id(operation) in seen:
+                continue
+            seen.add(id(operation))
+            for read in operation.inputs():
+                if not operation.is_view and (read.root or read) is owner:
+                    return True
+                pending.append(read)
+        return False
 
     def _begin(self, value: Value) -> None:
         if value.plan != self._plan:
             value.plan = self._plan
             value.uses = value.view_uses = value.reads = 0
-            value.is_lent = False
+            value.is_lent = value.is_carried = False
 
     def _used(self, value: Value) -> None:
         value.uses -= 1

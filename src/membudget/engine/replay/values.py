@@ -35,11 +35,13 @@ class Value:
         view_uses: How often its views are still needed.
         reads: How many operations that compute have yet to read it, or a view of it.
         is_lent: Whether autograd has it, or a view of it.
+        is_carried: Whether the stage holds it for others.
     """
 
     __slots__ = (
         "__weakref__",
         "index",
+        "is_carried",
         "is_lent",
         "is_state",
         "is_used",
@@ -58,6 +60,7 @@ class Value:
     view_uses: int
     reads: int
     is_lent: bool
+    is_carried: bool
 
     def __init__(
         self, operation: Operation | None, index: int = 0, root: Value | None = None
@@ -69,6 +72,7 @@ class Value:
         self.tensor: Tensor | None = None
         self.packed: Any = None
         self.is_used = False
+        self.is_carried = False
         self.is_state = False
         self.plan = 0
 
