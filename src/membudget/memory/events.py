@@ -1,7 +1,9 @@
 """The events of the CPU's allocator, as torch's profiler notes them.
 
 Every allocation and every release is one, also in the threads of autograd and inside
-kernels, so their running sum is what is alive.
+kernels, so their running sum is what is alive. The profiler also tells some releases of
+what was there before: if it saw an allocation at the address in an earlier recording.
+These are left out, or the sum would fall below what is alive.
 """
 
 from __future__ import annotations
@@ -13,8 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An allocation, or a release of what was allocated.
+
+    Attributes:
+        moment: By the clock of the events, in nanoseconds.
+        bytes: Of the storage; below 0 for a release.
+        thread: In which it happened.
+    """
+
+    moment: int
+    bytes: int
+    thread: int
 
 
 @dataclass(slots=True)
@@ -26,7 +42,7 @@ class Events:
         others: All else: operators, and what was marked.
     """
 
-    memory: list[Any] = field(default_factory=list)
+    memory: list[Change] = field(default_factory=list)
     others: list[Any] = field(default_factory=list)
 
 
@@ -47,12 +63,31 @@ def recorded_events() -> Iterator[Events]:
         with quiet_stderr():
             recorder.__exit__(None, None, None)
     results: Any = recorder.kineto_results
-    for event in results.events():
-        if event.name() != "[memory]":
-            events.others.append(event)
-        elif event.device_type() == DeviceType.CPU:
-            events.memory.append(event)
-    events.memory.sort(key=lambda event: event.start_ns())
+    events.others += (e for e in results.events() if e.name() != "[memory]")
+    events.memory += _changes(results.experimental_event_tree())
+
+
+def _changes(tree: list[Any]) -> Iterator[Change]:
+    """Yield what happened on the CPU in order; only the tree knows the addresses."""
+    alive: set[int] = set()
+    for node in sorted(_allocations(tree), key=lambda node: node.start_time_ns):
+        change: Any = node.extra_fields
+        if change.alloc_size > 0:
+            alive.add(change.ptr)
+        elif change.ptr in alive:
+            alive.remove(change.ptr)
+        else:
+            continue
+        yield Change(node.start_time_ns, change.alloc_size, node.start_tid)
+
+
+def _allocations(tree: list[Any]) -> Iterator[Any]:
+    nodes = tree[::-1]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children[::-1]
+        if node.name == "[memory]" and node.extra_fields.device.type == "cpu":
+            yield node
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from torch.nn import Module
 
 from membudget._torch import is_profiling, tree_iter
 from membudget.errors import OptionError
-from membudget.memory.events import Events, recorded_events
+from membudget.memory.events import Change, Events, recorded_events
 
 T = TypeVar("T")
 
@@ -52,8 +52,7 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
 
     What was alive before the call is not counted: add `storage_bytes` of the
     parameters, buffers, optimizer state and inputs for the total. On the CPU that holds
-    also for what the call releases of it (the profiler reports the release of no
-    storage whose allocation it did not see), so set old gradients to `None` before.
+    also for what the call releases of it, so set old gradients to `None` before.
     Allocator rounding is not counted.
 
     Args:
@@ -91,10 +90,10 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
 
 def _from_events(events: Events, result: T) -> Peak[T]:
     alive = most = 0
-    at: Any = None
+    at: Change | None = None
     timeline = []
     for event in events.memory:
-        alive += event.nbytes()
+        alive += event.bytes
         timeline.append(alive)
         if alive > most:
             most, at = alive, event
@@ -102,14 +101,13 @@ def _from_events(events: Events, result: T) -> Peak[T]:
     return Peak(most, alive, operator, tuple(timeline), 0, result)
 
 
-def _running(events: list[Any], moment: Any) -> str:
-    """Return the innermost operator that ran in the moment's thread."""
-    time, thread = moment.start_ns(), moment.start_thread_id()
+def _running(events: list[Any], change: Change) -> str:
+    """Return the innermost operator that ran in the change's thread."""
     around = [
         event
         for event in events
-        if event.start_thread_id() == thread
-        and event.start_ns() <= time <= event.end_ns()
+        if event.start_thread_id() == change.thread
+        and event.start_ns() <= change.moment <= event.end_ns()
     ]
     innermost = max(around, key=lambda event: event.start_ns(), default=None)
     return "" if innermost is None else str(innermost.name())

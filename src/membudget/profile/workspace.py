@@ -55,8 +55,8 @@ def allocations() -> Iterator[dict[int, int]]:
     table: dict[int, int] = {}
     with recorded_events() as events:
         yield table
-    times = [event.start_ns() for event in events.memory]
-    alive = [0, *accumulate(event.nbytes() for event in events.memory)]
+    times = [change.moment for change in events.memory]
+    alive = [0, *accumulate(change.bytes for change in events.memory)]
     for event in events.others:
         if event.name().startswith(MARK):
             first = bisect_left(times, event.start_ns())
