@@ -16,7 +16,7 @@ import pytest
 import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
 from membudget.plan_text import described, differences, kept_text
-from membudget.planner.plan import KeptOutput, Plan, PlannedRegion
+from membudget.planner.plan import VERSION, KeptOutput, Plan, PlannedRegion
 
 STEP = """
 import torch
@@ -420,7 +420,10 @@ BREAK: dict[str, tuple[Callable[[Path], Any], str]] = {
     "truncated": (lambda p: p.write_text(PLAN.to_json()[:90]), "cannot be read"),
     "empty": (lambda p: p.write_text(""), "cannot be read"),
     "a list": (lambda p: p.write_text("[]"), "plan must be an object"),
-    "not whole": (lambda p: p.write_text('{"version": 1}'), "is missing"),
+    "not whole": (
+        lambda p: p.write_text(f'{{"version": {VERSION}}}'),
+        "is missing: the plan is not whole",
+    ),
     "a folder": (lambda p: p.mkdir(), "cannot be read"),
     "gone": (lambda p: None, "No such file"),
 }

@@ -157,12 +157,14 @@ def test_a_model_that_changes_between_steps_is_counted_and_its_gradients_are_rig
     with fit(model, batch, "85%", fake=True) as fitted:
         kept = {region.path for region in fitted.plan.regions if region.kept}
         assert kept
+        assert "other operators" not in fitted.report()
         for block in blocks:
             block.turns = True
         assert fitted.audit().equal
         found = {region.name: region for region in fitted.status().regions}
         assert any(found[path].differences for path in kept)
     assert "ran other operators than planned" in str(fitted.status())
+    assert "ran other operators than planned, and keep less" in fitted.report()
 
 
 class Functional(nn.Module):
@@ -195,7 +197,8 @@ def test_a_model_of_which_nothing_can_be_dropped_is_refused_with_the_least():
     model = nn.Linear(16, 16)
     error = check_refused(model, torch.ones(4, 16), "no plan fits into", "90%")
     assert isinstance(error, BudgetError)
-    assert error.least_bytes == mb.profile(model, torch.ones(4, 16)).peak_bytes
+    plain = mb.profile(model, torch.ones(4, 16)).peak_bytes
+    assert plain <= error.least_bytes <= 1.005 * plain
 
 
 @pytest.mark.parametrize("fake", [True, False])

@@ -93,6 +93,12 @@ class Fitted:
             lines.append(
                 f"plans     {len(self.tries):12}  those before it took {more} bytes"
             )
+        other = [r.name for r in self.status().regions if r.differences]
+        if other:
+            lines.append(
+                f"differs   {len(other):12}  regions ran other operators than planned, "
+                f"and keep less: {other[0] or 'the model'!r} first"
+            )
         regions = PLAIN_FITS
         if self.plan.regions:
             regions = region_table(self.profile.graph, last.chosen)

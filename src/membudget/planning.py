@@ -72,7 +72,17 @@ def choose(planner: Planner, limit: Limit) -> Chosen:
     try:
         return planner.choose(limit.budget_bytes)
     except BudgetError as error:
-        raise limit.refused(f"no plan fits into {limit}", error.least_bytes) from error
+        raise limit.refused(
+            f"no plan fits into {limit}", with_margin(error.least_bytes)
+        ) from error
+
+
+def with_margin(least_bytes: int) -> int:
+    """Return the least budget, with half a percent for what a prediction leaves out.
+
+    A user who gives the least that an error named is not to be refused again.
+    """
+    return least_bytes + least_bytes // 200
 
 
 def choose_mode(profile: Profile, mode: str) -> tuple[StepGraph, Chosen]:
@@ -100,7 +110,7 @@ def mode_is_over(
     """
     return limit.refused(
         f"mode={mode!r} is {how} to take {peak_bytes:,} bytes, and may take {limit}",
-        planner_of(profile).least_bytes(),
+        with_margin(planner_of(profile).least_bytes()),
         f"a plan of mode={AUTO!r}",
     )
 
