@@ -55,7 +55,6 @@ class Link:
         tape_peak_bytes: The most of its own while what it saves is made, too.
         again_peak_bytes: The most in its backward if all that it saves is made again
             there, with what is alive in any case.
-        forward_peak_bytes: The most in its forward if nothing of it is kept, likewise.
         fixed_bytes: What is alive in any case when its backward begins.
         pinned_bytes: What must be kept of it.
     """
@@ -68,7 +67,6 @@ class Link:
     pass_peak_bytes: int
     tape_peak_bytes: int
     again_peak_bytes: int
-    forward_peak_bytes: int
     fixed_bytes: int
     pinned_bytes: int
 
@@ -110,6 +108,7 @@ class Chain:
         self,
         links: Sequence[Link],
         crossing_bytes: Sequence[Sequence[int]],
+        forward_bytes: Sequence[Sequence[int]],
         most_bytes: int,
     ):
         """Hold the numbers.
@@ -118,10 +117,13 @@ class Chain:
             links: The pieces.
             crossing_bytes: For i < c, what the pieces i to c - 1 made of that which
                 crosses the beginning of c.
+            forward_bytes: For i ≤ j, the most while j runs forward if nothing is kept
+                from i on, without what the pieces before i made.
             most_bytes: The largest budget that will be asked for.
         """
         self._links = links
         self._crossing = crossing_bytes
+        self._forward = forward_bytes
         self._grain = _grain(links, crossing_bytes, most_bytes)
         self._size = most_bytes // self._grain + 1
 
@@ -160,7 +162,7 @@ class Chain:
         size = best.shape[1]
         for j in range(i, len(self._links)):
             pinned += self._links[j].pinned_bytes
-            forward = max(forward, self._links[j].forward_peak_bytes)
+            forward = max(forward, self._forward[i][j])
             room = (budget_bytes - forward) // self._grain
             held = self._grains(self._crossing[i][j + 1] + pinned)
             # What is left beside h grains, the pinned bytes not.

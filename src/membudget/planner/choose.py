@@ -1,24 +1,27 @@
 """The fastest plan that fits, of all that the planners find; simulation has the word.
 
-The step is cut into regions in several ways, from few large ones to many small ones;
-for each cut the programme of `flat` picks choices; each answer is simulated, and where
-it does not fit, the programme is given less until it does.
+The step is cut into modules in several ways, from few large ones to many small ones;
+for each cut the programme of `flat` picks choices. And the largest module is cut into
+chains of pieces, along which the programme of `chain` finds stages: those reach further
+down. Each answer is simulated, and where it does not fit, the programme is given less
+until it does.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.answers import Answers, Chosen
 from membudget.planner.flat import choose_options
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region
-from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.simulate import simulate
+from membudget.planner.staged import staged
 from membudget.planner.timeline import timeline
 from membudget.planner.windows import Windows
 
@@ -27,32 +30,6 @@ SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
 
 MOST_OPERATORS = 3000
 """A cut with a larger region is left out: its minimum cuts would take minutes."""
-
-_MOST_TRIES = 12
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A plan as the planner sees it.
-
-    Attributes:
-        calls: The calls that become regions.
-        regions: Them, with what they keep.
-        simulation: What comes of it.
-        seconds: Of the step, with what the engine itself costs.
-        plain_seconds: Of the plain step.
-    """
-
-    calls: tuple[ModuleCall, ...]
-    regions: tuple[Region, ...]
-    simulation: Simulation
-    seconds: float
-    plain_seconds: float
-
-    @property
-    def slowdown(self) -> float:
-        """The time of the step, of the plain one."""
-        return self.seconds / self.plain_seconds if self.plain_seconds else 1.0
 
 
 class Planner:
@@ -71,9 +48,11 @@ class Planner:
         check_seconds(graph)
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
-        self._cuts = [
-            _Cut(self.graph, calls, overheads) for calls in _distinct_cuts(self.graph)
+        self._answers: list[Answers] = [
+            _ByModule(self.graph, calls, overheads)
+            for calls in _distinct_cuts(self.graph)
         ]
+        self._answers += staged(self.graph, overheads)
 
     def choose(self, budget_bytes: int) -> Chosen:
         """Return the fastest plan whose simulated peak fits.
@@ -87,9 +66,7 @@ class Planner:
         if self.plain_peak_bytes <= budget_bytes:
             plain = simulate(self.graph, ())
             return Chosen((), (), plain, plain.seconds, plain.seconds)
-        found = [
-            chosen for cut in self._cuts for chosen in cut.candidates(budget_bytes)
-        ]
+        found = [chosen for a in self._answers for chosen in a.candidates(budget_bytes)]
         fitting = [c for c in found if c.simulation.peak_bytes <= budget_bytes]
         if not fitting:
             least = self.least_bytes()
@@ -103,20 +80,21 @@ class Planner:
 
     def least_bytes(self) -> int:
         """Return the least budget that some plan fits into."""
-        peaks = [chosen.simulation.peak_bytes for c in self._cuts for chosen in c.least]
+        peaks = [c.simulation.peak_bytes for a in self._answers for c in a.least]
         return min([self.plain_peak_bytes, *peaks])
 
 
-class _Cut:
-    """One way to cut the step."""
+class _ByModule(Answers):
+    """A choice for each of some modules."""
 
     def __init__(
         self, graph: StepGraph, calls: Sequence[ModuleCall], overheads: Overheads
     ):
-        self._graph = graph
-        self._calls = tuple(calls)
-        self._windows = Windows(graph, [Region(c.start, c.end) for c in calls])
-        self._own_s = [overheads.seconds(graph, r) for r in self._windows.regions]
+        super().__init__(graph)
+        self._calls = calls
+        regions = [Region(call.start, call.end) for call in calls]
+        self._windows = Windows(graph, regions)
+        self._own_s = [overheads.seconds(graph, region) for region in regions]
         self._options = [
             # The first choice keeps all that is wanted: no region is needed for that.
             [
@@ -126,66 +104,24 @@ class _Cut:
             for of, own in zip(self._windows.options(), self._own_s, strict=True)
         ]
 
-    def candidates(self, budget_bytes: int) -> list[Chosen]:
-        """Return answers that may fit; the fastest that does is among them."""
-        found = list(self.least)
-        inner, step, before = budget_bytes, 0, None
-        for _ in range(_MOST_TRIES):
-            picked = choose_options(self._options, inner)
-            if picked is None:
-                break
-            if picked != before:
-                found.append(self._simulated(picked))
-                step = found[-1].simulation.peak_bytes - budget_bytes
-                if step <= 0:
-                    break
-            before = picked
-            # The same answer comes again where the options' grain is coarser.
-            inner -= step
-            step *= 2
-        return found
+    def solve(self, budget_bytes: int) -> list[int] | None:
+        return choose_options(self._options, budget_bytes)
 
-    @cached_property
-    def least(self) -> list[Chosen]:
-        """The answers with the least peak, by what they hold and by the programme."""
-        picked = [
+    def smallest(self) -> list[int]:
+        return [
             min(range(len(of)), key=lambda i: (of[i].held_bytes, of[i].peak_bytes))
             for of in self._options
         ]
-        found = [self._simulated(picked)]
-        low, high = 0, found[0].simulation.peak_bytes
-        for _ in range(_MOST_TRIES):
-            middle = (low + high) // 2
-            answer = choose_options(self._options, middle)
-            if answer is None:
-                low = middle
-            else:
-                high = middle
-                picked = answer
-        return [*found, self._simulated(picked)]
 
-    def _simulated(self, picked: Sequence[int]) -> Chosen:
-        regions = []
-        calls = []
-        own_s = 0.0
-        parts = zip(
-            self._calls,
-            self._windows.regions,
-            self._windows.choices,
-            picked,
-            self._own_s,
-            strict=True,
-        )
-        for call, region, of_region, index, own in parts:
-            if index > 0:
-                own_s += own
-                calls.append(call)
-                kept = of_region[index].kept
-                regions.append(Region(region.start, region.end, kept))
-        simulation = simulate(self._graph, regions)
-        seconds = simulation.seconds + own_s
-        plain_s = self._graph.seconds
-        return Chosen(tuple(calls), tuple(regions), simulation, seconds, plain_s)
+    def simulated(self, answer: Sequence[int]) -> Chosen:
+        windows = self._windows
+        picked = [i for i, number in enumerate(answer) if number > 0]
+        regions = [
+            replace(windows.regions[i], kept=windows.choices[i][answer[i]].kept)
+            for i in picked
+        ]
+        own_s = sum(self._own_s[i] for i in picked)
+        return self.chosen([self._calls[i] for i in picked], regions, own_s)
 
 
 def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:

@@ -6,7 +6,8 @@ pinned is kept by every plan. Bytes that no plan moves are alive at their moment
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 from membudget.graph import StepGraph
 from membudget.planner.chain import Chain, Hold, Link, Treatment
@@ -18,7 +19,11 @@ from membudget.planner.windows import Windows
 
 
 class Links:
-    """The pieces of one region of a step."""
+    """The pieces of one region of a step.
+
+    Attributes:
+        choices: What may be kept of each piece.
+    """
 
     def __init__(self, graph: StepGraph, region: Region, pieces: Sequence[Piece]):
         """Find what each piece makes, saves, leaves and takes."""
@@ -37,6 +42,7 @@ class Links:
             )
         ]
         self._windows = Windows(graph, regions, kept)
+        self.choices = self._windows.choices
 
     def _pinned_in(self, piece: Piece) -> frozenset[int]:
         operators = self._graph.operators[piece.start : piece.end]
@@ -58,7 +64,7 @@ class Links:
         """
         options = self._windows.options()
         links = [self._link(i, of_piece) for i, of_piece in enumerate(options)]
-        return Chain(links, self._crossing_bytes(), most_bytes)
+        return Chain(links, self._crossing_bytes(), self._forward_bytes(), most_bytes)
 
     def _link(self, i: int, options: Sequence[Option]) -> Link:
         piece, made, pinned = self._pieces[i], self._made[i], self._pinned[i]
@@ -69,7 +75,8 @@ class Links:
         tape_s, tape_peak_bytes = self._run(piece, tape, pinned)
         again_s, _ = self._run(piece, again, pinned)
         alone = own(self._graph, Region(piece.start, piece.end, pinned))
-        start, end = self._backward(i)
+        start = self._windows.backward_start(self._windows.regions[i])
+        end = self._windows.backward_end(start)
         return Link(
             tuple(self._with_leaves(i, option) for option in options),
             pass_s,
@@ -79,8 +86,7 @@ class Links:
             pass_peak_bytes,
             tape_peak_bytes,
             self._windows.peak_between(alone, start, end),
-            self._windows.peak_between(alone, piece.start, piece.end),
-            self._windows.fixed_bytes[start],
+            max(self._windows.fixed_bytes[start:end][:1], default=0),
             self._bytes(pinned),
         )
 
@@ -91,13 +97,6 @@ class Links:
         leaves = self._pieces[i].leaves & self._made[i]
         more = self._bytes(frozenset(s for s in leaves if storages[s].death <= until))
         return Option(option.held_bytes + more, option.peak_bytes, option.seconds)
-
-    def _backward(self, i: int) -> tuple[int, int]:
-        """Return when the backward of a piece begins, and when that of another does."""
-        count = len(self._graph.operators)
-        starts = [self._windows.backward_start(r) for r in self._windows.regions]
-        later = [start for start in starts if start > starts[i]]
-        return min(starts[i], count - 1), min(later, default=count)
 
     def _run(
         self, piece: Piece, targets: frozenset[int], there: frozenset[int]
@@ -110,10 +109,10 @@ class Links:
             operator = self._graph.operators[index]
             outputs = storages_of(self._graph, operator.outputs)
             if not operator.is_view and needed.intersection(outputs):
-                operators.insert(0, index)
+                operators.append(index)
                 needed |= made.intersection(storages_of(self._graph, operator.inputs))
         seconds = sum(self._graph.operators[index].seconds for index in operators)
-        return seconds, self._peak_of_run(operators, targets)
+        return seconds, self._peak_of_run(operators[::-1], targets)
 
     def _peak_of_run(self, operators: Sequence[int], targets: frozenset[int]) -> int:
         graph = self._graph
@@ -123,20 +122,17 @@ class Links:
             for storage in storages_of(graph, (*operator.inputs, *operator.outputs)):
                 last[storage] = index
         alive = peak = 0
+        there: set[int] = set()
         for index in operators:
             operator = graph.operators[index]
-            born = [
-                storage
-                for storage in storages_of(graph, operator.outputs)
-                if graph.storages[storage].birth == index
-            ]
+            outputs = storages_of(graph, operator.outputs)
+            born = {s for s in outputs if graph.storages[s].birth == index}
+            there |= born
             alive += self._bytes(born)
             peak = max(peak, alive + operator.workspace_bytes)
-            touched = storages_of(graph, (*operator.inputs, *operator.outputs))
-            ends = [s for s in touched if last[s] == index and s not in targets]
-            alive -= self._bytes(
-                [s for s in ends if graph.storages[s].birth in operators]
-            )
+            touched = {*outputs, *storages_of(graph, operator.inputs)} - targets
+            ended = {s for s in touched & there if last[s] == index}
+            alive -= self._bytes(ended)
         return peak
 
     def _made_in(self, piece: Piece) -> set[int]:
@@ -152,7 +148,33 @@ class Links:
                 table[i][c] = self._bytes(made & self._pieces[c - 1].leaves)
         return table
 
-    def _bytes(self, storages: Sequence[int] | frozenset[int]) -> int:
+    def _forward_bytes(self) -> list[list[int]]:
+        """Return what the forward needs where nothing is kept, from each piece on."""
+        fixed = self._windows.fixed_bytes
+        operators = self._graph.operators
+        until = self._graph.backward_start
+        table = []
+        for piece in self._pieces:
+            steps = [0] * (until + 1)
+            for index in range(piece.start, self._region.end):
+                for storage in self._graph.born_at.get(index, ()):
+                    facts = self._graph.storages[storage]
+                    end = facts.death if facts.released is None else facts.released
+                    steps[index] += facts.bytes
+                    steps[min(end, until)] -= facts.bytes
+            alive = list(accumulate(steps))
+            table.append(
+                [
+                    max(
+                        alive[m] + fixed[m] + operators[m].workspace_bytes
+                        for m in range(other.start, other.end)
+                    )
+                    for other in self._pieces
+                ]
+            )
+        return table
+
+    def _bytes(self, storages: Iterable[int]) -> int:
         return sum(self._graph.storages[storage].bytes for storage in storages)
 
     # What a solution means.
@@ -166,7 +188,7 @@ class Links:
         ):
             kept |= self._pinned[i]
             if treatment.option is not None:
-                kept |= self._windows.choices[i][treatment.option].kept
+                kept |= self.choices[i][treatment.option].kept
             elif treatment.segment_end == i:
                 kept |= self._leaving(self._segment_start(treatments, i), i)
             held = frozenset(s for h in treatment.holds for s in self._held(h, i))

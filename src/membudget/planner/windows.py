@@ -8,6 +8,7 @@ and what it does while it runs.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 
 from membudget.graph import StepGraph
@@ -48,6 +49,7 @@ class Windows:
             for region, anyway in zip(self.regions, kept, strict=True)
         ]
         self.fixed_bytes = self._find_fixed_bytes()
+        self._starts = sorted(self.backward_start(region) for region in self.regions)
 
     def _find_fixed_bytes(self) -> list[int]:
         moved = {s for region in self.regions for s in made_in(self._graph, region)}
@@ -81,6 +83,11 @@ class Windows:
         asked = [s.asked[0] for s in saved if s.asked]
         return min(asked, default=len(self.fixed_bytes))
 
+    def backward_end(self, start: int) -> int:
+        """Return when the backward of another region begins, after a moment."""
+        later = bisect_right(self._starts, start)
+        return [*self._starts, len(self.fixed_bytes)][later]
+
     def _option(
         self, seconds: float, region: Region, timeline: Own, start: int, gap: int
     ) -> Option:
@@ -100,6 +107,7 @@ class Windows:
                 peak = max(peak, self.fixed_bytes[moment] + most)
             if moment >= start and alive:
                 peak = max(peak, alive + self._most(moment + 1, end))
+        peak = max(peak, self.peak_between(timeline, start, self.backward_end(start)))
         return Option(held, max(peak, held + gap), seconds)
 
     def _gaps(

@@ -37,11 +37,8 @@ from membudget.engine.recording import Recording
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.replayer import (
-    Replayer,
-    SourceChangedError,
-    SourceFreedError,
-)
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.running import SourceChangedError, SourceFreedError
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
 from membudget.engine.replay.verify import Originals, Verified, verified

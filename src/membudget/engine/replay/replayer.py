@@ -18,7 +18,6 @@ from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from membudget._torch import (
     BelowAutograd,
@@ -26,10 +25,16 @@ from membudget._torch import (
     current_graph_task_id,
     set_grad_enabled,
 )
-from membudget.engine import isolation
 from membudget.engine.held import with_stride
 from membudget.engine.identity import version_of
 from membudget.engine.replay.operators import flat_outputs
+from membudget.engine.replay.running import (
+    SourceChangedError,
+    SourceFreedError,
+    call_random,
+    derived,
+    is_freed,
+)
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Operation, Scratch, Value
 from membudget.engine.scope import Scope
@@ -43,7 +48,7 @@ class Replayer:
         handles: The handles, held weakly.
         unpack: The saved-tensor hook around the region that gives packed sources back.
         operators_run: How many operators were run again.
-        plans_run: How many plans made something.
+        plans_run: How many plans made something, those of stages together.
         stages: How the way back is divided.
     """
 
@@ -140,6 +145,7 @@ class Replayer:
             if not value.is_held():
                 value.tensor = None
         self._memoised.clear()
+        self._plan_ran = 0
         self._task = -2  # So that the next request makes a plan.
 
     # The plan.
@@ -259,8 +265,10 @@ class Replayer:
         torch.get_num_threads()
         for source in packed:
             self._source(source)  # Above autograd, for an outer region may rerun.
-        if self._plan_ran != self._plan:
-            self._plan_ran = self._plan
+        # The stages of one backward are one recompute.
+        number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
+        if self._plan_ran != number:
+            self._plan_ran = number
             self.plans_run += 1
         operations.sort(key=_number)
         if value.root is not None and value.root.tensor is not None:
@@ -313,7 +321,7 @@ class Replayer:
         if operation.drawn is None:
             output = operation.operator(*args, **kwargs)
         else:
-            output = _call_random(operation, args, kwargs)
+            output = call_random(operation, args, kwargs)
         self._note(operation, output, bases)
         del args, kwargs, output, bases
         for value in operation.inputs():
@@ -353,7 +361,7 @@ class Replayer:
         kind = type(argument)
         if kind is Value:
             if bases and (argument.root or argument) in bases:
-                return _derived(argument, bases)
+                return derived(argument, bases)
             if argument.operation is None:
                 return self._source(argument)
             return argument.tensor
@@ -377,57 +385,11 @@ class Replayer:
         return tensor
 
 
-class SourceChangedError(Exception):
-    """A source was written since the region ended."""
-
-    def __init__(self, tensor: Tensor):
-        """Note which."""
-        super().__init__("a source was changed")
-        self.tensor = tensor
-
-
-class SourceFreedError(Exception):
-    """The memory of a parameter is freed: FSDP has resharded it."""
-
-
-def is_freed(tensor: Tensor) -> bool:
-    """Tell whether a parameter has lost its memory, as under FSDP."""
-    return (
-        type(tensor) is not Tensor
-        and isinstance(tensor, Parameter)
-        and tensor.untyped_storage().nbytes() == 0
-        and tensor.numel() > 0
-    )
-
-
 def _number(operation: Operation) -> int:
     return operation.number
 
 
-def _derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
-    """Run the view operators that lead from a base to `value`."""
-    base = bases.get(value)
-    if base is not None:
-        return base
-    operation = value.operation
-    assert operation is not None
-    args = [_derived(a, bases) if type(a) is Value else a for a in operation.args]
-    output = operation.operator(*args, **operation.kwargs)
-    tensor = output if isinstance(output, Tensor) else output[value.index]
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
-def _call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    assert operation.drawn is not None
-    source, noted = operation.drawn
-    with isolation.OPERATOR_LOCK:
-        now = source.note()
-        source.bring_back(noted)
-        try:
-            return operation.operator(*args, **kwargs)
-        finally:
-            source.bring_back(now)
-
+_FIRST_TASK = 3
+"""Backwards have numbers from -2 on, and what they become is below zero."""
 
 _NO_BASES: dict[Any, Tensor] = {}

@@ -23,7 +23,8 @@ from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
 from membudget.engine.policy import Policy
-from membudget.engine.replay.replayer import Replayer, SourceFreedError, is_freed
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.running import SourceFreedError, is_freed
 from membudget.engine.replay.tracker import Tracker, alias
 from membudget.engine.replay.values import Handle, Value
 from membudget.errors import PinnedWarning

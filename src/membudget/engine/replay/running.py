@@ -1,0 +1,61 @@
+"""What running an operator again needs of its values: sources, bases and generators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Parameter
+
+from membudget.engine import isolation
+from membudget.engine.replay.values import Operation, Value
+
+
+class SourceChangedError(Exception):
+    """A source was written since the region ended."""
+
+    def __init__(self, tensor: Tensor):
+        """Note which."""
+        super().__init__("a source was changed")
+        self.tensor = tensor
+
+
+class SourceFreedError(Exception):
+    """The memory of a parameter is freed: FSDP has resharded it."""
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Tell whether a parameter has lost its memory, as under FSDP."""
+    return (
+        type(tensor) is not Tensor
+        and isinstance(tensor, Parameter)
+        and tensor.untyped_storage().nbytes() == 0
+        and tensor.numel() > 0
+    )
+
+
+def derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
+    """Run the view operators that lead from a base to `value`."""
+    base = bases.get(value)
+    if base is not None:
+        return base
+    operation = value.operation
+    assert operation is not None
+    args = [derived(a, bases) if type(a) is Value else a for a in operation.args]
+    output = operation.operator(*args, **operation.kwargs)
+    tensor = output if isinstance(output, Tensor) else output[value.index]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Run a random operator from where its generator stood; that moves nothing."""
+    assert operation.drawn is not None
+    source, noted = operation.drawn
+    with isolation.OPERATOR_LOCK:
+        now = source.note()
+        source.bring_back(noted)
+        try:
+            return operation.operator(*args, **kwargs)
+        finally:
+            source.bring_back(now)

@@ -1,0 +1,94 @@
+"""The chain programme against every nested schedule of small chains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from membudget.graph import StepGraph
+from membudget.planner.chain import Hold, Treatment
+from membudget.planner.cuts import Piece
+from membudget.planner.links import Links
+from membudget.planner.regions import Region
+from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.timeline import timeline
+from tests.planner.drafts import Draft, chain_of
+
+
+def chain_by_operator(graph: StepGraph) -> Links:
+    """Return the chain whose pieces are the operators."""
+    count = graph.backward_start
+    whole = Region(0, count)
+    made = [graph.born_at.get(i, ()) for i in range(count)]
+    pieces = [
+        Piece(i, i + 1, frozenset(made[i]) if i + 1 < count else frozenset())
+        for i in range(count)
+    ]
+    return Links(graph, whole, pieces)
+
+
+def stagings(i: int, j: int, held: tuple[Hold, ...]) -> Iterator[dict[int, Treatment]]:
+    """Yield every way to go back through the segment from i to j."""
+    if i == j:
+        yield {i: Treatment(None, -1, held)}
+        return
+    for rest in stagings(i + 1, j, (*held, Hold(i, i, is_tape=True))):
+        yield {i: Treatment(None, -1, held), **rest}
+    for c in range(i + 1, j + 1):
+        for right in stagings(c, j, (*held, Hold(i, c - 1))):
+            for left in stagings(i, c - 1, held):
+                yield {**left, **right}
+
+
+def treatments(links: Links, count: int, start: int = 0) -> Iterator[list[Treatment]]:
+    """Yield every solution of a chain."""
+    if start == count:
+        yield []
+        return
+    for rest in treatments(links, count, start + 1):
+        for option in range(len(links.choices[start])):
+            yield [Treatment(option, start), *rest]
+    for end in range(start, count):
+        for rest in treatments(links, count, end + 1):
+            for staged in stagings(start, end, ()):
+                segment = [
+                    Treatment(None, end, staged[p].holds) for p in range(start, end + 1)
+                ]
+                yield [*segment, *rest]
+
+
+def of_each_solution(graph: StepGraph) -> list[Simulation]:
+    links = chain_by_operator(graph)
+    found = {links.region(t) for t in treatments(links, graph.backward_start)}
+    return [simulate(graph, [region]) for region in found]
+
+
+@st.composite
+def chains(draw: st.DrawFn) -> StepGraph:
+    count = draw(st.integers(2, 5))
+    number = st.integers(1, 9)
+    sizes = draw(st.lists(number, min_size=count, max_size=count))
+    seconds = draw(st.lists(number, min_size=count, max_size=count))
+    return chain_of(sizes, [float(s) for s in seconds])
+
+
+@given(chains())
+@settings(max_examples=60, deadline=None)
+def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
+    links = chain_by_operator(graph)
+    plain = timeline(graph).peak_bytes
+    chain = links.chain(plain)
+    every = of_each_solution(graph)
+    for budget in range(1, plain + 1):
+        fitting = [s.seconds for s in every if s.peak_bytes <= budget]
+        answer = chain.solve(budget)
+        if answer is None:
+            assert fitting == []
+            continue
+        found = simulate(graph, [links.region(answer)])
+        assert found.peak_bytes <= budget
+        assert found.seconds == pytest.approx(min(fitting))
