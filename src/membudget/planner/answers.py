@@ -55,6 +55,13 @@ class Answers(ABC):
         """Return the programme's answer; `None` if nothing fits."""
 
     @abstractmethod
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Return what no answer goes below, by the programme's own count of bytes.
+
+        Bytes are rounded down. What the engine itself costs is in it.
+        """
+
+    @abstractmethod
     def smallest(self) -> Any:
         """Return the answer that holds least, whatever it costs; `None` for none."""
 

@@ -35,7 +35,7 @@ from functools import cached_property
 
 import numpy as np
 
-from membudget.planner.flat import Option
+from membudget.planner.flat import Grains, Option
 
 FINEST, COARSEST = 6000, 1500
 """The plain peak is divided into so many grains at most and at least."""
@@ -110,6 +110,7 @@ class Chain:
         crossing_bytes: Sequence[Sequence[int]],
         forward_bytes: Sequence[Sequence[int]],
         most_bytes: int,
+        rounds_up: bool = True,
     ):
         """Hold the numbers.
 
@@ -120,18 +121,29 @@ class Chain:
             forward_bytes: For i ≤ j, the most while j runs forward if nothing is kept
                 from i on, without what the pieces before i made.
             most_bytes: The largest budget that will be asked for.
+            rounds_up: Whether every answer fits; see `flat.choose_options`.
         """
         self._links = links
         self._crossing = crossing_bytes
         self._forward = forward_bytes
-        self._grain = _grain(links, crossing_bytes, most_bytes)
-        self._size = most_bytes // self._grain + 1
+        grain = _grain(links, crossing_bytes, most_bytes)
+        self._grains = Grains(grain, rounds_up)
+        self._size = self._grains.room(most_bytes) + 1
 
     def solve(self, budget_bytes: int) -> list[Treatment] | None:
         """Return what becomes of each piece at the least seconds, if anything fits."""
-        size = min(self._size, budget_bytes // self._grain + 1)
-        if size <= 0:
+        best, chosen = self._forward_table(budget_bytes)
+        if not np.isfinite(best[-1]).any():
             return None
+        return self._trace(best, chosen, budget_bytes)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Return the seconds of the answer; infinity if nothing fits."""
+        return float(self._forward_table(budget_bytes)[0][-1].min())
+
+    def _forward_table(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return E, and how it was reached."""
+        size = max(1, min(self._size, self._grains.room(budget_bytes) + 1))
         count = len(self._links)
         best = np.full((count + 1, size), np.inf)
         best[0, 0] = 0.0
@@ -139,9 +151,7 @@ class Chain:
         for i in range(count):
             self._add_options(i, best, chosen, budget_bytes)
             self._add_segments(i, best, chosen, budget_bytes)
-        if not np.isfinite(best[count]).any():
-            return None
-        return self._trace(best, chosen, budget_bytes)
+        return best, chosen
 
     # The forward: what is held before each piece.
 
@@ -149,8 +159,8 @@ class Chain:
         self, i: int, best: np.ndarray, chosen: np.ndarray, budget_bytes: int
     ) -> None:
         for number, option in enumerate(self._links[i].options):
-            room = (budget_bytes - option.peak_bytes) // self._grain
-            held = self._grains(option.held_bytes)
+            room = self._grains.room(budget_bytes - option.peak_bytes)
+            held = self._grains.of(option.held_bytes)
             self._relax(
                 best, chosen, (i, i + 1), held, room, option.seconds, (i, number)
             )
@@ -163,10 +173,10 @@ class Chain:
         for j in range(i, len(self._links)):
             pinned += self._links[j].pinned_bytes
             forward = max(forward, self._forward[i][j])
-            room = (budget_bytes - forward) // self._grain
-            held = self._grains(self._crossing[i][j + 1] + pinned)
+            room = self._grains.room(budget_bytes - forward)
+            held = self._grains.of(self._crossing[i][j + 1] + pinned)
             # What is left beside h grains, the pinned bytes not.
-            left = (budget_bytes - pinned) // self._grain
+            left = self._grains.room(budget_bytes - pinned)
             table = self._table[0][i, j]
             seconds = np.full(size, np.inf)
             count = min(left + 1, size)
@@ -206,11 +216,11 @@ class Chain:
             i, number = (int(x) for x in chosen[end, at])
             if number >= 0:
                 found.insert(0, Treatment(number, i))
-                at -= self._grains(self._links[i].options[number].held_bytes)
+                at -= self._grains.of(self._links[i].options[number].held_bytes)
             else:
                 pinned = sum(link.pinned_bytes for link in self._links[i:end])
-                at -= self._grains(self._crossing[i][end] + pinned)
-                left = (budget_bytes - pinned) // self._grain - at
+                at -= self._grains.of(self._crossing[i][end] + pinned)
+                left = self._grains.room(budget_bytes - pinned) - at
                 holds = self._stages(i, end - 1, min(left, self._size - 1))
                 segment = [Treatment(None, end - 1, holds[p]) for p in range(i, end)]
                 found[:0] = segment
@@ -226,7 +236,7 @@ class Chain:
         table = np.full((count, count, size), np.inf, dtype=np.float32)
         how = np.full((count, count, size), -1, dtype=np.int16)
         for i, link in enumerate(self._links):
-            table[i, i, self._grains(link.again_peak_bytes) :] = link.again_s
+            table[i, i, self._grains.of(link.again_peak_bytes) :] = link.again_s
         for length in range(2, count + 1):
             for i in range(count - length + 1):
                 self._fill(table, how, i, i + length - 1)
@@ -259,8 +269,8 @@ class Chain:
         number: int,
         before: np.ndarray | None = None,
     ) -> None:
-        held = self._grains(held_bytes)
-        least = max(held, self._grains(need_bytes))
+        held = self._grains.of(held_bytes)
+        least = max(held, self._grains.of(need_bytes))
         if least >= self._size:
             return
         candidate = after[least - held : self._size - held] + np.float32(seconds)
@@ -282,16 +292,13 @@ class Chain:
             c = int(self._table[1][i, j, m])
             if c == 0:
                 holds[i] = held
-                less = m - self._grains(self._links[i].tape_bytes)
+                less = m - self._grains.of(self._links[i].tape_bytes)
                 pending.append((i + 1, j, less, (*held, Hold(i, i, is_tape=True))))
             else:
-                less = m - self._grains(self._crossing[i][c])
+                less = m - self._grains.of(self._crossing[i][c])
                 pending.append((c, j, less, (*held, Hold(i, c - 1))))
                 pending.append((i, c - 1, m, held))
         return holds
-
-    def _grains(self, size_bytes: int) -> int:
-        return -(-size_bytes // self._grain)
 
 
 def _grain(

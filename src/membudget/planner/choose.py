@@ -78,6 +78,19 @@ class Planner:
             )
         return min(fitting, key=lambda chosen: chosen.seconds)
 
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Return seconds that no plan of this planner's classes goes below.
+
+        The programmes are solved with bytes rounded down. For a bound on any schedule
+        see `planner.bound`.
+        """
+        if self.plain_peak_bytes <= budget_bytes:
+            return self.graph.seconds
+        return min(
+            (answers.least_seconds(budget_bytes) for answers in self._answers),
+            default=math.inf,
+        )
+
     def least_bytes(self) -> int:
         """Return the least budget that some plan fits into."""
         peaks = [c.simulation.peak_bytes for a in self._answers for c in a.least]
@@ -106,6 +119,13 @@ class _ByModule(Answers):
 
     def solve(self, budget_bytes: int) -> list[int] | None:
         return choose_options(self._options, budget_bytes)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        picked = choose_options(self._options, budget_bytes, rounds_up=False)
+        if picked is None:
+            return math.inf
+        chosen = zip(self._options, picked, strict=True)
+        return self._graph.seconds + sum(of[index].seconds for of, index in chosen)
 
     def smallest(self) -> list[int]:
         return [

@@ -24,6 +24,32 @@ GRAINS = 4096
 
 
 @dataclass(frozen=True)
+class Grains:
+    """Bytes as whole numbers of a grain.
+
+    Attributes:
+        bytes: Of a grain.
+        rounds_up: Whether what is held is rounded up, and what is left down, so that an
+            answer fits; or the other way around, so that none that fits is missed.
+    """
+
+    bytes: int
+    rounds_up: bool = True
+
+    def of(self, size_bytes: int) -> int:
+        """Return the grains of what is held or needed."""
+        return -(-size_bytes // self.bytes) if self.rounds_up else self.down(size_bytes)
+
+    def room(self, left_bytes: int) -> int:
+        """Return the grains of what is left; negative for less than nothing."""
+        return self.down(left_bytes) if self.rounds_up else -(-left_bytes // self.bytes)
+
+    def down(self, size_bytes: int) -> int:
+        """Return the whole grains in some bytes."""
+        return size_bytes // self.bytes
+
+
+@dataclass(frozen=True)
 class Option:
     """One choice for a region, as the programme sees it.
 
@@ -40,13 +66,15 @@ class Option:
 
 
 def choose_options(
-    regions: Sequence[Sequence[Option]], budget_bytes: int
+    regions: Sequence[Sequence[Option]], budget_bytes: int, rounds_up: bool = True
 ) -> list[int] | None:
     """Return the index of the option of each region that costs least in sum.
 
     Args:
         regions: The options of each region, in the order of the forward.
         budget_bytes: What every moment must fit into.
+        rounds_up: Whether bytes are rounded up to grains, so that the answer fits;
+            rounded down, no answer that fits costs less.
 
     Returns:
         The indices; `None` if nothing fits.
@@ -59,28 +87,29 @@ def choose_options(
     if budget_bytes <= 0:
         return None
     grain = max(1, -(-budget_bytes // GRAINS))
-    size = budget_bytes // grain + 1
+    grains = Grains(grain, rounds_up)
+    size = grains.room(budget_bytes) + 1
     best = np.full(size, np.inf)
     best[0] = 0.0
     steps: list[np.ndarray] = []
     for options in regions:
-        best, chosen = _add_region(best, options, grain, budget_bytes)
+        best, chosen = _add_region(best, options, grains, budget_bytes)
         steps.append(chosen)
     if not np.isfinite(best).any():
         return None
-    return _trace(regions, steps, int(np.argmin(best)), grain)
+    return _trace(regions, steps, int(np.argmin(best)), grains)
 
 
 def _add_region(
-    best: np.ndarray, options: Sequence[Option], grain: int, budget_bytes: int
+    best: np.ndarray, options: Sequence[Option], grains: Grains, budget_bytes: int
 ) -> tuple[np.ndarray, np.ndarray]:
     size = len(best)
     after = np.full(size, np.inf)
     chosen = np.full(size, -1, dtype=np.int32)
     for index, option in enumerate(options):
-        held = -(-option.held_bytes // grain)
+        held = grains.of(option.held_bytes)
         # What may be held before it: it must fit beside the region's own peak.
-        room = (budget_bytes - option.peak_bytes) // grain
+        room = grains.room(budget_bytes - option.peak_bytes)
         count = min(room + 1, size - held)
         if count <= 0:
             continue
@@ -96,11 +125,11 @@ def _trace(
     regions: Sequence[Sequence[Option]],
     steps: Sequence[np.ndarray],
     at: int,
-    grain: int,
+    grains: Grains,
 ) -> list[int]:
     picked = []
     for options, chosen in zip(reversed(regions), reversed(steps), strict=True):
         index = int(chosen[at])
         picked.append(index)
-        at -= -(-options[index].held_bytes // grain)
+        at -= grains.of(options[index].held_bytes)
     return picked[::-1]

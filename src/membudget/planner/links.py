@@ -7,6 +7,7 @@ pinned is kept by every plan. Bytes that no plan moves are alive at their moment
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import accumulate
 
 from membudget.graph import StepGraph
@@ -56,15 +57,20 @@ class Links:
         values = [s.value for s in saved if s.asked]
         return frozenset(storages_of(self._graph, values))
 
-    def chain(self, most_bytes: int) -> Chain:
+    def chain(self, most_bytes: int, rounds_up: bool = True) -> Chain:
         """Return the chain.
 
         Args:
             most_bytes: The largest budget that will be asked for.
+            rounds_up: See `chain.Chain`.
         """
+        return Chain(*self._numbers, most_bytes, rounds_up)
+
+    @cached_property
+    def _numbers(self) -> tuple[list[Link], list[list[int]], list[list[int]]]:
         options = self._windows.options()
         links = [self._link(i, of_piece) for i, of_piece in enumerate(options)]
-        return Chain(links, self._crossing_bytes(), self._forward_bytes(), most_bytes)
+        return links, self._crossing_bytes(), self._forward_bytes()
 
     def _link(self, i: int, options: Sequence[Option]) -> Link:
         piece, made, pinned = self._pieces[i], self._made[i], self._pinned[i]

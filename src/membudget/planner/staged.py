@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.answers import Answers, Chosen
-from membudget.planner.chain import Treatment
+from membudget.planner.chain import Chain, Treatment
 from membudget.planner.cuts import Piece, cut
 from membudget.planner.links import Links
 from membudget.planner.overhead import Overheads
@@ -45,8 +47,17 @@ class _Staged(Answers):
         self._links = Links(graph, Region(call.start, call.end), chain)
         self._chain = self._links.chain(timeline(graph).peak_bytes)
 
+    @cached_property
+    def _rounded_down(self) -> Chain:
+        most_bytes = timeline(self._graph).peak_bytes
+        return self._links.chain(most_bytes, rounds_up=False)
+
     def solve(self, budget_bytes: int) -> list[Treatment] | None:
         return self._chain.solve(budget_bytes)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        again_s = self._rounded_down.least_seconds(budget_bytes)
+        return self._graph.seconds + again_s + self._own_s
 
     def smallest(self) -> None:
         return None
