@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.fit_text import region_table
 from membudget.graph import ModuleCall
-from membudget.planner.choose import Chosen
+from membudget.planner.answers import Chosen
 from membudget.planner.regions import Region, keeping
 from membudget.planner.simulate import simulate
 

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from membudget.graph import StepGraph
 from membudget.plan_text import short_name
-from membudget.planner.choose import Chosen
+from membudget.planner.answers import Chosen
 from membudget.planner.regions import Region, saved_in, storages_of
 from membudget.sizes import format_bytes
 from membudget.tables import rendered

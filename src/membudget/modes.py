@@ -23,7 +23,7 @@ import torch
 from membudget.engine.policy import attention, convolutions, matmuls
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, Operator, StepGraph
-from membudget.planner.choose import Chosen
+from membudget.planner.answers import Chosen
 from membudget.planner.overhead import Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region, made_in, saved_in, storages_of

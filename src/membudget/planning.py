@@ -11,8 +11,9 @@ from membudget.errors import BudgetError, OptionError
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.modes import AUTO, check_mode, choose_by_mode
+from membudget.planner.answers import Chosen
 from membudget.planner.bound import least_seconds
-from membudget.planner.choose import Chosen, Planner, check_seconds, smoothed
+from membudget.planner.choose import Planner, check_seconds, smoothed
 from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS, Overheads
 from membudget.planner.plan import Plan, planned_region
 from membudget.profile import Profile

@@ -10,7 +10,8 @@ from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.memory import peak
-from membudget.planner.choose import Chosen, Planner
+from membudget.planner.answers import Chosen
+from membudget.planner.choose import Planner
 from membudget.planner.plan import Plan
 from membudget.planning import choose, choose_mode, make_plan, mode_is_over, planner_of
 from membudget.profile import Profile
