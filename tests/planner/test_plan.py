@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,11 @@ from membudget.planner.plan import (
     KeptOutput,
     Plan,
     PlannedRegion,
+    PlannedStage,
     fingerprint_of,
     planned_region,
 )
-from membudget.planner.regions import Region
+from membudget.planner.regions import Region, Stage
 from tests.planner.drafts import Draft
 
 PLAN = Plan(
@@ -41,8 +43,10 @@ PLAN = Plan(
 sizes = st.integers(-(1 << 62), 1 << 62)
 texts = st.text(st.characters(codec="utf-8"), max_size=9)
 kept_outputs = st.builds(KeptOutput, sizes, sizes, texts)
+outputs = st.lists(kept_outputs, max_size=3).map(tuple)
+stages = st.builds(PlannedStage, sizes, outputs)
 regions = st.builds(
-    PlannedRegion, texts, sizes, st.lists(kept_outputs, max_size=3).map(tuple)
+    PlannedRegion, texts, sizes, outputs, st.lists(stages, max_size=3).map(tuple)
 )
 floats = st.floats(allow_nan=False, allow_infinity=False)
 plans = st.builds(
@@ -231,3 +235,32 @@ def test_fingerprints_tell_names_shapes_dtypes_and_order_apart():
     ]
     found = {fingerprint_of(of) for of in [first, *others]}
     assert len(found) == 7
+
+
+def test_a_stage_is_named_by_the_first_tensor_that_it_serves():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    draft.save(a)
+    (b,) = draft.run(a, makes=[2])
+    draft.save(a, b)
+    draft.run(b, makes=[1])
+    draft.save(b)
+    graph = draft.finish()
+    stages = (Stage(0), Stage(2, frozenset({1})))
+    found = planned_region(graph, "m", Region(0, 3, frozenset(), stages))
+    held = (KeptOutput(1, 0, "test.forward"),)
+    assert found.stages == (PlannedStage(0, ()), PlannedStage(3, held))
+
+
+def test_the_numbers_of_a_plan_leave_out_detached_tensors():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    draft.view(a)
+    (b,) = draft.run(a, makes=[2])
+    graph = draft.finish()
+    operators = list(graph.operators)
+    operators[1] = dataclasses.replace(operators[1], name="aten.detach.default")
+    graph = dataclasses.replace(graph, operators=tuple(operators))
+    storage = graph.values[b].storage
+    found = planned_region(graph, "m", Region(0, 3, frozenset({storage})))
+    assert (found.operators, found.kept[0].number) == (2, 2)
