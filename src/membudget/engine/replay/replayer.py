@@ -34,6 +34,7 @@ from membudget.engine.replay.running import (
     call_random,
     derived,
     is_freed,
+    is_read_by,
 )
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Operation, Scratch, Value
@@ -127,10 +128,16 @@ class Replayer:
         what is held for another stage.
         """
         owner = value.root or value
-        if owner.reads > 0 or (owner.is_carried and self._is_read_later(owner)):
+        if owner.reads > 0 or (
+            owner.is_carried and is_read_by(self._of_other_stages(), owner)
+        ):
             return copy_of(tensor)
         owner.is_lent = True
         return tensor
+
+    def _of_other_stages(self) -> list[Value]:
+        handles = [reference() for reference in self.handles]
+        return [h.value for h in handles if h is not None and h.stage != self._stage]
 
     def prepare(self) -> None:
         """Make every value now that a living handle will ask for."""
@@ -162,6 +169,7 @@ class Replayer:
     def _make_plan(self, stage: int) -> None:
         self._plan += 1
         self._stage = stage
+        is_same = self._task == current_graph_task_id()
         self._task = current_graph_task_id()
         self._count_path()
         before, self._memoised = self._memoised, {}
@@ -170,7 +178,8 @@ class Replayer:
         for value in before:
             if value.is_held() or value.tensor is None:
                 continue
-            if value.plan == self._plan and value.uses > 0:
+            is_needed = value.plan == self._plan and value.uses > 0
+            if is_needed or (is_same and self._is_unpacked_for_all(value)):
                 self._memoised[value] = None
             else:
                 value.tensor = None
@@ -215,24 +224,6 @@ class Replayer:
                 value.uses += 1
                 value.is_carried = True
 
-    def _is_read_later(self, owner: Value) -> bool:
-        """Tell whether another stage may run an operator that reads what this holds."""
-        handles = [reference() for reference in self.handles]
-        pending = [h.value for h in handles if h is not None and h.stage != self._stage]
-        seen: set[int] = set()
-        while pending:
-            value = pending.pop()
-            operation = value.operation
-            is_there = value.tensor is not None and (value.root or value).is_carried
-            if operation is None or is_there or id(operation) in seen:
-                continue
-            seen.add(id(operation))
-            for read in operation.inputs():
-                if not operation.is_view and (read.root or read) is owner:
-                    return True
-                pending.append(read)
-        return False
-
     def _begin(self, value: Value) -> None:
         if value.plan != self._plan:
             value.plan = self._plan
@@ -243,10 +234,18 @@ class Replayer:
         value.uses -= 1
         if value.root is not None:
             value.root.view_uses -= 1
-        if value.uses <= 0 and not value.is_held():
-            value.tensor = None
-            # It leads to what it was made of, which must go with its last handle.
-            self._memoised.pop(value, None)
+        if value.uses > 0 or value.is_held() or self._is_unpacked_for_all(value):
+            return
+        value.tensor = None
+        # It leads to what it was made of, which must go with its last handle.
+        self._memoised.pop(value, None)
+
+    def _is_unpacked_for_all(self, value: Value) -> bool:
+        """Tell whether a source stays for all stages.
+
+        Hooks around the region may give it back but once in a backward.
+        """
+        return self._stage >= 0 and value.packed is not None
 
     # Running.
 

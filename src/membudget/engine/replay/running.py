@@ -59,3 +59,24 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
             return operation.operator(*args, **kwargs)
         finally:
             source.bring_back(now)
+
+
+def is_read_by(wanted: list[Value], owner: Value) -> bool:
+    """Tell whether making some values again may run what reads the memory of another.
+
+    What a stage carries over is there, and needs nothing.
+    """
+    pending = list(wanted)
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        operation = value.operation
+        is_there = value.tensor is not None and (value.root or value).is_carried
+        if operation is None or is_there or id(operation) in seen:
+            continue
+        seen.add(id(operation))
+        for read in operation.inputs():
+            if not operation.is_view and (read.root or read) is owner:
+                return True
+            pending.append(read)
+    return False
