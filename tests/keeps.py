@@ -6,6 +6,8 @@ from typing import Any
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.policy import Policy
+from membudget.engine.stages import Stages
 from membudget.policies import Candidate
 from tests.oracles import Backward, Way, backward_once, backward_twice, double_backward
 from tests.zoo import Call
@@ -16,11 +18,24 @@ def every_second(candidate: Candidate) -> bool:
     return candidate.index % 2 == 0
 
 
+class ByStages(Policy):
+    """Keep nothing; go back by stages of three saved tensors, which hold some outputs.
+
+    No plan would be so careless: what is held is not needed, and what is needed is not.
+    """
+
+    stages = Stages(range(0, 3000, 3), [{(n, 0) for n in range(1, 400, 2)}] * 1000)
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return False
+
+
 KEEPS: dict[str, Any] = {
     "nothing": policies.nothing,
     "matmuls": policies.matmuls,
     "every-second": every_second,
     "everything": policies.everything,
+    "by-stages": ByStages(),
 }
 
 BACKWARDS: dict[str, Backward] = {
