@@ -85,7 +85,7 @@ class Answers(ABC):
 
     def candidates(self, budget_bytes: int) -> list[Chosen]:
         """Return answers that may fit; the fastest that does is among them."""
-        found = list(self.least)
+        found: list[Chosen] = []
         inner, step, before = budget_bytes, 0, None
         for _ in range(_MOST_TRIES):
             answer = self.solve(inner)

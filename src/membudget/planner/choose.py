@@ -10,7 +10,7 @@ until it does.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from membudget.errors import BudgetError, OptionError
@@ -66,8 +66,9 @@ class Planner:
         if self.plain_peak_bytes <= budget_bytes:
             plain = simulate(self.graph, ())
             return Chosen((), (), plain, plain.seconds, plain.seconds)
-        found = [chosen for a in self._answers for chosen in a.candidates(budget_bytes)]
-        fitting = [c for c in found if c.simulation.peak_bytes <= budget_bytes]
+        fitting = self._fitting(budget_bytes, lambda a: a.candidates(budget_bytes))
+        if not fitting:
+            fitting = self._fitting(budget_bytes, lambda a: a.least)
         if not fitting:
             least = self.least_bytes()
             raise BudgetError(
@@ -77,6 +78,12 @@ class Planner:
                 least_bytes=least,
             )
         return min(fitting, key=lambda chosen: chosen.seconds)
+
+    def _fitting(
+        self, budget_bytes: int, of: Callable[[Answers], Sequence[Chosen]]
+    ) -> list[Chosen]:
+        found = [chosen for answers in self._answers for chosen in of(answers)]
+        return [c for c in found if c.simulation.peak_bytes <= budget_bytes]
 
     def least_seconds(self, budget_bytes: int) -> float:
         """Return seconds that no plan of this planner's classes goes below.

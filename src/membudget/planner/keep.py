@@ -91,7 +91,7 @@ def _problem(
     graph: StepGraph, region: Region, kept_anyway: frozenset[int] = frozenset()
 ) -> _Problem:
     made = _made(graph, region) - kept_anyway
-    wanted = _wanted(graph, region, made)
+    wanted = made & wanted_in(graph, region)
     return _Problem(graph, _makers(graph, region, made), wanted)
 
 
@@ -110,19 +110,19 @@ def _made(graph: StepGraph, region: Region) -> set[int]:
         storage
         for storage in made_in(graph, region)
         if graph.storages[storage].bytes
-        and not _is_held_anyway(graph, graph.storages[storage])
+        and not is_held_anyway(graph, graph.storages[storage])
     }
 
 
-def _is_held_anyway(graph: StepGraph, storage: Storage) -> bool:
+def is_held_anyway(graph: StepGraph, storage: Storage) -> bool:
     """Tell whether the user's code holds it until the backward, kept or not."""
     return storage.released is None and storage.death > graph.backward_start
 
 
-def _wanted(graph: StepGraph, region: Region, made: set[int]) -> set[int]:
+def wanted_in(graph: StepGraph, region: Region) -> set[int]:
     """Return the storages that autograd saved in the region and asks for again."""
     asked = [i for i in saved_in(graph, region) if graph.saved[i].asked]
-    return made.intersection(storages_of(graph, (graph.saved[i].value for i in asked)))
+    return set(storages_of(graph, (graph.saved[i].value for i in asked)))
 
 
 def _makers(graph: StepGraph, region: Region, made: set[int]) -> list[_Maker]:

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 
 from membudget.graph import StepGraph
 from membudget.planner.flat import Option
-from membudget.planner.keep import choices
 from membudget.planner.regions import Region, made_in, saved_in
+from membudget.planner.repeats import Repeats
 from membudget.planner.simulate import Own, own
 from membudget.planner.timeline import lifetimes, of_intervals
 
@@ -44,8 +44,9 @@ class Windows:
         self._graph = graph
         self.regions = list(regions)
         kept = kept_anyway or [frozenset[int]()] * len(self.regions)
+        repeats = Repeats(graph)
         self.choices = [
-            choices(graph, region, anyway)
+            repeats.choices(region, anyway)
             for region, anyway in zip(self.regions, kept, strict=True)
         ]
         self.fixed_bytes = self._find_fixed_bytes()
