@@ -64,17 +64,10 @@ def check_fitted_where_plain_dies(
 
 
 @pytest.mark.parametrize(
-    ("more_mib", "mode", "budget_mib"), [(190, "auto", 150), (150, "full", 100)]
+    ("more_mib", "mode", "budget_mib"),
+    [(190, "auto", 150), (140, "auto", 100), (150, "full", 100)],
 )
 def test_a_step_that_does_not_fit_plain_is_fitted_and_trains_alike(
     unlimited, tmp_path, more_mib, mode, budget_mib
 ):
     check_fitted_where_plain_dies(unlimited, tmp_path, more_mib, mode, budget_mib)
-
-
-@pytest.mark.xfail(
-    reason="the first step of a region verifies it, which holds the whole region twice",
-    strict=True,
-)
-def test_a_step_that_fits_half_is_fitted_and_trains_alike(unlimited, tmp_path):
-    check_fitted_where_plain_dies(unlimited, tmp_path, 140, "auto", 100)

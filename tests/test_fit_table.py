@@ -11,6 +11,8 @@ from torch import nn
 import membudget as mb
 from membudget.errors import BudgetError
 from membudget.fit import Fitted, fit
+from membudget.memory import peak
+from membudget.profile.step import Step
 from tests.planner.models import measured_peak
 from tests.table_models import TABLE
 
@@ -35,6 +37,9 @@ def check_kept(fitted: Fitted, model: nn.Module, batch: Any) -> None:
     """Check one cell of the table."""
     plan = fitted.plan
     assert fitted.peak_bytes <= plan.budget_bytes
+    step = Step(model, batch, None)
+    step.prepare()
+    assert peak(step.run).peak_bytes <= plan.budget_bytes  # The first step, too.
     assert measured_peak(model, batch) <= plan.budget_bytes
     assert plan.peak_bytes == pytest.approx(fitted.peak_bytes, rel=0.02)
     assert plan.slowdown >= plan.bound >= 1

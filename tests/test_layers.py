@@ -39,13 +39,17 @@ ALLOWED = {
     "planning": {
         *("apply", "errors", "graph", "limit", "modes", "planner", "profile", "sizes"),
     },
-    "tries": {
-        *("apply", "errors", "graph", "limit", "memory", "planner", "planning"),
+    "agreement": {
+        *("apply", "engine", "errors", "graph", "memory", "modes", "planner"),
         "profile",
     },
+    "tries": {
+        *("agreement", "apply", "errors", "graph", "limit", "memory", "planner"),
+        *("planning", "profile"),
+    },
     "fit": {
-        *("apply", "audit", "carrier", "errors", "fit_text", "free", "modes"),
-        *("plan_text", "planner", "planning", "profile", "tries"),
+        *("agreement", "apply", "audit", "carrier", "errors", "fit_text", "free"),
+        *("modes", "plan_text", "planner", "planning", "profile", "tries"),
     },
     "compat": {"carrier", "engine", "errors"},
     "policies": {"engine"},

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from membudget.agreement import Checked
 from membudget.apply import Applied, Status
 from membudget.audit import AuditReport, audit
 from membudget.audit.step import LossFunction
@@ -65,6 +66,11 @@ class Fitted:
         """The measured peak of what a step allocates."""
         return self.tries[-1].peak_bytes
 
+    @property
+    def checked(self) -> Checked:
+        """How a step under the plan was found to be the plain one, bit for bit."""
+        return self.tries[-1].checked
+
     def status(self) -> Status:
         """Return what each region did so far."""
         return self._applied.status()
@@ -88,6 +94,8 @@ class Fitted:
         lines = [head(self.plan, self.peak_bytes)]
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule; nothing was planned")
+        if self.plan.regions:
+            lines.append(f"checked   {'bit for bit':>12}  {last.checked.value}")
         if before:
             more = ", ".join(f"{measured.peak_bytes:,}" for measured in before)
             lines.append(
@@ -138,7 +146,7 @@ def fit(
     """Put the fastest plan on a model whose step fits into a budget.
 
     Gradients, buffers and random streams of the model's steps stay what they were, bit
-    for bit; training code stays as it is.
+    for bit; training code stays as it is. `Fitted.checked` says how that was checked.
 
     Args:
         model: Any module.

@@ -49,8 +49,7 @@ def plan_for(
     check_mode(mode)
     limit = limit_of(profile, budget)
     if mode == AUTO:
-        planner = planner_of(profile)
-        graph, chosen = planner.graph, choose(planner, limit)
+        graph, chosen = choose(profile, limit)
     else:
         graph, chosen = choose_mode(profile, mode)
         peak_bytes = chosen.simulation.peak_bytes
@@ -64,14 +63,20 @@ def planner_of(profile: Profile) -> Planner:
     return Planner(profile.graph, overheads_of(profile))
 
 
-def choose(planner: Planner, limit: Limit) -> Chosen:
+def choose(profile: Profile, limit: Limit) -> tuple[StepGraph, Chosen]:
     """Return the planner's choice.
+
+    The planner is gone when this returns: its tables are the host's memory, too.
+
+    Returns:
+        The plain step, with the seconds that count, and the choice.
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
     """
+    planner = planner_of(profile)
     try:
-        return planner.choose(limit.budget_bytes)
+        return planner.graph, planner.choose(limit.budget_bytes)
     except BudgetError as error:
         raise limit.refused(
             f"no plan fits into {limit}", with_margin(error.least_bytes)

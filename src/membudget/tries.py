@@ -1,17 +1,17 @@
-"""Put a plan on a model and measure a step; while it takes too much, plan again."""
+"""Put a plan on a model, check and measure a step; if it takes too much, plan again."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from membudget.apply import Applied, apply
+from membudget.agreement import Checked, Checker, put_plan
+from membudget.apply import Applied
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.memory import peak
 from membudget.planner.answers import Chosen
-from membudget.planner.choose import Planner
 from membudget.planner.plan import Plan
 from membudget.planning import choose, choose_mode, make_plan, mode_is_over, planner_of
 from membudget.profile import Profile
@@ -33,11 +33,13 @@ class Measured:
         plan: The plan.
         chosen: The plan as the planner sees it.
         peak_bytes: The measured peak of what the step allocates.
+        checked: How the step was found to be the plain one, bit for bit.
     """
 
     plan: Plan
     chosen: Chosen
     peak_bytes: int
+    checked: Checked
 
 
 @dataclass(frozen=True)
@@ -55,17 +57,18 @@ class Task:
     limit: Limit
 
     def put_on(self, graph: StepGraph, chosen: Chosen) -> tuple[Measured, Applied]:
-        """Put a choice on the model, and measure a step.
+        """Put a choice on the model, and check and measure a step.
 
         Args:
             graph: The plain step, with the seconds by which the choice was made.
             chosen: The choice.
         """
-        model, budget_bytes = self.step.model, self.limit.budget_bytes
-        plan = make_plan(self.profile, graph, chosen, model, budget_bytes)
-        applied = apply(model, plan) if plan.regions else Applied({}, {})
+        step, budget_bytes = self.step, self.limit.budget_bytes
+        plan = make_plan(self.profile, graph, chosen, step.model, budget_bytes)
+        checked = Checker(step, self.profile, budget_bytes).check(graph, plan, chosen)
+        applied = put_plan(step, plan, verify=checked is Checked.VALUES)
         try:
-            return Measured(plan, chosen, measured_peak(self.step)), applied
+            return Measured(plan, chosen, measured_peak(step), checked), applied
         except BaseException:
             applied.remove()
             raise
@@ -80,27 +83,24 @@ def try_plans(task: Task) -> tuple[list[Measured], Applied]:
     Raises:
         BudgetError: If no plan fits, or none of several was measured to fit.
     """
-    planner = planner_of(task.profile)
-    chosen = choose(planner, task.limit)
+    graph, chosen = choose(task.profile, task.limit)
     tries: list[Measured] = []
     while True:
-        measured, applied = task.put_on(planner.graph, chosen)
+        measured, applied = task.put_on(graph, chosen)
         tries.append(measured)
         over = measured.peak_bytes - task.limit.budget_bytes
         if over <= 0:
             return tries, applied
         applied.remove()
         # The prediction was too low: the next one may be so, too, by as much.
-        chosen = _choose_less(planner, task, tries, measured.plan.peak_bytes - over)
+        chosen = _choose_less(task, tries, measured.plan.peak_bytes - over)
 
 
-def _choose_less(
-    planner: Planner, task: Task, tries: Sequence[Measured], budget_bytes: int
-) -> Chosen:
+def _choose_less(task: Task, tries: Sequence[Measured], budget_bytes: int) -> Chosen:
     cause = None
     if len(tries) < MOST_PLANS:
         try:
-            return planner.choose(budget_bytes)
+            return planner_of(task.profile).choose(budget_bytes)
         except BudgetError as error:
             cause = error
     peaks = [measured.peak_bytes for measured in tries]
