@@ -119,11 +119,12 @@ class Replay:
         moment = self._graph.saved[saved].moment
         return max(0, bisect_right(self._starts, moment) - 1)
 
-    def move_ends(self, ends: list[int]) -> None:
+    def move_ends(self, ends: dict[int, int]) -> None:
         """Say until when storages live in a step with this region.
 
         Args:
-            ends: The moment after the last of each storage; it is changed.
+            ends: The moment after the last of storages, where it is another than in
+                the plain step; it is added to.
         """
         graph = self._graph
         for storage, indices in self._wanted.items():
@@ -135,7 +136,8 @@ class Replay:
                 )
         for storage, moment in self._until.items():
             if storage not in self._writers:
-                ends[storage] = max(ends[storage], moment)
+                end = ends.get(storage, graph.storages[storage].death)
+                ends[storage] = max(end, moment)
 
     # The backward.
 

@@ -103,7 +103,8 @@ class _Machine:
     def __init__(self, graph: StepGraph, regions: Sequence[Region]):
         self.graph = graph
         self.replays = [Replay(graph, region, self) for region in regions]
-        self.ends = [storage.death for storage in graph.storages]
+        # Where it is another than in the plain step.
+        self.ends: dict[int, int] = {}
         for replay in self.replays:
             replay.move_ends(self.ends)
         self.births: dict[int, list[int]] = {}
@@ -154,7 +155,11 @@ class _Machine:
             birth = self.graph.storages[index].birth
             if birth >= 0:
                 self.births.setdefault(birth, []).append(index)
-                self.deaths.setdefault(self.ends[index], []).append(index)
+                self.deaths.setdefault(self._end(index), []).append(index)
+
+    def _end(self, storage: int) -> int:
+        end = self.ends.get(storage)
+        return self.graph.storages[storage].death if end is None else end
 
     def _pass(self, moment: int) -> None:
         self.moment = moment
@@ -172,7 +177,7 @@ class _Machine:
 
     def is_first_life(self, storage: int) -> bool:
         """Tell whether what the forward made is still there."""
-        return self.moment < self.ends[storage]
+        return self.moment < self._end(storage)
 
     def take(self, storage: int) -> None:
         """A storage is made."""
