@@ -2,35 +2,35 @@
 
 The problem: planners that are quick search a part of all schedules. This one hands all
 of them to an integer programme (`milp`, after Checkmate, Jain et al. 2020; `alive`
-says what fits) and lets HiGHS search: one region spans the whole forward, with a stage
-for each operator that saved something, so that
+says what fits) and lets HiGHS search. One region spans the forward, with a stage for
+each operator that saved something, so that
 
     kept    = what stays from the forward
     held[g] = what was made again and is there when the stage after g begins
 
-is any schedule that the engine can run. It takes seconds for tens of operators, minutes
-for a hundred, and is refused for many more. The simulation has the last word.
+is any schedule that the engine can run. A hundred operators take a minute; a thousand
+are refused. Simulation has the word: where an answer takes more than was given, which
+the solver's tolerance allows, it is asked again for as much less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from membudget.graph import StepGraph
 from membudget.planner.alive import Room
-from membudget.planner.makers import Problem, reduced
 from membudget.planner.milp import Choices
-from membudget.planner.programme import Answer
+from membudget.planner.problem import Problem, reduced
+from membudget.planner.programme import GAP, Answer
 from membudget.planner.regions import Region, Stage
 from membudget.planner.simulate import Simulation, simulate
 
-MOST_VARIABLES = 60_000
-"""A programme with more is refused: even its relaxation would take minutes."""
+MOST_VARIABLES = 40_000
+"""A programme with more is refused: its relaxation alone would take minutes."""
 
-_MARGIN = 2e-6
-"""The part of the budget by which the solver may take a row to be met that is not."""
+_MOST_TRIES = 3
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown", "too large"]
 
@@ -40,15 +40,14 @@ class Exact:
     """What the search found.
 
     Attributes:
-        status: `"optimal"`: no schedule is faster by more than `programme.GAP`.
-            `"feasible"`: one was found; the time was up before the proof.
-            `"infeasible"`: none fits; with an incumbent: none that is faster fits.
-            `"unknown"`: none was found in the time. `"too large"`: it was not tried.
+        status: `"optimal"`: no schedule saves more than the part `programme.GAP` of the
+            seconds. `"feasible"`: the time was up before the proof. `"infeasible"`:
+            nothing fits; with an incumbent: nothing that is faster fits. `"unknown"`:
+            nothing was found. `"too large"`: it was not tried.
         region: The schedule; `None` without one.
         simulation: What comes of it.
-        seconds: What runs again takes.
-        bound_s: No schedule that fits runs operators again for less.
-        gap: How far the schedule may be above the bound, as a part of it.
+        seconds: What runs again takes; infinite without a schedule.
+        bound_s: What runs again takes no less in any schedule that fits.
         variables: Of the programme.
     """
 
@@ -61,9 +60,9 @@ class Exact:
 
     @property
     def gap(self) -> float:
-        """The part of the seconds that a faster schedule may save at most."""
+        """The part of the seconds that another schedule may save at most."""
         if self.region is None:
-            return float("inf")
+            return 1.0
         return 1 - self.bound_s / self.seconds if self.seconds else 0.0
 
 
@@ -71,7 +70,7 @@ def exact(
     graph: StepGraph,
     budget_bytes: int,
     limit_s: float,
-    incumbent_s: float | None = None,
+    incumbent_s: float = float("inf"),
 ) -> Exact:
     """Find the schedule that runs operators again for the fewest seconds.
 
@@ -79,67 +78,107 @@ def exact(
         graph: The plain step.
         budget_bytes: For what the step allocates, as in `Simulation.peak_bytes`.
         limit_s: How long to look.
-        incumbent_s: What a schedule that is known takes more than the plain step: only
-            faster ones are looked for.
+        incumbent_s: What runs again takes in a schedule that is known: only those are
+            looked for that take no more.
 
     Raises:
         MissingExtraError: If SciPy is not installed.
     """
-    problem = reduced(graph)
+    problem, end = reduced(graph), time.monotonic() + limit_s
+    inner_bytes = budget_bytes
+    first: Exact | None = None
+    for _ in range(_MOST_TRIES):
+        found = _search(graph, problem, inner_bytes, end, incumbent_s)
+        first = first or found
+        if found.simulation is None:
+            break
+        over_bytes = found.simulation.peak_bytes - budget_bytes
+        if over_bytes <= 0:
+            return found if found is first else _again(found, first.bound_s)
+        inner_bytes -= over_bytes
+    if found is first and found.region is None:
+        return found
+    return _nothing("unknown", first.bound_s if first else 0.0, found.variables)
+
+
+def _again(found: Exact, bound_s: float) -> Exact:
+    """Return what was found within less, beside the bound for what was given."""
+    is_optimal = found.seconds * (1 - GAP) <= bound_s
+    status: Status = "optimal" if is_optimal else "feasible"
+    return replace(found, status=status, bound_s=bound_s)
+
+
+def _nothing(status: Status, bound_s: float, variables: int) -> Exact:
+    return Exact(status, None, None, float("inf"), bound_s, variables)
+
+
+def _search(
+    graph: StepGraph,
+    problem: Problem,
+    budget_bytes: int,
+    end: float,
+    incumbent_s: float,
+) -> Exact:
     unit_s = graph.seconds or 1.0
     choices = Choices(problem, unit_s)
     programme = choices.programme
     if programme.size > MOST_VARIABLES:
-        return _without("too large", 0.0, programme.size)
+        return _nothing("too large", 0.0, programme.size)
     choices.add_rules()
     Room(graph, choices, budget_bytes).add_rows()
-    if incumbent_s is not None:
+    if incumbent_s < float("inf"):
         programme.at_most(programme.cost, incumbent_s / unit_s)
-    answer = programme.solve(limit_s)
-    return _read(graph, choices, answer, budget_bytes)
-
-
-def _without(status: Status, bound_s: float, variables: int) -> Exact:
-    return Exact(status, None, None, float("inf"), bound_s, variables)
-
-
-def _read(
-    graph: StepGraph, choices: Choices, answer: Answer, budget_bytes: int
-) -> Exact:
-    unit_s = graph.seconds or 1.0
-    bound_s = answer.bound * unit_s
-    size = choices.programme.size
+    answer = programme.solve(max(0.0, end - time.monotonic()))
+    bound_s = min(answer.bound * unit_s, incumbent_s)
     if answer.status in ("infeasible", "unknown"):
-        return _without(answer.status, bound_s, size)
-    region = _region(graph, choices, answer)
+        return _nothing(answer.status, bound_s, programme.size)
+    region = _fewer_stages(graph, _region(graph, choices, answer))
     simulation = simulate(graph, [region])
-    if simulation.peak_bytes > budget_bytes:
-        return _without("unknown", bound_s, size)
-    return Exact(answer.status, region, simulation, simulation.seconds - graph.seconds, bound_s, size)
+    seconds = sum(graph.operators[index].seconds for index in simulation.recomputed)
+    return Exact(answer.status, region, simulation, seconds, bound_s, programme.size)
 
 
 def _region(graph: StepGraph, choices: Choices, answer: Answer) -> Region:
+    """Return the schedule that an answer means."""
     problem = choices.problem
     chosen = {v for v, value in enumerate(answer.values) if value > 0.5}
     kept = {s for s, v in choices.kept.items() if v in chosen}
-    there = _needed(choices, chosen)
+    there = _found_held(choices, chosen)
     held: dict[int, set[int]] = {}
     for stage in choices.stages:
         of_stage = held.setdefault(problem.demands[stage.start].stage, set())
         of_stage |= there[stage.stop]
-    stages = [Stage(start, frozenset(held[start])) for start in sorted(held)]
-    return Region(0, graph.backward_start, problem.always | kept, tuple(stages))
+    for start, moments in problem.idle.items():
+        of_stage = held.setdefault(start, set())
+        for moment in moments:
+            of_stage |= there[sum(d.moment <= moment for d in problem.demands)]
+    stages = tuple(Stage(start, frozenset(held[start])) for start in sorted(held))
+    return Region(0, graph.backward_start, problem.always | kept, stages)
 
 
-def _needed(choices: Choices, chosen: set[int]) -> list[set[int]]:
-    """Return what each demand finds held of use; nothing for the end."""
-    problem = choices.problem
+def _found_held(choices: Choices, chosen: set[int]) -> list[set[int]]:
+    """Return what each demand finds held that it, or a later one, needs."""
+    demands, makers = choices.problem.demands, choices.problem.makers
     found: list[set[int]] = [set()]
-    for d in range(len(problem.demands) - 1, -1, -1):
-        held = {s for e, s in choices.held if e == d and choices.held[e, s] in chosen}
-        used = {problem.demands[d].item}
+    for d in range(len(demands) - 1, -1, -1):
+        held = {s for (e, s), v in choices.held.items() if e == d and v in chosen}
+        used = {demands[d].item}
         for k in choices.runs[d]:
             if choices.run[d, k] in chosen:
-                used.update(problem.makers[k].reads)
+                used.update(makers[k].reads)
         found.append(held & (used | found[-1]))
     return found[::-1]
+
+
+def _fewer_stages(graph: StepGraph, region: Region) -> Region:
+    """Join neighbouring stages where the same runs again, within no more bytes."""
+    before = simulate(graph, [region])
+    for stage in region.stages[1:]:
+        # What the later stage of the two held for the earlier one, that needs anyway.
+        stages = tuple(other for other in region.stages if other != stage)
+        joined = replace(region, stages=stages)
+        after = simulate(graph, [joined])
+        is_same = after.recomputed == before.recomputed
+        if is_same and after.peak_bytes <= before.peak_bytes:
+            region = joined
+    return region

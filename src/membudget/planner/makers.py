@@ -1,56 +1,25 @@
-"""What the backward asks for, and which operators make it again: a step, reduced.
+"""Which operators make again what the backward asks for, and which run together.
 
-The problem: an exact planner searches all schedules, so all that cannot matter must go
-before it begins. What stays are the storages that the backward asks for or that those
-are made of, the *items*, and the operators that write them, joined to *makers*:
+The problem: an exact planner searches all schedules, so what cannot matter must go
+before it begins. On the way to all that autograd saved, if nothing is kept, operators
+are joined to *makers*:
 
-* operators that write one storage together run together;
-* where a storage serves one maker alone, which makes one storage that is no larger, the
-  two makers are joined. Whoever holds the former could hold the latter instead, for no
-  more bytes and fewer seconds, so no schedule is lost that could be the best;
-* views, storages without bytes and what the user's code holds to the end cost nothing
-  and are there anyway.
+* operators that write one storage run together;
+* where a storage serves one maker alone, which makes one storage that is no larger and
+  is there no less long of itself, the two makers are joined. Who holds the former could
+  hold the latter instead, for no more bytes and fewer seconds, so that no schedule is
+  lost that could be the best. So the output of a convolution that is rectified at once
+  is no choice of its own;
+* views are passed over, and so is what is there anyway.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from membudget.graph import StepGraph
 from membudget.planner.regions import storages_of
-from membudget.planner.timeline import lifetimes, of_intervals
-
-
-@dataclass(frozen=True)
-class Item:
-    """A storage that a schedule may keep, hold or make again.
-
-    Attributes:
-        storage: Which.
-        bytes: Its size.
-        birth: The operator that makes it first.
-        maker: What makes it again, by index.
-        readers: The operators that read it on the way to another item, in order, each
-            with its maker.
-        there_until: The first moment at which it is gone unless it is kept.
-        kept_until: The first moment at which it is gone if it is kept, and nothing that
-            is dropped comes of it.
-        needed_until: The first moment at which nothing that may be dropped comes of it.
-        freed: The first moment at which autograd holds it no more; -1 if it never did.
-    """
-
-    storage: int
-    bytes: int
-    birth: int
-    maker: int
-    readers: tuple[tuple[int, int], ...]
-    there_until: int
-    kept_until: int
-    needed_until: int
-    freed: int
 
 
 @dataclass(frozen=True)
@@ -75,102 +44,7 @@ class Maker:
     passing: tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
-class Demand:
-    """The backward asks for an item that is not there unless a schedule sees to it.
-
-    Attributes:
-        item: The storage.
-        moment: When.
-        freed: The first moment at which autograd holds it no more.
-        times: How often it was saved and is asked for at once.
-        stage: Of which stage it is: the first operator that saved what that serves.
-    """
-
-    item: int
-    moment: int
-    freed: int
-    times: int
-    stage: int
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A step, reduced to what schedules differ in.
-
-    Attributes:
-        items: By their storage.
-        makers: What makes them again.
-        demands: In the order in which the backward asks.
-        fixed_bytes: At each moment, of what no schedule moves; without workspace.
-        always: The storages that are kept by every schedule.
-    """
-
-    items: Mapping[int, Item]
-    makers: Sequence[Maker]
-    demands: Sequence[Demand]
-    fixed_bytes: Sequence[int]
-    always: frozenset[int]
-
-
-def reduced(graph: StepGraph) -> Problem:
-    """Reduce a step to what schedules of its backward differ in."""
-    always = _always(graph)
-    ways = _Ways(graph, always)
-    makers = ways.joined(ways.grouped())
-    items = _items(graph, ways, makers)
-    intervals = [
-        *lifetimes(graph, without=items),
-        *((i.birth, i.there_until, i.bytes) for i in items.values()),
-    ]
-    fixed = of_intervals(graph, intervals).alive_bytes
-    return Problem(items, makers, _demands(graph, items), fixed, always)
-
-
-def _always(graph: StepGraph) -> frozenset[int]:
-    last = max((saved.freed for saved in graph.saved), default=0)
-    return frozenset(
-        index
-        for index, storage in enumerate(graph.storages)
-        if 0 <= storage.birth < graph.backward_start
-        and (not storage.bytes or (storage.released is None and storage.death >= last))
-    )
-
-
-def _demands(graph: StepGraph, items: Mapping[int, Item]) -> list[Demand]:
-    """Return the demands, with a stage for each operator that saved something.
-
-    Operators that saved the same and are served one after the other share a stage: it
-    is made once for both, and no copy of it is made for the first.
-    """
-    found: Counter[tuple[int, int, int, int]] = Counter()
-    for saved in graph.saved:
-        storage = graph.values[saved.value].storage
-        if saved.asked and storage in items:
-            if saved.asked[0] >= items[storage].there_until:
-                found[saved.asked[0], saved.moment, storage, saved.freed] += 1
-    # Within a moment they are asked for in the order in which they were saved.
-    rows = sorted(found, key=lambda row: row[0])
-    stages = _stages([(saver, storage) for _, saver, storage, _ in rows])
-    return [
-        Demand(storage, moment, freed, found[moment, saver, storage, freed], stage)
-        for (moment, saver, storage, freed), stage in zip(rows, stages, strict=True)
-    ]
-
-
-def _stages(asked: Sequence[tuple[int, int]]) -> list[int]:
-    """Return the stage of each of the savers and storages that are asked for."""
-    savers = {saver for saver, _ in asked}
-    first = {saver: saver for saver in savers}
-    of_saver = {saver: {s for other, s in asked if other == saver} for saver in savers}
-    for (before, _), (after, _) in pairwise(asked):
-        is_next = before > after and not savers & set(range(after + 1, before))
-        if is_next and of_saver[before] & of_saver[after]:
-            first |= {s: after for s, stage in first.items() if stage == first[before]}
-    return [first[saver] for saver, _ in asked]
-
-
-class _Ways:
+class Ways:
     """The operators on the way to all that autograd saved, if nothing is kept.
 
     Attributes:
@@ -181,6 +55,12 @@ class _Ways:
     """
 
     def __init__(self, graph: StepGraph, always: frozenset[int]):
+        """Find them.
+
+        Args:
+            graph: The step.
+            always: Storages that are there whatever is chosen.
+        """
         self._graph = graph
         self._always = always
         self.writers: dict[int, list[int]] = {}
@@ -244,17 +124,21 @@ class _Ways:
 
     def joined(self, makers: Sequence[Maker]) -> list[Maker]:
         """Join what makes a storage with what alone reads it, where nothing is lost."""
-        found = {index: maker for index, maker in enumerate(makers)}
+        found = dict(enumerate(makers))
+        readers: dict[int, set[int]] = {}
+        for index, maker in found.items():
+            for read in maker.reads:
+                readers.setdefault(read, set()).add(index)
         for index in sorted(found, reverse=True):
             storage = self._passed_on(found[index])
-            readers = [i for i, m in found.items() if storage in m.reads]
-            if storage is None or len(readers) != 1:
+            if storage is None or len(readers.get(storage, ())) != 1:
                 continue
-            reader = found[readers[0]]
-            if len(reader.makes) == 1 and self._bytes(reader.makes) <= self._bytes(
-                [storage]
-            ):
-                found[readers[0]] = self._join(found.pop(index), reader, storage)
+            (reader,) = readers[storage]
+            if self._is_as_good(found[reader].makes, storage):
+                first = found.pop(index)
+                found[reader] = self._join(first, found[reader], storage)
+                for read in first.reads:
+                    readers[read] = readers[read] - {index} | {reader}
         return sorted(found.values(), key=lambda maker: maker.operators)
 
     def _passed_on(self, maker: Maker) -> int | None:
@@ -265,8 +149,21 @@ class _Ways:
         in_backward = self._graph.storages[storage].death > self._graph.backward_start
         return None if in_backward else storage
 
-    def _bytes(self, storages: Iterable[int]) -> int:
-        return sum(self._graph.storages[storage].bytes for storage in storages)
+    def _is_as_good(self, instead: Sequence[int], storage: int) -> bool:
+        """Tell whether a schedule may hold one storage for another, at no cost."""
+        if len(instead) != 1:
+            return False
+        storages = self._graph.storages
+        fits = storages[instead[0]].bytes <= storages[storage].bytes
+        return fits and self.there_until(instead[0]) >= self.there_until(storage)
+
+    def there_until(self, storage: int) -> int:
+        """Return the first moment at which a storage is gone unless it is kept."""
+        released = self._graph.storages[storage].released
+        # What autograd never saw goes at its death, dropped or not.
+        if released is None or storage not in self.wanted:
+            return self._graph.storages[storage].death
+        return released
 
     def _join(self, first: Maker, then: Maker, storage: int) -> Maker:
         operators = tuple(sorted((*first.operators, *then.operators)))
@@ -282,44 +179,3 @@ class _Ways:
             tuple(sorted({*first.reads, *then.reads} - {storage})),
             (*first.passing, *then.passing, *((index, size) for index in alive)),
         )
-
-
-def _items(
-    graph: StepGraph, ways: _Ways, makers: Sequence[Maker]
-) -> dict[int, Item]:
-    readers: dict[int, list[tuple[int, int]]] = {}
-    for number, maker in enumerate(makers):
-        for index in maker.operators:
-            for storage in set(ways.reads[index]).intersection(maker.reads):
-                readers.setdefault(storage, []).append((index, number))
-    return {
-        storage: _item(graph, storage, number, readers.get(storage, ()), ways)
-        for number, maker in enumerate(makers)
-        for storage in maker.makes
-    }
-
-
-def _item(
-    graph: StepGraph,
-    index: int,
-    maker: int,
-    readers: Iterable[tuple[int, int]],
-    ways: _Ways,
-) -> Item:
-    storage = graph.storages[index]
-    # What autograd never saw goes at its death, dropped or not.
-    is_dropped = storage.released is not None and index in ways.wanted
-    there_until = storage.released if is_dropped else storage.death
-    assert there_until is not None
-    saved = [graph.saved[i] for i in graph.saved_on.get(index, ())]
-    return Item(
-        storage=index,
-        bytes=storage.bytes,
-        birth=storage.birth,
-        maker=maker,
-        readers=tuple(sorted(readers)),
-        there_until=there_until,
-        kept_until=storage.death,
-        needed_until=ways.until[index],
-        freed=max((s.freed for s in saved), default=-1),
-    )

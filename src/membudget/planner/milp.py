@@ -1,4 +1,4 @@
-"""The least seconds of running operators again within a budget, as an integer programme.
+"""The fewest seconds of running operators again, as an integer programme.
 
 The problem: which storages to keep from the forward, and, each time that the backward
 asks for one that is not there, which makers to run and what to hold for later. The
@@ -24,10 +24,10 @@ and the bytes of every moment fit, which `alive` states.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
-from membudget.planner.makers import Problem
+from membudget.planner.problem import Problem
 from membudget.planner.programme import ONE, Programme, Sum, added
 
 
@@ -75,7 +75,8 @@ class Choices:
             k = problem.items[pending.pop()].maker
             if problem.makers[k].is_pinned or (d, k) in self.run:
                 continue
-            self.run[d, k] = self.programme.variable(problem.makers[k].seconds / unit_s)
+            cost = problem.makers[k].seconds / unit_s
+            self.run[d, k] = self.programme.variable(cost)
             reads = [s for s in problem.makers[k].reads if not self.is_first_life(d, s)]
             pending += reads
             useful.update(reads)
@@ -146,26 +147,31 @@ class Choices:
     def _add_reason(self, d: int, k: int) -> None:
         """State that nothing runs that the demand does not need."""
         makes = self.problem.makers[k].makes
-        if self.problem.demands[d].item not in makes:
-            self.programme.covers(
-                dict.fromkeys(self.readers(d, makes), 1), _term(self.run[d, k])
-            )
+        total: Sum = {}
+        for s in makes:
+            missing = added(self.goes(s), self.before(d, s), -1)
+            wanted: Sum = dict.fromkeys((run for _, run in self.readers(d, s)), 1)
+            if s == self.problem.demands[d].item:
+                wanted = missing
+            elif len(makes) > 1:
+                wanted = self._both(missing, wanted)
+            total = added(total, wanted)
+        self.programme.covers(total, _term(self.run[d, k]))
 
-    def readers(self, d: int, items: Iterable[int], first: int = 0) -> list[int]:
-        """Return the runs for a demand that read some items.
+    def _both(self, first: Sum, second: Sum) -> Sum:
+        """Return a variable that is at most each of two sums."""
+        found = {self.programme.variable(): 1.0}
+        self.programme.covers(first, found)
+        self.programme.covers(second, found)
+        return found
 
-        Args:
-            d: The demand.
-            items: The items.
-            first: Readers before this operator are left out.
-        """
-        found = {
-            self.run[d, k]
-            for s in items
-            for position, k in self.problem.items[s].readers
-            if position >= first and (d, k) in self.run
-        }
-        return sorted(found)
+    def readers(self, d: int, s: int) -> list[tuple[int, int]]:
+        """Return the operators that may read an item for a demand, and their runs."""
+        return [
+            (operator, self.run[d, k])
+            for operator, k in self.problem.items[s].readers
+            if (d, k) in self.run
+        ]
 
     def _add_once(self, stage: range) -> None:
         """State that nothing is made again in a stage that is there, or was made."""

@@ -6,8 +6,10 @@ of variables. This is what lies between the two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -42,12 +44,11 @@ class Answer:
 
 
 class Programme:
-    """Variables between 0 and 1, and rows that their sums obey."""
+    """Variables that are 0 or 1, and rows that their sums obey."""
 
     def __init__(self) -> None:
         """Begin without variables."""
         self._costs: list[float] = []
-        self._is_integer: list[bool] = []
         self._rows: list[tuple[Sum, float]] = []
 
     @property
@@ -60,10 +61,9 @@ class Programme:
         """What is made least."""
         return {index: cost for index, cost in enumerate(self._costs) if cost}
 
-    def variable(self, cost: float = 0.0, is_integer: bool = True) -> int:
+    def variable(self, cost: float = 0.0) -> int:
         """Add a variable; return its number."""
         self._costs.append(cost)
-        self._is_integer.append(is_integer)
         return self.size - 1
 
     def at_most(self, terms: Sum, bound: float, unit: float = 1.0) -> None:
@@ -88,7 +88,7 @@ class Programme:
             MissingExtraError: If SciPy is not installed.
         """
         try:
-            from scipy import optimize, sparse
+            from scipy import optimize, sparse  # type: ignore[import-untyped]
         except ImportError as error:
             raise MissingExtraError("scipy", "exact", "an exact plan") from error
         if not self._costs:
@@ -100,14 +100,29 @@ class Programme:
         shape = (len(self._rows), self.size)
         matrix = sparse.csr_array((entries, columns, starts), shape=shape)
         bounds = np.array([bound for _, bound in self._rows])
-        found = optimize.milp(
+        ask = partial(
+            optimize.milp,
             np.array(self._costs),
-            integrality=np.array(self._is_integer, dtype=np.uint8),
+            integrality=np.ones(self.size),
             bounds=optimize.Bounds(0.0, 1.0),
             constraints=optimize.LinearConstraint(matrix, -np.inf, bounds),
-            options={"time_limit": limit_s, "mip_rel_gap": GAP},
         )
-        return _answer(found)
+        return _ask(ask, limit_s)
+
+
+def _ask(ask: Callable[..., Any], limit_s: float) -> Answer:
+    """Ask the solver; where it finds that nothing is feasible, ask again.
+
+    Simplifications that it makes at first sometimes lose every answer (HiGHS, issues
+    1958 and 3090): it has to say so without them, too.
+    """
+    end = time.monotonic() + limit_s
+    answer = _answer(ask(options={"time_limit": limit_s, "mip_rel_gap": GAP}))
+    if answer.status == "infeasible":
+        left_s = max(0.0, end - time.monotonic())
+        options = {"time_limit": left_s, "mip_rel_gap": GAP, "presolve": False}
+        answer = _answer(ask(options=options))
+    return answer
 
 
 def add(to: dict[int, float], terms: Sum, factor: float = 1) -> None:

@@ -1,0 +1,187 @@
+"""A step, reduced to what schedules of its backward differ in.
+
+The problem: for an exact planner, a step is what the backward asks for (*demands*), the
+storages that it asks for or that those are made of (*items*), and what makes them again
+(`makers`). All else is so many bytes at each moment. Storages without bytes, and what
+the user's code holds to the end, cost nothing and are kept by every schedule.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from membudget.graph import StepGraph
+from membudget.planner.makers import Maker, Ways
+from membudget.planner.timeline import lifetimes, of_intervals
+
+
+@dataclass(frozen=True)
+class Item:
+    """A storage that a schedule may keep, hold or make again.
+
+    Attributes:
+        storage: Which.
+        bytes: Its size.
+        birth: The operator that makes it first.
+        maker: What makes it again, by index.
+        readers: The operators that read it on the way to another item, in order, each
+            with its maker.
+        there_until: The first moment at which it is gone unless it is kept.
+        kept_until: The first moment at which it is gone if it is kept, and nothing that
+            is dropped comes of it.
+        needed_until: The first moment at which nothing that may be dropped comes of it.
+        freed: The first moment at which autograd holds it no more; -1 if it never did.
+    """
+
+    storage: int
+    bytes: int
+    birth: int
+    maker: int
+    readers: tuple[tuple[int, int], ...]
+    there_until: int
+    kept_until: int
+    needed_until: int
+    freed: int
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The backward asks for an item that is not there unless a schedule sees to it.
+
+    Attributes:
+        item: The storage.
+        moment: When.
+        freed: The first moment at which autograd holds it no more.
+        times: How often it was saved and is asked for at once.
+        stage: Of which stage it is: the first operator that saved what that serves.
+    """
+
+    item: int
+    moment: int
+    freed: int
+    times: int
+    stage: int
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A step, reduced to what schedules differ in.
+
+    Attributes:
+        items: By their storage.
+        makers: What makes them again.
+        demands: In the order in which the backward asks.
+        idle: The moments of asking, of operators whose saved items are all there when
+            they are asked for: stages in which nothing has to be made.
+        fixed_bytes: At each moment, of what no schedule moves; without workspace.
+        always: The storages that are kept by every schedule.
+    """
+
+    items: Mapping[int, Item]
+    makers: Sequence[Maker]
+    demands: Sequence[Demand]
+    idle: Mapping[int, Sequence[int]]
+    fixed_bytes: Sequence[int]
+    always: frozenset[int]
+
+
+def reduced(graph: StepGraph) -> Problem:
+    """Reduce a step to what schedules of its backward differ in."""
+    always = _always(graph)
+    ways = Ways(graph, always)
+    makers = ways.joined(ways.grouped())
+    items = _items(graph, ways, makers)
+    intervals = [
+        *lifetimes(graph, without=items),
+        *((i.birth, i.there_until, i.bytes) for i in items.values()),
+    ]
+    fixed = of_intervals(graph, intervals).alive_bytes
+    demands, idle = _demands(graph, items)
+    return Problem(items, makers, demands, idle, fixed, always)
+
+
+def _always(graph: StepGraph) -> frozenset[int]:
+    last = max((saved.freed for saved in graph.saved), default=0)
+    return frozenset(
+        index
+        for index, storage in enumerate(graph.storages)
+        if 0 <= storage.birth < graph.backward_start
+        and (not storage.bytes or (storage.released is None and storage.death >= last))
+    )
+
+
+def _demands(
+    graph: StepGraph, items: Mapping[int, Item]
+) -> tuple[list[Demand], dict[int, list[int]]]:
+    """Return the demands, with a stage for each operator that saved something.
+
+    Operators that saved the same and are served one after the other share a stage: it
+    is made once for both, and no copy of it is made for the first.
+    """
+    found: Counter[tuple[int, int, int, int]] = Counter()
+    idle: dict[int, list[int]] = {}
+    for saved in graph.saved:
+        storage = graph.values[saved.value].storage
+        if storage in items:
+            moments = idle.setdefault(saved.moment, [])
+            moments += saved.asked[:1]
+            if saved.asked and saved.asked[0] >= items[storage].there_until:
+                found[saved.asked[0], saved.moment, storage, saved.freed] += 1
+    # Within a moment they are asked for in the order in which they were saved.
+    rows = sorted(found, key=lambda row: row[0])
+    stages = _stages([(saver, storage) for _, saver, storage, _ in rows], set(idle))
+    demands = [
+        Demand(storage, moment, freed, found[moment, saver, storage, freed], stage)
+        for (moment, saver, storage, freed), stage in zip(rows, stages, strict=True)
+    ]
+    asking = {saver for _, saver, _, _ in rows}
+    return demands, {s: moments for s, moments in idle.items() if s not in asking}
+
+
+def _stages(asked: Sequence[tuple[int, int]], savers: set[int]) -> list[int]:
+    """Return the stage of each of the savers and storages that are asked for."""
+    first = {saver: saver for saver in savers}
+    of_saver = {saver: {s for other, s in asked if other == saver} for saver in savers}
+    for (before, _), (after, _) in pairwise(asked):
+        is_next = before > after and not savers & set(range(after + 1, before))
+        if is_next and of_saver[before] & of_saver[after]:
+            first |= {s: after for s, stage in first.items() if stage == first[before]}
+    return [first[saver] for saver, _ in asked]
+
+
+def _items(graph: StepGraph, ways: Ways, makers: Sequence[Maker]) -> dict[int, Item]:
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for number, maker in enumerate(makers):
+        for index in maker.operators:
+            for storage in set(ways.reads[index]).intersection(maker.reads):
+                readers.setdefault(storage, []).append((index, number))
+    return {
+        storage: _item(graph, storage, number, readers.get(storage, ()), ways)
+        for number, maker in enumerate(makers)
+        for storage in maker.makes
+    }
+
+
+def _item(
+    graph: StepGraph,
+    index: int,
+    maker: int,
+    readers: Iterable[tuple[int, int]],
+    ways: Ways,
+) -> Item:
+    storage = graph.storages[index]
+    saved = [graph.saved[i] for i in graph.saved_on.get(index, ())]
+    return Item(
+        storage=index,
+        bytes=storage.bytes,
+        birth=storage.birth,
+        maker=maker,
+        readers=tuple(sorted(readers)),
+        there_until=ways.there_until(index),
+        kept_until=storage.death,
+        needed_until=ways.until[index],
+        freed=max((s.freed for s in saved), default=-1),
+    )
