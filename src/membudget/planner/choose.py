@@ -17,6 +17,7 @@ from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.answers import Answers, Chosen
 from membudget.planner.flat import choose_options
+from membudget.planner.improve import improved
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region
@@ -53,9 +54,12 @@ class Planner:
             for calls in _distinct_cuts(self.graph)
         ]
         self._answers += staged(self.graph, overheads)
+        self._found: list[Chosen] = []
 
     def choose(self, budget_bytes: int) -> Chosen:
         """Return the fastest plan whose simulated peak fits.
+
+        It is no slower than what was returned for a smaller budget before.
 
         Args:
             budget_bytes: For what the step allocates.
@@ -77,7 +81,20 @@ class Planner:
                 asked_bytes=budget_bytes,
                 least_bytes=least,
             )
-        return min(fitting, key=lambda chosen: chosen.seconds)
+        self._found.append(self._improved(min(fitting, key=_seconds), budget_bytes))
+        # What fitted into less fits, too, and may be faster than what was found now.
+        known = [c for c in self._found if c.simulation.peak_bytes <= budget_bytes]
+        return min(known, key=_seconds)
+
+    def _improved(self, chosen: Chosen, budget_bytes: int) -> Chosen:
+        regions, simulation = improved(self.graph, chosen.regions, budget_bytes)
+        faster_s = chosen.simulation.seconds - simulation.seconds
+        return replace(
+            chosen,
+            regions=tuple(regions),
+            simulation=simulation,
+            seconds=chosen.seconds - faster_s,
+        )
 
     def _fitting(
         self, budget_bytes: int, of: Callable[[Answers], Sequence[Chosen]]
@@ -102,6 +119,10 @@ class Planner:
         """Return the least budget that some plan fits into."""
         peaks = [c.simulation.peak_bytes for a in self._answers for c in a.least]
         return min([self.plain_peak_bytes, *peaks])
+
+
+def _seconds(chosen: Chosen) -> float:
+    return chosen.seconds
 
 
 class _ByModule(Answers):
