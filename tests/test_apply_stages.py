@@ -11,10 +11,12 @@ import torch
 import membudget as mb
 from membudget.apply import model_fingerprint
 from membudget.graph import StepGraph
+from membudget.planner.choose import Planner
 from membudget.planner.keep import choices
 from membudget.planner.plan import Plan, planned_region
 from membudget.planner.regions import Region, Stage, made_in, saved_in, storages_of
 from membudget.planner.simulate import simulate
+from membudget.planning import make_plan
 from tests.planner.models import MODELS, measured_peak
 from tests.test_apply_plan import check_same, facts_of_step
 
@@ -83,3 +85,18 @@ def test_a_stage_makes_again_what_an_earlier_one_let_go():
     in_two = simulate(graph, [Region(call.start, call.end, frozenset(), stages)])
     assert len(in_two.recomputed) > len(at_once.recomputed)
     assert in_two.peak_bytes < at_once.peak_bytes
+
+
+def test_a_schedule_that_a_search_found_runs_as_it_was_simulated():
+    torch.manual_seed(0)
+    model, batch = MODELS["unet"]()
+    found = mb.profile(model, batch, fake=True)
+    planner = Planner(found.graph)
+    budget = planner.plain_peak_bytes * 6 // 10
+    chosen = planner.choose(budget, exact_s=30.0)
+    (region,) = chosen.regions
+    assert len(region.stages) > 1
+    searched = copy.deepcopy(model)
+    mb.apply(searched, make_plan(found, planner.graph, chosen, model, budget))
+    check_same(facts_of_step(model, batch), facts_of_step(searched, batch))
+    assert measured_peak(searched, batch) <= budget

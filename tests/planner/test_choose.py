@@ -189,3 +189,12 @@ def test_blocks_that_are_equal_take_equal_seconds_and_the_sum_stays():
     even = smoothed(graph)
     assert [o.seconds for o in even.operators[:4]] == [2.0, 4.0, 2.0, 4.0]
     assert even.seconds == graph.seconds
+
+
+def test_a_search_of_all_schedules_is_faster_where_a_step_is_no_chain():
+    planner = Planner(graph_of("unet"))
+    budget = planner.plain_peak_bytes * 6 // 10
+    chain = planner.choose(budget)
+    searched = planner.choose(budget, exact_s=30.0)
+    assert searched.simulation.peak_bytes <= budget
+    assert searched.seconds < chain.seconds

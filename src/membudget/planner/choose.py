@@ -16,13 +16,14 @@ from dataclasses import replace
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.answers import Answers, Chosen
+from membudget.planner.exact import exact
 from membudget.planner.flat import choose_options
 from membudget.planner.improve import improved
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region
 from membudget.planner.simulate import simulate
-from membudget.planner.staged import staged
+from membudget.planner.staged import largest_call, staged
 from membudget.planner.timeline import timeline
 from membudget.planner.windows import Windows
 
@@ -48,6 +49,7 @@ class Planner:
         """
         check_seconds(graph)
         self.graph = smoothed(graph)
+        self._overheads = overheads
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._answers: list[Answers] = [
             _ByModule(self.graph, calls, overheads)
@@ -56,16 +58,19 @@ class Planner:
         self._answers += staged(self.graph, overheads)
         self._found: list[Chosen] = []
 
-    def choose(self, budget_bytes: int) -> Chosen:
+    def choose(self, budget_bytes: int, exact_s: float = 0.0) -> Chosen:
         """Return the fastest plan whose simulated peak fits.
 
         It is no slower than what was returned for a smaller budget before.
 
         Args:
             budget_bytes: For what the step allocates.
+            exact_s: How long to search all schedules for a faster one, by an integer
+                programme: worth it where a step has tens of operators, or is no chain.
 
         Raises:
             BudgetError: If none fits; it says the least budget for which one does.
+            MissingExtraError: If SciPy is wanted for the search and not installed.
         """
         if self.plain_peak_bytes <= budget_bytes:
             plain = simulate(self.graph, ())
@@ -73,6 +78,8 @@ class Planner:
         fitting = self._fitting(budget_bytes, lambda a: a.candidates(budget_bytes))
         if not fitting:
             fitting = self._fitting(budget_bytes, lambda a: a.least)
+        if exact_s > 0:
+            fitting += self._searched(budget_bytes, exact_s, fitting)
         if not fitting:
             least = self.least_bytes()
             raise BudgetError(
@@ -85,6 +92,28 @@ class Planner:
         # What fitted into less fits, too, and may be faster than what was found now.
         known = [c for c in self._found if c.simulation.peak_bytes <= budget_bytes]
         return min(known, key=_seconds)
+
+    def _searched(
+        self, budget_bytes: int, limit_s: float, fitting: Sequence[Chosen]
+    ) -> list[Chosen]:
+        """Return what a search of all schedules finds that is faster, if anything."""
+        call = largest_call(self.graph)
+        if call is None:
+            return []
+        region = Region(call.start, call.end)
+        own_s = self._overheads.seconds(self.graph, region)
+        known = min((chosen.seconds for chosen in fitting), default=math.inf)
+        again_s = known - self.graph.seconds - own_s
+        if again_s <= 0:
+            return []
+        found = exact(self.graph, budget_bytes, limit_s, again_s, region)
+        if found.region is None or found.simulation is None:
+            return []
+        seconds = found.simulation.seconds + own_s
+        schedule = (found.region,)
+        return [
+            Chosen((call,), schedule, found.simulation, seconds, self.graph.seconds)
+        ]
 
     def _improved(self, chosen: Chosen, budget_bytes: int) -> Chosen:
         regions, simulation = improved(self.graph, chosen.regions, budget_bytes)

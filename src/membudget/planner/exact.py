@@ -71,6 +71,7 @@ def exact(
     budget_bytes: int,
     limit_s: float,
     incumbent_s: float = float("inf"),
+    region: Region | None = None,
 ) -> Exact:
     """Find the schedule that runs operators again for the fewest seconds.
 
@@ -80,15 +81,17 @@ def exact(
         limit_s: How long to look.
         incumbent_s: What runs again takes in a schedule that is known: only those are
             looked for that take no more.
+        region: What is gone back through; the whole forward if `None`.
 
     Raises:
         MissingExtraError: If SciPy is not installed.
     """
-    problem, end = reduced(graph), time.monotonic() + limit_s
+    whole = region or Region(0, graph.backward_start)
+    problem, end = reduced(graph, whole), time.monotonic() + limit_s
     inner_bytes = budget_bytes
     first: Exact | None = None
     for _ in range(_MOST_TRIES):
-        found = _search(graph, problem, inner_bytes, end, incumbent_s)
+        found = _search(graph, problem, inner_bytes, end, (incumbent_s, whole))
         first = first or found
         if found.simulation is None:
             break
@@ -105,7 +108,7 @@ def _again(found: Exact, bound_s: float) -> Exact:
     """Return what was found within less, beside the bound for what was given."""
     is_optimal = found.seconds * (1 - GAP) <= bound_s
     status: Status = "optimal" if is_optimal else "feasible"
-    return replace(found, status=status, bound_s=bound_s)
+    return replace(found, status=status, bound_s=min(bound_s, found.seconds))
 
 
 def _nothing(status: Status, bound_s: float, variables: int) -> Exact:
@@ -117,8 +120,9 @@ def _search(
     problem: Problem,
     budget_bytes: int,
     end: float,
-    incumbent_s: float,
+    known: tuple[float, Region],
 ) -> Exact:
+    incumbent_s, whole = known
     unit_s = graph.seconds or 1.0
     choices = Choices(problem, unit_s)
     programme = choices.programme
@@ -132,13 +136,15 @@ def _search(
     bound_s = min(answer.bound * unit_s, incumbent_s)
     if answer.status in ("infeasible", "unknown"):
         return _nothing(answer.status, bound_s, programme.size)
-    region = _fewer_stages(graph, _region(graph, choices, answer))
+    region = _fewer_stages(graph, _region(whole, choices, answer))
     simulation = simulate(graph, [region])
     seconds = sum(graph.operators[index].seconds for index in simulation.recomputed)
+    # The solver's bound may be above its answer by as much as it rounds.
+    bound_s = min(bound_s, seconds)
     return Exact(answer.status, region, simulation, seconds, bound_s, programme.size)
 
 
-def _region(graph: StepGraph, choices: Choices, answer: Answer) -> Region:
+def _region(whole: Region, choices: Choices, answer: Answer) -> Region:
     """Return the schedule that an answer means."""
     problem = choices.problem
     chosen = {v for v, value in enumerate(answer.values) if value > 0.5}
@@ -153,7 +159,7 @@ def _region(graph: StepGraph, choices: Choices, answer: Answer) -> Region:
         for moment in moments:
             of_stage |= there[sum(d.moment <= moment for d in problem.demands)]
     stages = tuple(Stage(start, frozenset(held[start])) for start in sorted(held))
-    return Region(0, graph.backward_start, problem.always | kept, stages)
+    return Region(whole.start, whole.end, problem.always | kept, stages)
 
 
 def _found_held(choices: Choices, chosen: set[int]) -> list[set[int]]:

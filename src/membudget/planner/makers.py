@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import storages_of
+from membudget.planner.regions import Region, saved_in, storages_of
 
 
 @dataclass(frozen=True)
@@ -54,30 +54,34 @@ class Ways:
         wanted: The storages that autograd saved.
     """
 
-    def __init__(self, graph: StepGraph, always: frozenset[int]):
+    def __init__(self, graph: StepGraph, region: Region, always: frozenset[int]):
         """Find them.
 
         Args:
             graph: The step.
+            region: What schedules are of; what is not made in it is a source.
             always: Storages that are there whatever is chosen.
         """
         self._graph = graph
+        self._region = region
         self._always = always
+        saved = (graph.saved[index] for index in saved_in(graph, region))
+        freed: dict[int, int] = {}
+        for one in saved:
+            storage = graph.values[one.value].storage
+            freed[storage] = max(freed.get(storage, 0), one.freed)
         self.writers: dict[int, list[int]] = {}
         self.reads: dict[int, list[int]] = {}
-        self.until = {
-            storage: max(graph.saved[index].freed for index in indices)
-            for storage, indices in graph.saved_on.items()
-            if self._is_made(storage)
-        }
+        self.until = {s: end for s, end in freed.items() if self._is_made(s)}
         self.wanted = frozenset(self.until)
-        for index in range(graph.backward_start - 1, -1, -1):
+        for index in range(region.end - 1, region.start - 1, -1):
             if not graph.operators[index].is_view:
                 self._add(index)
 
     def _is_made(self, storage: int) -> bool:
         birth = self._graph.storages[storage].birth
-        return 0 <= birth < self._graph.backward_start and storage not in self._always
+        is_inside = self._region.start <= birth < self._region.end
+        return is_inside and storage not in self._always
 
     def _add(self, index: int) -> None:
         operator = self._graph.operators[index]
@@ -163,7 +167,10 @@ class Ways:
         # What autograd never saw goes at its death, dropped or not.
         if released is None or storage not in self.wanted:
             return self._graph.storages[storage].death
-        return released
+        # What was saved elsewhere, autograd keeps.
+        saved = (self._graph.saved[i] for i in self._graph.saved_on[storage])
+        inside = range(self._region.start, self._region.end)
+        return max([released, *(s.freed for s in saved if s.moment not in inside)])
 
     def _join(self, first: Maker, then: Maker, storage: int) -> Maker:
         operators = tuple(sorted((*first.operators, *then.operators)))

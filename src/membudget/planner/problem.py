@@ -15,6 +15,7 @@ from itertools import pairwise
 
 from membudget.graph import StepGraph
 from membudget.planner.makers import Maker, Ways
+from membudget.planner.regions import Region, saved_in
 from membudget.planner.timeline import lifetimes, of_intervals
 
 
@@ -88,10 +89,16 @@ class Problem:
     always: frozenset[int]
 
 
-def reduced(graph: StepGraph) -> Problem:
-    """Reduce a step to what schedules of its backward differ in."""
-    always = _always(graph)
-    ways = Ways(graph, always)
+def reduced(graph: StepGraph, region: Region | None = None) -> Problem:
+    """Reduce a step to what schedules of the way back through a region differ in.
+
+    Args:
+        graph: The step.
+        region: The region; the whole forward if `None`.
+    """
+    region = region or Region(0, graph.backward_start)
+    always = _always(graph, region)
+    ways = Ways(graph, region, always)
     makers = ways.joined(ways.grouped())
     items = _items(graph, ways, makers)
     intervals = [
@@ -99,22 +106,22 @@ def reduced(graph: StepGraph) -> Problem:
         *((i.birth, i.there_until, i.bytes) for i in items.values()),
     ]
     fixed = of_intervals(graph, intervals).alive_bytes
-    demands, idle = _demands(graph, items)
+    demands, idle = _demands(graph, region, items)
     return Problem(items, makers, demands, idle, fixed, always)
 
 
-def _always(graph: StepGraph) -> frozenset[int]:
+def _always(graph: StepGraph, region: Region) -> frozenset[int]:
     last = max((saved.freed for saved in graph.saved), default=0)
     return frozenset(
         index
         for index, storage in enumerate(graph.storages)
-        if 0 <= storage.birth < graph.backward_start
+        if region.start <= storage.birth < region.end
         and (not storage.bytes or (storage.released is None and storage.death >= last))
     )
 
 
 def _demands(
-    graph: StepGraph, items: Mapping[int, Item]
+    graph: StepGraph, region: Region, items: Mapping[int, Item]
 ) -> tuple[list[Demand], dict[int, list[int]]]:
     """Return the demands, with a stage for each operator that saved something.
 
@@ -123,7 +130,7 @@ def _demands(
     """
     found: Counter[tuple[int, int, int, int]] = Counter()
     idle: dict[int, list[int]] = {}
-    for saved in graph.saved:
+    for saved in (graph.saved[index] for index in saved_in(graph, region)):
         storage = graph.values[saved.value].storage
         if storage in items:
             moments = idle.setdefault(saved.moment, [])

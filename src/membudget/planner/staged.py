@@ -21,10 +21,9 @@ make less at once."""
 
 def staged(graph: StepGraph, overheads: Overheads) -> list[Answers]:
     """Return a way to plan for each length of chain."""
-    calls = pieces(graph, 1.0)
-    if not calls:
+    largest = largest_call(graph)
+    if largest is None:
         return []
-    largest = max(calls, key=lambda call: call.end - call.start)
     region = Region(largest.start, largest.end)
     chains: list[list[Piece]] = []
     for length in LENGTHS:
@@ -33,6 +32,12 @@ def staged(graph: StepGraph, overheads: Overheads) -> list[Answers]:
             chains.append(chain)
     own_s = overheads.seconds(graph, region)
     return [_Staged(graph, largest, chain, own_s) for chain in chains]
+
+
+def largest_call(graph: StepGraph) -> ModuleCall | None:
+    """Return the outermost call that runs the most operators; `None` without any."""
+    calls = pieces(graph, 1.0)
+    return max(calls, key=lambda call: call.end - call.start, default=None)
 
 
 class _Staged(Answers):
