@@ -200,7 +200,8 @@ def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion
                 writer[value.storage] = KeptOutput(number, value.output, operator.name)
 
     def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
-        found = [writer[storage] for storage in storages]
+        # What has no bytes is there in any case, and no policy is asked about it.
+        found = [writer[s] for s in storages if graph.storages[s].bytes]
         return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
 
     first = saved_in(graph, region).start
