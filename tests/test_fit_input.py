@@ -198,7 +198,7 @@ def test_a_model_of_which_nothing_can_be_dropped_is_refused_with_the_least():
     error = check_refused(model, torch.ones(4, 16), "no plan fits into", "90%")
     assert isinstance(error, BudgetError)
     plain = mb.profile(model, torch.ones(4, 16)).peak_bytes
-    assert plain <= error.least_bytes <= 1.005 * plain
+    assert plain <= error.least_bytes <= 1.01 * plain
 
 
 @pytest.mark.parametrize("fake", [True, False])

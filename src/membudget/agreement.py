@@ -31,7 +31,11 @@ from membudget.profile.run import state_kept
 from membudget.profile.step import Step
 
 VERIFYING_ERROR = 1.1
-"""By how much more than `verifying_bytes` a step may take whose regions verify."""
+"""By how much more than `verifying_bytes` may be alive."""
+
+
+SHARES = (1 / 2, 1 / 4, 1 / 10)
+"""How large blocks may be that run again; those are taken whose step takes least."""
 
 
 class Checked(Enum):
@@ -85,11 +89,11 @@ class Checker:
     ) -> tuple[Checked, Callable[[], Applied] | None]:
         if self.profile.tensors == "real":
             return Checked.PLAIN, lambda: Applied({}, {})
-        blocks = choose_by_mode("full", graph, NO_OVERHEADS)
-        names = {call.path for call in blocks.calls}
-        if not names or blocks.simulation.peak_bytes > self.budget_bytes:
+        cuts = [choose_by_mode("full", graph, NO_OVERHEADS, share) for share in SHARES]
+        blocks = min(cuts, key=lambda cut: cut.simulation.peak_bytes)
+        if not blocks.calls or blocks.simulation.peak_bytes > self.budget_bytes:
             return Checked.NOTHING, None
-        model = self.step.model
+        model, names = self.step.model, {call.path for call in blocks.calls}
         return Checked.RERUN, lambda: apply(
             model, where=lambda name, _: name in names, engine="rerun"
         )
@@ -111,19 +115,17 @@ def put_plan(step: Step, plan: Plan, verify: bool) -> Applied:
 
 
 def verifying_bytes(graph: StepGraph, chosen: Chosen) -> int:
-    """Return about what a step takes whose regions verify themselves.
+    """Return about what is alive while regions verify themselves, at most.
 
     Args:
         graph: The plain step.
-        chosen: The regions, and what comes of them.
+        chosen: The regions, which are not empty, and what comes of them.
     """
     alive_bytes = chosen.simulation.alive_bytes
-    ends = [
+    return max(
         alive_bytes[region.end - 1] + 2 * _dropped_bytes(graph, region)
         for region in chosen.regions
-        if region.end > region.start
-    ]
-    return max([chosen.simulation.peak_bytes, *ends])
+    )
 
 
 def _dropped_bytes(graph: StepGraph, region: Region) -> int:

@@ -36,7 +36,7 @@ MODES = (AUTO, "none", "full", "selective", "every_2", "every_3")
 """The modes, for an error; any other number may stand in place of the last."""
 
 BLOCK_SHARE = 1 / 4
-"""The largest share of what is saved that a block has, if it can be cut."""
+"""The largest share of what is saved that a block of a mode has."""
 
 _EVERY = re.compile(r"every_([1-9]\d{0,5})")
 _DEAR = matmuls | convolutions | attention
@@ -57,20 +57,23 @@ def check_mode(mode: str) -> None:
         )
 
 
-def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
+def choose_by_mode(
+    mode: str, graph: StepGraph, overheads: Overheads, share: float = BLOCK_SHARE
+) -> Chosen:
     """Return the regions of a mode other than `auto`, and what comes of them.
 
     Args:
         mode: The mode.
         graph: The plain step.
         overheads: What a region costs beside the operators that run again.
+        share: The largest share of what is saved that a block has, if it can be cut.
 
     Raises:
         OptionError: If there is no such mode.
     """
     check_mode(mode)
     keeps = _keeps_dear if mode == "selective" else _keeps_nothing
-    calls = _calls(mode, graph)
+    calls = _calls(mode, graph, share)
     regions = tuple(_region(graph, call, keeps) for call in calls)
     simulation = simulate(graph, regions)
     own_s = sum(overheads.seconds(graph, region) for region in regions)
@@ -78,14 +81,12 @@ def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
     return Chosen(calls, regions, simulation, seconds, graph.seconds)
 
 
-def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
+def _calls(mode: str, graph: StepGraph, share: float) -> tuple[ModuleCall, ...]:
     if mode == "none":
         return ()
     every = _EVERY.fullmatch(mode)
     step = 1 if every is None else int(every[1])
-    blocks = [
-        call for call in pieces(graph, BLOCK_SHARE) if _saves_its_own(graph, call)
-    ]
+    blocks = [call for call in pieces(graph, share) if _saves_its_own(graph, call)]
     return tuple(blocks[::step])
 
 

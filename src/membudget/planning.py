@@ -22,7 +22,11 @@ from membudget.sizes import parse_bytes
 
 
 def plan_for(
-    profile: Profile, model: Module, budget: int | str, mode: str = AUTO
+    profile: Profile,
+    model: Module,
+    budget: int | str,
+    mode: str = AUTO,
+    exact_s: float = 0.0,
 ) -> Plan:
     """Return the fastest plan whose predicted peak fits.
 
@@ -34,6 +38,7 @@ def plan_for(
         model: The model.
         budget: As for `fit`; bytes or a share.
         mode: As for `fit`.
+        exact_s: As for `fit`.
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
@@ -49,7 +54,7 @@ def plan_for(
     check_mode(mode)
     limit = limit_of(profile, budget)
     if mode == AUTO:
-        graph, chosen = choose(profile, limit)
+        graph, chosen = choose(profile, limit, exact_s)
     else:
         graph, chosen = choose_mode(profile, mode)
         peak_bytes = chosen.simulation.peak_bytes
@@ -63,10 +68,17 @@ def planner_of(profile: Profile) -> Planner:
     return Planner(profile.graph, overheads_of(profile))
 
 
-def choose(profile: Profile, limit: Limit) -> tuple[StepGraph, Chosen]:
+def choose(
+    profile: Profile, limit: Limit, exact_s: float = 0.0
+) -> tuple[StepGraph, Chosen]:
     """Return the planner's choice.
 
     The planner is gone when this returns: its tables are the host's memory, too.
+
+    Args:
+        profile: The plain step.
+        limit: What it may allocate.
+        exact_s: How long to search all schedules.
 
     Returns:
         The plain step, with the seconds that count, and the choice.
@@ -76,7 +88,7 @@ def choose(profile: Profile, limit: Limit) -> tuple[StepGraph, Chosen]:
     """
     planner = planner_of(profile)
     try:
-        return planner.graph, planner.choose(limit.budget_bytes)
+        return planner.graph, planner.choose(limit.budget_bytes, exact_s)
     except BudgetError as error:
         raise limit.refused(
             f"no plan fits into {limit}", with_margin(error.least_bytes)
@@ -84,11 +96,11 @@ def choose(profile: Profile, limit: Limit) -> tuple[StepGraph, Chosen]:
 
 
 def with_margin(least_bytes: int) -> int:
-    """Return the least budget, with half a percent for what a prediction leaves out.
+    """Return the least budget, with a hundredth for what a prediction leaves out.
 
     A user who gives the least that an error named is not to be refused again.
     """
-    return least_bytes + least_bytes // 200
+    return least_bytes + least_bytes // 100
 
 
 def choose_mode(profile: Profile, mode: str) -> tuple[StepGraph, Chosen]:
