@@ -139,6 +139,7 @@ def fit(
     loss_fn: LossFunction | None = None,
     *,
     mode: str = AUTO,
+    exact_s: float = 0.0,
     optimizer: OptimizerLike = None,
     fake: bool = False,
     device: str | Device | None = None,
@@ -160,6 +161,9 @@ def fit(
             has no regions, `"full"` keeps nothing in any block, `"selective"` keeps
             the outputs of matrix products, convolutions and attention, and `"every_2"`
             keeps nothing in every second block, `"every_3"` in every third.
+        exact_s: How long, in seconds, to search all schedules for a faster plan: worth
+            it for a model that is no chain of like blocks (a U-Net, a ResNet). Needs
+            SciPy: `pip install membudget[exact]`.
         optimizer: Whose state counts as being there.
         fake: Whether to profile on fake tensors, for a model whose plain step does not
             fit; seconds are then estimated.
@@ -193,7 +197,7 @@ def fit(
     )
     if budget is None:
         budget = budget_in_all(found.graph.static, optimizer, usable)
-    task = Task(step, found, limit_of(found, budget))
+    task = Task(step, found, limit_of(found, budget), exact_s)
     tries, applied = try_plans(task) if mode == AUTO else try_mode(task, mode)
     return Fitted(mode, step, found, tries, applied)
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 import membudget as mb
 from membudget.errors import BudgetError, MembudgetError
 from membudget.graph import StepGraph
-from membudget.planner.choose import Chosen, Planner, smoothed
+from membudget.planner.answers import Chosen
+from membudget.planner.choose import Planner, smoothed
 from membudget.planner.simulate import simulate
 from tests.planner.drafts import chain_of
 from tests.planner.models import MODELS

@@ -1,0 +1,31 @@
+"""A search of all schedules is a plan like any other: it fits, and changes no bit."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+import membudget as mb
+from membudget.errors import MembudgetError
+from tests.planner.models import MODELS
+
+
+def test_a_searched_plan_fits_and_is_the_plain_step():
+    torch.manual_seed(0)
+    model, batch = MODELS["unet"]()
+    with mb.fit(model, batch, "62%", fake=True, exact_s=30.0) as fitted:
+        assert fitted.peak_bytes <= fitted.plan.budget_bytes
+        assert fitted.audit().equal
+        searched = fitted.plan.slowdown
+    with mb.fit(model, batch, "62%", fake=True) as fitted:
+        assert searched < fitted.plan.slowdown
+
+
+def test_without_scipy_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    model, batch = MODELS["unet"]()
+    with pytest.raises(MembudgetError, match=r"pip install .membudget\[exact\]"):
+        mb.fit(model, batch, "62%", fake=True, exact_s=30.0)
