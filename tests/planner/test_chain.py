@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +15,7 @@ from membudget.planner.links import Links
 from membudget.planner.regions import Region
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import timeline
-from tests.planner.drafts import Draft, chain_of
+from tests.planner.drafts import chain_of
 
 
 def chain_by_operator(graph: StepGraph) -> Links:
