@@ -18,7 +18,8 @@ import membudget as mb
 from membudget.apply import model_fingerprint
 from membudget.errors import BudgetError, MembudgetError, PlanError, SelectionError
 from membudget.planner.choose import Planner
-from membudget.planner.plan import Plan
+from membudget.planner.plan import Plan, planned_region
+from membudget.planner.regions import Region, made_in
 from membudget.planning import make_plan
 from membudget.profile.step import Step
 from tests.planner.models import MODELS, Made
@@ -223,3 +224,35 @@ def test_the_fingerprint_is_of_names_shapes_and_dtypes_alone():
     same, _ = MODELS["mlp"]()
     assert model_fingerprint(model) == model_fingerprint(same)
     assert model_fingerprint(model) != model_fingerprint(same.double())
+
+
+class Routed(nn.Module):
+    """Two experts, of which each row takes the one with the higher score."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 2)
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, chosen = self.router(x).softmax(-1).topk(1)
+        both = torch.stack([expert(x).tanh() for expert in self.experts], 1)
+        return (both.gather(1, chosen[..., None].expand(-1, 1, 16))[:, 0]) * weight
+
+
+def test_what_the_engine_keeps_anyway_is_not_in_a_plan():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Routed(), Routed()), torch.randn(64, 16)
+    graph = mb.profile(model, batch, fake=True).graph
+    (call,) = (call for call in graph.calls if call.path == "")
+    region = Region(call.start, call.end)
+    kept = frozenset(made_in(graph, region))
+    everything = planned_region(graph, "", Region(region.start, region.end, kept))
+    assert not any("topk" in output.operator for output in everything.kept)
+    plan = Plan(
+        "Sequential", model_fingerprint(model), 0, 0, 0, 1, 1, "", (everything,)
+    )
+    routed = copy.deepcopy(model)
+    applied = mb.apply(routed, plan)
+    check_same(facts_of_step(model, batch), facts_of_step(routed, batch))
+    assert applied.status().regions[0].differences == 0

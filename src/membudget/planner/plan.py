@@ -190,18 +190,10 @@ def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion
 
     A storage is kept as the last operator of the region leaves it that writes it.
     """
-    writer: dict[int, KeptOutput] = {}
-    number = 0
-    for operator in graph.operators[region.start : region.end]:
-        number += operator.name != _NOT_NUMBERED
-        if not operator.is_view:
-            for position in operator.outputs:
-                value = graph.values[position]
-                writer[value.storage] = KeptOutput(number, value.output, operator.name)
+    writers, number = _writers(graph, region)
 
     def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
-        # What has no bytes is there in any case, and no policy is asked about it.
-        found = [writer[s] for s in storages if graph.storages[s].bytes]
+        found = [writers[s] for s in storages if s in writers]
         return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
 
     first = saved_in(graph, region).start
@@ -214,6 +206,24 @@ def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion
     )
     kept = outputs(region.kept)
     return PlannedRegion(path, number, kept, stages)
+
+
+def _writers(graph: StepGraph, region: Region) -> tuple[dict[int, KeptOutput], int]:
+    """Return what leaves each storage as it is, and how many operators have numbers.
+
+    No policy is asked about what has no bytes, or what the engine keeps anyway.
+    """
+    writers: dict[int, KeptOutput] = {}
+    number = 0
+    for operator in graph.operators[region.start : region.end]:
+        number += operator.name != _NOT_NUMBERED
+        for value in (graph.values[position] for position in operator.outputs):
+            if operator.is_view:
+                continue
+            writers[value.storage] = KeptOutput(number, value.output, operator.name)
+            if operator.is_pinned or not graph.storages[value.storage].bytes:
+                del writers[value.storage]
+    return writers, number
 
 
 _NOT_NUMBERED = "aten.detach.default"
