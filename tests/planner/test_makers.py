@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from membudget.planner.makers import Maker, Ways
+from membudget.planner.regions import Region
 from tests.planner.drafts import Draft
 
 
 def makers(draft: Draft) -> list[Maker]:
-    ways = Ways(draft.finish(), frozenset())
+    graph = draft.finish()
+    ways = Ways(graph, Region(0, graph.backward_start), frozenset())
     return ways.joined(ways.grouped())
 
 

@@ -54,7 +54,7 @@ class Room:
         for d in range(len(self._problem.demands)):
             self._add_runs(d)
 
-    def _fit(self, terms: Sum, fixed_bytes: int) -> None:
+    def _fit(self, terms: Sum, fixed_bytes: float) -> None:
         unit = max(1, self._budget_bytes)
         self._programme.at_most(terms, self._budget_bytes - fixed_bytes, unit)
 
@@ -78,7 +78,7 @@ class Room:
     def _around(self, d: int, moment: int) -> dict[int, float]:
         """Return the bytes that neither a demand nor what is held before it moves."""
         terms: dict[int, float] = {}
-        for item in self._problem.items.values():
+        for item in (*self._problem.items.values(), *self._problem.sources):
             add(terms, self._kept(item, moment), item.bytes)
             add(terms, self._lent(d, item.storage, moment), item.bytes)
         return terms
@@ -96,7 +96,7 @@ class Room:
         """Return whether an item is kept, and needed still after some frees."""
         key = item.storage, frees
         if key not in self._sources:
-            stays = self._choices.stays(item.storage)
+            stays = {ONE: 1} if item.maker < 0 else self._choices.stays(item.storage)
             reasons = [
                 added(added(stays, self._outcome(s, frees)), {ONE: -1})
                 for s in self._made_of(item)

@@ -50,8 +50,9 @@ class Ways:
     Attributes:
         writers: The operators that make each storage, in order.
         reads: What each of them needs.
+        sources: What each of them reads that the step made before the region.
         until: The first moment at which nothing comes of each storage.
-        wanted: The storages that autograd saved.
+        freed: The first moment at which autograd frees what it saved in the region.
     """
 
     def __init__(self, graph: StepGraph, region: Region, always: frozenset[int]):
@@ -65,15 +66,15 @@ class Ways:
         self._graph = graph
         self._region = region
         self._always = always
-        saved = (graph.saved[index] for index in saved_in(graph, region))
-        freed: dict[int, int] = {}
-        for one in saved:
-            storage = graph.values[one.value].storage
-            freed[storage] = max(freed.get(storage, 0), one.freed)
+        self.freed: dict[int, int] = {}
+        for saved in (graph.saved[index] for index in saved_in(graph, region)):
+            storage = graph.values[saved.value].storage
+            if self._is_made(storage):
+                self.freed[storage] = max(self.freed.get(storage, 0), saved.freed)
         self.writers: dict[int, list[int]] = {}
         self.reads: dict[int, list[int]] = {}
-        self.until = {s: end for s, end in freed.items() if self._is_made(s)}
-        self.wanted = frozenset(self.until)
+        self.sources: dict[int, list[int]] = {}
+        self.until = dict(self.freed)
         for index in range(region.end - 1, region.start - 1, -1):
             if not graph.operators[index].is_view:
                 self._add(index)
@@ -92,11 +93,16 @@ class Ways:
         for storage in outputs:
             self.writers.setdefault(storage, []).insert(0, index)
         reads = storages_of(self._graph, operator.inputs)
+        births = [self._graph.storages[storage].birth for storage in reads]
         self.reads[index] = [s for s in reads if self._is_made(s) and s not in writes]
+        self.sources[index] = [
+            storage
+            for storage, birth in zip(reads, births, strict=True)
+            if 0 <= birth < self._region.start
+        ]
         moment = max(self.until[storage] for storage in outputs)
-        for storage in reads:
-            if self._is_made(storage) and storage not in outputs:
-                self.until[storage] = max(self.until.get(storage, 0), moment)
+        for storage in (*self.reads[index], *self.sources[index]):
+            self.until[storage] = max(self.until.get(storage, 0), moment)
 
     def grouped(self) -> list[Maker]:
         """Return makers: operators that write one storage are together."""
@@ -147,7 +153,7 @@ class Ways:
 
     def _passed_on(self, maker: Maker) -> int | None:
         """Return what a maker makes, if it is one storage that autograd never saw."""
-        if len(maker.makes) != 1 or maker.makes[0] in self.wanted:
+        if len(maker.makes) != 1 or maker.makes[0] in self.freed:
             return None
         storage = maker.makes[0]
         in_backward = self._graph.storages[storage].death > self._graph.backward_start
@@ -165,7 +171,7 @@ class Ways:
         """Return the first moment at which a storage is gone unless it is kept."""
         released = self._graph.storages[storage].released
         # What autograd never saw goes at its death, dropped or not.
-        if released is None or storage not in self.wanted:
+        if released is None or storage not in self.freed:
             return self._graph.storages[storage].death
         # What was saved elsewhere, autograd keeps.
         saved = (self._graph.saved[i] for i in self._graph.saved_on[storage])

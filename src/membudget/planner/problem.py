@@ -27,14 +27,15 @@ class Item:
         storage: Which.
         bytes: Its size.
         birth: The operator that makes it first.
-        maker: What makes it again, by index.
+        maker: What makes it again, by index; -1 for a source.
         readers: The operators that read it on the way to another item, in order, each
             with its maker.
         there_until: The first moment at which it is gone unless it is kept.
         kept_until: The first moment at which it is gone if it is kept, and nothing that
             is dropped comes of it.
         needed_until: The first moment at which nothing that may be dropped comes of it.
-        freed: The first moment at which autograd holds it no more; -1 if it never did.
+        freed: The first moment at which autograd has freed it, as far as it was saved
+            in the region; -1 if it was not.
     """
 
     storage: int
@@ -73,7 +74,9 @@ class Problem:
 
     Attributes:
         items: By their storage.
-        makers: What makes them again.
+        sources: What was made before the region and is kept by every schedule, as items
+            without a maker.
+        makers: What makes items again.
         demands: In the order in which the backward asks.
         idle: The moments of asking, of operators whose saved items are all there when
             they are asked for: stages in which nothing has to be made.
@@ -82,6 +85,7 @@ class Problem:
     """
 
     items: Mapping[int, Item]
+    sources: Sequence[Item]
     makers: Sequence[Maker]
     demands: Sequence[Demand]
     idle: Mapping[int, Sequence[int]]
@@ -107,7 +111,8 @@ def reduced(graph: StepGraph, region: Region | None = None) -> Problem:
     ]
     fixed = of_intervals(graph, intervals).alive_bytes
     demands, idle = _demands(graph, region, items)
-    return Problem(items, makers, demands, idle, fixed, always)
+    sources = _sources(graph, ways, makers)
+    return Problem(items, sources, makers, demands, idle, fixed, always)
 
 
 def _always(graph: StepGraph, region: Region) -> frozenset[int]:
@@ -172,6 +177,18 @@ def _items(graph: StepGraph, ways: Ways, makers: Sequence[Maker]) -> dict[int, I
     }
 
 
+def _sources(graph: StepGraph, ways: Ways, makers: Sequence[Maker]) -> list[Item]:
+    readers: dict[int, list[tuple[int, int]]] = {}
+    for number, maker in enumerate(makers):
+        for index in maker.operators:
+            for storage in ways.sources[index]:
+                readers.setdefault(storage, []).append((index, number))
+    return [
+        _item(graph, storage, -1, of_storage, ways)
+        for storage, of_storage in readers.items()
+    ]
+
+
 def _item(
     graph: StepGraph,
     index: int,
@@ -180,7 +197,6 @@ def _item(
     ways: Ways,
 ) -> Item:
     storage = graph.storages[index]
-    saved = [graph.saved[i] for i in graph.saved_on.get(index, ())]
     return Item(
         storage=index,
         bytes=storage.bytes,
@@ -190,5 +206,5 @@ def _item(
         there_until=ways.there_until(index),
         kept_until=storage.death,
         needed_until=ways.until[index],
-        freed=max((s.freed for s in saved), default=-1),
+        freed=ways.freed.get(index, -1),
     )
