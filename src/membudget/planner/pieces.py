@@ -8,7 +8,9 @@ cut into its blocks, whatever it calls them, and a plan can mix choices among th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
+from itertools import accumulate
 
 from membudget.graph import ModuleCall, StepGraph
 
@@ -32,9 +34,12 @@ def pieces(graph: StepGraph, most_share: float) -> list[ModuleCall]:
 class _Cutter:
     def __init__(self, graph: StepGraph, most_share: float):
         times = Counter(call.path for call in graph.calls)
-        self._calls = [call for call in graph.calls if times[call.path] == 1]
-        self._sizes = _saved_sizes(graph)
-        self._most_bytes = most_share * sum(size for _, size in self._sizes)
+        once = [call for call in graph.calls if times[call.path] == 1]
+        self._calls = sorted(once, key=_start)
+        sizes = sorted(_saved_sizes(graph))
+        self._births = [birth for birth, _ in sizes]
+        self._saved_before = [0, *accumulate(size for _, size in sizes)]
+        self._most_bytes = most_share * self._saved_before[-1]
 
     def outermost(self) -> list[ModuleCall]:
         """Return the calls that are in no other."""
@@ -42,7 +47,8 @@ class _Cutter:
 
     def saved_bytes(self, call: ModuleCall) -> int:
         """Return what autograd keeps of what the call made."""
-        return sum(size for at, size in self._sizes if call.start <= at < call.end)
+        first, end = (bisect_left(self._births, m) for m in (call.start, call.end))
+        return self._saved_before[end] - self._saved_before[first]
 
     def cut(self, call: ModuleCall) -> list[ModuleCall]:
         """Return the call, or the pieces inside it."""
@@ -57,13 +63,21 @@ class _Cutter:
         """Return the calls directly inside another, those of equal extent passed."""
         found: list[ModuleCall] = []
         end = 0
-        for call in self._calls:
+        first, last = 0, len(self._calls)
+        if outer is not None:
+            first = bisect_left(self._calls, outer.start, key=_start)
+            last = bisect_left(self._calls, outer.end, key=_start)
+        for call in self._calls[first:last]:
             if outer is not None and not _is_inside(call, outer):
                 continue
             if call.end > call.start >= end:
                 found.append(call)
                 end = call.end
         return found
+
+
+def _start(call: ModuleCall) -> int:
+    return call.start
 
 
 def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
