@@ -16,13 +16,13 @@ from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
 from tests.planner.architectures import (
     ARCHITECTURES,
-    FLOAT_BYTES,
     mobilenet,
     resnet50,
     segnet,
     vgg16,
     vgg19,
 )
+from tests.planner.layers import FLOAT_BYTES
 
 names = pytest.mark.parametrize("name", ARCHITECTURES)
 
