@@ -11,6 +11,10 @@ each operator that saved something, so that
 is any schedule that the engine can run. A hundred operators take a minute; a thousand
 are refused. Simulation has the word: where an answer takes more than was given, which
 the solver's tolerance allows, it is asked again for as much less.
+
+What is called optimal is so among the schedules of these stages that make nothing
+before it is asked for. Rarely, another division into stages is faster: a test that is
+expected to fail has one.
 """
 
 from __future__ import annotations
