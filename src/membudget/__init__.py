@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         PlanError,
         RecomputeMismatchError,
         ReentrantLimitError,
+        SearchWarning,
         SelectionError,
     )
     from membudget.fit import Fitted, fit
@@ -71,6 +72,7 @@ __all__ = [
     "Regions",
     "SavedReport",
     "SavedTensor",
+    "SearchWarning",
     "SelectionError",
     "Status",
     "StepGraph",

@@ -11,6 +11,7 @@
         ├── ChangedSinceForwardError      what the region read was changed since
         └── ReentrantLimitError           a limit of the classic, reentrant variant
     PinnedWarning (UserWarning)           a value did not come back and is kept
+    SearchWarning (UserWarning)           a search of all schedules gave no answer
 
 Each message says what was asked, what was found and what to do; the facts are
 attributes. This module must not import torch.
@@ -131,3 +132,7 @@ class ReentrantLimitError(CheckpointError):
 
 class PinnedWarning(UserWarning):
     """A value of a replay region did not come back bit for bit, and is kept."""
+
+
+class SearchWarning(UserWarning):
+    """The search of all schedules that was asked for gave no answer."""

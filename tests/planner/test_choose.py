@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import membudget as mb
-from membudget.errors import BudgetError, MembudgetError
+from membudget.errors import BudgetError, MembudgetError, SearchWarning
 from membudget.graph import StepGraph
 from membudget.planner.answers import Chosen
 from membudget.planner.choose import Planner, smoothed
@@ -199,3 +199,18 @@ def test_a_search_of_all_schedules_is_faster_where_a_step_is_no_chain():
     searched = planner.choose(budget, exact_s=30.0)
     assert searched.simulation.peak_bytes <= budget
     assert searched.seconds < chain.seconds
+
+
+def test_a_search_that_is_too_large_is_not_skipped_in_silence(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr("membudget.planner.exact.MOST_VARIABLES", 10)
+    planner = Planner(graph_of("unet"))
+    with pytest.warns(SearchWarning, match="not tried with more than"):
+        planner.choose(planner.plain_peak_bytes * 6 // 10, exact_s=1.0)
+
+
+def test_a_search_without_time_says_that_it_found_nothing():
+    planner = Planner(graph_of("unet"))
+    with pytest.warns(SearchWarning, match="give more seconds"):
+        planner.choose(planner.plain_peak_bytes * 6 // 10, exact_s=1e-9)

@@ -10,13 +10,14 @@ until it does.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from membudget.errors import BudgetError, OptionError
+from membudget.errors import BudgetError, OptionError, SearchWarning
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.answers import Answers, Chosen
-from membudget.planner.exact import exact
+from membudget.planner.exact import MOST_VARIABLES, Exact, exact
 from membudget.planner.flat import choose_options
 from membudget.planner.improve import improved
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
@@ -71,6 +72,9 @@ class Planner:
         Raises:
             BudgetError: If none fits; it says the least budget for which one does.
             MissingExtraError: If SciPy is wanted for the search and not installed.
+
+        Warns:
+            SearchWarning: If the search is too large to be tried, or found nothing.
         """
         if self.plain_peak_bytes <= budget_bytes:
             plain = simulate(self.graph, ())
@@ -107,6 +111,8 @@ class Planner:
         if again_s <= 0:
             return []
         found = exact(self.graph, budget_bytes, limit_s, again_s, region)
+        if found.status in ("too large", "unknown"):
+            warnings.warn(_unanswered(found, limit_s), SearchWarning, stacklevel=2)
         if found.region is None or found.simulation is None:
             return []
         seconds = found.simulation.seconds + own_s
@@ -148,6 +154,19 @@ class Planner:
         """Return the least budget that some plan fits into."""
         peaks = [c.simulation.peak_bytes for a in self._answers for c in a.least]
         return min([self.plain_peak_bytes, *peaks])
+
+
+def _unanswered(found: Exact, limit_s: float) -> str:
+    programme = f"the search of all schedules is a programme of {found.variables:,}"
+    if found.status == "too large":
+        return (
+            f"{programme} variables, and is not tried with more than "
+            f"{MOST_VARIABLES:,}: the plan is the best of the other planners"
+        )
+    return (
+        f"{programme} variables, and found no plan in {limit_s:g} s: the plan is the "
+        "best of the other planners; give more seconds"
+    )
 
 
 def _seconds(chosen: Chosen) -> float:
