@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from membudget.apply import Applied, apply
-from membudget.engine.fingerprints import Fingerprint, fingerprint
+from membudget.engine.bits import Fingerprint, fingerprint
 from membudget.errors import CheckpointError
 from membudget.graph import StepGraph
 from membudget.memory.storage import plain_parts

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from membudget import _torch
 from membudget.engine.arguments import HeldArguments
-from membudget.engine.fingerprints import Fingerprint, fingerprint
+from membudget.engine.bits import Fingerprint, fingerprint
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope

@@ -1,0 +1,109 @@
+"""The bits of a tensor: whether they can be read, and a fingerprint of them.
+
+A fingerprint must need little memory beside the tensor, because it is taken where there
+is none to spare: the tensor is read in pieces, and none is copied whole, whatever its
+strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+Fingerprint = tuple[int, int]
+
+SKIPPED: Fingerprint = (0, 0)
+
+PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
+
+_PIECES = 64
+_LEAST_ELEMENTS = 1 << 13
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LOW_HALF = (1 << 32) - 1
+# Odd, so that a product with them loses nothing; their bits are those of 2**64 divided
+# by the golden ratio, and of the finaliser of MurmurHash3 (Appleby, public domain).
+_SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
+_MIX = 0xFF51AFD7ED558CCD - (1 << 64)
+
+
+def has_bits(tensor: Tensor) -> bool:
+    """Tell whether a tensor has bytes that can be read."""
+    return (
+        type(tensor) in PLAIN_CLASSES
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    )
+
+
+def may_be_a_workspace(tensor: Tensor) -> bool:
+    """Tell whether it is a vector of bytes.
+
+    oneDNN and cuDNN keep their workspaces so, and leave parts of them unfilled.
+    """
+    return tensor.dtype is torch.uint8 and tensor.dim() == 1
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Fingerprint:
+    """Return two sums over the elements' bits, the first of them mixed with the place.
+
+    Both wrap at 64 bits. Tensors of one shape with equal elements have equal
+    fingerprints, whatever their strides. Changing one element changes both sums;
+    another change goes unseen with a probability of about 2**-64. It reads every
+    element once, waits for the device, and needs 24 bytes for each of 8,192 elements
+    or of a 64th of the tensor, whichever is more.
+
+    Args:
+        tensor: Of any shape; what has no bytes to be read gives `SKIPPED`.
+
+    Example:
+        >>> a = torch.tensor([1.0, 2.0])
+        >>> fingerprint(a) == fingerprint(a.clone()), fingerprint(a) == fingerprint(-a)
+        (True, False)
+        >>> fingerprint(a) == fingerprint(a.flip(0))
+        False
+    """
+    if not has_bits(tensor):
+        return SKIPPED
+    bits = _bits(tensor.detach().resolve_conj().resolve_neg())
+    sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
+    most = max(_LEAST_ELEMENTS, -(-bits.numel() // _PIECES))
+    start = 0
+    for piece in _pieces(bits, most):
+        _add(sums, piece, start)
+        start += piece.numel()
+    mixed, plain = sums.tolist()
+    return mixed, plain
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the elements as integers."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.element_size()])
+
+
+def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
+    """Yield all elements in order, in vectors of at most so many."""
+    if tensor.numel() <= most:
+        yield tensor.reshape(-1)
+    elif tensor.is_contiguous():
+        yield from tensor.view(-1).split(most)
+    else:
+        rows = most // (tensor.numel() // len(tensor))
+        for part in tensor.split(rows) if rows else tensor.unbind():
+            yield from _pieces(part, most)
+
+
+def _add(sums: Tensor, piece: Tensor, start: int) -> None:
+    words = piece.to(torch.int64, copy=True)
+    sums[1] += words.sum()
+    place = torch.arange(start + 1, start + 1 + len(words), device=words.device)
+    words += place.mul_(_SPREAD)
+    del place
+    for _ in range(2):
+        words *= _MIX
+        words ^= words.bitwise_right_shift(32).bitwise_and_(_LOW_HALF)
+    sums[0] += words.sum()
