@@ -6,6 +6,7 @@ from typing import Any
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.options import Verify
 from membudget.engine.policy import Policy
 from membudget.engine.stages import Stages
 from membudget.policies import Candidate
@@ -38,6 +39,8 @@ KEEPS: dict[str, Any] = {
     "by-stages": ByStages(),
 }
 
+VERIFIES: tuple[Verify, ...] = (False, True, "fingerprints")
+
 BACKWARDS: dict[str, Backward] = {
     "once": backward_once,
     "retain-graph": backward_twice,
@@ -45,12 +48,12 @@ BACKWARDS: dict[str, Backward] = {
 }
 
 
-def replay(keep: Any = policies.nothing, *, verify: bool = False) -> Any:
+def replay(keep: Any = policies.nothing, *, verify: Verify = False) -> Any:
     """Return what turns a function into a replay region, as a decorator does."""
     return mb.checkpoint(engine="replay", keep=keep, verify=verify)
 
 
-def replayed(keep: Any, *, verify: bool = False) -> Way:
+def replayed(keep: Any, *, verify: Verify = False) -> Way:
     """Return the way that runs a call as one replay region."""
     region = replay(keep, verify=verify)
 

@@ -120,3 +120,13 @@ def test_an_open_dual_level_is_noticed():
     assert not _torch.is_forward_ad_on()
     with torch.autograd.forward_ad.dual_level():
         assert _torch.is_forward_ad_on()
+
+
+def test_the_uses_of_a_storage_are_the_tensors_that_hold_it():
+    tensor = torch.ones(3)
+    address = _torch.storage_address(tensor)
+    assert _torch.storage_uses(address) == 1
+    array = tensor.detach().numpy()
+    assert _torch.storage_uses(address) == 2
+    del array
+    assert _torch.storage_uses(address) == 1

@@ -86,6 +86,10 @@ storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ig
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
+# By how many tensors a storage is held: when only the engine's own are left, nobody can
+# write it any more.
+storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
+
 # Which kernels attention may choose. The public readers are Python functions around
 # these; every region reads all four.
 get_sdpa_flags: tuple[Callable[[], bool], ...] = (

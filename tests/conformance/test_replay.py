@@ -18,8 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import membudget as mb
+from membudget.engine.options import Verify
 from membudget.policies import Candidate
-from tests.keeps import BACKWARDS, KEEPS, replay, replayed, replayed_twice
+from tests.keeps import BACKWARDS, KEEPS, VERIFIES, replay, replayed, replayed_twice
 from tests.oracles import StepResult, assert_same_step, plain, run_step
 from tests.programs import Program, case_of, merely_call
 from tests.strategies import generated, programs
@@ -74,14 +75,15 @@ def test_a_replayed_step_is_the_plain_step(
     assert_same_step(plain_step(case, backward), step)
 
 
+@pytest.mark.parametrize("verify", [True, "fingerprints"])
 @pytest.mark.parametrize("keep", _KEEPS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_verified_step_is_the_plain_step_and_pins_nothing(
-    case: Case, keep: str
+    case: Case, keep: str, verify: Verify
 ) -> None:
     # A pin would be a warning, and warnings are errors here. The second step has been
     # verified already, where the function is the same.
-    way = replayed(KEEPS[keep], verify=True)
+    way = replayed(KEEPS[keep], verify=verify)
 
     for _ in range(2):
         assert_same_step(plain_step(case, "once"), run_step(case, way))
@@ -128,7 +130,9 @@ _KEEP_SETS = st.builds(
 )
 
 
-def hold_case_to_plain(case: Case, keep: KeepSet, backward: str, verify: bool) -> None:
+def hold_case_to_plain(
+    case: Case, keep: KeepSet, backward: str, verify: Verify
+) -> None:
     """Hold a case that keeps a drawn set to the plain step."""
     if backward == "double-backward" and case.not_double:
         backward = "retain-graph"
@@ -154,10 +158,10 @@ _CASES = st.sampled_from(CASES)
 _BACKWARDS = st.sampled_from(sorted(BACKWARDS))
 
 
-@given(_CASES, _KEEP_SETS, _BACKWARDS, st.booleans())
+@given(_CASES, _KEEP_SETS, _BACKWARDS, st.sampled_from(VERIFIES))
 @generated(max_examples=100)
 def test_whichever_operators_are_kept_a_replayed_step_is_the_plain_step(
-    case: Case, keep: KeepSet, backward: str, verify: bool
+    case: Case, keep: KeepSet, backward: str, verify: Verify
 ) -> None:
     hold_case_to_plain(case, keep, backward, verify)
 
@@ -172,10 +176,10 @@ def test_a_random_program_under_replay_regions_is_the_plain_program(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@given(_CASES, _KEEP_SETS, _BACKWARDS, st.booleans())
+@given(_CASES, _KEEP_SETS, _BACKWARDS, st.sampled_from(VERIFIES))
 @generated(max_examples=3000)
 def test_of_many_keep_sets_each_leaves_the_step_plain(
-    case: Case, keep: KeepSet, backward: str, verify: bool
+    case: Case, keep: KeepSet, backward: str, verify: Verify
 ) -> None:
     hold_case_to_plain(case, keep, backward, verify)
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
+from membudget.engine.options import Verify
 from tests.keeps import BACKWARDS, KEEPS, replay
 from tests.oracles import StepResult, assert_same_step, run_step
 from tests.zoo import Call, Case
@@ -218,13 +219,14 @@ def plain_step(model: Case, composition: Composition, backward: str) -> StepResu
     return run_step(model, way, BACKWARDS[backward])
 
 
+@pytest.mark.parametrize("verify", [True, "fingerprints"])
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_composition_is_the_same_without_replay(
-    model: Case, composition: Composition, keep: str
+    model: Case, composition: Composition, keep: str, verify: Verify
 ) -> None:
-    region = replay(KEEPS[keep], verify=True)
+    region = replay(KEEPS[keep], verify=verify)
     way = functools.partial(composed, composition, region)
 
     for backward in BACKWARDS:

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
+from membudget.engine.options import Verify
 from membudget.engine.policy import as_policy
 from membudget.policies import Candidate
 from tests.keeps import KEEPS, replay
@@ -99,7 +100,7 @@ class Log(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def step_of(make: Callable[[], nn.Module], keep: Any, verify: bool = False) -> Step:
+def step_of(make: Callable[[], nn.Module], keep: Any, verify: Verify = False) -> Step:
     """Run a step."""
     asked: list[str] = []
     policy = as_policy(keep)
@@ -131,10 +132,11 @@ def test_a_fake_step_records_and_replays_what_a_real_one_does(
     assert fake.backward == real.backward
 
 
+@pytest.mark.parametrize("verify", [True, "fingerprints"])
 @pytest.mark.parametrize("model", MODELS)
-def test_a_fake_step_is_verified_without_a_warning(model: str) -> None:
+def test_a_fake_step_is_verified_without_a_warning(model: str, verify: Verify) -> None:
     with FakeTensorMode():
-        step_of(MODELS[model], KEEPS["nothing"], verify=True)
+        step_of(MODELS[model], KEEPS["nothing"], verify=verify)
 
 
 def test_fake_tensors_are_recorded_outside_of_their_mode() -> None:

@@ -18,8 +18,9 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.options import Verify
 from tests.garbage import no_collector
-from tests.keeps import KEEPS, every_second, replay
+from tests.keeps import KEEPS, VERIFIES, every_second, replay
 from tests.situations import Block, Watched
 
 ELEMENTS = 2**16
@@ -76,7 +77,7 @@ def test_what_surrounds_a_replay_region_has_what_it_holds(
         assert watched.alive() == 0
 
 
-@pytest.mark.parametrize("verify", [False, True])
+@pytest.mark.parametrize("verify", VERIFIES)
 @pytest.mark.parametrize(
     ("keep", "alive"),
     [
@@ -89,7 +90,7 @@ def test_what_surrounds_a_replay_region_has_what_it_holds(
     ],
 )
 def test_the_forward_keeps_the_output_and_what_the_policy_does(
-    keep: Any, alive: int, verify: bool
+    keep: Any, alive: int, verify: Verify
 ) -> None:
     watched = Watched()
     x = torch.randn(3, 4, requires_grad=True)

@@ -190,6 +190,7 @@ REGIONS: dict[str, Region] = {
     "tanh": replay(policies.operators("tanh")),
     "everything": replay(policies.everything),
     "verified": replay(verify=True),
+    "fingerprints": replay(verify="fingerprints"),
 }
 
 

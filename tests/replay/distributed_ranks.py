@@ -47,6 +47,7 @@ from tests.behaviours.distributed_ranks import (
 from tests.behaviours.steps import Region, plain, region_with
 from tests.faults import fsdp_ranks
 from tests.faults.ranks import WORLD_SIZE, report_rank
+from tests.keeps import VERIFIES
 
 KEEPS = {
     "nothing": mb.policies.nothing,
@@ -54,8 +55,8 @@ KEEPS = {
     "everything": mb.policies.everything,
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    f"{name}{', verified' * verify}": {"keep": keep, "verify": verify}
-    for verify, (name, keep) in itertools.product((False, True), KEEPS.items())
+    f"{name}, {verify}": {"keep": keep, "verify": verify}
+    for verify, (name, keep) in itertools.product(VERIFIES, KEEPS.items())
 }
 
 
@@ -219,7 +220,7 @@ def all_cases() -> Iterator[tuple[str, Case]]:
 
 
 CASES: dict[str, Case] = dict(all_cases())
-_FEWER = ("nothing, verified", "matmuls", "everything")
+_FEWER = ("nothing, True", "matmuls, fingerprints", "everything, False")
 # All ways where FSDP frees parameters in a region or around it; elsewhere three do.
 _OF_FSDP = ("region outside", "region inside", "region around", "frozen, region")
 WAYS: dict[str, tuple[str, ...]] = {

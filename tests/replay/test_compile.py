@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import membudget as mb
 from tests.behaviours.steps import Block, Region, differences, plain, region_with
 from tests.compiled import MARKS, every_backend, leaf, smooth
+from tests.keeps import VERIFIES
 
 pytestmark = MARKS
 
@@ -30,9 +31,9 @@ every_region = pytest.mark.parametrize(
     [
         pytest.param(
             region_with(engine="replay", keep=keep, verify=verify),
-            id=f"{name}{'-verified' * verify}",
+            id=f"{name}-{verify}",
         )
-        for (name, keep), verify in itertools.product(KEEPS.items(), (False, True))
+        for (name, keep), verify in itertools.product(KEEPS.items(), VERIFIES)
         if not (name == "everything" and verify)
     ],
 )

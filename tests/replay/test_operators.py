@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import policies
-from membudget.engine.replay import verify
+from membudget.engine.options import Verify
+from membudget.engine.replay import signature
+from tests.keeps import VERIFIES
 from tests.oracles import (
     Backward,
     StepResult,
@@ -66,7 +68,7 @@ def leaf_by_leaf(loss: Tensor, leaves: list[Tensor]) -> None:
         loss.backward(inputs=[leaf], retain_graph=True)
 
 
-def replayed(call: Call, keep: Any = policies.nothing, verify: bool = True) -> Any:
+def replayed(call: Call, keep: Any = policies.nothing, verify: Verify = True) -> Any:
     """Run the call as one region that is recorded."""
     return mb.checkpoint(
         call.function,
@@ -109,7 +111,7 @@ def replay_in_rerun(call: Call) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    verify._VERIFIED.clear()
+    signature._VERIFIED.clear()
 
 
 @functools.cache
@@ -231,8 +233,8 @@ def test_a_write_that_is_declared_opaque_needs_no_verification() -> None:
         assert torch.equal(expected, found)
 
 
-@pytest.mark.parametrize("verify", [True, False])
-def test_the_function_never_runs_twice(verify: bool) -> None:
+@pytest.mark.parametrize("verify", VERIFIES)
+def test_the_function_never_runs_twice(verify: Verify) -> None:
     calls = 0
 
     def function(x: Tensor) -> Tensor:

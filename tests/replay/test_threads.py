@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from tests.behaviours.steps import Block, Region, differences, plain, region_with
+from tests.keeps import VERIFIES
 
 KEEPS = {
     "nothing": mb.policies.nothing,
@@ -32,9 +33,9 @@ every_region = pytest.mark.parametrize(
     [
         pytest.param(
             region_with(engine="replay", keep=keep, verify=verify),
-            id=f"{name}{'-verified' * verify}",
+            id=f"{name}-{verify}",
         )
-        for (name, keep), verify in itertools.product(KEEPS.items(), (False, True))
+        for (name, keep), verify in itertools.product(KEEPS.items(), VERIFIES)
     ],
 )
 several_threads = pytest.mark.parametrize("threads", [2, 4])

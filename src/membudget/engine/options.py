@@ -13,6 +13,7 @@ from membudget.errors import OptionError
 
 DeterminismCheck = Literal["default", "values", "none"]
 Engine = Literal["auto", "rerun", "replay"]
+Verify = bool | Literal["fingerprints"]
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -44,9 +45,13 @@ class RegionOptions:
             training, private generators), or where `keep` is given.
         keep: What a replay region keeps: a policy of `membudget.policies`, globs on
             names of submodules, or a function of a candidate.
-        verify: In the first step of each new signature of a replay region, replay
-            every dropped value once and compare it bit for bit; what does not come
-            back is kept from then on.
+        verify: Whether the first step of each new signature of a replay region compares
+            what it makes again with what it dropped. With `True` the originals stay
+            until the forward ends, and each is replayed beside them; what does not come
+            back bit for bit is kept from then on, and this step is right, too. With
+            `"fingerprints"` only those stay, which takes no memory; they are compared
+            in the backward, which raises `RecomputeMismatchError` if one differs: the
+            step must be run again, and what differed is kept by then.
     """
 
     use_reentrant: bool = False
@@ -58,7 +63,7 @@ class RegionOptions:
     guards: bool = True
     engine: Engine = "auto"
     keep: Any = None
-    verify: bool = True
+    verify: Verify = True
 
     policy: Policy = field(init=False, repr=False, compare=False)
     """What `keep` means; derived."""
@@ -110,6 +115,10 @@ class RegionOptions:
             raise OptionError(
                 "engine must be one of 'auto', 'rerun' and 'replay'; got "
                 f"{self.engine!r}"
+            )
+        if self.verify not in (True, False, "fingerprints"):
+            raise OptionError(
+                f"verify must be True, False or 'fingerprints'; got {self.verify!r}"
             )
         if self.keep is not None and (self.engine == "rerun" or self.use_reentrant):
             raise OptionError(

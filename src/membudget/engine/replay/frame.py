@@ -34,14 +34,16 @@ from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
 from membudget.engine.recording import Recording
+from membudget.engine.replay.fingerprinted import Comparison, FingerprintingRecorder
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.running import SourceChangedError, SourceFreedError
+from membudget.engine.replay.signature import Verified, verified
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
-from membudget.engine.replay.verify import Originals, Verified, verified
+from membudget.engine.replay.verify import Originals
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
@@ -57,6 +59,7 @@ class ReplayFrame:
     __slots__ = (
         "__weakref__",
         "_arguments",
+        "_comparison",
         "_function",
         "_lock",
         "_named",
@@ -85,14 +88,19 @@ class ReplayFrame:
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         self._originals: Originals | None = None
         self._verified: Verified | None = None
+        self._comparison: Comparison | None = None
+        recorder = Recorder
         if options.verify:
             self._verified = verified(options.policy, function, args, kwargs)
             if self._verified.operators is None:
-                self._originals = Originals()
+                if options.verify == "fingerprints":
+                    recorder = FingerprintingRecorder
+                else:
+                    self._originals = Originals()
         pins = self._verified.pins if self._verified is not None else set()
         policy = options.policy.begin()
         self._replayer = Replayer(_surroundings(), policy.stages)
-        self._recorder: Recorder | None = Recorder(
+        self._recorder: Recorder | None = recorder(
             OperatorRecording(policy, options.decisions, pins, self._module_path())
         )
 
@@ -140,8 +148,7 @@ class ReplayFrame:
         """Stop recording, and settle the sources that are needed."""
         recorder = self._recorder
         assert recorder is not None
-        recorder.__exit__(None, None, None)
-        recorder.settle()
+        recorder.finish()
         pop_saved_tensors_hooks()
         self._recorder = self._function = None
         if (
@@ -165,14 +172,20 @@ class ReplayFrame:
 
     def _verify(self, recorder: Recorder, verified: Verified) -> None:
         recording = recorder.recording
-        if self._originals is not None:
-            self._originals.compare(self._replayer, recording.tracker, verified.pins)
-            self._originals = None
+        if isinstance(recorder, FingerprintingRecorder) and recorder.fingerprints:
+            self._comparison = Comparison(verified, recording.number)
+        elif verified.operators is None:
+            if self._originals is not None:
+                originals, self._originals = self._originals, None
+                originals.compare(self._replayer, recording.tracker, verified.pins)
+                self._count_pins(verified)
             verified.operators = recording.number
-            if self._statistics is not None:
-                self._statistics.pinned = len(verified.pins)
         elif verified.operators != recording.number:
             verified.operators = None
+
+    def _count_pins(self, verified: Verified) -> None:
+        if self._statistics is not None:
+            self._statistics.pinned = len(verified.pins)
 
     @property
     def has_saved(self) -> bool:
@@ -213,7 +226,10 @@ class ReplayFrame:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
-                return self._take(handle)
+                tensor = self._take(handle)
+                if handle.fingerprint is not None:
+                    self._compare(handle, tensor)
+                return tensor
             # A backward of the function's own, while the forward still runs. A region
             # around this one, which would run it again, must know (its Rule 7).
             owner = getattr(self._outer and self._outer[1], "__self__", None)
@@ -256,6 +272,15 @@ class ReplayFrame:
             if not retention.release_in_time(self):
                 replayer.release()
         return tensor
+
+    def _compare(self, handle: Handle, tensor: Tensor) -> None:
+        comparison, verified = self._comparison, self._verified
+        assert comparison is not None
+        assert verified is not None
+        try:
+            comparison.compare(handle, tensor, self._replayer)
+        finally:
+            self._count_pins(verified)
 
     def recompute(self) -> None:
         """Make every dropped value now; the next backward takes them."""

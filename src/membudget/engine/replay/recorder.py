@@ -140,6 +140,11 @@ class Recorder(DispatchMode):
         for handle, tensor in late:
             handle.value = self.recording.tracker.read(tensor)
 
+    def finish(self) -> None:
+        """Stop recording; what was saved is known to the last."""
+        self.__exit__(None, None, None)
+        self.settle()
+
     def _run_and_settle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         late, self._late = self._late, []
         output = self.__torch_dispatch__(func, types, args, kwargs)

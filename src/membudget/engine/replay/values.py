@@ -184,9 +184,10 @@ class Handle:
         value: The tensor's value.
         served: The number of the plan in which autograd last took it.
         stage: The stage of the way back that serves it; -1 where there are none.
+        fingerprint: Of the content in the forward, where it is still to be compared.
     """
 
-    __slots__ = ("__weakref__", "served", "stage", "value")
+    __slots__ = ("__weakref__", "fingerprint", "served", "stage", "value")
 
     value: Value
 
@@ -194,6 +195,7 @@ class Handle:
         """Begin without a value; it is known soon."""
         self.served = 0
         self.stage = -1
+        self.fingerprint: tuple[int, int] | None = None
 
 
 class Scratch:

@@ -5,111 +5,27 @@ device library. Replaying the operators then gives something else, in silence. S
 first step of each new signature the originals stay until the forward of the region has
 ended; each dropped value is replayed and compared. What does not come back is *pinned*:
 held in this step, and kept in every later one.
+
+That takes the memory of all originals and of their replay. Where there is none to
+spare, `fingerprinted` does the same with fingerprints, and in the backward.
 """
 
 from __future__ import annotations
 
-import functools
-import types
 import warnings
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
-from membudget.engine.policy import Policy
+from membudget.engine.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.running import SourceFreedError, is_freed
+from membudget.engine.replay.signature import Pins
 from membudget.engine.replay.tracker import Tracker, alias
 from membudget.engine.replay.values import Handle, Value
 from membudget.errors import PinnedWarning
-
-Pins = set[tuple[int, int]]
-Key = tuple[Any, ...]
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
-_MAX_DEPTH = 4
-_MOST_KEYS = 4096
-
-
-class Verified:
-    """What the first step of a signature found.
-
-    Attributes:
-        pins: What did not come back, by operator and index.
-        operators: How many operators ran; `None` before the first step. A step that
-            runs another number of them went another way, and the next is verified.
-    """
-
-    __slots__ = ("operators", "pins")
-
-    def __init__(self) -> None:
-        """Begin before the first step."""
-        self.pins: Pins = set()
-        self.operators: int | None = None
-
-
-_VERIFIED: dict[Key, Verified] = {}
-
-
-def verified(
-    policy: Policy,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Verified:
-    """Return what was verified of calls that are recorded alike."""
-    key = (
-        policy,
-        torch.is_autocast_enabled("cpu"),
-        _key(function, 0),
-        *(_key(argument, 0) for argument in args),
-        *((name, _key(argument, 0)) for name, argument in kwargs.items()),
-    )
-    found = _VERIFIED.get(key)
-    if found is None:
-        found = _VERIFIED[key] = Verified()
-        if len(_VERIFIED) > _MOST_KEYS:
-            del _VERIFIED[next(iter(_VERIFIED))]
-    return found
-
-
-def _key(value: Any, depth: int) -> Any:
-    """Return what a value has in common with others that are computed with alike."""
-    if isinstance(value, Tensor):
-        return value.shape, value.dtype, value.device, value.requires_grad
-    if isinstance(value, _LEAVES):
-        return type(value), value
-    if depth >= _MAX_DEPTH:
-        return type(value)
-    if isinstance(value, Module):
-        return ref(value), value.training
-    if isinstance(value, types.MethodType):
-        return _key(value.__self__, depth + 1), value.__func__
-    if isinstance(value, types.FunctionType):
-        cells = [_content(cell) for cell in value.__closure__ or ()]
-        return value.__code__, *(_key(cell, depth + 1) for cell in cells)
-    if isinstance(value, functools.partial):
-        inner = (value.func, *value.args, *value.keywords.items())
-        return ("partial", *(_key(item, depth + 1) for item in inner))
-    if isinstance(value, list | tuple):
-        return type(value), *(_key(item, depth + 1) for item in value)
-    if isinstance(value, dict):
-        return type(value), *(_key(item, depth + 1) for item in value.items())
-    return type(value)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # It is still empty.
-        return None
 
 
 class Originals:
@@ -138,7 +54,7 @@ class Originals:
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
         # A mode of the user's does not see the comparison; fake tensors need theirs.
-        plain = all(type(t) in _PLAIN for _, t in dropped)
+        plain = all(type(t) in PLAIN_CLASSES for _, t in dropped)
         with without_dispatch_modes() if plain else nullcontext():
             self._compare(dropped, replayer, tracker, pins)
         replayer.release()
@@ -153,12 +69,9 @@ class Originals:
     ) -> None:
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
-            root = value.root or value
-            # No backward reads statistics that a normalisation has written since.
-            if value.operation is None or root.is_state:
+            # Freed by FSDP; without content.
+            if not is_made_again(value) or is_freed(original) or is_fake(original):
                 continue
-            if root.operation is None or is_freed(original) or is_fake(original):
-                continue  # A view of what is held; freed by FSDP; without content.
             try:
                 replayed = _replayed(handle, replayer)
             except SourceFreedError:
@@ -166,11 +79,32 @@ class Originals:
                 continue
             if same_bits(original, replayed):
                 continue
-            pins.add((root.operation.call, root.index))
-            _warn(root)
+            warnings.warn(pin(value, pins), PinnedWarning, stacklevel=2)
             value.hold(original)
             tracker.note_source(value)
             replayer.release()
+
+
+def is_made_again(value: Value) -> bool:
+    """Tell whether operators make the content of a value, which a backward reads."""
+    root = value.root or value
+    # No backward reads statistics that a normalisation has written since; and a view of
+    # what is held computes nothing.
+    return not (value.operation is None or root.is_state or root.operation is None)
+
+
+def pin(value: Value, pins: Pins) -> str:
+    """Keep what did not come back, from the next step on; return what happened."""
+    root = value.root or value
+    operation = root.operation
+    assert operation is not None
+    pins.add((operation.call, root.index))
+    return (
+        f"output {root.index} of operator {operation.call} of a region, "
+        f"{operation.operator}, did not come back when it was replayed: something that "
+        "the dispatcher does not show wrote it, or the operator is not deterministic. "
+        "It is kept from now on. Mark such code with membudget.opaque()."
+    )
 
 
 def _number(pair: tuple[Handle, Tensor]) -> int:
@@ -188,41 +122,15 @@ def _replayed(handle: Handle, replayer: Replayer) -> Tensor | None:
         return None
 
 
-def _warn(root: Value) -> None:
-    operation = root.operation
-    assert operation is not None
-    warnings.warn(
-        f"output {root.index} of operator {operation.call} of a region, "
-        f"{operation.operator}, did not come back when it was replayed: something that "
-        "the dispatcher does not show wrote it, or the operator is not deterministic. "
-        "It is kept from now on. Mark such code with membudget.opaque().",
-        PinnedWarning,
-        stacklevel=2,
-    )
-
-
 def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
     """Tell whether two tensors hold the same bytes, whatever their strides."""
     if replayed is None or original.shape != replayed.shape:
         return False
     if original.dtype is not replayed.dtype:
         return False
-    if not _is_comparable(original):
+    if not has_bits(original) or may_be_a_workspace(original):
         return True
     return torch.equal(_bytes(original), _bytes(replayed))
-
-
-def _is_comparable(tensor: Tensor) -> bool:
-    """Tell whether the bytes can be read, and mean something.
-
-    oneDNN and cuDNN leave parts of their workspaces, vectors of bytes, unfilled.
-    """
-    return (
-        type(tensor) in _PLAIN
-        and tensor.layout is torch.strided
-        and not tensor.is_meta
-        and not (tensor.dtype is torch.uint8 and tensor.dim() == 1)
-    )
 
 
 def _bytes(tensor: Tensor) -> Tensor:

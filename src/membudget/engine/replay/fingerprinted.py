@@ -1,0 +1,173 @@
+"""Verify a recording in the memory of the step itself, by fingerprints.
+
+As `verify`, and for the same reason; but no original stays. The rules:
+
+1. A fingerprint is taken at the last moment at which somebody could write the tensor:
+   before the first operator at which only this file still holds its memory, or when the
+   forward ends. So a hidden write after the saving is seen, and what an operator fills
+   after it was saved; and the memory goes before the next operator takes any.
+2. It is compared when the backward takes the value, which is made then anyway.
+3. The step cannot be put right any more where they differ: it raises. What is at fault
+   is pinned, so that the step can be run again; and that is what differs although
+   nothing that it was made of does.
+4. The signature counts as verified when a backward has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor
+
+from membudget._torch import (
+    at_end_of_backward,
+    current_graph_task_id,
+    detach_with_version,
+    hide_from_dynamo,
+    storage_uses,
+    without_dispatch_modes,
+)
+from membudget.engine.bits import fingerprint, has_bits, may_be_a_workspace
+from membudget.engine.identity import address_of
+from membudget.engine.replay.recorder import Recorder
+from membudget.engine.replay.recording import OperatorRecording
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.signature import Verified
+from membudget.engine.replay.values import Handle, Value
+from membudget.engine.replay.verify import is_made_again, pin
+from membudget.errors import RecomputeMismatchError
+
+
+class FingerprintingRecorder(Recorder):
+    """A recorder that takes the fingerprints of what the forward drops.
+
+    Attributes:
+        fingerprints: How many it has taken.
+    """
+
+    def __init__(self, recording: OperatorRecording):
+        """Prepare to fill `recording`."""
+        super().__init__(recording)
+        self._held: dict[int, list[tuple[Handle, Tensor]]] = {}
+        self.fingerprints = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Take the fingerprints that can be taken, and run one operator."""
+        if self._held:
+            self._take_fingerprints(is_last=False)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def handle(self, tensor: Tensor) -> Handle:
+        """Return what stands for a tensor that autograd saves."""
+        handle = super().handle(tensor)
+        value = getattr(handle, "value", None)  # It may be found later.
+        is_source = value is not None and not is_made_again(value)
+        if has_bits(tensor) and not may_be_a_workspace(tensor) and not is_source:
+            held = self._held.setdefault(address_of(tensor), [])
+            held.append((handle, detach_with_version(tensor)))
+        return handle
+
+    def finish(self) -> None:
+        """Take the fingerprints that are left, too."""
+        super().finish()
+        self._take_fingerprints(is_last=True)
+
+    def _take_fingerprints(self, is_last: bool) -> None:
+        for address, held in list(self._held.items()):
+            if is_last or storage_uses(address) <= len(held):
+                del self._held[address]
+                self.fingerprints += len(held)
+                with without_dispatch_modes():
+                    for handle, tensor in held:
+                        handle.fingerprint = fingerprint(tensor)
+
+
+hide_from_dynamo(FingerprintingRecorder.__torch_dispatch__)
+
+
+class Comparison:
+    """Compares what a backward takes from one call with its fingerprints."""
+
+    __slots__ = ("_is_ending", "_operators", "_verified")
+
+    def __init__(self, verified: Verified, operators: int):
+        """Begin when the forward has ended.
+
+        Args:
+            verified: Where to note what differs, and that the signature is verified.
+            operators: How many operators the forward ran.
+        """
+        self._verified = verified
+        self._operators = operators
+        self._is_ending = False
+
+    def compare(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+        """Compare what was made again for a handle.
+
+        Raises:
+            RecomputeMismatchError: If it is something else (Rule 3).
+        """
+        with without_dispatch_modes():
+            differs = _differs(handle, tensor)
+            wrong = _all_wrong(handle, replayer) if differs else []
+        if wrong:
+            raise self._error(handle, wrong)
+        if not self._is_ending and current_graph_task_id() >= 0:
+            self._is_ending = True
+            at_end_of_backward(self._end)
+
+    def _end(self) -> None:
+        self._verified.operators = self._operators
+
+    def _error(self, handle: Handle, wrong: list[Value]) -> RecomputeMismatchError:
+        roots = {value.root or value for value in wrong}
+        pins = self._verified.pins
+        texts = [pin(root, pins) for root in roots if not _comes_of(root, roots)]
+        operation = (handle.value.root or handle.value).operation
+        return RecomputeMismatchError(
+            "the gradients of this step are wrong and not whole. Drop them and run the "
+            "step again:\n  " + "\n  ".join(texts),
+            operator=str(operation and operation.operator),
+            causes=("a hidden write", "an operator that is not deterministic"),
+        )
+
+
+def _differs(handle: Handle, tensor: Tensor) -> bool:
+    noted, handle.fingerprint = handle.fingerprint, None
+    return is_made_again(handle.value) and fingerprint(tensor) != noted
+
+
+def _all_wrong(first: Handle, replayer: Replayer) -> list[Value]:
+    """Return what is wrong of all that the region has still to serve."""
+    wrong = [first.value]
+    handles = [reference() for reference in replayer.handles]
+    for handle in handles:
+        if handle is None or handle.fingerprint is None:
+            continue
+        try:
+            tensor = replayer.take(handle, stays=True)
+        except Exception:  # No memory, or an operator that cannot run again: enough.
+            break
+        if _differs(handle, tensor):
+            wrong.append(handle.value)
+    replayer.release()
+    return wrong
+
+
+def _comes_of(value: Value, others: Collection[Value]) -> bool:
+    """Tell whether a value was made of any of the others."""
+    seen: set[Value] = set()
+    found = [value]
+    while found:
+        operation = found.pop().operation
+        for source in () if operation is None else operation.inputs():
+            root = source.root or source
+            if root in others:
+                return True
+            if root not in seen:
+                seen.add(root)
+                found.append(source)
+    return False
