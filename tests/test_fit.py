@@ -231,8 +231,8 @@ def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypa
     honest = tries.measured_peak
     found: list[int] = []
 
-    def more_at_first(step: Any) -> int:
-        peak = honest(step)
+    def more_at_first(*step: Any) -> int:
+        peak = honest(*step)
         found.append(peak + (20_000 if not found else 0))
         return found[-1]
 
@@ -249,7 +249,7 @@ def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypa
 def test_a_budget_that_no_try_keeps_is_an_error_and_leaves_the_model(monkeypatch):
     model, batch = mlp()
     before = state_of(model)
-    monkeypatch.setattr(tries, "measured_peak", lambda step: 1 << 40)
+    monkeypatch.setattr(tries, "measured_peak", lambda *step: 1 << 40)
     with pytest.raises(BudgetError, match="that were predicted to fit took"):
         fit(model, batch, "90%", fake=True)
     assert state_of(model) == before

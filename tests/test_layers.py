@@ -39,16 +39,12 @@ ALLOWED = {
     "planning": {
         *("apply", "errors", "graph", "limit", "modes", "planner", "profile", "sizes"),
     },
-    "agreement": {
-        *("apply", "engine", "errors", "graph", "memory", "modes", "planner"),
-        "profile",
-    },
     "tries": {
-        *("agreement", "apply", "errors", "graph", "limit", "memory", "planner"),
+        *("apply", "errors", "graph", "limit", "memory", "planner"),
         *("planning", "profile"),
     },
     "fit": {
-        *("agreement", "apply", "audit", "carrier", "errors", "fit_text", "free"),
+        *("apply", "audit", "carrier", "errors", "fit_text", "free"),
         *("modes", "plan_text", "planner", "planning", "profile", "tries"),
     },
     "compat": {"carrier", "engine", "errors"},

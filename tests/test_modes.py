@@ -199,11 +199,13 @@ def test_what_is_measured_decides_where_the_prediction_is_near(monkeypatch):
     honest = tries.measured_peak
     classes = [type(module) for module in model.modules()]
 
-    monkeypatch.setattr(tries, "measured_peak", lambda step: honest(step) - peak // 50)
+    monkeypatch.setattr(
+        tries, "measured_peak", lambda *step: honest(*step) - peak // 50
+    )
     with fit(model, batch, budget - peak // 50, mode="full", fake=True) as fitted:
         assert fitted.plan.peak_bytes > fitted.plan.budget_bytes >= fitted.peak_bytes
 
-    monkeypatch.setattr(tries, "measured_peak", lambda step: peak + 1)
+    monkeypatch.setattr(tries, "measured_peak", lambda *step: peak + 1)
     with pytest.raises(BudgetError, match=f"is measured to take {peak + 1:,} bytes"):
         fit(model, batch, budget, mode="full", fake=True)
     assert [type(module) for module in model.modules()] == classes

@@ -144,7 +144,9 @@ def apply(
     Args:
         model: Any module; it is changed in place.
         plan: A plan, or the path of one: in place of everything that selects. Its
-            regions run under the replay engine and keep what it says.
+            regions run under the replay engine and keep what it says; they verify
+            themselves by fingerprints (`verify="fingerprints"`), for which its budget
+            has room.
         blocks: A class, or several, whose instances get a region.
         names: Patterns of module names as in `model.named_modules()`: `*` stands for
             any part of a name between two dots, `**` for any number of such names.
@@ -218,10 +220,11 @@ def _apply_plan(
         modules[region.path] = known[region.path]
         check_can_carry(region.path, known[region.path])
         policies[region.path] = _policy(region)
+    defaults = {"engine": "replay", "verify": "fingerprints"}
     statistics = {
         name: put_region(
             module,
-            checked_options({"engine": "replay", **options, "keep": policies[name]}),
+            checked_options(defaults | options | {"keep": policies[name]}),
             name,
         )
         for name, module in modules.items()

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.agreement import Checked
 from membudget.apply import Applied, Status
 from membudget.audit import AuditReport, audit
 from membudget.audit.step import LossFunction
@@ -63,13 +62,8 @@ class Fitted:
 
     @property
     def peak_bytes(self) -> int:
-        """The measured peak of what a step allocates."""
+        """The measured peak of what a step allocates, the first one, too."""
         return self.tries[-1].peak_bytes
-
-    @property
-    def checked(self) -> Checked:
-        """How a step under the plan was found to be the plain one, bit for bit."""
-        return self.tries[-1].checked
 
     def status(self) -> Status:
         """Return what each region did so far."""
@@ -94,8 +88,6 @@ class Fitted:
         lines = [head(self.plan, self.peak_bytes)]
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule; nothing was planned")
-        if self.plan.regions:
-            lines.append(f"checked   {'bit for bit':>12}  {last.checked.value}")
         if before:
             more = ", ".join(f"{measured.peak_bytes:,}" for measured in before)
             lines.append(
@@ -147,7 +139,9 @@ def fit(
     """Put the fastest plan on a model whose step fits into a budget.
 
     Gradients, buffers and random streams of the model's steps stay what they were, bit
-    for bit; training code stays as it is. `Fitted.checked` says how that was checked.
+    for bit; training code stays as it is. Two steps are run under the plan, of which
+    nothing is left. In the first, fingerprints of all that is made again are compared
+    with those of what was dropped.
 
     Args:
         model: Any module.

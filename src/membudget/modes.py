@@ -57,23 +57,20 @@ def check_mode(mode: str) -> None:
         )
 
 
-def choose_by_mode(
-    mode: str, graph: StepGraph, overheads: Overheads, share: float = BLOCK_SHARE
-) -> Chosen:
+def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
     """Return the regions of a mode other than `auto`, and what comes of them.
 
     Args:
         mode: The mode.
         graph: The plain step.
         overheads: What a region costs beside the operators that run again.
-        share: The largest share of what is saved that a block has, if it can be cut.
 
     Raises:
         OptionError: If there is no such mode.
     """
     check_mode(mode)
     keeps = _keeps_dear if mode == "selective" else _keeps_nothing
-    calls = _calls(mode, graph, share)
+    calls = _calls(mode, graph)
     regions = tuple(_region(graph, call, keeps) for call in calls)
     simulation = simulate(graph, regions)
     own_s = sum(overheads.seconds(graph, region) for region in regions)
@@ -81,12 +78,14 @@ def choose_by_mode(
     return Chosen(calls, regions, simulation, seconds, graph.seconds)
 
 
-def _calls(mode: str, graph: StepGraph, share: float) -> tuple[ModuleCall, ...]:
+def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
     if mode == "none":
         return ()
     every = _EVERY.fullmatch(mode)
     step = 1 if every is None else int(every[1])
-    blocks = [call for call in pieces(graph, share) if _saves_its_own(graph, call)]
+    blocks = [
+        call for call in pieces(graph, BLOCK_SHARE) if _saves_its_own(graph, call)
+    ]
     return tuple(blocks[::step])
 
 

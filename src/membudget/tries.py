@@ -1,13 +1,13 @@
-"""Put a plan on a model, check and measure a step; if it takes too much, plan again."""
+"""Put a plan on a model, verify and measure it; if it takes too much, plan again."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from membudget.agreement import Checked, Checker, put_plan
-from membudget.apply import Applied
-from membudget.errors import BudgetError
+from membudget.apply import Applied, apply
+from membudget.errors import BudgetError, PinnedWarning, RecomputeMismatchError
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.memory import peak
@@ -32,14 +32,12 @@ class Measured:
     Attributes:
         plan: The plan.
         chosen: The plan as the planner sees it.
-        peak_bytes: The measured peak of what the step allocates.
-        checked: How the step was found to be the plain one, bit for bit.
+        peak_bytes: The measured peak of what a step allocates, the first one, too.
     """
 
     plan: Plan
     chosen: Chosen
     peak_bytes: int
-    checked: Checked
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Task:
     exact_s: float = 0.0
 
     def put_on(self, graph: StepGraph, chosen: Chosen) -> tuple[Measured, Applied]:
-        """Put a choice on the model, and check and measure a step.
+        """Put a choice on the model, and verify and measure a step.
 
         Args:
             graph: The plain step, with the seconds by which the choice was made.
@@ -67,10 +65,9 @@ class Task:
         """
         step, budget_bytes = self.step, self.limit.budget_bytes
         plan = make_plan(self.profile, graph, chosen, step.model, budget_bytes)
-        checked = Checker(step, self.profile, budget_bytes).check(graph, plan, chosen)
-        applied = put_plan(step, plan, verify=checked is Checked.VALUES)
+        applied = apply(step.model, plan) if plan.regions else Applied({}, {})
         try:
-            return Measured(plan, chosen, measured_peak(step), checked), applied
+            return Measured(plan, chosen, measured_peak(step, applied)), applied
         except BaseException:
             applied.remove()
             raise
@@ -135,10 +132,34 @@ def try_mode(task: Task, mode: str) -> tuple[list[Measured], Applied]:
     return [measured], applied
 
 
-def measured_peak(step: Step) -> int:
-    """Return the measured peak of a step; the model is left as it was."""
+def measured_peak(step: Step, applied: Applied) -> int:
+    """Return the measured peak of a step; the model is left as it was.
+
+    The first step, in which regions verify what they make again, is measured, too.
+    """
     with state_kept(step, has_values=True):
-        # The first step verifies what is replayed, which takes more.
-        step.run()
+        first = _first_peak(step, applied)
         step.prepare()
-        return peak(step.run).peak_bytes
+        return max(first, peak(step.run).peak_bytes)
+
+
+def _first_peak(step: Step, applied: Applied) -> int:
+    """Return the peak of the first step in which all that is made again came back.
+
+    Raises:
+        RecomputeMismatchError: If something differs though nothing new is kept for it.
+
+    Warns:
+        PinnedWarning: For each step in which something did not come back.
+    """
+    kept = -1
+    while True:
+        try:
+            return peak(step.run).peak_bytes
+        except RecomputeMismatchError as error:
+            kept, before = sum(r.pinned for r in applied.status().regions), kept
+            if kept <= before:
+                raise
+            text = f"in a step that was run to verify the plan, {error}"
+        warnings.warn(text, PinnedWarning, stacklevel=2)
+        step.prepare()

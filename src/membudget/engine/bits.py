@@ -18,8 +18,8 @@ SKIPPED: Fingerprint = (0, 0)
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 
-_PIECES = 64
-_LEAST_ELEMENTS = 1 << 13
+_PIECES = 32
+_LEAST_ELEMENTS = 1 << 11
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_HALF = (1 << 32) - 1
 # Odd, so that a product with them loses nothing; their bits are those of 2**64 divided
@@ -52,8 +52,8 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     Both wrap at 64 bits. Tensors of one shape with equal elements have equal
     fingerprints, whatever their strides. Changing one element changes both sums;
     another change goes unseen with a probability of about 2**-64. It reads every
-    element once, waits for the device, and needs 24 bytes for each of 8,192 elements
-    or of a 64th of the tensor, whichever is more.
+    element once, waits for the device, and needs 16 bytes for each of 2,048 elements
+    or of a 32nd of the tensor, whichever is more.
 
     Args:
         tensor: Of any shape; what has no bytes to be read gives `SKIPPED`.

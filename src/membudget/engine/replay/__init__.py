@@ -18,8 +18,9 @@ Rule 6. Running statistics, memory from outside that the region itself writes, a
     as copies, because the next call writes them again.
 Rule 7. What nobody was seen to make is held: memory that is read though no operator
     wrote it, outputs of opaque or higher-order operators, tensors from nowhere.
-Rule 8. The first step of each new signature is verified; what does not come back is
-    pinned, and said so.
+Rule 8. The first step of each new signature is verified, beside its originals
+    (`verify`) or by fingerprints (`fingerprinted`); what does not come back is pinned,
+    and said so.
 Rule 9. Sources go through the saved-tensor hooks around the region, as a region's
     inputs do: engines and offloaders nest in any order.
 Rule 10. The recording hangs on the handles alone, and has no cycles.

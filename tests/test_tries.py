@@ -1,0 +1,95 @@
+"""A plan is verified and measured within its budget, its first step, too."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.errors import PinnedWarning, RecomputeMismatchError
+from membudget.fit import fit
+from membudget.memory import peak
+from membudget.profile.step import Step
+from tests.model_state import state_of
+from tests.planner.models import MODELS, gpt
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "unet", "encoder_decoder"])
+@pytest.mark.parametrize("percent", [90, 60])
+def test_a_plan_that_is_put_on_anew_keeps_its_budget_while_it_is_verified(
+    name, percent
+):
+    torch.manual_seed(0)
+    model, batch = MODELS[name]()
+    fitted = fit(model, batch, f"{percent}%", fake=True)
+    fitted.remove()
+    applied, step = mb.apply(model, fitted.plan), Step(model, batch, None)
+    first = peak(step.run).peak_bytes
+    step.prepare()
+    later = peak(step.run).peak_bytes
+    applied.remove()
+
+    assert first <= fitted.plan.budget_bytes
+    assert fitted.peak_bytes == max(first, later)
+
+
+@pytest.mark.parametrize("percent", [90, 70, 50, 40])
+@pytest.mark.parametrize("fake", [True, False])
+def test_the_first_step_after_fitting_keeps_the_budget(percent, fake):
+    model, batch = gpt(blocks=5)
+    with fit(model, batch, f"{percent}%", fake=fake) as fitted:
+        step = Step(model, batch, None)
+        step.prepare()
+        assert peak(step.run).peak_bytes <= fitted.plan.budget_bytes
+
+
+class Unseen(nn.Module):
+    """What a product made is changed where no dispatcher sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x).tanh() * 2
+        y.detach().numpy()[...] += 1
+        return (y.sin() * y.exp()).tanh()
+
+
+def unseen(blocks: int) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Unseen() for _ in range(blocks))), torch.randn(64, 32)
+
+
+@pytest.mark.parametrize("percent", [95, 70])
+def test_a_write_that_nobody_sees_is_kept_by_a_fitted_plan(percent):
+    model, batch = unseen(8)
+    before = state_of(model)
+    with pytest.warns(PinnedWarning, match="in a step that was run to verify the plan"):
+        fitted = fit(model, batch, f"{percent}%")
+    with fitted:
+        assert sum(region.pinned for region in fitted.status().regions) > 0
+        assert fitted.peak_bytes <= fitted.plan.budget_bytes
+        assert fitted.audit().equal
+    assert state_of(model) == before
+
+
+def test_a_difference_that_keeping_does_not_cure_is_an_error(monkeypatch):
+    model, batch = unseen(4)
+    classes = [type(module) for module in model.modules()]
+
+    def run(self: Step) -> Tensor:
+        raise RecomputeMismatchError("on purpose")
+
+    found = mb.profile(model, batch)
+    monkeypatch.setattr(sys.modules["membudget.fit"], "profile", lambda *_, **__: found)
+    monkeypatch.setattr(Step, "run", run)
+    with (
+        pytest.warns(PinnedWarning, match="on purpose"),
+        pytest.raises(RecomputeMismatchError, match="on purpose"),
+    ):
+        fit(model, batch, "90%")
+    assert [type(module) for module in model.modules()] == classes
