@@ -62,7 +62,7 @@ class Fitted:
 
     @property
     def peak_bytes(self) -> int:
-        """The measured peak of what a step allocates, the first one, too."""
+        """The measured peak of what a step allocates."""
         return self.tries[-1].peak_bytes
 
     def status(self) -> Status:

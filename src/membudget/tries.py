@@ -32,7 +32,7 @@ class Measured:
     Attributes:
         plan: The plan.
         chosen: The plan as the planner sees it.
-        peak_bytes: The measured peak of what a step allocates, the first one, too.
+        peak_bytes: The measured peak of what a step allocates.
     """
 
     plan: Plan
@@ -135,16 +135,17 @@ def try_mode(task: Task, mode: str) -> tuple[list[Measured], Applied]:
 def measured_peak(step: Step, applied: Applied) -> int:
     """Return the measured peak of a step; the model is left as it was.
 
-    The first step, in which regions verify what they make again, is measured, too.
+    The step before it, in which regions verify what they make again, takes no more; it
+    is not measured, because its many small fingerprints would fill the meter.
     """
     with state_kept(step, has_values=True):
-        first = _first_peak(step, applied)
+        _verify(step, applied)
         step.prepare()
-        return max(first, peak(step.run).peak_bytes)
+        return peak(step.run).peak_bytes
 
 
-def _first_peak(step: Step, applied: Applied) -> int:
-    """Return the peak of the first step in which all that is made again came back.
+def _verify(step: Step, applied: Applied) -> None:
+    """Run steps until one in which all that is made again comes back.
 
     Raises:
         RecomputeMismatchError: If something differs though nothing new is kept for it.
@@ -155,11 +156,13 @@ def _first_peak(step: Step, applied: Applied) -> int:
     kept = -1
     while True:
         try:
-            return peak(step.run).peak_bytes
+            step.run()
         except RecomputeMismatchError as error:
             kept, before = sum(r.pinned for r in applied.status().regions), kept
             if kept <= before:
                 raise
             text = f"in a step that was run to verify the plan, {error}"
+        else:
+            return
         warnings.warn(text, PinnedWarning, stacklevel=2)
         step.prepare()
