@@ -13,9 +13,10 @@ from membudget.limit import Limit
 from membudget.modes import AUTO, check_mode, choose_by_mode
 from membudget.planner.answers import Chosen
 from membudget.planner.bound import least_seconds
-from membudget.planner.choose import Planner, check_seconds, smoothed
+from membudget.planner.choose import Planner
 from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS, Overheads
 from membudget.planner.plan import Plan, planned_region
+from membudget.planner.seconds import check_seconds, smoothed
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.sizes import parse_bytes

@@ -14,7 +14,8 @@ import membudget as mb
 from membudget.errors import BudgetError, MembudgetError, SearchWarning
 from membudget.graph import StepGraph
 from membudget.planner.answers import Chosen
-from membudget.planner.choose import Planner, smoothed
+from membudget.planner.choose import Planner
+from membudget.planner.seconds import smoothed
 from membudget.planner.simulate import simulate
 from tests.planner.drafts import chain_of
 from tests.planner.models import MODELS
@@ -183,13 +184,6 @@ def test_seconds_that_cannot_be_are_refused(wrong):
     graph = with_seconds(graph_of("mlp"), 1e-3, wrong, 1e-3)
     with pytest.raises(MembudgetError, match="seconds"):
         Planner(graph)
-
-
-def test_blocks_that_are_equal_take_equal_seconds_and_the_sum_stays():
-    graph = chain_of([4, 4, 4, 4], [1.0, 2.0, 3.0, 6.0], per_call=2)
-    even = smoothed(graph)
-    assert [o.seconds for o in even.operators[:4]] == [2.0, 4.0, 2.0, 4.0]
-    assert even.seconds == graph.seconds
 
 
 def test_a_search_of_all_schedules_is_faster_where_a_step_is_no_chain():

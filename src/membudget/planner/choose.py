@@ -1,10 +1,8 @@
 """The fastest plan that fits, of all that the planners find; simulation has the word.
 
-The step is cut into modules in several ways, from few large ones to many small ones;
-for each cut the programme of `flat` picks choices. And the largest module is cut into
-chains of pieces, along which the programme of `chain` finds stages: those reach further
-down. Each answer is simulated, and where it does not fit, the programme is given less
-until it does.
+A choice for each module (`by_module`), and stages along the largest one (`staged`), as
+the programmes find them for the budget; what is found is improved (`improve`). With
+time to spare, all schedules are searched (`exact`).
 """
 
 from __future__ import annotations
@@ -14,25 +12,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from membudget.errors import BudgetError, OptionError, SearchWarning
-from membudget.graph import ModuleCall, StepGraph
+from membudget.errors import BudgetError, SearchWarning
+from membudget.graph import StepGraph
 from membudget.planner.answers import Answers, Chosen
+from membudget.planner.by_module import by_module
 from membudget.planner.exact import MOST_VARIABLES, Exact, exact
-from membudget.planner.flat import choose_options
 from membudget.planner.improve import improved
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
-from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region
+from membudget.planner.seconds import check_seconds, smoothed
 from membudget.planner.simulate import simulate
 from membudget.planner.staged import largest_call, staged
 from membudget.planner.timeline import timeline
-from membudget.planner.windows import Windows
-
-SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
-"""The largest share of what is saved that a region may have, in each cut."""
-
-MOST_OPERATORS = 3000
-"""A cut with a larger region is left out: its minimum cuts would take minutes."""
 
 
 class Planner:
@@ -52,11 +43,10 @@ class Planner:
         self.graph = smoothed(graph)
         self._overheads = overheads
         self.plain_peak_bytes = timeline(graph).peak_bytes
-        self._answers: list[Answers] = [
-            _ByModule(self.graph, calls, overheads)
-            for calls in _distinct_cuts(self.graph)
+        self._answers = [
+            *by_module(self.graph, overheads),
+            *staged(self.graph, overheads),
         ]
-        self._answers += staged(self.graph, overheads)
         self._found: list[Chosen] = []
 
     def choose(self, budget_bytes: int, exact_s: float = 0.0) -> Chosen:
@@ -171,96 +161,3 @@ def _unanswered(found: Exact, limit_s: float) -> str:
 
 def _seconds(chosen: Chosen) -> float:
     return chosen.seconds
-
-
-class _ByModule(Answers):
-    """A choice for each of some modules."""
-
-    def __init__(
-        self, graph: StepGraph, calls: Sequence[ModuleCall], overheads: Overheads
-    ):
-        super().__init__(graph)
-        self._calls = calls
-        regions = [Region(call.start, call.end) for call in calls]
-        self._windows = Windows(graph, regions)
-        self._own_s = [overheads.seconds(graph, region) for region in regions]
-        self._options = [
-            # The first choice keeps all that is wanted: no region is needed for that.
-            [
-                of[0],
-                *(replace(option, seconds=option.seconds + own) for option in of[1:]),
-            ]
-            for of, own in zip(self._windows.options(), self._own_s, strict=True)
-        ]
-
-    def solve(self, budget_bytes: int) -> list[int] | None:
-        return choose_options(self._options, budget_bytes)
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        picked = choose_options(self._options, budget_bytes, rounds_up=False)
-        if picked is None:
-            return math.inf
-        chosen = zip(self._options, picked, strict=True)
-        return self._graph.seconds + sum(of[index].seconds for of, index in chosen)
-
-    def smallest(self) -> list[int]:
-        return [
-            min(range(len(of)), key=lambda i: (of[i].held_bytes, of[i].peak_bytes))
-            for of in self._options
-        ]
-
-    def simulated(self, answer: Sequence[int]) -> Chosen:
-        windows = self._windows
-        picked = [i for i, number in enumerate(answer) if number > 0]
-        regions = [
-            replace(windows.regions[i], kept=windows.choices[i][answer[i]].kept)
-            for i in picked
-        ]
-        own_s = sum(self._own_s[i] for i in picked)
-        return self.chosen([self._calls[i] for i in picked], regions, own_s)
-
-
-def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
-    cuts: list[list[ModuleCall]] = []
-    for share in SHARES:
-        cut = pieces(graph, share)
-        if cut and cut not in cuts:
-            cuts.append(cut)
-    quick = [cut for cut in cuts if max(c.end - c.start for c in cut) <= MOST_OPERATORS]
-    return quick or cuts[-1:]
-
-
-def check_seconds(graph: StepGraph) -> None:
-    """Refuse times that are none.
-
-    Raises:
-        OptionError: If an operator takes NaN, infinite or negative seconds.
-    """
-    for index, operator in enumerate(graph.operators):
-        if not 0 <= operator.seconds < math.inf:
-            raise OptionError(
-                f"operator {index} ({operator.name}) takes {operator.seconds} seconds; "
-                "a planner needs finite times that are not negative"
-            )
-
-
-def smoothed(graph: StepGraph) -> StepGraph:
-    """Return the graph with equal times for the operators of equal blocks.
-
-    Blocks that run the same operators on the same shapes take the same time, and what a
-    stopwatch says of one of them is noise.
-    """
-    groups: dict[tuple[object, ...], list[ModuleCall]] = {}
-    for call in graph.calls:
-        inside = graph.operators[call.start : call.end]
-        key = tuple((o.name, o.read_bytes, o.written_bytes, o.flops) for o in inside)
-        if key:
-            groups.setdefault(key, []).append(call)
-    operators = list(graph.operators)
-    for alike in sorted(groups.values(), key=lambda of: of[0].end - of[0].start):
-        for offset in range(alike[0].end - alike[0].start):
-            indices = [call.start + offset for call in alike]
-            mean = sum(operators[i].seconds for i in indices) / len(indices)
-            for index in indices:
-                operators[index] = replace(operators[index], seconds=mean)
-    return replace(graph, operators=tuple(operators))

@@ -12,7 +12,8 @@ between are left to mixing the choices of several regions; a sparse hull is fill
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -64,10 +65,10 @@ def choices(
         region: The region.
         kept_anyway: Storages that every choice keeps; their bytes are not counted.
     """
-    problem = _problem(graph, region, kept_anyway)
-    found = problem.hull()
+    cut = problem(graph, region, kept_anyway)
+    found = cut.hull()
     if len(found) <= MOST_SPARSE:
-        problem.fill(found)
+        cut.fill(found)
     ordered = sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
     return [replace(choice, kept=choice.kept | kept_anyway) for choice in ordered]
 
@@ -83,16 +84,17 @@ def corners(graph: StepGraph, region: Region) -> list[Choice]:
         At least one choice; the first keeps all that the backward asks for, the last
         as little as it can.
     """
-    found = _problem(graph, region).hull()
+    found = problem(graph, region).hull()
     return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
 
 
-def _problem(
+def problem(
     graph: StepGraph, region: Region, kept_anyway: frozenset[int] = frozenset()
-) -> _Problem:
+) -> Problem:
+    """Return the choice as a cut, to be solved at prices."""
     made = _made(graph, region) - kept_anyway
     wanted = made & wanted_in(graph, region)
-    return _Problem(graph, _makers(graph, region, made), wanted)
+    return Problem(graph, _makers(graph, region, made), wanted)
 
 
 _HIGHEST_PRICE = 1e6
@@ -158,20 +160,33 @@ def _maker(graph: StepGraph, members: Sequence[int], made: set[int]) -> _Maker:
     is_pinned = any(operator.is_pinned for operator in operators)
     seconds = sum(operator.seconds for operator in operators)
     return _Maker(
-        float("inf") if is_pinned else seconds,
+        math.inf if is_pinned else seconds,
         tuple(sorted(makes)),
         tuple(sorted(reads - makes)),
     )
 
 
-class _Problem:
-    """The cut, for any price."""
+class Problem:
+    """The cut, for any price.
+
+    Attributes:
+        bytes: What each storage takes that may be kept, or made again.
+    """
 
     def __init__(self, graph: StepGraph, makers: Sequence[_Maker], wanted: set[int]):
-        self._bytes = {s: graph.storages[s].bytes for m in makers for s in m.makes}
+        """Hold the makers, and what is wanted of what they make."""
+        self.bytes = {s: graph.storages[s].bytes for m in makers for s in m.makes}
         self._makers = makers
         self._maker_of = {s: i for i, m in enumerate(makers) for s in m.makes}
         self._wanted = wanted
+
+    def inputs(self, storage: int) -> tuple[int, ...]:
+        """Return the storages that are read to make one again."""
+        return self._makers[self._maker_of[storage]].reads
+
+    def is_pinned(self, storage: int) -> bool:
+        """Tell whether it must be kept, because it must not be made again."""
+        return math.isinf(self._makers[self._maker_of[storage]].seconds)
 
     def solve(self, price: float, free: frozenset[int] = frozenset()) -> Choice:
         """Return the cheapest choice at a price in seconds a byte.
@@ -180,19 +195,24 @@ class _Problem:
             price: The price.
             free: Storages that cost nothing to keep.
         """
-        order = {storage: 2 + i for i, storage in enumerate(self._bytes)}
+        return self.cheapest(
+            {s: 0.0 if s in free else price * size for s, size in self.bytes.items()}
+        )
+
+    def cheapest(self, costs: Mapping[int, float]) -> Choice:
+        """Return the cheapest choice if each storage costs so many seconds to keep."""
+        order = {storage: 2 + i for i, storage in enumerate(self.bytes)}
         first = 2 + len(order)
         network = Network(first + len(self._makers))
         for storage, node in order.items():
             made = first + self._maker_of[storage]
-            cost = 0.0 if storage in free else price * self._bytes[storage]
-            network.connect(node, made, cost)
+            network.connect(node, made, costs[storage])
             if storage in self._wanted:
-                network.connect(_SOURCE, node, float("inf"))
+                network.connect(_SOURCE, node, math.inf)
         for i, maker in enumerate(self._makers):
             network.connect(first + i, _SINK, maker.seconds)
             for storage in maker.reads:
-                network.connect(first + i, order[storage], float("inf"))
+                network.connect(first + i, order[storage], math.inf)
         side = network.source_side(_SOURCE, _SINK)
         kept = frozenset(
             storage
@@ -202,7 +222,7 @@ class _Problem:
         again = [m for i, m in enumerate(self._makers) if first + i in side]
         return Choice(
             kept,
-            sum(self._bytes[storage] for storage in kept),
+            sum(self.bytes[storage] for storage in kept),
             sum(maker.seconds for maker in again),
         )
 
