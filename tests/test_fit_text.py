@@ -9,9 +9,8 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.fit_text import region_table
 from membudget.graph import ModuleCall
-from membudget.planner.answers import Chosen
+from membudget.planner.answers import Chosen, simulated
 from membudget.planner.regions import Region, keeping
-from membudget.planner.simulate import simulate
 
 
 class Block(nn.Module):
@@ -41,9 +40,7 @@ def chosen(found: mb.Profile, keeps: dict[str, tuple[str, ...]]) -> Chosen:
         keeping(graph, Region(call.start, call.end), keeps[call.path])
         for call in picked
     ]
-    simulation = simulate(graph, regions)
-    seconds = simulation.seconds + 0.5 * graph.seconds
-    return Chosen(tuple(picked), tuple(regions), simulation, seconds, graph.seconds)
+    return simulated(graph, picked, regions, 0.5 * graph.seconds)
 
 
 def rows_of(table: str) -> list[list[str]]:

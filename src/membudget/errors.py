@@ -61,7 +61,7 @@ class BudgetError(MembudgetError, ValueError):
 
     Attributes:
         asked_bytes: What was given.
-        least_bytes: The least that some plan fits into.
+        least_bytes: The least that some plan is known to fit into.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, least_bytes: int) -> None:

@@ -23,11 +23,10 @@ import torch
 from membudget.engine.policy import attention, convolutions, matmuls
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, Operator, StepGraph
-from membudget.planner.answers import Chosen
+from membudget.planner.answers import Chosen, simulated
 from membudget.planner.overhead import Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region, made_in, saved_in, storages_of
-from membudget.planner.simulate import simulate
 
 AUTO = "auto"
 """The mode in which the planner chooses."""
@@ -72,10 +71,8 @@ def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
     keeps = _keeps_dear if mode == "selective" else _keeps_nothing
     calls = _calls(mode, graph)
     regions = tuple(_region(graph, call, keeps) for call in calls)
-    simulation = simulate(graph, regions)
     own_s = sum(overheads.seconds(graph, region) for region in regions)
-    seconds = simulation.seconds + own_s
-    return Chosen(calls, regions, simulation, seconds, graph.seconds)
+    return simulated(graph, calls, regions, own_s)
 
 
 def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:

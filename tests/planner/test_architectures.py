@@ -107,10 +107,7 @@ CLOSE = 1.003
 """An answer is at most so many times as slow as a proven optimum."""
 
 QUICK = ("vgg16", "vgg19")
-FURTHER = {
-    *(("vgg16", 0.6), ("vgg19", 0.6), ("segnet", 0.5)),
-    *(("unet", 0.6), ("unet", 0.5), ("resnet50", 0.5)),
-}
+FURTHER = {("unet", 0.6), ("unet", 0.5)}
 """What is reached with time to search alone: next to the least memory, beside skips."""
 
 

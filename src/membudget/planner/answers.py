@@ -27,20 +27,48 @@ class Chosen:
         calls: The calls that become regions.
         regions: Them, with what they keep.
         simulation: What comes of it.
-        seconds: Of the step, with what the engine itself costs.
+        own_s: What the engine itself takes, in seconds.
         plain_seconds: Of the plain step.
     """
 
     calls: tuple[ModuleCall, ...]
     regions: tuple[Region, ...]
     simulation: Simulation
-    seconds: float
+    own_s: float
     plain_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step, with what the engine itself costs."""
+        return self.simulation.seconds + self.own_s
+
+    @property
+    def stages(self) -> int:
+        """In how many stages its regions go back, beyond one each."""
+        return sum(max(0, len(region.stages) - 1) for region in self.regions)
 
     @property
     def slowdown(self) -> float:
         """The time of the step, of the plain one."""
         return self.seconds / self.plain_seconds if self.plain_seconds else 1.0
+
+
+def simulated(
+    graph: StepGraph,
+    calls: Sequence[ModuleCall],
+    regions: Sequence[Region],
+    own_s: float = 0.0,
+) -> Chosen:
+    """Simulate regions.
+
+    Args:
+        graph: The plain step.
+        calls: The modules.
+        regions: Their regions.
+        own_s: What the engine itself takes.
+    """
+    found = simulate(graph, regions)
+    return Chosen(tuple(calls), tuple(regions), found, own_s, graph.seconds)
 
 
 class Answers(ABC):
@@ -68,20 +96,6 @@ class Answers(ABC):
     @abstractmethod
     def simulated(self, answer: Any) -> Chosen:
         """Return what an answer comes to."""
-
-    def chosen(
-        self, calls: Sequence[ModuleCall], regions: Sequence[Region], own_s: float
-    ) -> Chosen:
-        """Simulate regions.
-
-        Args:
-            calls: The modules.
-            regions: Their regions.
-            own_s: What the engine itself takes.
-        """
-        found = simulate(self._graph, regions)
-        seconds = found.seconds + own_s
-        return Chosen(tuple(calls), tuple(regions), found, seconds, self._graph.seconds)
 
     def candidates(self, budget_bytes: int) -> list[Chosen]:
         """Return answers that may fit; the fastest that does is among them."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.answers import Answers, Chosen
+from membudget.planner.answers import Answers, Chosen, simulated
 from membudget.planner.flat import choose_options
 from membudget.planner.overhead import Overheads
 from membudget.planner.pieces import pieces
@@ -74,7 +74,7 @@ class _ByModule(Answers):
             for i in picked
         ]
         own_s = sum(self._own_s[i] for i in picked)
-        return self.chosen([self._calls[i] for i in picked], regions, own_s)
+        return simulated(self._graph, [self._calls[i] for i in picked], regions, own_s)
 
 
 def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:

@@ -1,27 +1,26 @@
 """The fastest plan that fits, of all that the planners find; simulation has the word.
 
-A choice for each module (`by_module`), and stages along the largest one (`staged`), as
-the programmes find them for the budget; what is found is improved (`improve`). With
-time to spare, all schedules are searched (`exact`).
+A choice for each module (`by_module`), stages along the largest one (`staged`), what
+that one keeps under prices (`prices`): what is found for the budget is improved
+(`improve`). With time to spare, all schedules are searched (`exact`).
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from membudget.errors import BudgetError, SearchWarning
 from membudget.graph import StepGraph
-from membudget.planner.answers import Answers, Chosen
+from membudget.planner.answers import Chosen, simulated
 from membudget.planner.by_module import by_module
 from membudget.planner.exact import MOST_VARIABLES, Exact, exact
 from membudget.planner.improve import improved
 from membudget.planner.overhead import NO_OVERHEADS, Overheads
+from membudget.planner.prices import priced
 from membudget.planner.regions import Region
 from membudget.planner.seconds import check_seconds, smoothed
-from membudget.planner.simulate import simulate
 from membudget.planner.staged import largest_call, staged
 from membudget.planner.timeline import timeline
 
@@ -46,11 +45,14 @@ class Planner:
         self._answers = [
             *by_module(self.graph, overheads),
             *staged(self.graph, overheads),
+            *priced(self.graph, overheads),
         ]
         self._found: list[Chosen] = []
 
-    def choose(self, budget_bytes: int, exact_s: float = 0.0) -> Chosen:
-        """Return the fastest plan whose simulated peak fits.
+    def choose(
+        self, budget_bytes: int, exact_s: float = 0.0, quickly: bool = False
+    ) -> Chosen:
+        """Return the fastest plan found whose simulated peak fits.
 
         It is no slower than what was returned for a smaller budget before.
 
@@ -58,6 +60,8 @@ class Planner:
             budget_bytes: For what the step allocates.
             exact_s: How long to search all schedules for a faster one, by an integer
                 programme: worth it where a step has tens of operators, or is no chain.
+            quickly: Whether to leave out the search at random, which takes up to a
+                second.
 
         Raises:
             BudgetError: If none fits; it says the least budget for which one does.
@@ -67,11 +71,8 @@ class Planner:
             SearchWarning: If the search is too large to be tried, or found nothing.
         """
         if self.plain_peak_bytes <= budget_bytes:
-            plain = simulate(self.graph, ())
-            return Chosen((), (), plain, plain.seconds, plain.seconds)
-        fitting = self._fitting(budget_bytes, lambda a: a.candidates(budget_bytes))
-        if not fitting:
-            fitting = self._fitting(budget_bytes, lambda a: a.least)
+            return simulated(self.graph, (), ())
+        fitting = self._fitting(budget_bytes, quickly)
         if exact_s > 0:
             fitting += self._searched(budget_bytes, exact_s, fitting)
         if not fitting:
@@ -82,10 +83,16 @@ class Planner:
                 asked_bytes=budget_bytes,
                 least_bytes=least,
             )
-        self._found.append(self._improved(min(fitting, key=_seconds), budget_bytes))
+        self._found.append(min(fitting, key=_seconds))
         # What fitted into less fits, too, and may be faster than what was found now.
         known = [c for c in self._found if c.simulation.peak_bytes <= budget_bytes]
         return min(known, key=_seconds)
+
+    def _fitting(self, budget_bytes: int, quickly: bool) -> list[Chosen]:
+        found = [c for a in self._answers for c in a.candidates(budget_bytes)]
+        if all(c.simulation.peak_bytes > budget_bytes for c in found):
+            found += [c for answers in self._answers for c in answers.least]
+        return improved(self.graph, found, budget_bytes, quickly)
 
     def _searched(
         self, budget_bytes: int, limit_s: float, fitting: Sequence[Chosen]
@@ -103,29 +110,9 @@ class Planner:
         found = exact(self.graph, budget_bytes, limit_s, again_s, region)
         if found.status in ("too large", "unknown"):
             warnings.warn(_unanswered(found, limit_s), SearchWarning, stacklevel=2)
-        if found.region is None or found.simulation is None:
+        if found.region is None:
             return []
-        seconds = found.simulation.seconds + own_s
-        schedule = (found.region,)
-        return [
-            Chosen((call,), schedule, found.simulation, seconds, self.graph.seconds)
-        ]
-
-    def _improved(self, chosen: Chosen, budget_bytes: int) -> Chosen:
-        regions, simulation = improved(self.graph, chosen.regions, budget_bytes)
-        faster_s = chosen.simulation.seconds - simulation.seconds
-        return replace(
-            chosen,
-            regions=tuple(regions),
-            simulation=simulation,
-            seconds=chosen.seconds - faster_s,
-        )
-
-    def _fitting(
-        self, budget_bytes: int, of: Callable[[Answers], Sequence[Chosen]]
-    ) -> list[Chosen]:
-        found = [chosen for answers in self._answers for chosen in of(answers)]
-        return [c for c in found if c.simulation.peak_bytes <= budget_bytes]
+        return [simulated(self.graph, (call,), (found.region,), own_s)]
 
     def least_seconds(self, budget_bytes: int) -> float:
         """Return seconds that no plan of this planner's classes goes below.

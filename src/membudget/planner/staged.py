@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.answers import Answers, Chosen
+from membudget.planner.answers import Answers, Chosen, simulated
 from membudget.planner.chain import Chain, Treatment
 from membudget.planner.cuts import Piece, cut
 from membudget.planner.links import Links
@@ -68,4 +68,6 @@ class _Staged(Answers):
         return None
 
     def simulated(self, answer: list[Treatment]) -> Chosen:
-        return self.chosen([self._call], [self._links.region(answer)], self._own_s)
+        return simulated(
+            self._graph, [self._call], [self._links.region(answer)], self._own_s
+        )
