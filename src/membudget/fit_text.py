@@ -10,7 +10,7 @@ from itertools import groupby
 from membudget.graph import StepGraph
 from membudget.plan_text import short_name
 from membudget.planner.answers import Chosen
-from membudget.planner.regions import Region, saved_in, storages_of
+from membudget.planner.regions import Region, saved_storages, storages_of
 from membudget.sizes import format_bytes
 from membudget.tables import rendered
 
@@ -82,9 +82,8 @@ def _described(
 
 def _needed(graph: StepGraph, region: Region, again: Iterable[int]) -> set[int]:
     """Return the storages that must stay for the region's backward."""
-    saved = [graph.saved[index].value for index in saved_in(graph, region)]
     read = [value for index in again for value in graph.operators[index].inputs]
-    return set(storages_of(graph, [*saved, *read]))
+    return {*saved_storages(graph, region), *storages_of(graph, read)}
 
 
 def _counted(graph: StepGraph, operators: Iterable[int]) -> str:

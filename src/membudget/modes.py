@@ -26,7 +26,7 @@ from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.answers import Chosen, simulated
 from membudget.planner.overhead import Overheads
 from membudget.planner.pieces import pieces
-from membudget.planner.regions import Region, made_in, saved_in, storages_of
+from membudget.planner.regions import Region, made_in, saved_storages
 
 AUTO = "auto"
 """The mode in which the planner chooses."""
@@ -89,8 +89,7 @@ def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
 def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
     """Tell whether autograd keeps, for the call, something that the call makes."""
     region = Region(call.start, call.end)
-    saved = (graph.saved[index].value for index in saved_in(graph, region))
-    return not made_in(graph, region).isdisjoint(storages_of(graph, saved))
+    return not made_in(graph, region).isdisjoint(saved_storages(graph, region))
 
 
 def _region(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from membudget.planner.makers import Maker, Ways
+from membudget.planner.makers import Grouping, Maker
 from membudget.planner.regions import Region
 from tests.planner.drafts import Draft
 
 
 def makers(draft: Draft) -> list[Maker]:
     graph = draft.finish()
-    ways = Ways(graph, Region(0, graph.backward_start), frozenset())
-    return ways.joined(ways.grouped())
+    grouping = Grouping(graph, Region(0, graph.backward_start), frozenset())
+    return grouping.joined(grouping.grouped())
 
 
 def operators(draft: Draft) -> list[tuple[int, ...]]:

@@ -115,10 +115,11 @@ class Planner:
         return [simulated(self.graph, (call,), (found.region,), own_s)]
 
     def least_seconds(self, budget_bytes: int) -> float:
-        """Return seconds that no plan of this planner's classes goes below.
+        """Return the least seconds that the programmes come to, bytes rounded down.
 
-        The programmes are solved with bytes rounded down. For a bound on any schedule
-        see `planner.bound`.
+        That is what their classes can do by their own count of bytes. Simulation counts
+        fewer where two of their peaks are not at once, so that a plan which was made
+        better may take less. For a bound on any schedule see `planner.bound`.
         """
         if self.plain_peak_bytes <= budget_bytes:
             return self.graph.seconds

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, made_in, saved_in, storages_of
+from membudget.planner.regions import Region, made_in, saved_storages, storages_of
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,7 @@ class _Crossing:
         for storage, birth in self._made.items():
             for place in range(birth + 1, last_write[storage] + 1):
                 self._is_open[place - region.start] = False
-        self._wanted = self._made.keys() & {
-            graph.values[graph.saved[i].value].storage for i in saved_in(graph, region)
-        }
+        self._wanted = self._made.keys() & saved_storages(graph, region)
         self._bytes = self._crossing_bytes()
         self._saved = self._saved_before()
 

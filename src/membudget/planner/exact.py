@@ -44,14 +44,15 @@ class Exact:
     """What the search found.
 
     Attributes:
-        status: `"optimal"`: no schedule saves more than the part `programme.GAP` of the
-            seconds. `"feasible"`: the time was up before the proof. `"infeasible"`:
-            nothing fits; with an incumbent: nothing that is faster fits. `"unknown"`:
-            nothing was found. `"too large"`: it was not tried.
+        status: `"optimal"`: no schedule of those above saves more than the part
+            `programme.GAP` of the seconds. `"feasible"`: the time was up before the
+            proof. `"infeasible"`: nothing fits; with an incumbent: nothing that is
+            faster fits. `"unknown"`: nothing was found. `"too large"`: it was not
+            tried.
         region: The schedule; `None` without one.
         simulation: What comes of it.
         seconds: What runs again takes; infinite without a schedule.
-        bound_s: What runs again takes no less in any schedule that fits.
+        bound_s: What runs again takes no less in any of those schedules that fits.
         variables: Of the programme.
     """
 
@@ -64,7 +65,7 @@ class Exact:
 
     @property
     def gap(self) -> float:
-        """The part of the seconds that another schedule may save at most."""
+        """The part of the seconds that another of those schedules may save at most."""
         if self.region is None:
             return 1.0
         return 1 - self.bound_s / self.seconds if self.seconds else 0.0

@@ -19,7 +19,7 @@ from itertools import pairwise
 
 from membudget.graph import StepGraph, Storage
 from membudget.planner.mincut import Network
-from membudget.planner.regions import Region, made_in, saved_in, storages_of
+from membudget.planner.regions import Region, made_in, storages_of, wanted_in
 
 
 @dataclass(frozen=True)
@@ -119,12 +119,6 @@ def _made(graph: StepGraph, region: Region) -> set[int]:
 def is_held_anyway(graph: StepGraph, storage: Storage) -> bool:
     """Tell whether the user's code holds it until the backward, kept or not."""
     return storage.released is None and storage.death > graph.backward_start
-
-
-def wanted_in(graph: StepGraph, region: Region) -> set[int]:
-    """Return the storages that autograd saved in the region and asks for again."""
-    asked = [i for i in saved_in(graph, region) if graph.saved[i].asked]
-    return set(storages_of(graph, (graph.saved[i].value for i in asked)))
 
 
 def _makers(graph: StepGraph, region: Region, made: set[int]) -> list[_Maker]:

@@ -14,7 +14,7 @@ from membudget.graph import StepGraph
 from membudget.planner.chain import Chain, Hold, Link, Treatment
 from membudget.planner.cuts import Piece
 from membudget.planner.flat import Option
-from membudget.planner.regions import Region, Stage, made_in, saved_in, storages_of
+from membudget.planner.regions import Region, Stage, made_in, storages_of, wanted_in
 from membudget.planner.simulate import own
 from membudget.planner.windows import Windows
 
@@ -33,8 +33,8 @@ class Links:
         self._pieces = pieces
         regions = [Region(piece.start, piece.end) for piece in pieces]
         self._made = [frozenset(made_in(graph, part)) for part in regions]
-        self._pinned = [self._pinned_in(piece) for piece in pieces]
-        self._saved = [self._saved_in(part) for part in regions]
+        self._pinned = [self._pinned_in(i) for i in range(len(pieces))]
+        self._saved = [frozenset(wanted_in(graph, part)) for part in regions]
         # What nothing else keeps alive between forward and backward.
         kept = [
             (piece.leaves & made) | pinned
@@ -45,17 +45,12 @@ class Links:
         self._windows = Windows(graph, regions, kept)
         self.choices = self._windows.choices
 
-    def _pinned_in(self, piece: Piece) -> frozenset[int]:
+    def _pinned_in(self, i: int) -> frozenset[int]:
+        piece = self._pieces[i]
         operators = self._graph.operators[piece.start : piece.end]
         pinned = [o for o in operators if o.is_pinned and not o.is_view]
-        return frozenset(
-            s for o in pinned for s in storages_of(self._graph, o.outputs)
-        ) & frozenset(made_in(self._graph, Region(piece.start, piece.end)))
-
-    def _saved_in(self, part: Region) -> frozenset[int]:
-        saved = (self._graph.saved[index] for index in saved_in(self._graph, part))
-        values = [s.value for s in saved if s.asked]
-        return frozenset(storages_of(self._graph, values))
+        values = (value for o in pinned for value in o.outputs)
+        return self._made[i].intersection(storages_of(self._graph, values))
 
     def chain(self, most_bytes: int, rounds_up: bool = True) -> Chain:
         """Return the chain.
@@ -77,9 +72,9 @@ class Links:
         leaves = (piece.leaves & made) - pinned
         tape = ((piece.leaves | self._saved[i]) & made) - pinned
         again = (self._saved[i] & made) - pinned
-        pass_s, pass_peak_bytes = self._run(piece, leaves, pinned)
-        tape_s, tape_peak_bytes = self._run(piece, tape, pinned)
-        again_s, _ = self._run(piece, again, pinned)
+        pass_s, pass_peak_bytes = self._run(i, leaves)
+        tape_s, tape_peak_bytes = self._run(i, tape)
+        again_s, _ = self._run(i, again)
         alone = own(self._graph, Region(piece.start, piece.end, pinned))
         start = self._windows.backward_start(self._windows.regions[i])
         end = self._windows.backward_end(start)
@@ -92,7 +87,7 @@ class Links:
             pass_peak_bytes,
             tape_peak_bytes,
             self._windows.peak_between(alone, start, end),
-            max(self._windows.fixed_bytes[start:end][:1], default=0),
+            self._windows.fixed_bytes[start] if start < end else 0,
             self._bytes(pinned),
         )
 
@@ -104,11 +99,9 @@ class Links:
         more = self._bytes(frozenset(s for s in leaves if storages[s].death <= until))
         return Option(option.held_bytes + more, option.peak_bytes, option.seconds)
 
-    def _run(
-        self, piece: Piece, targets: frozenset[int], there: frozenset[int]
-    ) -> tuple[float, int]:
+    def _run(self, i: int, targets: frozenset[int]) -> tuple[float, int]:
         """Return seconds and peak of making storages from what enters a piece."""
-        made = self._made_in(piece) - there
+        piece, made = self._pieces[i], self._made[i] - self._pinned[i]
         needed = set(targets)
         operators: list[int] = []
         for index in range(piece.end - 1, piece.start - 1, -1):
@@ -140,9 +133,6 @@ class Links:
             ended = {s for s in touched & there if last[s] == index}
             alive -= self._bytes(ended)
         return peak
-
-    def _made_in(self, piece: Piece) -> set[int]:
-        return made_in(self._graph, Region(piece.start, piece.end))
 
     def _crossing_bytes(self) -> list[list[int]]:
         count = len(self._pieces)
@@ -189,14 +179,17 @@ class Links:
         """Return the region with what it keeps, and its stages."""
         kept: set[int] = set()
         stages = []
+        first_of: dict[int, int] = {}  # Of segments, by their last piece.
         for i, (piece, treatment) in enumerate(
             zip(self._pieces, treatments, strict=True)
         ):
             kept |= self._pinned[i]
             if treatment.option is not None:
                 kept |= self.choices[i][treatment.option].kept
-            elif treatment.segment_end == i:
-                kept |= self._leaving(self._segment_start(treatments, i), i)
+            else:
+                first = first_of.setdefault(treatment.segment_end, i)
+                if treatment.segment_end == i:
+                    kept |= self._leaving(first, i)
             held = frozenset(s for h in treatment.holds for s in self._held(h, i))
             stages.append(Stage(piece.start, held))
         everything = frozenset(kept)
@@ -206,14 +199,6 @@ class Links:
             everything,
             tuple(Stage(s.start, s.held - everything) for s in stages),
         )
-
-    def _segment_start(self, treatments: Sequence[Treatment], end: int) -> int:
-        inside = [
-            i
-            for i, treatment in enumerate(treatments)
-            if treatment.option is None and treatment.segment_end == end
-        ]
-        return min(inside)
 
     def _leaving(self, first: int, last: int) -> frozenset[int]:
         made = frozenset[int]().union(*self._made[first : last + 1])

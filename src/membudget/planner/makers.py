@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, saved_in, storages_of
+from membudget.planner.regions import Region, made_in, saved_in
+from membudget.planner.ways import ways_to
 
 
 @dataclass(frozen=True)
@@ -44,8 +45,8 @@ class Maker:
     passing: tuple[tuple[int, int], ...]
 
 
-class Ways:
-    """The operators on the way to all that autograd saved, if nothing is kept.
+class Grouping:
+    """Groups operators on the way to all that autograd saved in a region.
 
     Attributes:
         writers: The operators that make each storage, in order.
@@ -65,44 +66,22 @@ class Ways:
         """
         self._graph = graph
         self._region = region
-        self._always = always
+        made = made_in(graph, region) - always
         self.freed: dict[int, int] = {}
         for saved in (graph.saved[index] for index in saved_in(graph, region)):
             storage = graph.values[saved.value].storage
-            if self._is_made(storage):
+            if storage in made:
                 self.freed[storage] = max(self.freed.get(storage, 0), saved.freed)
-        self.writers: dict[int, list[int]] = {}
-        self.reads: dict[int, list[int]] = {}
-        self.sources: dict[int, list[int]] = {}
-        self.until = dict(self.freed)
-        for index in range(region.end - 1, region.start - 1, -1):
-            if not graph.operators[index].is_view:
-                self._add(index)
-
-    def _is_made(self, storage: int) -> bool:
-        birth = self._graph.storages[storage].birth
-        is_inside = self._region.start <= birth < self._region.end
-        return is_inside and storage not in self._always
-
-    def _add(self, index: int) -> None:
-        operator = self._graph.operators[index]
-        writes = storages_of(self._graph, operator.outputs)
-        outputs = [storage for storage in writes if storage in self.until]
-        if not outputs:
-            return
-        for storage in outputs:
-            self.writers.setdefault(storage, []).insert(0, index)
-        reads = storages_of(self._graph, operator.inputs)
-        births = [self._graph.storages[storage].birth for storage in reads]
-        self.reads[index] = [s for s in reads if self._is_made(s) and s not in writes]
-        self.sources[index] = [
-            storage
-            for storage, birth in zip(reads, births, strict=True)
-            if 0 <= birth < self._region.start
-        ]
-        moment = max(self.until[storage] for storage in outputs)
-        for storage in (*self.reads[index], *self.sources[index]):
-            self.until[storage] = max(self.until.get(storage, 0), moment)
+        ways = ways_to(graph, region, self.freed, made)
+        self.writers, self.until = ways.writers, ways.until
+        self.reads = {
+            index: [storage for storage in read if storage in made]
+            for index, read in ways.reads.items()
+        }
+        self.sources = {
+            index: [s for s in read if 0 <= graph.storages[s].birth < region.start]
+            for index, read in ways.reads.items()
+        }
 
     def grouped(self) -> list[Maker]:
         """Return makers: operators that write one storage are together."""

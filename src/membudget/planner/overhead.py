@@ -1,9 +1,9 @@
 """What the engine's own Python costs, beside the operators that it runs again.
 
 A replay region records each operator of its forward and serves each saved tensor. That
-is some ten microseconds an operator where the code stays in the processor's cache. A
+is some 12 microseconds an operator where the code stays in the processor's cache. A
 kernel that moves more than the cache holds leaves it cold, and the same code then takes
-several times as long. The figures are those of one AMD EPYC core under Python 3.11,
+ten times as long. The figures are those of one AMD EPYC core under Python 3.11,
 from whole steps of the models in `benchmarks/planners.py`; on a device the host's time
 is mostly hidden behind the kernels, and none is counted.
 """

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from membudget.graph import StepGraph
-from membudget.planner.makers import Maker, Ways
+from membudget.planner.makers import Grouping, Maker
 from membudget.planner.regions import Region, saved_in
 from membudget.planner.timeline import lifetimes, of_intervals
 
@@ -102,16 +102,16 @@ def reduced(graph: StepGraph, region: Region | None = None) -> Problem:
     """
     region = region or Region(0, graph.backward_start)
     always = _always(graph, region)
-    ways = Ways(graph, region, always)
-    makers = ways.joined(ways.grouped())
-    items = _items(graph, ways, makers)
+    grouping = Grouping(graph, region, always)
+    makers = grouping.joined(grouping.grouped())
+    items = _items(graph, grouping, makers)
     intervals = [
         *lifetimes(graph, without=items),
         *((i.birth, i.there_until, i.bytes) for i in items.values()),
     ]
     fixed = of_intervals(graph, intervals).alive_bytes
     demands, idle = _demands(graph, region, items)
-    sources = _sources(graph, ways, makers)
+    sources = _sources(graph, grouping, makers)
     return Problem(items, sources, makers, demands, idle, fixed, always)
 
 
@@ -164,27 +164,31 @@ def _stages(asked: Sequence[tuple[int, int]], savers: set[int]) -> list[int]:
     return [first[saver] for saver, _ in asked]
 
 
-def _items(graph: StepGraph, ways: Ways, makers: Sequence[Maker]) -> dict[int, Item]:
+def _items(
+    graph: StepGraph, grouping: Grouping, makers: Sequence[Maker]
+) -> dict[int, Item]:
     readers: dict[int, list[tuple[int, int]]] = {}
     for number, maker in enumerate(makers):
         for index in maker.operators:
-            for storage in set(ways.reads[index]).intersection(maker.reads):
+            for storage in set(grouping.reads[index]).intersection(maker.reads):
                 readers.setdefault(storage, []).append((index, number))
     return {
-        storage: _item(graph, storage, number, readers.get(storage, ()), ways)
+        storage: _item(graph, storage, number, readers.get(storage, ()), grouping)
         for number, maker in enumerate(makers)
         for storage in maker.makes
     }
 
 
-def _sources(graph: StepGraph, ways: Ways, makers: Sequence[Maker]) -> list[Item]:
+def _sources(
+    graph: StepGraph, grouping: Grouping, makers: Sequence[Maker]
+) -> list[Item]:
     readers: dict[int, list[tuple[int, int]]] = {}
     for number, maker in enumerate(makers):
         for index in maker.operators:
-            for storage in ways.sources[index]:
+            for storage in grouping.sources[index]:
                 readers.setdefault(storage, []).append((index, number))
     return [
-        _item(graph, storage, -1, of_storage, ways)
+        _item(graph, storage, -1, of_storage, grouping)
         for storage, of_storage in readers.items()
     ]
 
@@ -194,7 +198,7 @@ def _item(
     index: int,
     maker: int,
     readers: Iterable[tuple[int, int]],
-    ways: Ways,
+    grouping: Grouping,
 ) -> Item:
     storage = graph.storages[index]
     return Item(
@@ -203,8 +207,8 @@ def _item(
         birth=storage.birth,
         maker=maker,
         readers=tuple(sorted(readers)),
-        there_until=ways.there_until(index),
+        there_until=grouping.there_until(index),
         kept_until=storage.death,
-        needed_until=ways.until[index],
-        freed=ways.freed.get(index, -1),
+        needed_until=grouping.until[index],
+        freed=grouping.freed.get(index, -1),
     )

@@ -62,6 +62,18 @@ def saved_in(graph: StepGraph, region: Region) -> range:
     return range(first, bisect_left(graph.saved, region.end, key=_moment_of))
 
 
+def saved_storages(graph: StepGraph, region: Region) -> list[int]:
+    """Return the storages in which the operators of a region saved tensors."""
+    saved = (graph.saved[index] for index in saved_in(graph, region))
+    return storages_of(graph, (s.value for s in saved))
+
+
+def wanted_in(graph: StepGraph, region: Region) -> set[int]:
+    """Return the storages that autograd saved in the region and asks for again."""
+    saved = (graph.saved[index] for index in saved_in(graph, region))
+    return set(storages_of(graph, (s.value for s in saved if s.asked)))
+
+
 def _moment_of(saved: Saved) -> int:
     return saved.moment
 

@@ -10,8 +10,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 
 from membudget.graph import StepGraph
-from membudget.planner.keep import Choice, choices, is_held_anyway, wanted_in
-from membudget.planner.regions import Region, made_in, storages_of
+from membudget.planner.keep import Choice, choices, is_held_anyway
+from membudget.planner.regions import Region, made_in, storages_of, wanted_in
 
 
 class Repeats:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, made_in, saved_in, storages_of
+from membudget.planner.regions import Region, made_in, saved_in
+from membudget.planner.ways import ways_to
 
 
 class Timeline(Protocol):
@@ -68,11 +69,12 @@ class Replay:
         self._wanted: dict[int, list[int]] = {}
         for index in self.dropped_saved:
             self._wanted.setdefault(self._storage(index), []).append(index)
-        # Which operators make each dropped storage, in order, and what they read.
-        self._writers: dict[int, list[int]] = {s: [] for s in self._wanted}
-        self._reads: dict[int, list[int]] = {}
-        self._writes: dict[int, list[int]] = {}
-        self._until = self._needed_until(region, candidates)
+        freed = {
+            storage: max(graph.saved[index].freed for index in indices)
+            for storage, indices in self._wanted.items()
+        }
+        self._ways = ways_to(graph, region, freed, candidates)
+        self._writers, self._reads = self._ways.writers, self._ways.reads
         self._by_stage = self._saved_by_stage()
         self._served: set[int] = set()
         self._freed: set[int] = set()
@@ -82,32 +84,6 @@ class Replay:
 
     def _storage(self, saved: int) -> int:
         return self._graph.values[self._graph.saved[saved].value].storage
-
-    def _needed_until(self, region: Region, candidates: set[int]) -> dict[int, int]:
-        """Return until when each storage must be there or come back."""
-        graph = self._graph
-        until = {
-            storage: max(graph.saved[index].freed for index in indices)
-            for storage, indices in self._wanted.items()
-        }
-        for index in range(region.end - 1, region.start - 1, -1):
-            operator = graph.operators[index]
-            if operator.is_view:
-                continue
-            writes = storages_of(graph, operator.outputs)
-            outputs = [s for s in writes if s in candidates and s in until]
-            if not outputs:
-                continue
-            moment = max(until[storage] for storage in outputs)
-            for storage in outputs:
-                self._writers.setdefault(storage, []).insert(0, index)
-            reads = storages_of(graph, operator.inputs)
-            self._writes[index] = writes
-            self._reads[index] = [s for s in reads if s not in writes]
-            for storage in reads:
-                if storage not in outputs:
-                    until[storage] = max(until.get(storage, 0), moment)
-        return until
 
     def _saved_by_stage(self) -> dict[int, list[int]]:
         found: dict[int, list[int]] = {}
@@ -134,7 +110,7 @@ class Replay:
                 ends[storage] = max(
                     [released, *(graph.saved[index].freed for index in others)]
                 )
-        for storage, moment in self._until.items():
+        for storage, moment in self._ways.until.items():
             if storage not in self._writers:
                 end = ends.get(storage, graph.storages[storage].death)
                 ends[storage] = max(end, moment)
@@ -250,7 +226,7 @@ class Replay:
         self._ran.add(operator)
         self._timeline.run_again(operator)
         fresh = []
-        for storage in self._writes[operator]:
+        for storage in self._ways.writes[operator]:
             if self._graph.storages[storage].birth == operator:
                 self._timeline.take(storage)
                 if storage in self._writers and storage not in self._there:
@@ -263,7 +239,7 @@ class Replay:
         for storage in self._reads[operator]:
             self._uses[storage] -= 1
             self._reads_to_come[storage] -= 1
-        self._go_if_done([*self._writes[operator], *self._reads[operator]])
+        self._go_if_done([*self._ways.writes[operator], *self._reads[operator]])
 
     def _go_if_done(self, storages: Iterable[int]) -> None:
         for storage in storages:

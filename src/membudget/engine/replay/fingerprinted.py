@@ -143,9 +143,8 @@ def _differs(handle: Handle, tensor: Tensor) -> bool:
 def _all_wrong(first: Handle, replayer: Replayer) -> list[Value]:
     """Return what is wrong of all that the region has still to serve."""
     wrong = [first.value]
-    handles = [reference() for reference in replayer.handles]
-    for handle in handles:
-        if handle is None or handle.fingerprint is None:
+    for handle in replayer.living():
+        if handle.fingerprint is None:
             continue
         try:
             tensor = replayer.take(handle, stays=True)

@@ -135,9 +135,13 @@ class Replayer:
         owner.is_lent = True
         return tensor
 
-    def _of_other_stages(self) -> list[Value]:
+    def living(self) -> list[Handle]:
+        """Return the handles that somebody still has."""
         handles = [reference() for reference in self.handles]
-        return [h.value for h in handles if h is not None and h.stage != self._stage]
+        return [handle for handle in handles if handle is not None]
+
+    def _of_other_stages(self) -> list[Value]:
+        return [h.value for h in self.living() if h.stage != self._stage]
 
     def prepare(self) -> None:
         """Make every value now that a living handle will ask for."""
@@ -159,11 +163,10 @@ class Replayer:
 
     def _wanted(self) -> list[Value]:
         """Return the values of living handles that the plan has to make."""
-        handles = [reference() for reference in self.handles]
         return [
             h.value
-            for h in handles
-            if h is not None and not h.value.is_held() and self._stage in (-1, h.stage)
+            for h in self.living()
+            if not h.value.is_held() and self._stage in (-1, h.stage)
         ]
 
     def _make_plan(self, stage: int) -> None:
