@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
+from tests.commands import without_torch
 
 GOOD = """
 import torch
@@ -57,22 +55,9 @@ def good(tmp_path: Path) -> str:
 
 
 def test_help_answers_without_importing_torch():
-    code = (
-        "import sys; from membudget.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'"
-    )
-    source = str(Path(membudget.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": source},
-    )
-    assert "audit" in done.stdout
-    assert "profile" in done.stdout
+    out = without_torch()
+    assert "audit" in out
+    assert "profile" in out
 
 
 @pytest.mark.parametrize("function", ["make", "make_with_loss"])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +15,8 @@ import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
 from membudget.plan_text import described, differences, kept_text
 from membudget.planner.plan import VERSION, KeptOutput, Plan, PlannedRegion
+from tests.commands import without_torch
+from tests.planner import drafts
 
 STEP = """
 import torch
@@ -56,24 +56,10 @@ def planned(step: str, path: Path, budget: str = "60%", *options: str) -> Plan:
 def test_the_commands_are_in_the_help_and_diff_needs_no_torch(tmp_path: Path):
     path = tmp_path / "plan.json"
     path.write_text(PLAN.to_json())
-    code = (
-        "import sys; from membudget.cli import main\n"
-        "try: main(['--help'])\n"
-        "except SystemExit: pass\n"
-        f"assert main(['diff', {str(path)!r}, {str(path)!r}]) == 0\n"
-        "assert 'torch' not in sys.modules, 'torch was imported'"
-    )
-    source = str(Path(membudget.__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": source},
-    )
+    out = without_torch(f"assert main(['diff', {str(path)!r}, {str(path)!r}]) == 0")
     for command in ("plan", "fit", "tradeoff", "diff"):
-        assert f"\n    {command} " in done.stdout
-    assert "the plans are equal" in done.stdout
+        assert f"\n    {command} " in out
+    assert "the plans are equal" in out
 
 
 # membudget plan
@@ -333,17 +319,8 @@ def test_a_picture_is_drawn(step, tmp_path):
 # membudget diff
 
 KEPT = KeptOutput(1, 0, "aten.addmm.default")
-PLAN = Plan(
-    model="GPT",
-    fingerprint="0" * 64,
-    budget_bytes=1000,
-    plain_peak_bytes=2000,
-    peak_bytes=900,
-    slowdown=1.25,
-    bound=1.0,
-    cost="measured",
-    regions=(PlannedRegion("h.0", 3, (KEPT,)), PlannedRegion("h.1", 3, ())),
-)
+REGIONS = (PlannedRegion("h.0", 3, (KEPT,)), PlannedRegion("h.1", 3, ()))
+PLAN = dataclasses.replace(drafts.PLAN, model="GPT", regions=REGIONS)
 
 
 def with_regions(*regions: PlannedRegion) -> Plan:

@@ -17,8 +17,25 @@ from membudget.graph import (
     Storage,
     Value,
 )
+from membudget.planner.plan import KeptOutput, Plan, PlannedRegion
 from membudget.planner.regions import Region
 from membudget.planner.simulate import simulate
+
+PLAN = Plan(
+    model="Sequential",
+    fingerprint="0" * 64,
+    budget_bytes=1000,
+    plain_peak_bytes=2000,
+    peak_bytes=900,
+    slowdown=1.25,
+    bound=1.0,
+    cost="measured",
+    regions=(
+        PlannedRegion("0", 3, (KeptOutput(1, 0, "aten.addmm.default"),)),
+        PlannedRegion("1", 3, ()),
+    ),
+)
+"""A plan that says little."""
 
 
 def operator(phase: str, seconds: float) -> Operator:

@@ -23,22 +23,7 @@ from membudget.planner.plan import (
     planned_region,
 )
 from membudget.planner.regions import Region, Stage
-from tests.planner.drafts import Draft
-
-PLAN = Plan(
-    model="Sequential",
-    fingerprint="0" * 64,
-    budget_bytes=1000,
-    plain_peak_bytes=2000,
-    peak_bytes=900,
-    slowdown=1.25,
-    bound=1.0,
-    cost="measured",
-    regions=(
-        PlannedRegion("0", 3, (KeptOutput(1, 0, "aten.addmm.default"),)),
-        PlannedRegion("1", 3, ()),
-    ),
-)
+from tests.planner.drafts import PLAN, Draft
 
 sizes = st.integers(-(1 << 62), 1 << 62)
 texts = st.text(st.characters(codec="utf-8"), max_size=9)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
 from membudget.audit.step import call_model, find_loss
+from tests.planner.models import Calls
 from tests.zoo.case import Call
 
 Made = tuple[nn.Module, Any]
@@ -93,19 +94,6 @@ def block(width: int = WIDTH) -> nn.Sequential:
         nn.GELU(),
         nn.Linear(4 * width, width),
     )
-
-
-class Wrapped(nn.Module):
-    """A model made of layers and of a function that uses them."""
-
-    def __init__(self, function: Callable[..., Any], **layers: nn.Module) -> None:
-        super().__init__()
-        self.function = function
-        for name, layer in layers.items():
-            self.add_module(name, layer)
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(self, *args)
 
 
 @model
@@ -243,7 +231,7 @@ def recurrent() -> Made:
         return self.head(self.lstm(x)[0])
 
     lstm = nn.LSTM(16, 32, num_layers=2, batch_first=True)
-    return Wrapped(function, lstm=lstm, head=nn.Linear(32, 8)), torch.randn(4, 20, 16)
+    return Calls(function, lstm=lstm, head=nn.Linear(32, 8)), torch.randn(4, 20, 16)
 
 
 @dataclass
@@ -261,7 +249,7 @@ def dataclass_output() -> Made:
         b = self.second(a)
         return Output(b.square().mean(), (a, b))
 
-    return Wrapped(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
+    return Calls(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
 
 
 @model
@@ -270,7 +258,7 @@ def tuple_output_in_a_list() -> Made:
         a = self.first(x)
         return a, [self.second(a), {"none": None}]
 
-    return Wrapped(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
+    return Calls(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
 
 
 class _Swish(torch.autograd.Function):
@@ -294,7 +282,7 @@ def custom_function() -> Made:
         return self.last(_Swish.apply(self.first(x)))
 
     layers = {"first": nn.Linear(WIDTH, 256), "last": nn.Linear(256, WIDTH)}
-    return Wrapped(function, **layers), torch.randn(64, WIDTH)
+    return Calls(function, **layers), torch.randn(64, WIDTH)
 
 
 @model
@@ -304,7 +292,7 @@ def torch_checkpoint_inside() -> Made:
             x = torch_checkpoint(layer, x, use_reentrant=False)
         return x
 
-    return Wrapped(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
+    return Calls(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
 
 
 @model
@@ -329,7 +317,7 @@ def views_and_expanded_tensors() -> Made:
         return y[:, ::2].exp().unflatten(1, (2, -1)).permute(3, 0, 1, 2)
 
     layers = {"first": nn.Linear(WIDTH, 2 * WIDTH), "norm": nn.LayerNorm(WIDTH)}
-    return Wrapped(function, **layers), torch.randn(4, 32, WIDTH)
+    return Calls(function, **layers), torch.randn(4, 32, WIDTH)
 
 
 @model
@@ -339,7 +327,7 @@ def broadcast_tensors() -> Made:
         distance = (y[:, None] - y[None]).square().sum(-1)
         return (distance * y.mean(1) + y[:, :1]).softmax(0)
 
-    return Wrapped(function, first=nn.Linear(WIDTH, 16)), torch.randn(48, WIDTH)
+    return Calls(function, first=nn.Linear(WIDTH, 16)), torch.randn(48, WIDTH)
 
 
 @model
@@ -347,7 +335,7 @@ def rows_taken_by_index() -> Made:
     def function(self: Any, x: Tensor) -> Tensor:
         return self.first(x)[torch.arange(8)].exp()
 
-    return Wrapped(function, first=nn.Linear(WIDTH, 256)), torch.randn(128, WIDTH)
+    return Calls(function, first=nn.Linear(WIDTH, 256)), torch.randn(128, WIDTH)
 
 
 @model
@@ -361,7 +349,7 @@ def writes_into_views() -> Made:
             out[:, i::4] = y[:, i::4].sin()
         return out.relu_().exp()
 
-    return Wrapped(function, first=nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
+    return Calls(function, first=nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
 
 
 @model
@@ -371,7 +359,7 @@ def complex_numbers() -> Made:
         spectrum = spectrum * torch.polar(spectrum.abs(), spectrum.angle()).conj()
         return torch.fft.irfft(spectrum).tanh()
 
-    return Wrapped(function, first=nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
+    return Calls(function, first=nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
 
 
 @model
@@ -392,7 +380,7 @@ def autocast_to_bfloat16() -> Made:
         with torch.autocast("cpu", torch.bfloat16):
             return x + self.second(x + self.first(x))
 
-    return Wrapped(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
+    return Calls(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
 
 
 @model
@@ -402,7 +390,7 @@ def no_grad_prefix() -> Made:
             x = self.first(x)
         return self.second(x)
 
-    return Wrapped(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
+    return Calls(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)
 
 
 @model
@@ -419,7 +407,7 @@ def layers_used_again() -> Made:
             x = x + self.first(x)
         return x
 
-    return Wrapped(function, first=block()), torch.randn(8, 16, WIDTH)
+    return Calls(function, first=block()), torch.randn(8, 16, WIDTH)
 
 
 @model

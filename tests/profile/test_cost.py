@@ -8,34 +8,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from membudget.graph import Operator, StaticBytes, StepGraph
+from membudget.graph import StaticBytes, StepGraph
 from membudget.profile import DEVICES, profile
 from membudget.profile.cost import Marks, share_out
+from tests.planner.drafts import operator
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
 
-def operator(seconds: float) -> Operator:
-    return Operator(
-        name="aten.mm.default",
-        phase="forward",
-        module_path="",
-        line="",
-        inputs=(),
-        outputs=(),
-        flops=0,
-        read_bytes=0,
-        written_bytes=0,
-        workspace_bytes=0,
-        seconds=seconds,
-        is_view=False,
-        is_random=False,
-        is_pinned=False,
-    )
-
-
 def graph_of(*seconds: float) -> StepGraph:
-    operators = tuple(operator(s) for s in seconds)
+    operators = tuple(operator("forward", s) for s in seconds)
     static = StaticBytes(0, 0, 0, 0)
     return StepGraph(operators, (), (), (), (), 0, len(operators), static)
 
@@ -161,3 +143,12 @@ def test_half_precision_has_the_rate_of_half_precision():
 
     product = next(o for o in graph.operators if o.flops)
     assert product.seconds == product.flops / device.flops_per_s["bfloat16"]
+
+
+def test_seconds_of_an_optimizer_are_said_to_be_estimated():
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    says = "the optimizer's step was not run"
+
+    found = profile(model, x, optimizer=torch.optim.SGD)
+    assert [note for note in found.notes if note.startswith(says)]
+    assert profile(model, x).notes == ()

@@ -35,6 +35,23 @@ def test_a_profile_refuses_an_unknown_device_before_anything_runs():
 
 
 @pytest.mark.parametrize(
+    ("flops_per_s", "bytes_per_s", "link_bytes_per_s", "words"),
+    [
+        ({"float32": 0.0}, 1.0, 1.0, r"flops_per_s\['float32'\] = 0.0"),
+        ({"float32": 1.0, "float16": -1.0}, 1.0, 1.0, r"\['float16'\] = -1.0"),
+        ({"float32": 1.0}, 0, 1.0, "'mine' has bytes_per_s = 0; a rate is over 0"),
+        ({"float32": 1.0}, 1.0, float("nan"), "link_bytes_per_s = nan"),
+        ({"float16": 1.0}, 1.0, 1.0, "no rate for 'float32'"),
+    ],
+)
+def test_a_device_without_rates_is_refused(
+    flops_per_s, bytes_per_s, link_bytes_per_s, words
+):
+    with pytest.raises(mb.OptionError, match=words):
+        Device("mine", flops_per_s, bytes_per_s, link_bytes_per_s)
+
+
+@pytest.mark.parametrize(
     ("flops", "moved", "dtype", "seconds"),
     [
         (1000, 10, "float32", 10.0),

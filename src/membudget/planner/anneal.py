@@ -25,7 +25,7 @@ MOST_OPERATORS = 50_000
 """How many operators are simulated, over all that is tried."""
 
 FEWEST_TRIES = 100
-"""With fewer, little would be found: the step is too large."""
+"""With fewer, little would be found."""
 
 TRIES_OF_EACH = 20
 """How many changes are tried at most, for each storage that may change."""
@@ -42,6 +42,11 @@ RATE = 1.03
 Plan = tuple[list[Region], Simulation]
 
 
+def is_too_large(graph: StepGraph) -> bool:
+    """Tell whether a step is too large for enough to be tried in a second."""
+    return FEWEST_TRIES * len(graph.operators) > MOST_OPERATORS
+
+
 def annealed(
     graph: StepGraph,
     regions: Sequence[Region],
@@ -56,11 +61,10 @@ def annealed(
         simulation: What comes of them.
         budget_bytes: For what the step allocates.
     """
-    tries = MOST_OPERATORS // max(1, len(graph.operators))
-    if tries < FEWEST_TRIES or not graph.seconds:
+    if is_too_large(graph) or not graph.seconds:
         return None
     free = [(i, s) for i, r in enumerate(regions) for s in _free(graph, r)]
-    tries = min(tries, TRIES_OF_EACH * len(free))
+    tries = min(MOST_OPERATORS // len(graph.operators), TRIES_OF_EACH * len(free))
     generator = random.Random(0)
     price = FIRST_PRICE
     plan: Plan = list(regions), simulation

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from membudget.graph import StepGraph
-from membudget.planner.anneal import annealed
+from membudget.planner.anneal import annealed, is_too_large
 from membudget.planner.answers import Chosen, simulated
 from membudget.planner.regions import Region, made_in
 from membudget.planner.simulate import Simulation, simulate
@@ -23,7 +23,7 @@ MOST_OPERATORS = 40_000
 """How many operators are simulated at most, over all that is tried to be kept."""
 
 MOST_FILLED = 3
-"""How many plans are filled: one that is slower before may be faster after."""
+"""How many plans of a small step: one that is slower before may be faster after."""
 
 
 def improved(
@@ -38,10 +38,11 @@ def improved(
         quickly: Whether to leave out what takes a second for each budget.
     """
     fitting = [c for c in candidates if c.simulation.peak_bytes <= budget_bytes]
-    fastest = sorted(fitting, key=_seconds)[:MOST_FILLED]
-    better = [_filled(graph, c, budget_bytes) for c in fastest]
-    if quickly:
+    fastest = sorted(fitting, key=_seconds)
+    better = [_filled(graph, c, budget_bytes) for c in fastest[:1]]
+    if quickly or is_too_large(graph):
         return better
+    better += [_filled(graph, c, budget_bytes) for c in fastest[1:MOST_FILLED]]
     starts = sorted(better, key=_seconds)[:1]
     starts += [_without_stages(graph, c) for c in starts if c.stages]
     over = [c for c in candidates if c.simulation.peak_bytes > budget_bytes]

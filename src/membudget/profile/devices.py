@@ -38,6 +38,9 @@ class Device:
         bytes_per_s: Of its memory.
         link_bytes_per_s: Between its memory and the host's, in one direction.
         memory_bytes: What it has; 0 if unknown.
+
+    Raises:
+        OptionError: If a rate is none, or there is none for `"float32"`.
     """
 
     name: str
@@ -45,6 +48,22 @@ class Device:
     bytes_per_s: float
     link_bytes_per_s: float
     memory_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse rates at which nothing would ever end."""
+        if "float32" not in self.flops_per_s:
+            raise OptionError(
+                f"device {self.name!r} has no rate for 'float32', which stands for all "
+                "dtypes that are not named"
+            )
+        rates = {f"flops_per_s[{d!r}]": rate for d, rate in self.flops_per_s.items()}
+        rates["bytes_per_s"] = self.bytes_per_s
+        rates["link_bytes_per_s"] = self.link_bytes_per_s
+        for name, rate in rates.items():
+            if not rate > 0:
+                raise OptionError(
+                    f"device {self.name!r} has {name} = {rate}; a rate is over 0"
+                )
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
         """Return the time of one operator: that of its products or of its memory.

@@ -154,7 +154,13 @@ def _real_profile(
         graph = assemble(recorder, static_bytes)
     if target is None:
         timed_graph = share_out(roofline_of_optimizer(graph), marks, timed)
-        return _profile(step, timed_graph, "real", "measured", notes_on(marks, timed))
+        notes = notes_on(marks, timed)
+        if optimizer is not None:
+            notes += (
+                "the optimizer's step was not run: its seconds are what this processor "
+                "takes at best",
+            )
+        return _profile(step, timed_graph, "real", "measured", notes)
     return _profile(step, roofline(graph, target), "real", target.name, ())
 
 
