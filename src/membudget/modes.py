@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -71,8 +72,10 @@ def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
     keeps = _keeps_dear if mode == "selective" else _keeps_nothing
     calls = _calls(mode, graph)
     regions = tuple(_region(graph, call, keeps) for call in calls)
+    chosen = simulated(graph, calls, regions)
     own_s = sum(overheads.seconds(graph, region) for region in regions)
-    return simulated(graph, calls, regions, own_s)
+    own_s += overheads.again(graph, chosen.simulation.recomputed)
+    return replace(chosen, own_s=own_s)
 
 
 def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:

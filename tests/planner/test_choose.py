@@ -15,6 +15,7 @@ from membudget.errors import BudgetError, MembudgetError, SearchWarning
 from membudget.graph import StepGraph
 from membudget.planner.answers import Chosen
 from membudget.planner.choose import Planner
+from membudget.planner.overhead import Overheads
 from membudget.planner.seconds import smoothed
 from membudget.planner.simulate import simulate
 from tests.planner.architectures import unet
@@ -209,3 +210,16 @@ def test_a_search_without_time_says_that_it_found_nothing():
     planner = Planner(graph_of("unet"))
     with pytest.warns(SearchWarning, match="give more seconds"):
         planner.choose(planner.plain_peak_bytes * 6 // 10, exact_s=1e-9)
+
+
+def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
+    graph = graph_of("gpt")
+    plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0))
+    budget = plain.plain_peak_bytes * 7 // 10
+    chosen = paid.choose(budget)
+    recorded = sum(region.end - region.start for region in chosen.regions)
+    operators = recorded + len(chosen.simulation.recomputed)
+    assert chosen.own_s == pytest.approx(operators * 1e-3)
+    assert chosen.simulation == simulate(paid.graph, chosen.regions)
+    assert chosen.plain_seconds == paid.graph.seconds == plain.graph.seconds
+    assert paid.least_seconds(budget) == pytest.approx(chosen.seconds, rel=0.05)

@@ -80,16 +80,18 @@ class Rotates(nn.Module):
         return y
 
 
-# A step to warm up, three with a stopwatch, then the recorded one.
+# A step to warm up, fifteen with a stopwatch, then the recorded one.
 @pytest.mark.parametrize(
     ("blocks", "says"),
     [
         (1, []),
         (
             2,
-            ["2 of 3 timed runs took another path through the model than the recorded"],
+            [
+                "8 of 15 timed runs took another path through the model than the recorded"
+            ],
         ),
-        (5, ["no timed run took the path through the model that the recorded one"]),
+        (20, ["no timed run took the path through the model that the recorded one"]),
     ],
 )
 def test_a_profile_says_which_timed_runs_took_another_path(blocks, says):

@@ -42,10 +42,12 @@ class Planner:
         self.graph = smoothed(graph)
         self._overheads = overheads
         self.plain_peak_bytes = timeline(graph).peak_bytes
+        # What runs again is dearer than it was in the forward.
+        self._dear = overheads.added(self.graph)
         self._answers = [
-            *by_module(self.graph, overheads),
-            *staged(self.graph, overheads),
-            *priced(self.graph, overheads),
+            *by_module(self._dear, overheads),
+            *staged(self._dear, overheads),
+            *priced(self._dear, overheads),
         ]
         self._found: list[Chosen] = []
 
@@ -86,13 +88,19 @@ class Planner:
         self._found.append(min(fitting, key=_seconds))
         # What fitted into less fits, too, and may be faster than what was found now.
         known = [c for c in self._found if c.simulation.peak_bytes <= budget_bytes]
-        return min(known, key=_seconds)
+        return self._with_own_seconds(min(known, key=_seconds))
+
+    def _with_own_seconds(self, chosen: Chosen) -> Chosen:
+        """Return a plan with the step's own seconds, and the engine's apart."""
+        again_s = self._overheads.again(self.graph, chosen.simulation.recomputed)
+        own_s = chosen.own_s + again_s
+        return simulated(self.graph, chosen.calls, chosen.regions, own_s)
 
     def _fitting(self, budget_bytes: int, quickly: bool) -> list[Chosen]:
         found = [c for a in self._answers for c in a.candidates(budget_bytes)]
         if all(c.simulation.peak_bytes > budget_bytes for c in found):
             found += [c for answers in self._answers for c in answers.least]
-        return improved(self.graph, found, budget_bytes, quickly)
+        return improved(self._dear, found, budget_bytes, quickly)
 
     def _searched(
         self, budget_bytes: int, limit_s: float, fitting: Sequence[Chosen]
@@ -104,15 +112,15 @@ class Planner:
         region = Region(call.start, call.end)
         own_s = self._overheads.seconds(self.graph, region)
         known = min((chosen.seconds for chosen in fitting), default=math.inf)
-        again_s = known - self.graph.seconds - own_s
+        again_s = known - self._dear.seconds - own_s
         if again_s <= 0:
             return []
-        found = exact(self.graph, budget_bytes, limit_s, again_s, region)
+        found = exact(self._dear, budget_bytes, limit_s, again_s, region)
         if found.status in ("too large", "unknown"):
             warnings.warn(_unanswered(found, limit_s), SearchWarning, stacklevel=2)
         if found.region is None:
             return []
-        return [simulated(self.graph, (call,), (found.region,), own_s)]
+        return [simulated(self._dear, (call,), (found.region,), own_s)]
 
     def least_seconds(self, budget_bytes: int) -> float:
         """Return the least seconds that the programmes come to, bytes rounded down.
@@ -123,10 +131,11 @@ class Planner:
         """
         if self.plain_peak_bytes <= budget_bytes:
             return self.graph.seconds
-        return min(
+        least_s = min(
             (answers.least_seconds(budget_bytes) for answers in self._answers),
             default=math.inf,
         )
+        return least_s - (self._dear.seconds - self.graph.seconds)
 
     def least_bytes(self) -> int:
         """Return the least budget that some plan fits into."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -33,7 +34,10 @@ from membudget.profile.result import Profile
 from membudget.profile.step import CallableStep, Step, check_arguments
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 
-_TIMED_STEPS = 3
+_FEWEST_TIMED, _MOST_TIMED = 3, 15
+_TIMED_S = 0.5
+"""A machine may be slow for a moment: short steps are timed for so long, or longer."""
+
 _ABSENT: Any = object()
 
 
@@ -50,9 +54,10 @@ def profile(
     """Record one training step: what it keeps, what each operator costs, its peak.
 
     The step is a forward, a loss and a backward, with gradients `None` before; with an
-    optimizer, its step too. A real profile runs the step five times: once to warm up,
-    once recorded, three times with a stopwatch. Afterwards parameters, buffers,
-    gradients, Python state of the modules and random streams are what they were.
+    optimizer, its step too. A real profile runs the step once to warm up, once
+    recorded, and 3 to 15 times with a stopwatch, for half a second. Afterwards
+    parameters, buffers, gradients, Python state of the modules and random streams are
+    what they were.
 
     A fake profile runs it once, on tensors without memory, and costs no more than its
     Python. Tensors of integers alone are computed for real. What cannot be known
@@ -143,7 +148,7 @@ def _real_profile(
     with state_kept(step, has_values=True):
         step.repeat_from_here()
         step.run()
-        timed = [] if target else [_timed(step, blocks) for _ in range(_TIMED_STEPS)]
+        timed = [] if target else list(_timed_steps(step, blocks))
         step.prepare()
         recorder = _recorder(step, is_fake=False)
         marks = Marks(lambda: len(recorder.operators))
@@ -230,6 +235,14 @@ def _record(
     for name, tensor in step.batch_tensors().items():
         if tensor.is_leaf and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
+
+
+def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[Marks]:
+    end_s = time.monotonic() + _TIMED_S
+    for number in range(_MOST_TIMED):
+        if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
+            break
+        yield _timed(step, blocks)
 
 
 def _timed(step: Step, blocks: dict[str, Module]) -> Marks:
