@@ -87,9 +87,7 @@ class Rotates(nn.Module):
         (1, []),
         (
             2,
-            [
-                "8 of 15 timed runs took another path through the model than the recorded"
-            ],
+            ["8 of 15 timed runs took another path through the model than the"],
         ),
         (20, ["no timed run took the path through the model that the recorded one"]),
     ],
