@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, made_in, saved_in
-from membudget.planner.ways import ways_to
+from membudget.planner.regions import Region, made_in
+from membudget.planner.ways import ways_back
 
 
 @dataclass(frozen=True)
@@ -67,13 +67,8 @@ class Grouping:
         self._graph = graph
         self._region = region
         made = made_in(graph, region) - always
-        self.freed: dict[int, int] = {}
-        for saved in (graph.saved[index] for index in saved_in(graph, region)):
-            storage = graph.values[saved.value].storage
-            if storage in made:
-                self.freed[storage] = max(self.freed.get(storage, 0), saved.freed)
-        ways = ways_to(graph, region, self.freed, made)
-        self.writers, self.until = ways.writers, ways.until
+        ways = ways_back(graph, region, made)
+        self.freed, self.until, self.writers = ways.freed, ways.until, ways.writers
         self.reads = {
             index: [storage for storage in read if storage in made]
             for index, read in ways.reads.items()

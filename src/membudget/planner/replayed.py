@@ -18,7 +18,7 @@ from typing import Protocol
 
 from membudget.graph import StepGraph
 from membudget.planner.regions import Region, made_in, saved_in
-from membudget.planner.ways import ways_to
+from membudget.planner.ways import ways_back
 
 
 class Timeline(Protocol):
@@ -69,11 +69,7 @@ class Replay:
         self._wanted: dict[int, list[int]] = {}
         for index in self.dropped_saved:
             self._wanted.setdefault(self._storage(index), []).append(index)
-        freed = {
-            storage: max(graph.saved[index].freed for index in indices)
-            for storage, indices in self._wanted.items()
-        }
-        self._ways = ways_to(graph, region, freed, candidates)
+        self._ways = ways_back(graph, region, candidates)
         self._writers, self._reads = self._ways.writers, self._ways.reads
         self._by_stage = self._saved_by_stage()
         self._served: set[int] = set()

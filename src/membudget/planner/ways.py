@@ -6,11 +6,11 @@ wanted runs again, and then what it reads is wanted, too.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, storages_of
+from membudget.planner.regions import Region, saved_in, storages_of
 
 
 @dataclass
@@ -18,33 +18,35 @@ class Ways:
     """What has to run, and for how long it matters.
 
     Attributes:
+        freed: What autograd saved in the region and is made again, each with the first
+            moment at which nothing of it is saved there.
         until: The first moment at which nothing that is wanted comes of each storage.
         writers: The operators that make each storage, in order.
         writes: What each of them writes, those storages and others.
         reads: What each of them needs besides.
     """
 
+    freed: dict[int, int]
     until: dict[int, int]
     writers: dict[int, list[int]] = field(default_factory=dict)
     writes: dict[int, list[int]] = field(default_factory=dict)
     reads: dict[int, list[int]] = field(default_factory=dict)
 
 
-def ways_to(
-    graph: StepGraph,
-    region: Region,
-    wanted: Mapping[int, int],
-    candidates: Collection[int],
-) -> Ways:
+def ways_back(graph: StepGraph, region: Region, candidates: Collection[int]) -> Ways:
     """Find the operators on the way.
 
     Args:
         graph: The step.
         region: The region.
-        wanted: Storages, each with the first moment at which nobody wants it.
         candidates: The storages that may be made again; others are there.
     """
-    ways = Ways(dict(wanted))
+    freed: dict[int, int] = {}
+    for saved in (graph.saved[index] for index in saved_in(graph, region)):
+        storage = graph.values[saved.value].storage
+        if storage in candidates:
+            freed[storage] = max(freed.get(storage, 0), saved.freed)
+    ways = Ways(freed, dict(freed))
     until = ways.until
     for index in range(region.end - 1, region.start - 1, -1):
         operator = graph.operators[index]
