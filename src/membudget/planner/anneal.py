@@ -107,5 +107,4 @@ def _changed(
 def _cost(
     graph: StepGraph, found: Simulation, budget_bytes: int, price: float
 ) -> float:
-    over = max(0, found.peak_bytes - budget_bytes) / max(1, budget_bytes)
-    return found.seconds / graph.seconds + price * over
+    return found.seconds / graph.seconds + price * found.share_over(budget_bytes)

@@ -65,8 +65,8 @@ def _seconds(chosen: Chosen) -> float:
 
 
 def _seconds_and_over(chosen: Chosen, budget_bytes: int) -> float:
-    over = chosen.simulation.peak_bytes / max(1, budget_bytes) - 1
-    return chosen.seconds + over * chosen.plain_seconds
+    share = chosen.simulation.share_over(budget_bytes)
+    return chosen.seconds + share * chosen.plain_seconds
 
 
 def _without_stages(graph: StepGraph, chosen: Chosen) -> Chosen:

@@ -83,13 +83,12 @@ class _Priced(Answers):
         return simulated(self._graph, [self._call], [region], self._own_s)
 
     def candidates(self, budget_bytes: int) -> list[Chosen]:
-        """Return the fastest choice that fits, and the nearest one that does not."""
+        """Return the fastest choice that fits, and one that nearly does, if faster."""
         fitting = self.solve(budget_bytes)
 
         def over(kept: frozenset[int]) -> float:
             found = self._tried[kept]
-            share = max(0, found.peak_bytes / max(1, budget_bytes) - 1)
-            return found.seconds + share * self._graph.seconds
+            return found.seconds + found.share_over(budget_bytes) * self._graph.seconds
 
         nearest = min(self._tried, key=over)
         return [self.simulated(k) for k in {fitting, nearest} if k is not None]

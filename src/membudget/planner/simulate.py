@@ -49,6 +49,10 @@ class Simulation:
     seconds: float
     recomputed: tuple[int, ...]
 
+    def share_over(self, budget_bytes: int) -> float:
+        """Return by how much the peak is over a budget, as a share of it."""
+        return max(0, self.peak_bytes - budget_bytes) / max(1, budget_bytes)
+
 
 def simulate(graph: StepGraph, regions: Iterable[Region]) -> Simulation:
     """Run a step under regions on paper.
