@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, combinations
+from itertools import combinations
 
 from hypothesis import strategies as st
 
@@ -18,7 +18,7 @@ from membudget.graph import (
     Value,
 )
 from membudget.planner.plan import KeptOutput, Plan, PlannedRegion
-from membudget.planner.regions import Region
+from membudget.planner.regions import Region, made_in
 from membudget.planner.simulate import simulate
 
 PLAN = Plan(
@@ -258,6 +258,21 @@ def drafts(
     return draft.finish()
 
 
+def subsets(members: Iterable[int]) -> list[frozenset[int]]:
+    """Return every subset, the small ones first."""
+    items = sorted(members)
+    counts = range(len(items) + 1)
+    return [frozenset(s) for count in counts for s in combinations(items, count)]
+
+
+def fastest_s(graph: StepGraph, budget_bytes: int) -> float:
+    """Return the seconds of the fastest single region that fits, of all."""
+    region = Region(0, graph.backward_start)
+    kept = subsets(made_in(graph, region))
+    found = [simulate(graph, [Region(0, region.end, k)]) for k in kept]
+    return min(s.seconds for s in found if s.peak_bytes <= budget_bytes)
+
+
 def extra_seconds(graph: StepGraph, region: Region) -> float:
     """Return what a step under one region takes more, by `simulate`."""
     again = simulate(graph, [region]).recomputed
@@ -268,18 +283,10 @@ def extra_seconds(graph: StepGraph, region: Region) -> float:
 
 def every_trade(graph: StepGraph, region: Region) -> set[tuple[int, float]]:
     """Return bytes and seconds of every subset of what a region makes."""
-    made = [
-        index
-        for index, storage in enumerate(graph.storages)
-        if region.start <= storage.birth < region.end
-    ]
-    subsets = chain.from_iterable(
-        combinations(made, count) for count in range(len(made) + 1)
-    )
     found = set()
-    for kept in subsets:
+    for kept in subsets(made_in(graph, region)):
         size = sum(graph.storages[index].bytes for index in kept)
-        candidate = Region(region.start, region.end, frozenset(kept))
+        candidate = Region(region.start, region.end, kept)
         found.add((size, extra_seconds(graph, candidate)))
     return {(size, seconds) for size, seconds in found if seconds < float("inf")}
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import chain, combinations
-
 from hypothesis import given, settings
 
-from membudget.graph import StepGraph
 from membudget.planner.anneal import annealed
 from membudget.planner.regions import Region, Stage, made_in
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
-from tests.planner.drafts import Draft, chain_of, drafts
-
-
-def fastest_s(graph: StepGraph, budget_bytes: int) -> float:
-    """Return the seconds of the fastest single region that fits, of all."""
-    region = Region(0, graph.backward_start)
-    made = sorted(made_in(graph, region))
-    every = chain.from_iterable(combinations(made, n) for n in range(len(made) + 1))
-    found = [simulate(graph, [Region(0, region.end, frozenset(k))]) for k in every]
-    return min(s.seconds for s in found if s.peak_bytes <= budget_bytes)
+from tests.planner.drafts import Draft, chain_of, drafts, fastest_s
 
 
 @given(drafts(pinned=False))

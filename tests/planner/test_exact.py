@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
-from itertools import chain, combinations, product
+from collections.abc import Iterator
+from itertools import product
 
 import pytest
 from hypothesis import assume, given, settings
@@ -18,7 +18,7 @@ from membudget.planner.problem import reduced
 from membudget.planner.regions import Region, Stage
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
-from tests.planner.drafts import Draft, chain_of, drafts
+from tests.planner.drafts import Draft, chain_of, drafts, subsets
 from tests.planner.test_bound import steps, with_gradients
 
 MOST_SCHEDULES = 5000
@@ -27,14 +27,6 @@ LIMIT_S = 20.0
 # A schedule is missed now and then, as the last test shows: the same steps are drawn
 # every time.
 some = settings(max_examples=60, deadline=None, derandomize=True)
-
-
-def subsets(members: Iterable[int]) -> list[frozenset[int]]:
-    chosen = sorted(members)
-    found = chain.from_iterable(
-        combinations(chosen, count) for count in range(len(chosen) + 1)
-    )
-    return [frozenset(subset) for subset in found]
 
 
 def whole(graph: StepGraph) -> Region:

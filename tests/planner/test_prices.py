@@ -13,8 +13,7 @@ from membudget.planner.overhead import NO_OVERHEADS
 from membudget.planner.prices import MOST_OPERATORS, priced
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
-from tests.planner.drafts import chain_of, drafts
-from tests.planner.test_anneal import fastest_s
+from tests.planner.drafts import chain_of, drafts, fastest_s
 
 
 def in_one_module(graph: StepGraph) -> StepGraph:
