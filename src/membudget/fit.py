@@ -170,6 +170,12 @@ def fit(
         BudgetError: If no plan fits; it says the least budget that one fits into.
         OptionError: If the budget is no number of bytes, there is no such mode, or the
             model carries regions already.
+        RecomputeMismatchError: If what is made again differs, whatever is kept for it.
+        MissingExtraError: If SciPy is wanted for `exact_s` and not installed.
+
+    Warns:
+        PinnedWarning: If something did not come back bit for bit, and is kept for it.
+        SearchWarning: If the search of `exact_s` gave no answer.
 
     Example:
         >>> import torch

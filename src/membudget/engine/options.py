@@ -49,9 +49,9 @@ class RegionOptions:
             what it makes again with what it dropped. With `True` the originals stay
             until the forward ends, and each is replayed beside them; what does not come
             back bit for bit is kept from then on, and this step is right, too. With
-            `"fingerprints"` only those stay, which takes no memory; they are compared
-            in the backward, which raises `RecomputeMismatchError` if one differs: the
-            step must be run again, and what differed is kept by then.
+            `"fingerprints"` only those stay, which take next to no memory; they are
+            compared in the backward, which raises `RecomputeMismatchError` if one
+            differs: the step must be run again, and what differed is kept by then.
     """
 
     use_reentrant: bool = False

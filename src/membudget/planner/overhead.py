@@ -2,11 +2,10 @@
 
 A replay region records each operator of its forward, serves each saved tensor, and runs
 operators again from Python. Each is some 12 microseconds an operator where the code
-stays in the processor's cache. A
-kernel that moves more than the cache holds leaves it cold, and the same code then takes
-ten times as long. The figures are those of one AMD EPYC core under Python 3.11,
-from whole steps of the models in `benchmarks/planners.py`; on a device the host's time
-is mostly hidden behind the kernels, and none is counted.
+stays in the processor's cache. A kernel that moves more than the cache holds leaves it
+cold, and the same code then takes ten times as long. The figures are those of one AMD
+EPYC core under Python 3.11, from whole steps of the models in `benchmarks/planners.py`;
+on a device the host's time is mostly hidden behind the kernels, and none is counted.
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from membudget.engine.bits import Fingerprint
+
 
 class Value:
     """The content of one tensor at one moment.
@@ -195,7 +197,7 @@ class Handle:
         """Begin without a value; it is known soon."""
         self.served = 0
         self.stage = -1
-        self.fingerprint: tuple[int, int] | None = None
+        self.fingerprint: Fingerprint | None = None
 
 
 class Scratch:
