@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -14,7 +14,7 @@ from membudget import _torch_precision as precision
 from membudget import _torch_settings
 
 _C: Any = torch._C
-_WRITERS = {
+_WRITERS: dict[str, Callable[[Any], Any]] = {
     **_torch_settings._WRITERS,
     **precision._OLDER,
     **{

@@ -21,7 +21,7 @@ ALLOWED = {
     "_torch_precision": set(),
     "_torch_settings": {"_torch_precision"},
     "callsite": {"_torch"},
-    "memory": {"_torch", "callsite", "errors"},
+    "memory": {"_torch", "callsite", "errors", "tables"},
     "engine": {"_torch", "_torch_settings", "callsite", "errors"},
     "planner": {"errors", "graph"},
     "carrier": {"engine", "errors"},
@@ -191,6 +191,17 @@ def test_private_names_of_torch_stand_in_modules_named_so(path: Path):
         if alias.name.startswith("torch.") and "._" in alias.name
     ]
     assert not private
+
+
+def test_rich_is_imported_in_one_module():
+    # It draws from Python's `random` when it is imported.
+    users = {
+        module_name(path)
+        for path in FILES
+        for name, typing_only in imports(path)
+        if name.split(".")[0] == "rich" and not typing_only
+    }
+    assert users == {"tables"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
