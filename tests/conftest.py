@@ -1,4 +1,7 @@
-"""What every test starts from: seed 0 and one thread; the header names the device."""
+"""What every test starts from: seed 0, one thread, and seconds that are given.
+
+The header names the device.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests import seconds
 
 
 def device_name() -> str:
@@ -64,3 +69,9 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def given_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no plan depend on what the machine took; `monkeypatch.undo()` measures."""
+    seconds.give(monkeypatch)
