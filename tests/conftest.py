@@ -71,7 +71,9 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-@pytest.fixture(autouse=True)
-def given_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no plan depend on what the machine took; `monkeypatch.undo()` measures."""
-    seconds.give(monkeypatch)
+@pytest.fixture(autouse=True, scope="session")
+def given_seconds() -> Iterator[None]:
+    """Let no plan depend on what the machine took."""
+    with pytest.MonkeyPatch.context() as patch:
+        seconds.give(patch)
+        yield

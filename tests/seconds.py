@@ -20,6 +20,9 @@ from membudget.graph import StepGraph
 from membudget.profile import cost, devices, run
 from membudget.profile.devices import Device
 
+DEADLOCK_S = 1800.0
+"""Longer than anything takes on any machine: waiting for it means a deadlock."""
+
 PROCESSOR = Device("this CPU, given", {"float32": 5e10}, 1e10, 1e10)
 _LAUNCH_S = 4e-6
 _roofline, _share_out = cost.roofline, cost.share_out
