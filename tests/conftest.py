@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from membudget.engine import isolation
 from tests import seconds
 
 
@@ -76,4 +77,12 @@ def given_seconds() -> Iterator[None]:
     """Let no plan depend on what the machine took."""
     with pytest.MonkeyPatch.context() as patch:
         seconds.give(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unhurried_threads() -> Iterator[None]:
+    """Let a second thread wait for regions of the first, however slow the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "_HANDSHAKE_S", seconds.DEADLOCK_S)
         yield
