@@ -31,6 +31,10 @@ def other(name: str, value: Any) -> Any:
         return not value
     if isinstance(value, list):
         return value[::-1]
+    if isinstance(value, tuple):
+        return tuple(not part for part in value)
+    if members := getattr(type(value), "__members__", None):  # An enumeration in C.
+        return next(member for member in members.values() if member != value)
     values = {
         "get_default_dtype()": (torch.float64, torch.float32),
         "get_num_threads()": (2, 1),
