@@ -53,7 +53,6 @@ def test_a_random_program_under_regions_is_the_plain_program(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @given(programs(most_instructions=30), _OPTIONS, _BACKWARDS)
 @generated(max_examples=500)
 def test_a_long_random_program_under_regions_is_the_plain_program(
