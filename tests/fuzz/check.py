@@ -1,0 +1,233 @@
+"""Hold a step under an engine to the plain step, which runs without anything of ours.
+
+The verdict is one word: `equal`; `both raise`; `refused`, a documented error of ours
+where the plain step trains, and `unfounded`, one that is not documented; `lenient`, no
+error where the plain step raises; `limit`, another result that the documentation
+announces, and `wrong`, one that it does not; `crash`, an error that is not ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+import membudget as mb
+from membudget.policies import Candidate
+from tests.fuzz.program import Program, Step
+from tests.fuzz.world import Stateful, World
+from tests.oracles import same_bits
+
+Word = Literal[
+    "equal", "both raise", "refused", "lenient", "limit", "wrong", "crash", "unfounded"
+]
+FAILURES: frozenset[Word] = frozenset({"wrong", "crash", "unfounded"})
+Caller = Callable[..., Any]
+
+# Why a region may refuse a program, and the engines that may.
+_RERUNS = frozenset({"rerun", "auto", "mixed"})
+REFUSALS: dict[str, frozenset[str]] = {
+    "writes its input": _RERUNS,
+    "python": _RERUNS,
+    "hidden": _RERUNS | {"fingerprints"},
+    "unseen": frozenset(),  # Any engine.
+}
+
+
+@dataclass
+class Record:
+    """What a run left behind, step by step, and the error that ended it."""
+
+    steps: list[dict[str, Any]] = field(default_factory=list)
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a run under an engine compares with the plain one."""
+
+    word: Word
+    detail: str = ""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the engine broke its promise."""
+        return self.word in FAILURES
+
+
+def merely_call(function: Caller, *args: Any) -> Any:
+    """Run a region plain."""
+    return function(*args)
+
+
+def run(step: Step, seed: int, steps: int, region: Caller, trains: bool) -> Record:
+    """Build a world from `seed` and run some steps in it.
+
+    Args:
+        step: The program.
+        seed: What parameters, inputs and all random streams begin from.
+        steps: How many steps; each has inputs of its own, and gradients add up.
+        region: Calls what is to run as a region.
+        trains: Whether the second input requires a gradient.
+    """
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 - the global stream is what is under test
+    m, n = World(), Stateful()
+    record = Record()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(steps):
+            x = torch.randn(4, 4).requires_grad_()
+            y = torch.randn(4, 4).requires_grad_(trains)
+            m.train()
+            n.train()
+            try:
+                outputs = step(m, n, x, y, region)
+            except Exception as error:
+                record.error = error
+                break
+            record.steps.append(_facts(m, n, x, y, outputs))
+    return record
+
+
+def _facts(m: World, n: Stateful, x: Tensor, y: Tensor, outputs: Any) -> dict[str, Any]:
+    facts: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    facts |= {"x": x.detach(), "y": y.detach(), "x.grad": x.grad, "y.grad": y.grad}
+    for name, parameter in (*m.named_parameters(), *n.named_parameters()):
+        facts |= {name: parameter.detach(), f"{name}.grad": parameter.grad}
+    facts |= (
+        dict(m.named_buffers())
+        | dict(n.named_buffers())
+        | {f"stats {k}": v for k, v in m.stats.items()}
+    )
+    facts |= {"seen": m.seen, "generator": n.generator.get_state()}
+    facts |= {"torch": torch.get_rng_state(), "python": random.getstate()}
+    facts |= {"numpy": repr(np.random.get_state(legacy=False))}  # noqa: NPY002
+    return {n: v.clone() if isinstance(v, Tensor) else v for n, v in facts.items()}
+
+
+def _keep_some(seed: int, candidate: Candidate) -> bool:
+    return random.Random(seed * 1000 + candidate.index).random() < 0.4
+
+
+def _of_each(engines: list[Caller], seed: int, function: Caller, *args: Any) -> Any:
+    number = int(function.__name__[1:]) + seed
+    return engines[number % len(engines)](function, *args)
+
+
+def engine(name: str, seed: int) -> Caller:
+    """Return what runs regions under an engine."""
+    keep = functools.partial(_keep_some, seed)
+    replay = functools.partial(mb.checkpoint, engine="replay")
+    match name:
+        case "rerun":
+            return functools.partial(mb.checkpoint, engine="rerun")
+        case "replay":
+            return replay
+        case "keep":
+            return functools.partial(replay, keep=keep)
+        case "unverified":
+            some = keep if seed % 2 else None
+            return functools.partial(replay, verify=False, keep=some)
+        case "fingerprints":
+            return functools.partial(replay, verify="fingerprints")
+        case "mixed":
+            names = ["rerun", "replay", "auto", "keep", "unverified"]
+            return functools.partial(_of_each, [engine(n, seed) for n in names], seed)
+    return mb.checkpoint
+
+
+ENGINES = ("rerun", "replay", "keep", "unverified", "fingerprints", "auto", "mixed")
+
+
+def plain(program: Program) -> Record:
+    """Run the plain step."""
+    return run(
+        program.compiled(), program.seed, program.steps, merely_call, program.trains
+    )
+
+
+def check(program: Program, name: str, expected: Record | None = None) -> Verdict:
+    """Run a program under an engine and compare it with the plain one.
+
+    Args:
+        program: The program.
+        name: The engine.
+        expected: What the plain step left, where that is known.
+    """
+    expected = expected or plain(program)
+    region = engine(name, program.seed)
+    found = run(program.compiled(), program.seed, program.steps, region, program.trains)
+    verdict = compared(expected, found)
+    if verdict.word == "wrong" and (limit := _limit(program, name)):
+        return Verdict("limit", limit)
+    if verdict.word == "refused" and not _is_founded(program, name):
+        return Verdict("unfounded", verdict.detail)
+    return verdict
+
+
+def compared(expected: Record, found: Record) -> Verdict:
+    if different := _differences(expected, found):
+        return Verdict("wrong", different)
+    if found.error is None:
+        return Verdict("lenient" if expected.error else "equal", _text(expected.error))
+    if len(found.steps) == len(expected.steps) and expected.error:
+        return Verdict("both raise", _text(found.error))
+    is_ours = isinstance(found.error, mb.MembudgetError)
+    return Verdict("refused" if is_ours else "crash", _text(found.error))
+
+
+def _differences(expected: Record, found: Record) -> str:
+    for number, (one, other) in enumerate(
+        zip(expected.steps, found.steps, strict=False)
+    ):
+        names = [n for n in one if not same_bits(one[n], other.get(n))]
+        if names:
+            return f"step {number + 1}: {', '.join(names)}"
+    return ""
+
+
+def _text(error: Exception | None) -> str:
+    return f"{type(error).__name__}: {error}" if error else ""
+
+
+def _is_founded(program: Program, name: str) -> bool:
+    return any(
+        reason in program.reasons and (not engines or name in engines)
+        for reason, engines in REFUSALS.items()
+    )
+
+
+def _limit(program: Program, name: str) -> str:
+    """Return the documented reason for which a result may differ, if there is one."""
+    if "hidden" in program.reasons and name in ("unverified", "mixed"):
+        return "a write that no operator makes, unverified"
+    if written_after_saved(program):
+        return "memory written unseen after it was saved"
+    return ""
+
+
+def written_after_saved(program: Program) -> bool:
+    """Tell whether the plain step's backward reads memory that was changed unseen."""
+    changed = []
+
+    def unpack(packed: tuple[Tensor, Tensor]) -> Tensor:
+        saved, copy = packed
+        changed.append(not same_bits(saved, copy))
+        return saved
+
+    def region(function: Caller, *args: Any) -> Any:
+        with saved_tensors_hooks(lambda t: (t.detach(), t.detach().clone()), unpack):
+            return function(*args)
+
+    run(program.compiled(), program.seed, program.steps, region, program.trains)
+    return any(changed)

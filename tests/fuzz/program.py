@@ -1,0 +1,193 @@
+"""A program: a tree of statements that prints as source, and what is known of it."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from tests.fuzz import world
+from tests.fuzz.statements import Kind
+
+Step = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One statement: a kind with its operands and the name that it assigns."""
+
+    kind: Kind
+    operands: tuple[str, ...]
+    target: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """Statements under a header, such as `with torch.no_grad():`."""
+
+    header: str
+    body: tuple[Node, ...]
+    operands: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Region:
+    """Statements that run as one region.
+
+    Attributes:
+        name: The name of its function.
+        body: The statements.
+        is_closure: Whether it takes what it reads from its closure.
+    """
+
+    name: str
+    body: tuple[Node, ...]
+    is_closure: bool = False
+
+
+Node = Line | Block | Region
+Names = frozenset[str]
+
+
+@dataclass(frozen=True)
+class Program:
+    """A whole step.
+
+    Attributes:
+        body: The forward.
+        outputs: The names that enter the loss.
+        between: What happens between forward and backward.
+        is_between_unseen: Whether that changes memory without raising a version.
+        backward: The source of the backward.
+        seed: What inputs and parameters are drawn from.
+        trains: Whether `y` requires a gradient.
+        steps: How many steps are run.
+    """
+
+    body: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    between: str
+    is_between_unseen: bool
+    backward: str
+    seed: int
+    trains: bool
+    steps: int
+
+    @cached_property
+    def source(self) -> str:
+        """The source of `step`."""
+        lines, _ = render(self.body, frozenset(self.outputs))
+        outputs = "".join(f"{name}, " for name in self.outputs)
+        lines += [f"outputs = ({outputs.strip()})", "loss = score(*outputs)"]
+        lines += ["pause(n)", *self.between.splitlines(), *self.backward.splitlines()]
+        lines += ["return outputs"]
+        return "def step(m, n, x, y, region):\n" + textwrap.indent(
+            "\n".join(lines), "    "
+        )
+
+    def compiled(self) -> Step:
+        """Return `step`."""
+        names: dict[str, Any] = {name: getattr(world, name) for name in world.__all__}
+        exec(compile(self.source, "<fuzzed program>", "exec"), names)
+        step: Step = names["step"]
+        return step
+
+    @cached_property
+    def reasons(self) -> frozenset[str]:
+        """Why a region may refuse this program, or differ from the plain step."""
+        found = set(_reasons(self.body, (), {"x": (), "y": ()}))
+        if self.is_between_unseen:
+            found.add("unseen")
+        return frozenset(found)
+
+
+def render(nodes: Sequence[Node], live: Names) -> tuple[list[str], Names]:
+    """Return the lines of some statements, and the names that they read.
+
+    Args:
+        nodes: The statements.
+        live: The names that are read after them.
+    """
+    lines: list[str] = []
+    for node in reversed(nodes):
+        printed, live = _render_node(node, live)
+        lines[:0] = printed
+    return lines, live
+
+
+def _render_node(node: Node, live: Names) -> tuple[list[str], Names]:
+    if isinstance(node, Line):
+        text = node.kind.text.format(**_places(node.operands), t=node.target)
+        return text.splitlines(), (live - {node.target}) | set(node.operands)
+    if isinstance(node, Region):
+        return _render_region(node, live)
+    body, reads = render(node.body, live)
+    header = node.header.format(**_places(node.operands))
+    lines = [header, *_indented(body)]
+    if header.startswith("if"):
+        exported = sorted(defined(node.body) & live)
+        if exported:
+            otherwise = [f"{name} = {node.operands[0]}" for name in exported]
+            lines += ["else:", *_indented(otherwise)]
+        reads |= live - defined(node.body)
+    return lines, reads | set(node.operands)
+
+
+def _render_region(node: Region, live: Names) -> tuple[list[str], Names]:
+    written = sorted(defined(node.body) & live)
+    body, reads = render(node.body, frozenset(written))
+    taken = [] if node.is_closure else sorted(reads)
+    lines = [f"def {node.name}({', '.join(taken)}):", *_indented(body)]
+    call = f"region({', '.join([node.name, *taken])})"
+    if written:
+        names = f"{', '.join(written)}"
+        lines += [f"    return {names}", f"{names} = {call}"]
+    else:
+        lines += ["    return None", call]
+    return lines, (live - set(written)) | reads
+
+
+def _indented(lines: Sequence[str]) -> list[str]:
+    return [f"    {line}" for line in lines or ["pass"]]
+
+
+def _places(operands: Sequence[str]) -> dict[str, str]:
+    return dict(zip("ab", operands, strict=False))
+
+
+def defined(nodes: Sequence[Node]) -> Names:
+    """Return the names that some statements assign."""
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, Line):
+            found |= {node.target} - {""}
+        else:
+            found |= defined(node.body)
+    return frozenset(found)
+
+
+def size(nodes: Sequence[Node]) -> int:
+    """Count statements and blocks."""
+    return sum(1 if isinstance(n, Line) else 1 + size(n.body) for n in nodes)
+
+
+def _reasons(
+    nodes: Sequence[Node], path: tuple[str, ...], made: dict[str, tuple[str, ...]]
+) -> Iterator[str]:
+    """Yield why regions may refuse; `made` says in which region memory was made."""
+    for node in nodes:
+        if isinstance(node, Region):
+            yield from _reasons(node.body, (*path, node.name), made)
+        elif isinstance(node, Block):
+            yield from _reasons(node.body, path, made)
+        else:
+            traits = node.kind.traits
+            yield from traits - {"alias", "writes"}
+            # An alias of what a region was given is its input, too.
+            if "writes" in traits and made[node.operands[0]][: len(path)] != path:
+                yield "writes its input"
+            if node.target:
+                is_alias = "alias" in traits
+                made[node.target] = made[node.operands[0]] if is_alias else path
