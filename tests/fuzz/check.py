@@ -1,9 +1,10 @@
 """Hold a step under an engine to the plain step, which runs without anything of ours.
 
-The verdict is one word: `equal`; `both raise`; `refused`, a documented error of ours
-where the plain step trains, and `unfounded`, one that is not documented; `lenient`, no
-error where the plain step raises; `limit`, another result that the documentation
-announces, and `wrong`, one that it does not; `crash`, an error that is not ours.
+The verdict is one word. As promised: `equal`; `both raise`; `refused`, a documented error
+of ours where the plain step trains; `limit`, another result that is documented; `lenient`,
+no error where the plain step raises; `unstable`, two plain runs that differ. Failures:
+`wrong`, another result; `crash`, an error that is not ours; `unfounded`, one of ours that
+is not documented.
 """
 
 from __future__ import annotations
@@ -27,10 +28,20 @@ from tests.fuzz.world import Stateful, World
 from tests.oracles import same_bits
 
 Word = Literal[
-    "equal", "both raise", "refused", "lenient", "limit", "wrong", "crash", "unfounded"
+    "equal",
+    "both raise",
+    "refused",
+    "lenient",
+    "limit",
+    "wrong",
+    "crash",
+    "unfounded",
+    "unstable",
 ]
 FAILURES: frozenset[Word] = frozenset({"wrong", "crash", "unfounded"})
 Caller = Callable[..., Any]
+
+ENGINES = ("rerun", "replay", "keep", "unverified", "fingerprints", "auto", "mixed")
 
 # Why a region may refuse a program, and the engines that may.
 _RERUNS = frozenset({"rerun", "auto", "mixed"})
@@ -38,7 +49,10 @@ REFUSALS: dict[str, frozenset[str]] = {
     "writes its input": _RERUNS,
     "python": _RERUNS,
     "hidden": _RERUNS | {"fingerprints"},
-    "unseen": frozenset(),  # Any engine.
+    "replaced": frozenset(ENGINES),
+    "unseen": frozenset(ENGINES),
+    "unseen between": frozenset(ENGINES),
+    "written since": frozenset(ENGINES),
 }
 
 
@@ -146,9 +160,6 @@ def engine(name: str, seed: int) -> Caller:
     return mb.checkpoint
 
 
-ENGINES = ("rerun", "replay", "keep", "unverified", "fingerprints", "auto", "mixed")
-
-
 def plain(program: Program) -> Record:
     """Run the plain step."""
     return run(
@@ -168,6 +179,8 @@ def check(program: Program, name: str, expected: Record | None = None) -> Verdic
     region = engine(name, program.seed)
     found = run(program.compiled(), program.seed, program.steps, region, program.trains)
     verdict = compared(expected, found)
+    if verdict.is_failure and differs(expected, plain(program)):
+        return Verdict("unstable", "two plain runs differ")
     if verdict.word == "wrong" and (limit := _limit(program, name)):
         return Verdict("limit", limit)
     if verdict.word == "refused" and not _is_founded(program, name):
@@ -176,7 +189,7 @@ def check(program: Program, name: str, expected: Record | None = None) -> Verdic
 
 
 def compared(expected: Record, found: Record) -> Verdict:
-    if different := _differences(expected, found):
+    if different := differs(expected, found):
         return Verdict("wrong", different)
     if found.error is None:
         return Verdict("lenient" if expected.error else "equal", _text(expected.error))
@@ -186,7 +199,7 @@ def compared(expected: Record, found: Record) -> Verdict:
     return Verdict("refused" if is_ours else "crash", _text(found.error))
 
 
-def _differences(expected: Record, found: Record) -> str:
+def differs(expected: Record, found: Record) -> str:
     for number, (one, other) in enumerate(
         zip(expected.steps, found.steps, strict=False)
     ):
@@ -202,7 +215,7 @@ def _text(error: Exception | None) -> str:
 
 def _is_founded(program: Program, name: str) -> bool:
     return any(
-        reason in program.reasons and (not engines or name in engines)
+        reason in program.reasons and name in engines
         for reason, engines in REFUSALS.items()
     )
 
@@ -211,6 +224,8 @@ def _limit(program: Program, name: str) -> str:
     """Return the documented reason for which a result may differ, if there is one."""
     if "hidden" in program.reasons and name in ("unverified", "mixed"):
         return "a write that no operator makes, unverified"
+    if "unseen between" in program.reasons:
+        return "memory written unseen between forward and backward"
     if written_after_saved(program):
         return "memory written unseen after it was saved"
     return ""

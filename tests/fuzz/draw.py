@@ -82,12 +82,12 @@ def draw(seed: int, kinds: Sequence[Kind] = KINDS) -> Program:
         body += drawing.body(0, 1)
     names = [f"v{i + 1}" for i in range(drawing.names)]
     outputs = {names[-1], *rng.sample(names, min(len(names), rng.randint(0, 2)))}
-    between, unseen = rng.choice(BETWEEN) if rng.random() < 0.15 else ("", False)
+    between, reason = rng.choice(BETWEEN) if rng.random() < 0.15 else ("", "")
     return Program(
         body=body,
         outputs=tuple(sorted(outputs)),
         between=between,
-        is_between_unseen=unseen,
+        between_reason=reason,
         backward=rng.choice((BACKWARDS[0], *BACKWARDS)),
         seed=seed,
         trains=rng.random() < 0.5,

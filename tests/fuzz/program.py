@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -59,7 +59,7 @@ class Program:
         body: The forward.
         outputs: The names that enter the loss.
         between: What happens between forward and backward.
-        is_between_unseen: Whether that changes memory without raising a version.
+        between_reason: Why a region may refuse that; empty if it may not.
         backward: The source of the backward.
         seed: What inputs and parameters are drawn from.
         trains: Whether `y` requires a gradient.
@@ -69,7 +69,7 @@ class Program:
     body: tuple[Node, ...]
     outputs: tuple[str, ...]
     between: str
-    is_between_unseen: bool
+    between_reason: str
     backward: str
     seed: int
     trains: bool
@@ -97,10 +97,8 @@ class Program:
     @cached_property
     def reasons(self) -> frozenset[str]:
         """Why a region may refuse this program, or differ from the plain step."""
-        found = set(_reasons(self.body, (), {"x": (), "y": ()}))
-        if self.is_between_unseen:
-            found.add("unseen")
-        return frozenset(found)
+        found = set(_reasons(self.body, (), {"x": _Memory(()), "y": _Memory(())}))
+        return frozenset(found | {self.between_reason} - {""})
 
 
 def render(nodes: Sequence[Node], live: Names) -> tuple[list[str], Names]:
@@ -173,21 +171,44 @@ def size(nodes: Sequence[Node]) -> int:
     return sum(1 if isinstance(n, Line) else 1 + size(n.body) for n in nodes)
 
 
+@dataclass
+class _Memory:
+    """One tensor's memory: where it was made, and the regions that were given it."""
+
+    path: tuple[str, ...]
+    readers: set[str] = field(default_factory=set)
+
+
 def _reasons(
-    nodes: Sequence[Node], path: tuple[str, ...], made: dict[str, tuple[str, ...]]
+    nodes: Sequence[Node], path: tuple[str, ...], known: dict[str, _Memory]
 ) -> Iterator[str]:
-    """Yield why regions may refuse; `made` says in which region memory was made."""
+    """Yield why the regions around `nodes`, or earlier ones, may refuse."""
     for node in nodes:
         if isinstance(node, Region):
-            yield from _reasons(node.body, (*path, node.name), made)
-        elif isinstance(node, Block):
-            yield from _reasons(node.body, path, made)
-        else:
-            traits = node.kind.traits
-            yield from traits - {"alias", "writes"}
-            # An alias of what a region was given is its input, too.
-            if "writes" in traits and made[node.operands[0]][: len(path)] != path:
+            yield from _reasons(node.body, (*path, node.name), known)
+            continue
+        for operand in node.operands:
+            memory = known[operand]
+            memory.readers |= set(path[_shared(memory.path, path) :])
+        if isinstance(node, Block):
+            yield from _reasons(node.body, path, known)
+            continue
+        traits = node.kind.traits
+        yield from traits - {"alias", "writes"}
+        if "writes" in traits:
+            memory = known[node.operands[0]]
+            if memory.path[: len(path)] != path:
                 yield "writes its input"
-            if node.target:
-                is_alias = "alias" in traits
-                made[node.target] = made[node.operands[0]] if is_alias else path
+            if memory.readers - set(path):
+                yield "written since"
+        if node.target:
+            is_alias = "alias" in traits
+            known[node.target] = known[node.operands[0]] if is_alias else _Memory(path)
+
+
+def _shared(one: Sequence[str], other: Sequence[str]) -> int:
+    """Return how many regions are around both."""
+    pairs = zip(one, other, strict=False)
+    return next(
+        (i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other))
+    )

@@ -44,7 +44,7 @@ def _smaller(program: Program) -> Iterator[Program]:
         kept = outputs & (defined(body) | {"x", "y"})
         yield replace(program, body=body, outputs=tuple(sorted(kept or {"x"})))
     if program.between:
-        yield replace(program, between="", is_between_unseen=False)
+        yield replace(program, between="", between_reason="")
     if program.backward != BACKWARDS[0]:
         yield replace(program, backward=BACKWARDS[0])
     for name in program.outputs[:-1] if len(program.outputs) > 1 else ():

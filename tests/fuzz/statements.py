@@ -14,8 +14,10 @@ Trait = Literal[
     "alias",
     # Memory of `{a}` is written.
     "writes",
-    # A write that raises no version, or memory that is exchanged.
+    # A write that raises no version.
     "unseen",
+    # Other memory is put into a tensor.
+    "replaced",
     # A write that no operator makes.
     "hidden",
     # Python's state outside of the random streams is advanced.
@@ -137,7 +139,7 @@ F.dropout({a}, 0.4)
 {a} * torch.zeros(4, 4).bernoulli_(0.5)
 {a}[torch.randperm(4)]
 {a}[torch.multinomial({b}.detach().softmax(1), 1)[:, 0]]
-F.rrelu({a}, training=True)
+F.alpha_dropout({a}, 0.3)
 F.gumbel_softmax({a})
 {a} * torch.rand(4, 4, generator=n.generator)
 {a} * random.random()
@@ -246,12 +248,17 @@ KINDS: tuple[Kind, ...] = (
         "m.codebook.data[:4].mul_(0.5).add_({a}.detach())\n{t} = {a} * m.codebook[:4]",
         "m.mean.data.mul_(0.9)\n{t} = {a} * m.mean",
         "m.scale.data.mul_(0.9)\n{t} = {a} * m.scale",
-        "m.scale.data = m.scale.data * 0.5 + {a}.detach().mean(0)\n{t} = {a} * m.scale",
         "{t} = {a} * 2\n{t}.data.mul_({b}.detach())",
-        "{t} = {a} * 2\n{t}.data = {b}.detach().clone()",
-        "{t} = {a} * 2\n{t}.detach().clamp_(-1, 1)",
+        "{t} = {a}.tanh()\n{t}.data.mul_({b}.detach())",
         traits=("unseen",),
     ),
+    *_several(
+        1,
+        "m.scale.data = m.scale.data * 0.5 + {a}.detach().mean(0)\n{t} = {a} * m.scale",
+        "{t} = {a} * 2\n{t}.data = {b}.detach().clone()",
+        traits=("replaced",),
+    ),
+    Kind("{t} = {a} * 2\n{t}.detach().clamp_(-1, 1)"),
     *_several(
         1,
         "{t} = {a} * 2\n{t}.detach().numpy()[0] *= 3",
@@ -280,18 +287,18 @@ BLOCKS = (
     "if {a}.sum() > 0:",
 )
 
-# What happens between forward and backward.
+# What happens between forward and backward, and why a region may refuse it.
 BETWEEN = (
-    ("m.scale.data = m.scale.data * 0.5", True),
-    ("m.linear.weight.data = m.linear.weight.data.clone()", True),
-    ("m.scale.data.mul_(0.5)", True),
-    ("m.codebook.data.mul_(0.5)", True),
-    ("m.mean.add_(1)", False),
-    ("n.norm.running_mean.zero_()", False),
-    ("n.eval()", False),
-    ("m.seen += 1", False),
-    ("m.rebound = m.rebound * 2", False),
-    ("n.norm(x.detach())", False),
+    ("m.scale.data = m.scale.data * 0.5", "replaced"),
+    ("m.linear.weight.data = m.linear.weight.data.clone()", "replaced"),
+    ("m.scale.data.mul_(0.5)", "unseen between"),
+    ("m.codebook.data.mul_(0.5)", "unseen between"),
+    ("m.mean.add_(1)", "written since"),
+    ("n.norm.running_mean.zero_()", "written since"),
+    ("n.norm(x.detach())", "written since"),
+    ("n.eval()", ""),
+    ("m.seen += 1", ""),
+    ("m.rebound = m.rebound * 2", ""),
 )
 
 BACKWARDS = (
@@ -302,7 +309,8 @@ BACKWARDS = (
     "score(*grads).backward()",
     "(grad,) = torch.autograd.grad(loss, x, retain_graph=True)\n"
     "outputs = (*outputs, grad)\nloss.backward()",
-    "with execution_group():\n    loss.backward(retain_graph=True)\n    loss.backward()",
+    "with execution_group():\n"
+    "    loss.backward(retain_graph=True)\n    loss.backward()",
     "for output in outputs:\n    if output.requires_grad:\n"
     "        score(output).backward(retain_graph=True)",
 )
