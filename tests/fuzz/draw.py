@@ -91,5 +91,5 @@ def draw(seed: int, kinds: Sequence[Kind] = KINDS) -> Program:
         backward=rng.choice((BACKWARDS[0], *BACKWARDS)),
         seed=seed,
         trains=rng.random() < 0.5,
-        steps=4 if rng.random() < 0.1 else 2,
+        steps=4 if rng.random() < 0.2 else 2,
     )

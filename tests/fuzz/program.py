@@ -127,7 +127,7 @@ def _render_node(node: Node, live: Names) -> tuple[list[str], Names]:
     if header.startswith("if"):
         exported = sorted(defined(node.body) & live)
         if exported:
-            otherwise = [f"{name} = {node.operands[0]}" for name in exported]
+            otherwise = [f"{name} = {node.operands[0]}.clone()" for name in exported]
             lines += ["else:", *_indented(otherwise)]
         reads |= live - defined(node.body)
     return lines, reads | set(node.operands)

@@ -221,14 +221,17 @@ KINDS: tuple[Kind, ...] = (
         5,
         "if {a}.sum() > 0:\n    {t} = {a}.sin()\nelse:\n    {t} = {b} * {a}",
         "if {a}.sum() > 0:\n    {t} = {a}.exp().sin() * {b}\nelse:\n    {t} = {a} + 1",
-        "{t} = {a}\nfor _ in range(int({b}.abs().max().item() * 2) % 3):\n"
-        "    {t} = ({t} * 1.5).sin()",
         "{t} = torch.zeros(4, 4)\nfor i in {a}.sum(1).nonzero()[:, 0].tolist():\n"
         "    {t} = {t} + {b}[i].cos()",
         "{t} = {a}.clone()\nfor row in {t}.unbind():\n    row.mul_({b}[0])",
         "{t} = []\nfor row, other in zip({a}, {b}.unbind(1)):\n"
         "    {t}.append(row * other)\n{t} = torch.stack({t})",
         "try:\n    {t} = {a} @ {b}[:3]\nexcept RuntimeError:\n    {t} = {a}.cos()",
+    ),
+    Kind(
+        "{t} = {a}\nfor _ in range(int({b}.abs().max().item() * 2) % 3):\n"
+        "    {t} = ({t} * 1.5).sin()",
+        frozenset({"alias"}),
     ),
     *_several(
         5,
@@ -260,8 +263,10 @@ KINDS: tuple[Kind, ...] = (
     ),
     Kind("{t} = {a} * 2\n{t}.detach().clamp_(-1, 1)"),
     *_several(
-        1,
+        1.5,
         "{t} = {a} * 2\n{t}.detach().numpy()[0] *= 3",
+        "if {a}.sum() > 0:\n    {t} = {b}.exp()\n    {t}.detach().numpy()[0] *= 3\n"
+        "    {t} = {t}.sin()\nelse:\n    {t} = {b} * {a}",
         "{t} = torch.zeros(4)\nnp.copyto({t}.numpy(), {a}.detach().numpy()[0])\n"
         "{t} = {t} * {b}",
         traits=("hidden",),
