@@ -183,7 +183,9 @@ def check(program: Program, name: str, expected: Record | None = None) -> Verdic
         return Verdict("unstable", "two plain runs differ")
     if verdict.word == "wrong" and (limit := _limit(program, name)):
         return Verdict("limit", limit)
-    if verdict.word == "refused" and not _is_founded(program, name):
+    is_refused = verdict.word == "refused" and not _is_founded(program, name)
+    # What was saved is no more, so that a region may say so.
+    if is_refused and not written_after_saved(program):
         return Verdict("unfounded", verdict.detail)
     return verdict
 
