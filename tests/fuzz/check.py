@@ -56,6 +56,14 @@ REFUSALS: dict[str, frozenset[str]] = {
 }
 
 
+_RERUN_OPTIONS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {"early_stop": False},
+    {"determinism_check": "values"},
+)
+
+
 @dataclass
 class Record:
     """What a run left behind, step by step, and the error that ended it."""
@@ -77,9 +85,9 @@ class Verdict:
         return self.word in FAILURES
 
 
-def merely_call(function: Caller, *args: Any) -> Any:
+def merely_call(function: Caller, *args: Any, **kwargs: Any) -> Any:
     """Run a region plain."""
-    return function(*args)
+    return function(*args, **kwargs)
 
 
 def run(step: Step, seed: int, steps: int, region: Caller, trains: bool) -> Record:
@@ -133,9 +141,11 @@ def _keep_some(seed: int, candidate: Candidate) -> bool:
     return random.Random(seed * 1000 + candidate.index).random() < 0.4
 
 
-def _of_each(engines: list[Caller], seed: int, function: Caller, *args: Any) -> Any:
+def _of_each(
+    engines: list[Caller], seed: int, function: Caller, *args: Any, **kwargs: Any
+) -> Any:
     number = int(function.__name__[1:]) + seed
-    return engines[number % len(engines)](function, *args)
+    return engines[number % len(engines)](function, *args, **kwargs)
 
 
 def engine(name: str, seed: int) -> Caller:
@@ -144,7 +154,9 @@ def engine(name: str, seed: int) -> Caller:
     replay = functools.partial(mb.checkpoint, engine="replay")
     match name:
         case "rerun":
-            return functools.partial(mb.checkpoint, engine="rerun")
+            return functools.partial(
+                mb.checkpoint, engine="rerun", **_RERUN_OPTIONS[seed % 4]
+            )
         case "replay":
             return replay
         case "keep":
@@ -243,9 +255,9 @@ def written_after_saved(program: Program) -> bool:
         changed.append(not same_bits(saved, copy))
         return saved
 
-    def region(function: Caller, *args: Any) -> Any:
+    def region(function: Caller, *args: Any, **kwargs: Any) -> Any:
         with saved_tensors_hooks(lambda t: (t, t.detach().clone()), unpack):
-            return function(*args)
+            return function(*args, **kwargs)
 
     run(program.compiled(), program.seed, program.steps, region, program.trains)
     return any(changed)

@@ -6,9 +6,12 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.fuzz.program import Block, Line, Node, Program, Region
+from tests.fuzz.program import Block, Line, Node, Passing, Program, Region
 from tests.fuzz.statements import BACKWARDS, BETWEEN, BLOCKS, KINDS, Kind
 
+_PASSINGS: tuple[Passing, ...] = (
+    *("position", "position", "keyword", "closure", "list"),
+)
 _DEEPEST = 3  # Regions in regions.
 
 
@@ -44,7 +47,7 @@ class _Drawing:
             self.regions += 1
             name = f"r{self.regions}"
             body = self.body(depth + 1, self.rng.randint(1, 6))
-            return Region(name, body, is_closure=self.rng.random() < 0.25)
+            return Region(name, body, self.rng.choice(_PASSINGS))
         if chance > 0.93:
             header = self.rng.choice(BLOCKS)
             operands = (self._read(),) if "{a}" in header else ()

@@ -6,12 +6,13 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from tests.fuzz import world
 from tests.fuzz.statements import Kind
 
 Step = Callable[..., Any]
+Passing = Literal["position", "keyword", "closure", "list"]
 
 
 @dataclass(frozen=True)
@@ -39,12 +40,12 @@ class Region:
     Attributes:
         name: The name of its function.
         body: The statements.
-        is_closure: Whether it takes what it reads from its closure.
+        passing: How it is given what it reads.
     """
 
     name: str
     body: tuple[Node, ...]
-    is_closure: bool = False
+    passing: Passing = "position"
 
 
 Node = Line | Block | Region
@@ -136,15 +137,27 @@ def _render_node(node: Node, live: Names) -> tuple[list[str], Names]:
 def _render_region(node: Region, live: Names) -> tuple[list[str], Names]:
     written = sorted(defined(node.body) & live)
     body, reads = render(node.body, frozenset(written))
-    taken = [] if node.is_closure else sorted(reads)
-    lines = [f"def {node.name}({', '.join(taken)}):", *_indented(body)]
-    call = f"region({', '.join([node.name, *taken])})"
+    taken, given, unpacked = _passed(node.passing, sorted(reads))
+    lines = [f"def {node.name}({taken}):", *_indented([*unpacked, *body])]
+    call = f"region({node.name}{given})"
     if written:
         names = f"{', '.join(written)}"
         lines += [f"    return {names}", f"{names} = {call}"]
     else:
         lines += ["    return None", call]
     return lines, (live - set(written)) | reads
+
+
+def _passed(passing: Passing, reads: list[str]) -> tuple[str, str, list[str]]:
+    """Return the parameters, the arguments, and how the names come out of them."""
+    names = ", ".join(reads)
+    if passing == "closure" or not reads:
+        return "", "", []
+    if passing == "list":
+        return "given", f", [{names}]", [f"{names}, = given"]
+    if passing == "keyword":
+        return names, "".join(f", {name}={name}" for name in reads), []
+    return names, f", {names}", []
 
 
 def _indented(lines: Sequence[str]) -> list[str]:

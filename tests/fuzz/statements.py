@@ -265,7 +265,7 @@ KINDS: tuple[Kind, ...] = (
     *_several(
         1.5,
         "{t} = {a} * 2\n{t}.detach().numpy()[0] *= 3",
-        "if {a}.sum() > 0:\n    {t} = {b}.exp()\n    {t}.detach().numpy()[0] *= 3\n"
+        "if {a}.sum() > 0:\n    {t} = {b} * 2\n    {t}.detach().numpy()[0] *= 3\n"
         "    {t} = {t}.sin()\nelse:\n    {t} = {b} * {a}",
         "{t} = torch.zeros(4)\nnp.copyto({t}.numpy(), {a}.detach().numpy()[0])\n"
         "{t} = {t} * {b}",
