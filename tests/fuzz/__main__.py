@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
 
 import torch
 
-from tests.fuzz.campaign import Failure, campaign
+from tests.fuzz.campaign import Counts, Failure, campaign
 from tests.fuzz.check import ENGINES
 from tests.fuzz.shrink import shrink, snippet
 from tests.fuzz.statements import KINDS
@@ -41,9 +40,9 @@ def _print(line: str) -> None:
     sys.stdout.write(line + "\n")
 
 
-def _print_counts(counts: Counter[tuple[str, str]]) -> None:
-    for (engine, word), count in sorted(counts.items()):
-        _print(f"{engine:14}{word:12}{count:7}")
+def _print_counts(counts: Counts) -> None:
+    for (engine, word, kind), count in sorted(counts.items()):
+        _print(f"{engine:14}{count:7}  {word}{f' ({kind})' if kind else ''}")
 
 
 def _print_failure(failure: Failure) -> None:

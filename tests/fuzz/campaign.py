@@ -13,6 +13,10 @@ from tests.fuzz.program import Program
 from tests.fuzz.statements import KINDS, Kind
 
 
+# By engine, verdict and the kind of that.
+Counts = Counter[tuple[str, str, str]]
+
+
 @dataclass(frozen=True)
 class Failure:
     """A program that an engine does not run as the plain step does."""
@@ -24,7 +28,7 @@ class Failure:
 
 def campaign(
     seeds: Iterable[int], engines: Sequence[str], kinds: Sequence[Kind] = KINDS
-) -> tuple[Counter[tuple[str, str]], list[Failure]]:
+) -> tuple[Counts, list[Failure]]:
     """Check the program of each seed under each engine.
 
     Args:
@@ -35,13 +39,13 @@ def campaign(
     Returns:
         How often each engine came to each verdict, and the failures.
     """
-    counts: Counter[tuple[str, str]] = Counter()
+    counts: Counts = Counter()
     failures = []
     for seed in seeds:
         program, expected = drawn(seed, kinds)
         for engine in engines:
             verdict = check(program, engine, expected)
-            counts[engine, verdict.word] += 1
+            counts[engine, verdict.word, verdict.kind] += 1
             if verdict.is_failure:
                 failures.append(Failure(program, engine, verdict))
     return counts, failures

@@ -74,10 +74,17 @@ class Record:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a run under an engine compares with the plain one."""
+    """How a run under an engine compares with the plain one.
+
+    Attributes:
+        word: See the top of this module.
+        detail: What differs, or the error.
+        kind: Why a refusal, or another result, is within the promise.
+    """
 
     word: Word
     detail: str = ""
+    kind: str = ""
 
     @property
     def is_failure(self) -> bool:
@@ -193,12 +200,11 @@ def check(program: Program, name: str, expected: Record | None = None) -> Verdic
     verdict = compared(expected, found)
     if verdict.is_failure and differs(expected, plain(program)):
         return Verdict("unstable", "two plain runs differ")
-    if verdict.word == "wrong" and (limit := _limit(program, name)):
-        return Verdict("limit", limit)
-    is_refused = verdict.word == "refused" and not _is_founded(program, name)
-    # What was saved is no more, so that a region may say so.
-    if is_refused and not written_after_saved(program):
-        return Verdict("unfounded", verdict.detail)
+    if verdict.word == "wrong" and (kind := _limit(program, name)):
+        return Verdict("limit", verdict.detail, kind)
+    if verdict.word == "refused":
+        kind = _reason(program, name)
+        return Verdict("refused" if kind else "unfounded", verdict.detail, kind)
     return verdict
 
 
@@ -228,21 +234,22 @@ def _text(error: Exception | None) -> str:
     return f"{type(error).__name__}: {error}" if error else ""
 
 
-def _is_founded(program: Program, name: str) -> bool:
-    return any(
-        reason in program.reasons and name in engines
-        for reason, engines in REFUSALS.items()
-    )
+def _reason(program: Program, name: str) -> str:
+    """Return the documented reason for which an engine refuses, if there is one."""
+    for reason, engines in REFUSALS.items():
+        if reason in program.reasons and name in engines:
+            return reason
+    return "saved memory written" if written_after_saved(program) else ""
 
 
 def _limit(program: Program, name: str) -> str:
     """Return the documented reason for which a result may differ, if there is one."""
     if "hidden" in program.reasons and name in ("unverified", "mixed"):
-        return "a write that no operator makes, unverified"
+        return "hidden, unverified"
     if "unseen between" in program.reasons:
-        return "memory written unseen between forward and backward"
+        return "unseen between"
     if written_after_saved(program):
-        return "memory written unseen after it was saved"
+        return "saved memory written"
     return ""
 
 

@@ -147,11 +147,6 @@ F.gumbel_softmax({a})
 m.linear({a}) if random.random() < 0.5 else ({a} * {a}).sin()
 """
 
-_STATE = """
-n.norm({a})
-F.batch_norm({a}, m.stats["mean"], m.stats["var"], training=True)
-"""
-
 _GRAPH = """
 slope(lambda h: {a} * h, {b})
 """
@@ -200,7 +195,12 @@ KINDS: tuple[Kind, ...] = (
     *_assigning(_PURE, 45),
     *_assigning(_VIEWS, 10, "alias"),
     *_assigning(_RANDOM, 8),
-    *_assigning(_STATE, 4),
+    Kind("{t} = n.norm({a})", weight=2),
+    Kind(
+        '{t} = F.batch_norm({a}, m.stats["mean"], m.stats["var"], training=True)',
+        frozenset({"unseen"}),
+        weight=2,
+    ),
     *_assigning(_GRAPH, 1),
     *[Kind(f"{{t}} = {{a}} * slope(lambda h: {f}, {{b}})", weight=0.4) for f in INNER],
     *_plain(_WRITES, 12, "writes"),
@@ -238,7 +238,6 @@ KINDS: tuple[Kind, ...] = (
         "with torch.no_grad():\n    {t} = m.linear({a}).softmax(-1)\n{t} = {t} * {b}",
         "{t} = {a} * 1\nif {t}.requires_grad:\n"
         "    {t}.register_hook(lambda grad: grad * 2)",
-        "({a}.detach() * m.scale).exp().sum().backward()\n{t} = {a} * m.scale.grad",
         "{t} = {a}.detach().requires_grad_()\n"
         "{t} = {a} * torch.autograd.grad({t}.prod(0).sin().sum(), {t})[0]",
         "{t} = torch.empty(4, 4)\nwith torch.no_grad():\n"
@@ -272,8 +271,9 @@ KINDS: tuple[Kind, ...] = (
         traits=("hidden",),
     ),
     *_several(
-        1,
+        2,
         "m.seen += 1\n{t} = {a} * m.seen",
+        "({a}.detach() * m.scale).exp().sum().backward()\n{t} = {a} * m.scale.grad",
         "m.stats['calls'] = m.stats.get('calls', 0) + 1\n{t} = {a} / m.stats['calls']",
         traits=("python",),
     ),
