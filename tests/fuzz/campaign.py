@@ -12,7 +12,6 @@ from tests.fuzz.draw import draw
 from tests.fuzz.program import Program
 from tests.fuzz.statements import KINDS, Kind
 
-
 # By engine, verdict and the kind of that.
 Counts = Counter[tuple[str, str, str]]
 
