@@ -265,3 +265,35 @@ def test_a_path_taken_now_and_then_is_verified_when_it_is_taken(engine: str) -> 
         return (output,)
 
     assert differences(step, engine, steps=6).word in ("equal", "refused")
+
+
+@pytest.mark.parametrize("engine", [*REPLAYS, "auto"])
+def test_verification_adds_nothing_to_a_gradient_that_is_there(engine: str) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor) -> Tensor:
+            for _ in range(2):
+                (x.detach() * m.scale).exp().sum().backward()
+                assert m.scale.grad is not None
+                output = x * m.scale.grad
+            return output
+
+        output = region(r1, x)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word in ("equal", "refused")
+
+
+@pytest.mark.parametrize("engine", ["replay", "keep", "fingerprints"])
+def test_an_inner_gradient_reads_what_no_operator_wrote(engine: str) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor) -> Tensor:
+            v = x * 2
+            v.detach().numpy()[0] *= 3
+            return slope(lambda h: v * h, v)
+
+        output = region(r1, x)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word in ("equal", "refused")
