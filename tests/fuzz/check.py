@@ -48,6 +48,7 @@ _RERUNS = frozenset({"rerun", "auto", "mixed"})
 REFUSALS: dict[str, frozenset[str]] = {
     "writes its input": _RERUNS,
     "python": _RERUNS,
+    "history": _RERUNS,
     "hidden": _RERUNS | {"fingerprints"},
     "replaced": frozenset(ENGINES),
     "unseen": frozenset(ENGINES),

@@ -20,6 +20,8 @@ Trait = Literal[
     "replaced",
     # A write that no operator makes.
     "hidden",
+    # A gradient is taken through the graph of `{a}`, which may begin outside.
+    "history",
     # Python's state outside of the random streams is advanced.
     "python",
 ]
@@ -147,10 +149,6 @@ F.gumbel_softmax({a})
 m.linear({a}) if random.random() < 0.5 else ({a} * {a}).sin()
 """
 
-_GRAPH = """
-slope(lambda h: {a} * h, {b})
-"""
-
 _WRITES = """
 {a}.add_({b}, alpha=0.25)
 {a}.mul_(0.75)
@@ -201,7 +199,7 @@ KINDS: tuple[Kind, ...] = (
         frozenset({"unseen"}),
         weight=2,
     ),
-    *_assigning(_GRAPH, 1),
+    Kind("{t} = slope(lambda h: {a} * h, {b})", frozenset({"history"})),
     *[Kind(f"{{t}} = {{a}} * slope(lambda h: {f}, {{b}})", weight=0.4) for f in INNER],
     *_plain(_WRITES, 12, "writes"),
     *_several(

@@ -297,3 +297,16 @@ def test_an_inner_gradient_reads_what_no_operator_wrote(engine: str) -> None:
         return (output,)
 
     assert differences(step, engine).word in ("equal", "refused")
+
+
+@pytest.mark.parametrize("engine", ["rerun", "replay", "auto"])
+def test_an_inner_gradient_goes_through_the_graph_of_an_input(engine: str) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(v: Tensor, x: Tensor) -> Tensor:
+            return slope(lambda h: v * h, x).sin()
+
+        output = region(r1, x + 1, x)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word in ("equal", "refused")
