@@ -121,6 +121,7 @@ class Recorder(Observer):
     def finish(self) -> None:
         """Stop recording; what was saved is known to the last."""
         self.__exit__(None, None, None)
+        self.recording.recent.clear()
         self.settle()
         if self.fingerprinter is not None:
             self.fingerprinter.take_all()
