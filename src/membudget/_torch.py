@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 # Modes and trees live in modules that torch names with an underscore, though its own
 # documentation sends users there; operators have no public class.
 __all__ = ["OperatorOverload", "OperatorPacket", "tree_iter", "tree_map_only"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
@@ -159,6 +161,26 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)
     frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def constant_to_dynamo(function: _F) -> _F:
+    """Let `torch.compile` run a function while it traces, and take what it returns.
+
+    This is `torch.compiler.assume_constant_result`, which imports all of Dynamo, for a
+    second and more, to set the mark.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def torch_wrapping() -> Any:
+    """Return the module of torch's `checkpoint_wrapper`, documented and yet private.
+
+    It is imported here because torch can be built without `torch.distributed`.
+    """
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    return checkpoint_wrapper
 
 
 def is_forward_ad_on() -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.nn import Module
 
 from membudget.engine.options import RegionOptions
-from membudget.engine.region import checkpoint, run_region
+from membudget.engine.region import run_region
 from membudget.engine.statistics import Statistics
 from membudget.errors import SelectionError
 
@@ -51,8 +51,6 @@ class Region:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run the module's forward as a region."""
-        if torch.compiler.is_compiling():
-            return checkpoint(function, *args, **kwargs)
         return run_region(function, args, kwargs, self.options, self.statistics)
 
 

@@ -81,6 +81,11 @@ class Policy:
         """Tell whether an output is kept."""
         raise NotImplementedError
 
+    @property
+    def reads_names(self) -> bool:
+        """Whether it depends on names that `membudget.name` gives."""
+        return False
+
     def by_operator(self, operator: Any) -> bool | None:
         """Decide by the operator alone; `None` where more must be known."""
         return None
@@ -142,6 +147,10 @@ class _Operators(Policy):
 class _Named(Policy):
     names: frozenset[str]
 
+    @property
+    def reads_names(self) -> bool:
+        return True
+
     def keeps(self, candidate: Candidate) -> bool:
         return False
 
@@ -180,6 +189,10 @@ class _Either(Policy):
     first: Policy
     second: Policy
 
+    @property
+    def reads_names(self) -> bool:
+        return self.first.reads_names or self.second.reads_names
+
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) or self.second.keeps(candidate)
 
@@ -199,6 +212,10 @@ class _Both(Policy):
     first: Policy
     second: Policy
 
+    @property
+    def reads_names(self) -> bool:
+        return self.first.reads_names or self.second.reads_names
+
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) and self.second.keeps(candidate)
 
@@ -216,6 +233,10 @@ class _Both(Policy):
 @dataclass(frozen=True)
 class _Not(Policy):
     policy: Policy
+
+    @property
+    def reads_names(self) -> bool:
+        return self.policy.reads_names
 
     def keeps(self, candidate: Candidate) -> bool:
         return not self.policy.keeps(candidate)

@@ -155,9 +155,9 @@ def _differentiate(
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
         elif any(gradient is not None for gradient in gradients):
             raise ReentrantLimitError(
-                "a gradient reached a region with use_reentrant=True, but no output that "
-                "got one depends on a tensor that requires a gradient (was it detached, "
-                f"or made under no_grad?). {_REMEDY}"
+                "a gradient reached a region with use_reentrant=True, but no output "
+                "that got one depends on a tensor that requires a gradient (was it "
+                f"detached, or made under no_grad?). {_REMEDY}"
             )
 
 

@@ -40,17 +40,17 @@ from typing import Any, TypeVar, overload
 import torch
 
 from membudget.engine import isolation
+from membudget.engine.compiled import checkpoint_in_compiled_code, run_in_compiled_code
 from membudget.engine.frame import Frame
 from membudget.engine.options import (
     DEFAULTS,
-    ContextPair,
     RegionOptions,
     checked_options,
     take_options,
 )
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.selective import SelectiveContext
+from membudget.engine.selective import ContextPair, policy_of
 from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
 
@@ -113,7 +113,7 @@ def checkpoint(
         True
     """
     if torch.compiler.is_compiling():
-        return _checkpoint_in_compiled_code(function, args, kwargs)
+        return checkpoint_in_compiled_code(function, args, kwargs)
     options = take_options(kwargs)
     if function is None:
         checked_options(kwargs)  # Whatever is left is no option.
@@ -140,6 +140,8 @@ def run_region(
     Returns:
         What `function` returns.
     """
+    if torch.compiler.is_compiling():
+        return run_in_compiled_code(function, args, kwargs, options, statistics)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     switched = SWITCHES.any
@@ -159,10 +161,7 @@ def run_region(
         if counted:
             isolation.leave()
     if statistics is not None:
-        if frame.has_saved:
-            statistics.forwards += 1
-        else:
-            statistics.skipped += 1
+        statistics.count_forward(frame.has_saved)
     if switched and SWITCHES.collector is not None:
         SWITCHES.collector(frame)
     return result
@@ -185,8 +184,9 @@ def _frame(
 
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
     """Turn the contexts of selective checkpointing into a policy to keep."""
-    if isinstance(contexts[0], SelectiveContext):
-        return replace(options, context_fn=None, debug=False, keep=contexts[0].policy)
+    policy = policy_of(contexts)
+    if policy is not None:
+        return replace(options, context_fn=None, debug=False, keep=policy)
     return replace(options, context_fn=lambda: contexts)
 
 
@@ -204,20 +204,3 @@ def _curried(function: Callable[..., T], options: RegionOptions) -> Callable[...
         return run_region(function, args, kwargs, options)
 
     return region
-
-
-def _checkpoint_in_compiled_code(
-    function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Hand over to torch's checkpoint, which `torch.compile` knows how to trace.
-
-    Compiled code has no Python state to repair: random numbers and buffers are inputs
-    and outputs of the graph, so torch's guarantees are enough there.
-    """
-    from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-    for ours in ("guards", "use_reentrant", "engine", "keep", "verify"):
-        kwargs.pop(ours, None)
-    if kwargs.get("determinism_check") == "values":
-        kwargs["determinism_check"] = "default"
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
