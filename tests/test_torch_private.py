@@ -130,3 +130,18 @@ def test_the_uses_of_a_storage_are_the_tensors_that_hold_it():
     assert _torch.storage_uses(address) == 2
     del array
     assert _torch.storage_uses(address) == 1
+
+
+def test_a_function_can_be_a_constant_to_dynamo():
+    def marked() -> int:
+        return 1
+
+    def expected() -> int:
+        return 1
+
+    torch.compiler.assume_constant_result(expected)
+    assert vars(_torch.constant_to_dynamo(marked)) == vars(expected)
+
+
+def test_the_module_of_checkpoint_wrapper_is_there():
+    assert callable(_torch.torch_wrapping().checkpoint_wrapper)
