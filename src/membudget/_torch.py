@@ -80,6 +80,13 @@ is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # version counter, have no public base class.
 NormalizationWithStatistics: type[torch.nn.Module] = _NormBase
 
+# What TorchScript runs. A method of a scripted module has no public class.
+torchscript_types: tuple[type, ...] = (
+    torch.jit.ScriptModule,
+    torch.jit.ScriptFunction,
+    torch._C.ScriptMethod,
+)
+
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
 # storage's address must be compared too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]

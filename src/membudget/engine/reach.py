@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget._torch import NormalizationWithStatistics
+from membudget._torch import NormalizationWithStatistics, torchscript_types
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 4096
@@ -42,6 +42,7 @@ class Reached:
         modules: Every module.
         stateful_modules: Those of the user's own classes, whose forward may bind names.
         writes_statistics: Whether a normalisation in training was among the modules.
+        runs_torchscript: Whether anything was traced or scripted.
         silent: Those buffers whose writing the version counter does not tell.
         generators: Private random generators, of torch, Python and NumPy.
         containers: Lists and dicts with their lengths, to tell which one grew.
@@ -57,6 +58,7 @@ class Reached:
         "module_names",
         "modules",
         "names",
+        "runs_torchscript",
         "silent",
         "stateful_modules",
         "tensors",
@@ -69,6 +71,7 @@ class Reached:
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
         self.writes_statistics = False
+        self.runs_torchscript = False
         self.modules: list[Module] = []
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
@@ -102,6 +105,16 @@ class Reached:
 
     def _generator(self, value: Any, name: str, depth: int) -> None:
         self.generators.append(value)
+
+    def _torchscript(self, value: Any, name: str, depth: int) -> None:
+        """Take in what TorchScript runs: of a module, the tensors; no more is seen."""
+        self.runs_torchscript = True
+        if isinstance(value, torch.jit.ScriptModule):
+            buffers = list(value.buffers())
+            self.buffers += buffers
+            self.silent.update(map(id, buffers))
+            for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+                self.visit(tensor, _join(name, key), depth)
 
     def _sequence(self, value: Any, name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
@@ -229,6 +242,8 @@ def _visitor_of(kind: type) -> Visitor | None:
     visitor: Visitor | None = Reached._object
     if issubclass(kind, Tensor):
         visitor = Reached._tensor
+    elif issubclass(kind, torchscript_types):
+        visitor = Reached._torchscript
     elif issubclass(kind, Module):
         visitor = Reached._module
     elif issubclass(kind, random.Random | torch.Generator) or _is_numpy_generator(kind):

@@ -177,7 +177,11 @@ def _frame(
     """Choose the engine."""
     if not options.always_replays:
         frame = Frame(function, args, kwargs, options, statistics)
-        if not (options.may_replay and frame.surroundings.needs_repair):
+        surroundings = frame.surroundings
+        if not (options.may_replay and surroundings.needs_repair):
+            if surroundings.runs_torchscript and options.determinism_check == "default":
+                checked = replace(options, determinism_check="values")
+                return Frame(function, args, kwargs, checked, statistics)
             return frame
     return ReplayFrame(function, args, kwargs, options, statistics)
 

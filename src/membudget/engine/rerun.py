@@ -130,6 +130,12 @@ class Rerun:
         except _StopRecompute:
             if not self._stopped:
                 raise  # It ends the recompute around this one.
+        except Exception:
+            # TorchScript's interpreter turns what hooks raise to an error of its own.
+            if self._failure is not None:
+                raise self._failure from None
+            if not self._stopped:
+                raise
         finally:
             pop_saved_tensors_hooks()
 
