@@ -13,6 +13,7 @@ from torch import Tensor
 
 from membudget.engine import isolation
 from membudget.engine.identity import address_of
+from membudget.engine.nested import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
 from membudget.engine.randomness import source_of
 from membudget.engine.replay.operators import (
@@ -120,6 +121,9 @@ class OperatorRecording:
         table = self.tracker.table
         for index, item in enumerate(flat_outputs(output)):
             if not isinstance(item, Tensor) or id(item) in table:
+                continue
+            if item.is_nested and has_own_offsets(item, args):
+                self.tracker.meet(item, None)  # Its offsets, made again, are others.
                 continue
             address = address_of(item)
             if address and address in addresses:
