@@ -7,6 +7,7 @@ raises in the backward, because nothing requires one; so must the region.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_row_a10_a_gradient_for_the_detached_output_alone_raises() -> None:
 
 
 def test_row_a10_a_detached_output_beside_a_trained_one_is_a_constant() -> None:
-    gradients = []
+    gradients: list[Any] = []
     for region in (lambda f, x: f(x), lambda f, x: reentrant(f, x)):
         x = leaf()
         trained, constant = region(halves, x)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.second(self.first(x).tanh())
-        for layer in self.parts["a"]:
+        layers: Any = self.parts["a"]
+        for layer in layers:
             x = layer(x)
         return self.parts["b"](x, x)
 
@@ -99,7 +101,7 @@ POLICIES = {
 }
 
 
-def torch_selects(model: nn.Module, **selection: object) -> set[str]:
+def torch_selects(model: nn.Module, **selection: Any) -> set[str]:
     """Return the names of the modules that torch wraps, as they were before."""
     names = {id(m): name for name, m in model.named_modules()}
     torch_wrapping.apply_activation_checkpointing(model, **selection)
@@ -110,7 +112,7 @@ def torch_selects(model: nn.Module, **selection: object) -> set[str]:
     }
 
 
-def ours_selects(model: nn.Module, **selection: object) -> set[str]:
+def ours_selects(model: nn.Module, **selection: Any) -> set[str]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*selected no submodule")
         compat.apply_activation_checkpointing(model, **selection)
@@ -147,12 +149,13 @@ def test_row_a11_a_size_selects_what_is_left_above_it() -> None:
 
 
 def test_row_a11_keywords_of_a_custom_policy_are_options_of_its_regions() -> None:
-    model = perceptron()
+    model: Any = perceptron()
     policy = policies.CustomPolicy(
         lambda module: {"engine": "replay"} if is_linear(module) else False
     )
     compat.apply_activation_checkpointing(model, auto_wrap_policy=policy)
-    assert carried_by(model[0]).options.engine == "replay"
+    region: Any = carried_by(model[0])
+    assert region.options.engine == "replay"
     assert not has_region(model[1])
 
 

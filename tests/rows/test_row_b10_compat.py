@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,7 @@ def test_row_b10_a_keyword_that_the_function_writes_is_named() -> None:
 def test_row_b10_several_inputs_of_a_chain_are_refused_in_words() -> None:
     a = torch.ones(2, requires_grad=True)
     with pytest.raises(TypeError, match=r"membudget\.checkpoint_sequential"):
-        compat.checkpoint_sequential(nn.Sequential(nn.Tanh()), 1, a, a)
+        compat.checkpoint_sequential(nn.Sequential(nn.Tanh()), 1, a, a)  # type: ignore[arg-type]
     y = mb.checkpoint_sequential([torch.add, torch.sin], 2, a, a)
     assert torch.equal(y, (a + a).sin())
 
@@ -112,7 +113,7 @@ def test_row_b10_the_context_that_does_nothing_is_torch_s() -> None:
 
 
 def test_row_b10_checkpoint_function_applies_a_reentrant_region() -> None:
-    gradients = []
+    gradients: list[Any] = []
     for function in (compat.CheckpointFunction, torch_checkpointing.CheckpointFunction):
         x = torch.ones(3, requires_grad=True)
         y = function.apply(lambda x: x.sin().exp(), True, x)

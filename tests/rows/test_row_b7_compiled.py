@@ -50,12 +50,12 @@ def test_row_b7_compat_checkpoint_is_compiled(backend, fullgraph, options) -> No
 
 @every_backend
 def test_row_b7_compat_checkpoint_sequential_is_compiled(backend) -> None:
-    layers = [torch.sin, torch.exp, smooth]
+    layers: list[Any] = [torch.sin, torch.exp, smooth]
 
     def run(x: Tensor) -> Tensor:
         return compat.checkpoint_sequential(layers, 2, x, use_reentrant=False)
 
-    gradients = []
+    gradients: list[Any] = []
     compiled = torch.compile(run, backend=backend, fullgraph=True)
     for function in (lambda x: smooth(x.sin().exp()), compiled):
         x = leaf()

@@ -142,7 +142,10 @@ def steps(make: Callable[[], nn.Module], region: Callable[..., Tensor]) -> list[
         loss = region(net, x).square().sum()
         net.zero_grad()
         loss.backward()
-        gradients = [x.grad, *(p.grad.clone() for p in net.parameters())]
+        gradients = [
+            x.grad,
+            *(p.grad.clone() for p in net.parameters() if p.grad is not None),
+        ]
         buffers = [buffer.clone() for buffer in net.buffers()]
         facts += [loss.detach(), *gradients, *buffers, torch.get_rng_state()]
     return facts

@@ -8,4 +8,4 @@ from membudget.errors import CheckpointError, MembudgetError
 
 # `except torch.utils.checkpoint.CheckpointError` must catch what a region raises. The
 # base cannot stand in the class statement: `errors` must not import torch.
-CheckpointError.__bases__ = (MembudgetError, TorchCheckpointError)  # type: ignore[misc]
+CheckpointError.__bases__ = (MembudgetError, TorchCheckpointError)

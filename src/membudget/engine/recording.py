@@ -48,7 +48,7 @@ class Kept(Handle):
         self.address = None
 
     @property
-    def tensor(self) -> Tensor:  # type: ignore[override]
+    def tensor(self) -> Tensor:
         """The tensor that was saved."""
         return self._kept
 

@@ -185,6 +185,12 @@ def run_reentrant(
     """
     call = _Call(function, args, kwargs, options)
     _check_hidden(call)
+    if call.surroundings.is_lazy:
+        raise ReentrantLimitError(
+            "a region with use_reentrant=True holds parameters that a lazy module has "
+            "not initialised yet: run one forward outside of every region first. "
+            f"{_REMEDY}"
+        )
     values = (*args, *kwargs.values())
     tensors = [values[i] for i in call.positions]
     if not any(tensor.requires_grad for tensor in tensors):

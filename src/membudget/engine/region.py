@@ -52,7 +52,9 @@ from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.selective import ContextPair, policy_of
 from membudget.engine.statistics import Statistics
+from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
+from membudget.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -177,13 +179,29 @@ def _frame(
     """Choose the engine."""
     if not options.always_replays:
         frame = Frame(function, args, kwargs, options, statistics)
-        surroundings = frame.surroundings
-        if not (options.may_replay and surroundings.needs_repair):
-            if surroundings.runs_torchscript and options.determinism_check == "default":
-                checked = replace(options, determinism_check="values")
-                return Frame(function, args, kwargs, checked, statistics)
+        if not frame.surroundings.needs_repair:
+            return frame
+        if not options.may_replay:
+            frame.options = _for_rerun(options, frame.surroundings)
             return frame
     return ReplayFrame(function, args, kwargs, options, statistics)
+
+
+def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:
+    """Return the options of a rerun that was asked for where replay would be better.
+
+    Raises:
+        CheckpointError: If no rerun can be right.
+    """
+    if surroundings.is_lazy:
+        raise CheckpointError(
+            "a region holds parameters that a lazy module has not initialised yet: "
+            "its first forward draws them, which a rerun would not do again. Run one "
+            "forward outside of every region first, or leave engine='rerun' out."
+        )
+    if surroundings.runs_torchscript and options.determinism_check == "default":
+        return replace(options, determinism_check="values")
+    return options
 
 
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
