@@ -120,7 +120,7 @@ def checkpoint(
     if function is None:
         checked_options(kwargs)  # Whatever is left is no option.
         return lambda wrapped: _curried(wrapped, options)
-    return run_region(function, args, kwargs, options)
+    return _run_eagerly(function, args, kwargs, options, None)
 
 
 def run_region(
@@ -144,6 +144,16 @@ def run_region(
     """
     if torch.compiler.is_compiling():
         return run_in_compiled_code(function, args, kwargs, options, statistics)
+    return _run_eagerly(function, args, kwargs, options, statistics)
+
+
+def _run_eagerly(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    statistics: Statistics | None,
+) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     switched = SWITCHES.any
@@ -163,7 +173,10 @@ def run_region(
         if counted:
             isolation.leave()
     if statistics is not None:
-        statistics.count_forward(frame.has_saved)
+        if frame.has_saved:
+            statistics.forwards += 1
+        else:
+            statistics.skipped += 1
     if switched and SWITCHES.collector is not None:
         SWITCHES.collector(frame)
     return result

@@ -23,10 +23,3 @@ class Statistics:
         self.skipped = 0
         self.recomputes = 0
         self.pinned = 0
-
-    def count_forward(self, has_saved: bool) -> None:
-        """Count a call, which saved something for a backward or did not."""
-        if has_saved:
-            self.forwards += 1
-        else:
-            self.skipped += 1
