@@ -25,7 +25,7 @@ from torch.utils.checkpoint import noop_context_fn
 from membudget._torch import constant_to_dynamo
 from membudget.engine.diagnosis import module_names
 from membudget.engine.options import OPTION_NAMES, RegionOptions
-from membudget.engine.policy import Policy, as_policy
+from membudget.engine.policy import Policy, as_policy, reads_names
 from membudget.engine.selective import ContextPair, TorchPolicy, contexts_of
 from membudget.engine.statistics import Statistics
 from membudget.errors import OptionError
@@ -117,7 +117,7 @@ def _number_of(keep: Any, owner: Module | None, label: str) -> int:
     except TypeError:  # A list of globs.
         pass
     policy = as_policy(keep)
-    if policy.reads_names:
+    if reads_names(policy):
         warnings.warn(
             "membudget.name does nothing inside torch.compile, so no tensor is kept by "
             "its name there: keep by operator or by submodule",

@@ -81,11 +81,6 @@ class Policy:
         """Tell whether an output is kept."""
         raise NotImplementedError
 
-    @property
-    def reads_names(self) -> bool:
-        """Whether it depends on names that `membudget.name` gives."""
-        return False
-
     def by_operator(self, operator: Any) -> bool | None:
         """Decide by the operator alone; `None` where more must be known."""
         return None
@@ -147,10 +142,6 @@ class _Operators(Policy):
 class _Named(Policy):
     names: frozenset[str]
 
-    @property
-    def reads_names(self) -> bool:
-        return True
-
     def keeps(self, candidate: Candidate) -> bool:
         return False
 
@@ -189,10 +180,6 @@ class _Either(Policy):
     first: Policy
     second: Policy
 
-    @property
-    def reads_names(self) -> bool:
-        return self.first.reads_names or self.second.reads_names
-
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) or self.second.keeps(candidate)
 
@@ -212,10 +199,6 @@ class _Both(Policy):
     first: Policy
     second: Policy
 
-    @property
-    def reads_names(self) -> bool:
-        return self.first.reads_names or self.second.reads_names
-
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) and self.second.keeps(candidate)
 
@@ -234,10 +217,6 @@ class _Both(Policy):
 class _Not(Policy):
     policy: Policy
 
-    @property
-    def reads_names(self) -> bool:
-        return self.policy.reads_names
-
     def keeps(self, candidate: Candidate) -> bool:
         return not self.policy.keeps(candidate)
 
@@ -247,6 +226,12 @@ class _Not(Policy):
 
     def keeps_name(self, name: str) -> bool:
         return not self.policy.keeps_name(name)
+
+
+def reads_names(policy: Policy) -> bool:
+    """Tell whether a policy depends on names that `membudget.name` gives."""
+    parts = [part for part in vars(policy).values() if isinstance(part, Policy)]
+    return isinstance(policy, _Named) or any(map(reads_names, parts))
 
 
 def operators(*names: str) -> Policy:
