@@ -93,8 +93,7 @@ class OperatorFacts:
             their device, or tells a profiler a name: nothing comes of it, so it has no
             number.
         is_numbered: Whether it counts among the operators of a region. A detach does
-            not: torch adds one where it finds what a factory made held by somebody,
-            so that keeping a tensor would change the numbers of what follows.
+            not: most are unseen, and torch adds one where it finds a tensor held.
         is_asked_of_numbers: Whether it may get numbers in the place of tensors, which
             must be tensors where it runs.
         is_routing: Whether it decides where something goes.
@@ -147,7 +146,7 @@ class OperatorFacts:
         self.is_gather = name == "fsdp::all_gather_copy_in"
         self.is_query = operator.namespace in _QUERY_NAMESPACES
         self.is_asked_of_numbers = name in _ASKED_OF_NUMBERS
-        self.is_numbered = name != "aten::detach"
+        self.is_numbered = name not in ("aten::detach", "aten::alias")
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
         is_usual = not (
