@@ -145,3 +145,19 @@ def test_a_function_can_be_a_constant_to_dynamo():
 
 def test_the_module_of_checkpoint_wrapper_is_there():
     assert callable(_torch.torch_wrapping().checkpoint_wrapper)
+
+
+def test_operators_whose_result_python_reads_are_seen_as_such():
+    seen = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode():
+        assert x.equal(x)
+        assert x[0].item() == 1
+    assert seen[0] is _torch.EQUAL
+    assert seen[-1] is _torch.ITEM

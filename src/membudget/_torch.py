@@ -88,6 +88,10 @@ torchscript_types: tuple[type, ...] = (
     torch._C.ScriptMethod,
 )
 
+# Operators whose result Python reads.
+EQUAL: Any = torch.ops.aten.equal.default
+ITEM: Any = torch.ops.aten._local_scalar_dense.default
+
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
 # storage's address must be compared too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -172,20 +176,13 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
 
 
 def constant_to_dynamo(function: _F) -> _F:
-    """Let `torch.compile` run a function while it traces, and take what it returns.
-
-    This is `torch.compiler.assume_constant_result`, which imports all of Dynamo, for a
-    second and more, to set the mark.
-    """
+    """Do as `torch.compiler.assume_constant_result`, which imports all of Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def torch_wrapping() -> Any:
-    """Return the module of torch's `checkpoint_wrapper`, documented and yet private.
-
-    It is imported here because torch can be built without `torch.distributed`.
-    """
+    """Return the module of `checkpoint_wrapper`: torch may lack `torch.distributed`."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
     return checkpoint_wrapper

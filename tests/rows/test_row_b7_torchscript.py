@@ -200,7 +200,7 @@ def test_row_b7_a_scripted_module_is_a_region(region) -> None:
     assert equal(steps(made, region), steps(made, plain))
 
 
-@pytest.mark.parametrize("options", [{}, {"early_stop": False}])
+@pytest.mark.parametrize("options", [{}, {"early_stop": False}, {"debug": True}])
 @pytest.mark.parametrize("compiled", [script, trace, calling])
 @pytest.mark.parametrize("make", MODULES)
 def test_row_b7_a_rerun_of_torchscript_is_plain_or_raises(

@@ -69,11 +69,6 @@ _OPAQUE = frozenset(
 )
 
 
-# What TorchScript asks of the constants of a traced function while it optimises it.
-# torch hands a mode those constants as numbers, which these operators do not take.
-_ASKED_OF_NUMBERS = frozenset(("aten::equal", "aten::_local_scalar_dense"))
-
-
 class OperatorFacts:
     """What is known of one overload.
 
@@ -94,8 +89,6 @@ class OperatorFacts:
             number.
         is_numbered: Whether it counts among the operators of a region. A detach does
             not: most are unseen, and torch adds one where it finds a tensor held.
-        is_asked_of_numbers: Whether it may get numbers in the place of tensors, which
-            must be tensors where it runs.
         is_routing: Whether it decides where something goes.
         is_plain_view: Whether it is a view of its first argument, and takes no other.
         is_in_place: Whether it writes its first argument and no other.
@@ -105,7 +98,6 @@ class OperatorFacts:
 
     __slots__ = (
         "has_tensor_keywords",
-        "is_asked_of_numbers",
         "is_empty",
         "is_gather",
         "is_in_place",
@@ -145,7 +137,6 @@ class OperatorFacts:
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
         self.is_gather = name == "fsdp::all_gather_copy_in"
         self.is_query = operator.namespace in _QUERY_NAMESPACES
-        self.is_asked_of_numbers = name in _ASKED_OF_NUMBERS
         self.is_numbered = name not in ("aten::detach", "aten::alias")
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
@@ -160,7 +151,7 @@ class OperatorFacts:
         self.is_plain_view = is_usual and self.is_view and self.tensors == (0,)
         self.is_in_place = is_usual and self.written == (0,) and not self.returns_fresh
         self.is_simple = is_usual and not (
-            self.written or self.is_view or self.is_random or self.is_asked_of_numbers
+            self.written or self.is_view or self.is_random
         )
 
 

@@ -88,11 +88,6 @@ class Recorder(Observer):
             return run_in_place(self.recording, func, facts, args, kwargs)
         if facts.is_empty:
             return self._run_empty(func, args, kwargs)
-        if facts.is_asked_of_numbers:
-            args = [
-                a if isinstance(a, Tensor) else torch.tensor(a, device="cpu")
-                for a in args
-            ]
         return run_special(self.recording, func, facts, args, kwargs)
 
     def handle(self, tensor: Tensor) -> Handle:
