@@ -13,6 +13,7 @@ from torch import Tensor
 
 from membudget.engine import isolation
 from membudget.engine.identity import address_of
+from membudget.engine.nested import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
 from membudget.engine.randomness import source_of
 from membudget.engine.replay.foreign import call_noting_draws
@@ -155,6 +156,9 @@ class OperatorRecording:
         )
         for index, item in enumerate(outputs):
             if not isinstance(item, Tensor) or id(item) in table:
+                continue
+            if item.is_nested and has_own_offsets(item, args):
+                self.tracker.meet(item, None)  # Its offsets, made again, are others.
                 continue
             address = address_of(item)
             if address and address in addresses:
