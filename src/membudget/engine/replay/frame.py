@@ -28,7 +28,7 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import PLAIN_CLASSES, fingerprint
+from membudget.engine.bits import fingerprint, has_bits
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
 from membudget.engine.identity import SavedVersion, address_of, version_of
@@ -433,9 +433,12 @@ _OVERWRITTEN = (
 
 
 def _saved_version(tensor: Tensor) -> SavedVersion | None:
-    if type(tensor) not in PLAIN_CLASSES or not address_of(tensor):
+    if not has_bits(tensor) or tensor.is_inference():
         return None
-    return None if tensor.is_inference() else SavedVersion(tensor)
+    try:
+        return SavedVersion(tensor)
+    except RuntimeError:  # A conjugate, say.
+        return None
 
 
 def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:
