@@ -14,6 +14,7 @@ from tests.fuzz.found import differences, differences_under
 from tests.fuzz.world import (
     F,
     Stateful,
+    Tanh,
     World,
     identity_hooks,
     pause,

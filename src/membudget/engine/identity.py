@@ -8,7 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import detach_with_version, storage_address
+from membudget._torch import (
+    detach_with_version,
+    storage_address,
+    without_dispatch_modes,
+)
 
 
 def version_of(tensor: Tensor) -> int:
@@ -68,4 +72,5 @@ class SavedVersion:
 
 @cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=dtype, device=device)
+    with without_dispatch_modes():
+        return torch.empty(0, dtype=dtype, device=device)
