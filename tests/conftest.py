@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from membudget.engine.calls import forget_calls
+
 
 def device_name() -> str:
     """Return the name of the device that tests marked `cuda` would run on."""
@@ -64,3 +66,9 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def no_call_before() -> None:
+    """Begin each test as if no region had run in this process."""
+    forget_calls()

@@ -78,6 +78,21 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     return mixed, plain
 
 
+def content_of(tensor: Tensor) -> Fingerprint:
+    """Return the fingerprint of memory that nobody promised to be there.
+
+    FSDP frees a parameter's memory and keeps the tensor; a wrapper has none.
+    """
+    if not has_bits(tensor) or tensor.is_quantized or is_freed(tensor):
+        return SKIPPED
+    return fingerprint(tensor)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Tell whether the memory of a tensor was freed."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """Return the elements as integers."""
     if tensor.is_complex():

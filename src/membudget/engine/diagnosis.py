@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import CodeType, TracebackType
 from typing import Any
 
+import torch
+
+from membudget._torch import why_hooks_are_disabled
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
@@ -81,3 +85,48 @@ def _grown(function: Any, reads: Reads | None) -> list[str]:
         "argument, whose lists are seen again as they were, or do not fill it here"
         for container, before, after in grown
     ]
+
+
+def note_refused_hooks(error: RuntimeError, function: Any, label: str) -> None:
+    """Name the region in an error of code that forbids saved-tensor hooks.
+
+    `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
+    hooks are active, with a text of autograd's or of the user's own.
+
+    Args:
+        error: What came out of the region.
+        function: The region's function.
+        label: The region's name, if it has one.
+    """
+    notes = getattr(error, "__notes__", ())
+    if _is_of_hooks(error) and not any(note.startswith(_REFUSED) for note in notes):
+        error.add_note(
+            f"{_REFUSED} {label or _title(function)}: a region takes what autograd "
+            "saves by saved-tensor hooks, and torch.func.grad, vjp, jacrev, hessian and "
+            "torch.autograd.graph.disable_saved_tensors_hooks forbid them. Keep such "
+            "code out of the region, or differentiate with torch.autograd.grad."
+        )
+
+
+_REFUSED = "Raised in the region"
+
+
+def _is_of_hooks(error: RuntimeError) -> bool:
+    if why_hooks_are_disabled() is not None:
+        return str(error) == why_hooks_are_disabled()
+    trace = error.__traceback__
+    last: TracebackType | None = None
+    while trace is not None:
+        last, trace = trace, trace.tb_next
+    return last is not None and last.tb_frame.f_code is _disabling_code()
+
+
+def _disabling_code() -> CodeType:
+    disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    code: CodeType = disable.__wrapped__.__code__
+    return code
+
+
+def _title(function: Any) -> str:
+    name = getattr(function, "__qualname__", None)
+    return repr(name or type(function).__qualname__)

@@ -1,4 +1,5 @@
-"""Fingerprints of saved tensors, for `determinism_check="values"`.
+"""Fingerprints of saved tensors: for the calls that are verified, and for
+`determinism_check="values"`, which verifies all.
 
 They must not be taken before the content is there. Some operators save a tensor first
 and fill it later (RReLU its noise), but none after it has ended: the tensors of one
@@ -9,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from membudget._torch import node_sequence_number
-from membudget.engine.bits import SKIPPED, Fingerprint, fingerprint, may_be_a_workspace
+from membudget._torch import node_sequence_number, without_modes
+from membudget.engine.bits import SKIPPED, Fingerprint, content_of, may_be_a_workspace
 
 
 class Fingerprints:
@@ -39,8 +40,12 @@ class Fingerprints:
 
     def settle(self) -> None:
         """Take the fingerprints that are still to be taken."""
-        self.taken += [
-            SKIPPED if may_be_a_workspace(tensor) else fingerprint(tensor)
-            for tensor in self._waiting
-        ]
-        self._waiting.clear()
+        if self._waiting:
+            with without_modes():
+                self.taken += map(_fingerprint, self._waiting)
+            self._waiting.clear()
+
+
+def _fingerprint(tensor: Tensor) -> Fingerprint:
+    # FSDP frees a parameter's memory between its saving and now.
+    return SKIPPED if may_be_a_workspace(tensor) else content_of(tensor)

@@ -71,6 +71,9 @@ class RegionOptions:
     decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
     """What the policy decides by the operator alone, as far as it was asked."""
 
+    verifies: bool = field(init=False, repr=False, compare=False)
+    """Whether a rerun is verified in the first call of a signature; derived."""
+
     always_replays: bool = field(init=False, repr=False, compare=False)
     """Whether the engine is replay, whatever the region reads; derived."""
 
@@ -89,6 +92,13 @@ class RegionOptions:
             self.engine == "auto" and self.keep is not None
         )
         object.__setattr__(self, "always_replays", always)
+        verifies = (
+            self.guards
+            and bool(self.verify)
+            and self.determinism_check != "none"
+            and self.preserve_rng_state
+        )
+        object.__setattr__(self, "verifies", verifies)
         # Whoever asks something of a rerun gets one.
         may = (
             self.engine == "auto"

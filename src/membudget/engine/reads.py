@@ -27,11 +27,12 @@ from torch import Tensor
 
 from membudget import _torch
 from membudget.engine.arguments import HeldArguments
-from membudget.engine.bits import Fingerprint, fingerprint
+from membudget.engine.bits import Fingerprint, content_of
+from membudget.engine.calls import Calls
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
-from membudget.engine.watch import Watch, rewritten_error
+from membudget.engine.watch import Watch, rewritten_error, silently_written_error
 
 _SMALL_BYTES = 64 * 1024
 
@@ -55,6 +56,7 @@ class Reads:
     __slots__ = (
         "_addresses",
         "_containers",
+        "_contents",
         "_grown",
         "_modules",
         "_namespaces",
@@ -64,6 +66,7 @@ class Reads:
         "_tensors",
         "_training",
         "_versions",
+        "_written",
     )
 
     def __init__(self, reached: Reached):
@@ -81,10 +84,20 @@ class Reads:
         self._containers = reached.containers
         self._grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
+        self._contents: list[Fingerprint] | None = None
+        self._written: list[Tensor] = []
         self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
 
-    def finish(self) -> None:
+    def begin_check(self) -> None:
+        """Take the fingerprint of everything, before the function runs."""
+        self._contents = [content_of(tensor) for tensor in self._tensors]
+
+    def finish(self, calls: Calls | None = None) -> None:
         """Notice, after the function ran, what it changed itself."""
+        written: set[int] = set()
+        if self._contents is not None:
+            written = self._silently_written(self._contents)
+            self._contents = None
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
@@ -94,19 +107,45 @@ class Reads:
             if len(held) > before
         ]
         if self._snapshots:
+            if calls is not None and (written or calls.writes_silently):
+                self._silent |= self._note_buffers(written, calls)
             moved = {id(self._tensors[i]) for i in self._rewritten}
             self._snapshots = [
                 (buffer, copy)
                 for buffer, copy in self._snapshots
-                if buffer.nbytes <= _SMALL_BYTES
+                if _size_bytes(buffer) <= _SMALL_BYTES
                 or id(buffer) in moved
                 or id(buffer) in self._silent
             ]
+        if written:
+            state = {id(buffer) for buffer, _ in self._snapshots}
+            self._written = [
+                t for t in self._tensors if id(t) in written and id(t) not in state
+            ]
+
+    def _silently_written(self, contents: list[Fingerprint]) -> set[int]:
+        """Return, by `id`, what changed while its version and storage did not."""
+        with _torch.without_modes():
+            return {
+                id(tensor)
+                for tensor, content, version, address in zip(
+                    self._tensors, contents, self._versions, self._addresses, strict=True
+                )
+                if version_of(tensor) == version
+                and address_of(tensor) == address
+                and content_of(tensor) != content
+            }
+
+    def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
+        """Return, by `id`, the buffers whose copies stay though no version says so."""
+        copied = {id(buffer) for buffer, _ in self._snapshots}
+        calls.writes_silently |= bool(written & copied)
+        return copied if calls.writes_silently else set()
 
     def _note_rewritten(self, versions: list[int]) -> None:
         state = {id(buffer) for buffer, _ in self._snapshots}
         self._rewritten = {
-            i: None if id(tensor) in state else fingerprint(tensor)
+            i: None if id(tensor) in state else content_of(tensor)
             for i, tensor in enumerate(self._tensors)
             if versions[i] != self._versions[i]
         }
@@ -124,6 +163,9 @@ class Reads:
         hide_gradients: bool,
     ) -> Externals | None:
         """Bring everything back for a recompute; see `Surroundings.enter_state`."""
+        if self._written:
+            names = names_of(function, arguments.others)
+            raise silently_written_error([name_of(t, names) for t in self._written])
         self._enter_attributes(scope)
         watch = self._watch(function, arguments)
         if self._snapshots:
@@ -188,7 +230,7 @@ class Reads:
             self._tensors[i]
             for i in changed
             if i not in self._rewritten
-            or self._rewritten[i] not in (None, fingerprint(self._tensors[i]))
+            or self._rewritten[i] not in (None, content_of(self._tensors[i]))
         ]
 
 
@@ -254,6 +296,10 @@ def _snapshots(buffers: list[Tensor]) -> Snapshots:
         ]
 
 
+def _size_bytes(buffer: Tensor) -> int:
+    return buffer.nbytes if buffer.layout is torch.strided else 0
+
+
 def _enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
     buffers = [buffer for buffer, _ in snapshots]
     versions = [version_of(buffer) for buffer in buffers]
@@ -269,6 +315,9 @@ def _enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
         scope.callback(undo)
         for buffer, copy in snapshots:
             buffer.copy_(copy)
+        # What the recompute saves has the version that it will have when this is undone,
+        # also where it is no alias that can be told by its address: a view of a wrapper.
+        _torch.set_versions(buffers, versions)
 
 
 def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:

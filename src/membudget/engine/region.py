@@ -40,6 +40,8 @@ from typing import Any, TypeVar, overload
 import torch
 
 from membudget.engine import isolation
+from membudget.engine.calls import calls_of
+from membudget.engine.diagnosis import note_refused_hooks
 from membudget.engine.frame import Frame
 from membudget.engine.options import (
     DEFAULTS,
@@ -155,6 +157,10 @@ def run_region(
     try:
         frame = _frame(function, args, kwargs, options, statistics)
         result = frame.run(args, kwargs)
+    except RuntimeError as error:
+        label = statistics.label if statistics is not None else ""
+        note_refused_hooks(error, function, label)
+        raise
     finally:
         if counted:
             isolation.leave()
@@ -177,9 +183,11 @@ def _frame(
 ) -> Frame | ReplayFrame:
     """Choose the engine."""
     if not options.always_replays:
-        frame = Frame(function, args, kwargs, options, statistics)
-        if not (options.may_replay and frame.surroundings.needs_repair):
-            return frame
+        calls = calls_of(function, args, kwargs) if options.verifies else None
+        if calls is None or not (calls.owner.replays and options.may_replay):
+            frame = Frame(function, args, kwargs, options, statistics, calls)
+            if not (options.may_replay and frame.surroundings.needs_repair):
+                return frame
     return ReplayFrame(function, args, kwargs, options, statistics)
 
 

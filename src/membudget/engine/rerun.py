@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -30,6 +29,7 @@ from membudget.engine.compare import (
     mismatch_error,
     same_metadata,
 )
+from membudget.engine.bits import SKIPPED, Fingerprint
 from membudget.engine.diagnosis import likely_causes, module_names
 from membudget.engine.fingerprints import Fingerprints
 from membudget.engine.reads import Externals
@@ -37,7 +37,19 @@ from membudget.engine.recording import Handle, Recording
 from membudget.engine.scope import Scope
 from membudget.engine.trace import Trace, side_by_side
 from membudget.engine.watch import changed_error
-from membudget.errors import CheckpointError
+from membudget.errors import (
+    ChangedSinceForwardError,
+    CheckpointError,
+    RecomputeMismatchError,
+)
+
+
+# What code raises that finds its own state moved on: an iterator at its end, a key that
+# is there already. No lack of memory, and nothing that an operator raises.
+_STATEFUL = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
+    *(OSError, StopIteration, TypeError, ValueError),
+)
 
 
 class _StopRecompute(BaseException):
@@ -61,11 +73,12 @@ class Rerun:
         "_externals",
         "_failure",
         "_fingerprints",
+        "_handles",
         "_is_guarded",
         "_last_needed",
         "_may_stop",
+        "_metadata",
         "_recording",
-        "_saved",
         "_stopped",
         "_trace",
     )
@@ -73,7 +86,8 @@ class Rerun:
     def __init__(self, recording: Recording):
         """Prepare to fill the handles of `recording`."""
         self._recording = recording
-        self._saved = recording.saved
+        self._handles = recording.handles
+        self._metadata = recording.metadata
         self._last_needed = recording.last_needed()
         self._cursor = 0
         self._failure: CheckpointError | None = None
@@ -82,8 +96,7 @@ class Rerun:
         self._stopped = False
         self._is_guarded = recording.options.guards
         self._fingerprints = None if recording.fingerprints is None else Fingerprints()
-        # With fingerprints, the stop comes one operator later.
-        self._may_stop = recording.options.early_stop and self._fingerprints is None
+        self._may_stop = recording.options.early_stop
 
     def run(self) -> None:
         """Run the function again and fill the handles.
@@ -115,21 +128,31 @@ class Rerun:
                 raise self._failure
             if not self._stopped:
                 self._check_count()
+            if self._fingerprints is not None and recording.finished:
+                recording.note_verified()
+        except CheckpointError as error:
+            if _is_its_own_doing(error):
+                error.add_remedy(recording.replay_from_now())
+            raise
         finally:
             set_grad_enabled(gradients_were_on)
             self._failure = None
-            del self._recording, self._saved, self._trace, self._fingerprints
+            del self._recording, self._handles, self._metadata, self._fingerprints
+            del self._trace
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Call the function, to its end or until everything needed is there."""
         push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
         try:
             self._recording.function(*args, **kwargs)
-            if self._fingerprints is not None:
-                self._compare_fingerprints(self._fingerprints.settle)
+            self._compare_all_fingerprints()
         except _StopRecompute:
             if not self._stopped:
                 raise  # It ends the recompute around this one.
+        except _STATEFUL as error:
+            remedy = self._recording.replay_from_now()
+            error.add_note(f"The forward of the region raised nothing. {remedy}")
+            raise
         finally:
             pop_saved_tensors_hooks()
 
@@ -143,15 +166,14 @@ class Rerun:
 
         Autograd gets nothing: the graph of the recompute is not used.
         """
-        saved = self._saved
+        handles = self._handles
         index = self._cursor
         self._cursor = index + 1
-        if index < len(saved):
-            reference, before = saved[index]
+        if index < len(handles):
             made = metadata(tensor)
-            if made != before:
+            if made != self._metadata[index]:
                 self._check(index, made)
-            handle = reference()
+            handle = handles[index]()
             if handle is not None:
                 handle.tensor = tensor
                 try:
@@ -168,28 +190,34 @@ class Rerun:
             and self._may_stop
             and not _fills_what_it_saved(sys._getframe(1))
         ):
+            self._compare_all_fingerprints()
             self._stopped = True
             raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
         """Do the same, and compare the bytes of tensors that are filled by now."""
-        assert self._fingerprints is not None
-        self._compare_fingerprints(partial(self._fingerprints.add, tensor))
+        self._decide_at(sys._getframe(1))
+        self._give_and_compare(tensor)
+
+    def _give_and_compare(self, tensor: Tensor) -> None:
+        if self._fingerprints is not None:
+            start = len(self._fingerprints.taken)
+            self._fingerprints.add(tensor)
+            self._compare_fingerprints(self._fingerprints.taken, start)
         self._pack(tensor)
 
     def _pack_whole(self, tensor: Tensor) -> Tensor:
         """Do the same where the function differentiates inside (Rule 7)."""
         # The graph holds the tensor, and the tensor's history would hold the graph.
         tensor = tensor.detach()
-        if self._fingerprints is None:
-            self._may_stop = (
-                self._recording.options.early_stop
-                and not _fills_what_it_saved(sys._getframe(1))
-            )
-            self._pack(tensor)
-        else:
-            self._pack_with_fingerprint(tensor)
+        self._decide_at(sys._getframe(1))
+        self._give_and_compare(tensor)
         return tensor
+
+    def _decide_at(self, caller: FrameType) -> None:
+        """Decide whether the run may stop, where `_pack` does not see who saves."""
+        early_stop = self._recording.options.early_stop
+        self._may_stop = early_stop and not _fills_what_it_saved(caller)
 
     def _check_external(self, handle: Handle, externals: Externals) -> None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""
@@ -202,25 +230,27 @@ class Rerun:
     def _check(self, index: int, made: Metadata) -> None:
         if self._recording.options.determinism_check == "none":
             return
-        saved = self._recording.saved[index][1]
+        saved = self._metadata[index]
         if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
-    def _compare_fingerprints(self, more: Callable[[], None]) -> None:
-        """Take more fingerprints, and compare the new ones with the forward's."""
-        assert self._fingerprints is not None
+    def _compare_all_fingerprints(self) -> None:
+        """Compare the bytes of what the last operator saved, too."""
+        if self._fingerprints is not None:
+            start = len(self._fingerprints.taken)
+            self._fingerprints.settle()
+            self._compare_fingerprints(self._fingerprints.taken, start)
+
+    def _compare_fingerprints(self, taken: list[Fingerprint], start: int) -> None:
+        """Compare fingerprints, from number `start` on, with the forward's."""
         assert self._recording.fingerprints is not None
-        taken, expected = self._fingerprints.taken, self._recording.fingerprints.taken
-        start = len(taken)
-        more()
+        expected = self._recording.fingerprints.taken
         for index in range(start, min(len(taken), len(expected))):
-            if taken[index] != expected[index]:
-                data = self._recording.saved[index][1]
+            both = taken[index], expected[index]
+            if both[0] != both[1] and SKIPPED not in both:
+                data = self._metadata[index]
                 text = describe(data)
                 self._fail(index, text, f"{text}, with other values in it", data, data)
-        if self._recording.options.early_stop and len(taken) > self._last_needed:
-            self._stopped = True
-            raise _StopRecompute
 
     def _fail(
         self, index: int, saved: str, made: str, before: Metadata, now: Metadata
@@ -235,8 +265,8 @@ class Rerun:
         recording = self._recording
         if not recording.finished or recording.options.determinism_check == "none":
             return
-        if self._cursor != len(recording.saved):
-            saved, made = len(recording.saved), self._cursor
+        if self._cursor != len(recording.handles):
+            saved, made = len(recording.handles), self._cursor
             raise mismatch_error(
                 None,
                 None,
@@ -275,3 +305,12 @@ def _fills_what_it_saved(caller: FrameType) -> bool:
     up in the Python code that made it.
     """
     return "rrelu" in caller.f_code.co_names
+
+
+def _is_its_own_doing(error: CheckpointError) -> bool:
+    """Tell whether the region itself made its rerun differ, and no remedy is named."""
+    if error.remedy:  # A region around this one failed, and this one asked it.
+        return False
+    return isinstance(error, RecomputeMismatchError) or (
+        isinstance(error, ChangedSinceForwardError) and error.by_region
+    )
