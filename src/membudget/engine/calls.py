@@ -6,9 +6,13 @@ and calls number 2, 4, 8, 16, ... after it.
 
 A signature is what is known before a call: the function and the modules that it holds
 or is given, their training flags, autocast, the shapes and dtypes of its tensors, and
-its integers and strings. A *path* is what is known after it: the dtypes and ranks of
-the saved tensors, in order. Once a call takes a path that none verified has taken, the
-next calls are verified until one has taken it, or `_PATIENCE` of them have not.
+its flags and strings. No numbers: a function that is given a step's number would never
+be known. A *path* is what is known after it: the dtypes and ranks of the saved tensors,
+in order. Once a call takes a path that none verified has taken, the next calls are
+verified until one has taken it, or `_PATIENCE` of them have not.
+
+All calls before the first backward are first calls. What goes unseen: a function that
+begins to be inexact, on a known path, between two calls that are verified.
 
 Functions and modules are known by their `id` and held weakly: when one dies, what is
 known of it goes first, before its `id` names another.
@@ -19,6 +23,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 from weakref import ref
 
@@ -34,6 +39,7 @@ Path = list[Metadata]
 
 _MOST_KEYS = 4096
 _MOST_ENTRIES = 256
+_MOST_ITEMS = 64
 _MOST_PATHS = 1024
 _PATIENCE = 256
 
@@ -59,6 +65,8 @@ class Calls:
 
     Attributes:
         owner: The function.
+        fills_late: Whether an operator was found that fills a tensor only after it has
+            saved it (RReLU its noise): a recompute must not stop there.
         path: What the last call on a verified path saved.
         writes_silently: Whether a call wrote a large buffer without its version rising.
     """
@@ -70,6 +78,7 @@ class Calls:
         "_patience",
         "_refs",
         "_verified",
+        "fills_late",
         "owner",
         "path",
         "writes_silently",
@@ -79,7 +88,7 @@ class Calls:
         """Begin before the first call."""
         self.owner = owner
         self.path: Path | None = None
-        self.writes_silently = False
+        self.writes_silently = self.fills_late = False
         self._refs = _held_weakly(parts, _KNOWN, key)
         self._count = 0
         self._is_settled = False
@@ -141,10 +150,14 @@ def calls_of(
     _describe_callee(function, key, parts)
     held = len(parts)
     for value in args:
-        (_DESCRIBERS.get(type(value)) or _describer_of(type(value)))(value, key, parts)
-    for name, value in kwargs.items():
-        key.append(name)
-        (_DESCRIBERS.get(type(value)) or _describer_of(type(value)))(value, key, parts)
+        if type(value) is Tensor:
+            key += (value.shape, value.dtype)
+        else:
+            _describe(value, key, parts)
+    if kwargs:
+        key += kwargs
+        for value in kwargs.values():
+            _describe(value, key, parts)
     full = tuple(key)
     return _KNOWN.get(full) or _first_calls(full, parts, held)
 
@@ -177,9 +190,15 @@ def _held_weakly(parts: list[Any], known: dict[Key, Any], key: Key) -> list[Any]
 # names by its `id`.
 
 
+def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
+    kind = type(value)
+    (_DESCRIBERS.get(kind) or _describer_of(kind))(value, key, parts)
+
+
 def _describe_callee(value: Any, key: list[Any], parts: list[Any]) -> None:
     """Describe what is called: an object of a user's class is known by itself."""
-    describe = _DESCRIBERS.get(type(value)) or _describer_of(type(value))
+    kind = type(value)
+    describe = _DESCRIBERS.get(kind) or _describer_of(kind)
     if describe is _describe_kind:
         describe = _describe_identity
     describe(value, key, parts)
@@ -196,13 +215,11 @@ def _describe_identity(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_tensor(value: Any, key: list[Any], parts: list[Any]) -> None:
-    key.append(value.shape)
-    key.append(value.dtype)
+    key += (value.shape, value.dtype)
 
 
 def _describe_value(value: Any, key: list[Any], parts: list[Any]) -> None:
-    key.append(type(value))
-    key.append(value)
+    key += (type(value), value)
 
 
 def _describe_kind(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -211,22 +228,21 @@ def _describe_kind(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 def _describe_module(value: Any, key: list[Any], parts: list[Any]) -> None:
     parts.append(value)
-    key.append(id(value))
-    key.append(value.training)
+    key += (id(value), value.training)
 
 
 def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
     code = value.__code__
     parts.append(code)
     key.append(id(code))
-    for cell in value.__closure__ or ():
+    closure = value.__closure__
+    if closure is None or len(key) > _MOST_ENTRIES:
+        return
+    for cell in closure:
         try:
-            held = cell.cell_contents
+            _describe(cell.cell_contents, key, parts)
         except ValueError:  # It is still empty.
             continue
-        if len(key) < _MOST_ENTRIES:
-            describe = _DESCRIBERS.get(type(held)) or _describer_of(type(held))
-            describe(held, key, parts)
 
 
 def _describe_builtin(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -241,19 +257,24 @@ def _describe_method(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 def _describe_partial(value: Any, key: list[Any], parts: list[Any]) -> None:
     _describe_callee(value.func, key, parts)
-    _describe_items((*value.args, *value.keywords.values()), key, parts)
+    for item in (*value.args, *value.keywords.values()):
+        _describe(item, key, parts)
 
 
 def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
-    key.append(len(value))
-    for item in value:
-        if len(key) < _MOST_ENTRIES:
-            describe = _DESCRIBERS.get(type(item)) or _describer_of(type(item))
+    """Describe the modules alone: a log that grows says nothing of a call."""
+    if len(key) > _MOST_ENTRIES:
+        return
+    key.append(type(value))
+    for item in islice(value, _MOST_ITEMS):
+        kind = type(item)
+        describe = _DESCRIBERS.get(kind) or _describer_of(kind)
+        if describe in _OF_CONTENT:
             describe(item, key, parts)
 
 
 def _describe_mapping(value: Any, key: list[Any], parts: list[Any]) -> None:
-    _describe_items(list(value.values()), key, parts)
+    _describe_items(value.values(), key, parts)
 
 
 Describer = Callable[[Any, list[Any], list[Any]], None]
@@ -262,7 +283,7 @@ _DESCRIBERS: dict[type, Describer] = {
     Tensor: _describe_tensor,
     Parameter: _describe_tensor,
     **dict.fromkeys(
-        (int, bool, str, type(None), torch.dtype, torch.device), _describe_value
+        (bool, str, type(None), torch.dtype, torch.device), _describe_value
     ),
     types.FunctionType: _describe_function,
     types.BuiltinFunctionType: _describe_builtin,
@@ -272,6 +293,9 @@ _DESCRIBERS: dict[type, Describer] = {
     tuple: _describe_items,
     dict: _describe_mapping,
 }
+
+
+_OF_CONTENT = (_describe_module, _describe_items, _describe_mapping)
 
 
 def _describer_of(kind: type) -> Describer:

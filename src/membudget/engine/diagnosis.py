@@ -66,8 +66,9 @@ def likely_causes(
     if not options.preserve_rng_state:
         causes.append("preserve_rng_state=False: random numbers were drawn anew")
     causes.append(
-        "the function depends on state that its own forward changed (a counter, a "
-        "cache, a branch on data); guard such code with membudget.is_recomputing()"
+        "Python state that the forward advanced and that nothing brings back (a "
+        "counter, a cache, an iterator, the environment, the clock), or a branch on "
+        "it; guard such code with membudget.is_recomputing()"
     )
     return causes
 

@@ -46,6 +46,43 @@ class Fingerprints:
             self._waiting.clear()
 
 
+class Comparison(Fingerprints):
+    """The fingerprints of a recompute, beside those of its forward.
+
+    Attributes:
+        waited: Whether an operator filled a tensor only after it had saved it.
+    """
+
+    __slots__ = ("_compared", "_expected", "waited")
+
+    def __init__(self, forward: Fingerprints):
+        """Compare with what `forward` has taken, by the time of each comparison."""
+        super().__init__()
+        self._expected = forward.taken
+        self._compared = 0
+        self.waited = False
+
+    def difference(self) -> int | None:
+        """Return the index of the first tensor that differs and was not compared."""
+        start, self._compared = self._compared, len(self.taken)
+        return self._first_difference(self.taken[start:], start)
+
+    def is_filled(self) -> bool:
+        """Tell whether the operator that is saving has filled what it saved so far."""
+        with without_modes():
+            now = [_fingerprint(tensor) for tensor in self._waiting]
+        if self._first_difference(now, len(self.taken)) is not None:
+            self.waited = True
+            return False
+        return True
+
+    def _first_difference(self, taken: list[Fingerprint], start: int) -> int | None:
+        for index, both in enumerate(zip(taken, self._expected[start:], strict=False)):
+            if both[0] != both[1] and SKIPPED not in both:
+                return start + index
+        return None
+
+
 def _fingerprint(tensor: Tensor) -> Fingerprint:
     # FSDP frees a parameter's memory between its saving and now.
     return SKIPPED if may_be_a_workspace(tensor) else content_of(tensor)

@@ -94,10 +94,8 @@ class Reads:
 
     def finish(self, calls: Calls | None = None) -> None:
         """Notice, after the function ran, what it changed itself."""
-        written: set[int] = set()
-        if self._contents is not None:
-            written = self._silently_written(self._contents)
-            self._contents = None
+        contents, self._contents = self._contents, None
+        written = None if contents is None else self._silently_written(contents)
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
@@ -108,7 +106,7 @@ class Reads:
         ]
         if self._snapshots:
             if calls is not None and (written or calls.writes_silently):
-                self._silent |= self._note_buffers(written, calls)
+                self._silent |= self._note_buffers(written or set(), calls)
             moved = {id(self._tensors[i]) for i in self._rewritten}
             self._snapshots = [
                 (buffer, copy)

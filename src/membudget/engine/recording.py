@@ -138,10 +138,20 @@ class Recording:
             if handle is not None:
                 handle.tensor = None
 
-    def note_verified(self) -> None:
-        """Note that a recompute made what the forward saved, bit for bit."""
+    def stops_early(self) -> bool:
+        """Tell whether a recompute may stop before the function's end."""
+        calls = self.calls
+        return self.options.early_stop and not (calls is not None and calls.fills_late)
+
+    def note_verified(self, fills_late: bool) -> None:
+        """Note that a recompute made what the forward saved, bit for bit.
+
+        Args:
+            fills_late: Whether an operator fills what it saves only after saving it.
+        """
         if self.calls is not None:
             self.calls.verified(self.metadata)
+            self.calls.fills_late |= fills_late
 
     def replay_from_now(self) -> str:
         """Give up rerunning the function, as far as its options leave the choice.

@@ -29,9 +29,8 @@ from membudget.engine.compare import (
     mismatch_error,
     same_metadata,
 )
-from membudget.engine.bits import SKIPPED, Fingerprint
 from membudget.engine.diagnosis import likely_causes, module_names
-from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.fingerprints import Comparison
 from membudget.engine.reads import Externals
 from membudget.engine.recording import Handle, Recording
 from membudget.engine.scope import Scope
@@ -79,6 +78,7 @@ class Rerun:
         "_may_stop",
         "_metadata",
         "_recording",
+        "_site",
         "_stopped",
         "_trace",
     )
@@ -93,10 +93,12 @@ class Rerun:
         self._failure: CheckpointError | None = None
         self._trace: Trace | None = None
         self._externals: Externals | None = None
+        self._site: CallSite | None = None
         self._stopped = False
         self._is_guarded = recording.options.guards
-        self._fingerprints = None if recording.fingerprints is None else Fingerprints()
-        self._may_stop = recording.options.early_stop
+        forward = recording.fingerprints
+        self._fingerprints = None if forward is None else Comparison(forward)
+        self._may_stop = recording.stops_early()
 
     def run(self) -> None:
         """Run the function again and fill the handles.
@@ -129,7 +131,7 @@ class Rerun:
             if not self._stopped:
                 self._check_count()
             if self._fingerprints is not None and recording.finished:
-                recording.note_verified()
+                recording.note_verified(self._fingerprints.waited)
         except CheckpointError as error:
             if _is_its_own_doing(error):
                 error.add_remedy(recording.replay_from_now())
@@ -145,7 +147,9 @@ class Rerun:
         push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
         try:
             self._recording.function(*args, **kwargs)
-            self._compare_all_fingerprints()
+            if self._fingerprints is not None:
+                self._fingerprints.settle()
+                self._compare(self._fingerprints)
         except _StopRecompute:
             if not self._stopped:
                 raise  # It ends the recompute around this one.
@@ -190,9 +194,15 @@ class Rerun:
             and self._may_stop
             and not _fills_what_it_saved(sys._getframe(1))
         ):
-            self._compare_all_fingerprints()
-            self._stopped = True
-            raise _StopRecompute
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the run, unless the bytes of what is being saved are not there yet."""
+        if self._fingerprints is not None and not self._fingerprints.is_filled():
+            self._site = self._site or self._site_now()
+            return
+        self._stopped = True
+        raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
         """Do the same, and compare the bytes of tensors that are filled by now."""
@@ -201,9 +211,8 @@ class Rerun:
 
     def _give_and_compare(self, tensor: Tensor) -> None:
         if self._fingerprints is not None:
-            start = len(self._fingerprints.taken)
             self._fingerprints.add(tensor)
-            self._compare_fingerprints(self._fingerprints.taken, start)
+            self._compare(self._fingerprints)
         self._pack(tensor)
 
     def _pack_whole(self, tensor: Tensor) -> Tensor:
@@ -216,8 +225,8 @@ class Rerun:
 
     def _decide_at(self, caller: FrameType) -> None:
         """Decide whether the run may stop, where `_pack` does not see who saves."""
-        early_stop = self._recording.options.early_stop
-        self._may_stop = early_stop and not _fills_what_it_saved(caller)
+        stops = self._recording.stops_early()
+        self._may_stop = stops and not _fills_what_it_saved(caller)
 
     def _check_external(self, handle: Handle, externals: Externals) -> None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""
@@ -234,32 +243,25 @@ class Rerun:
         if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
-    def _compare_all_fingerprints(self) -> None:
-        """Compare the bytes of what the last operator saved, too."""
-        if self._fingerprints is not None:
-            start = len(self._fingerprints.taken)
-            self._fingerprints.settle()
-            self._compare_fingerprints(self._fingerprints.taken, start)
-
-    def _compare_fingerprints(self, taken: list[Fingerprint], start: int) -> None:
-        """Compare fingerprints, from number `start` on, with the forward's."""
-        assert self._recording.fingerprints is not None
-        expected = self._recording.fingerprints.taken
-        for index in range(start, min(len(taken), len(expected))):
-            both = taken[index], expected[index]
-            if both[0] != both[1] and SKIPPED not in both:
-                data = self._metadata[index]
-                text = describe(data)
-                self._fail(index, text, f"{text}, with other values in it", data, data)
+    def _compare(self, fingerprints: Comparison) -> None:
+        """Refuse a tensor whose bytes are not those of the forward."""
+        index = fingerprints.difference()
+        if index is not None:
+            data = self._metadata[index]
+            text = describe(data)
+            self._fail(index, text, f"{text}, with other values in it", data, data)
 
     def _fail(
         self, index: int, saved: str, made: str, before: Metadata, now: Metadata
     ) -> None:
-        names = module_names(self._recording.function, self._recording.label)
-        site = CallSite(calling_frame(), names)
+        site = self._site or self._site_now()
         causes = self._causes(before, now)
         self._failure = mismatch_error(index, site, saved, made, causes, self._traces())
         raise self._failure
+
+    def _site_now(self) -> CallSite:
+        names = module_names(self._recording.function, self._recording.label)
+        return CallSite(calling_frame(), names)
 
     def _check_count(self) -> None:
         recording = self._recording

@@ -39,7 +39,8 @@ class Surroundings:
         reads: What else it could read; `None` if nothing, or without guards.
         needs_repair: Whether it can reach running statistics that it will write, or
             private generators: what a replay need not put back.
-        trainable: Whether it can reach a tensor that requires a gradient.
+        trainable: Whether it can reach a tensor that requires a gradient, which only
+            the reentrant variant asks.
         random_log: The random operators, where several threads run regions.
     """
 
@@ -130,7 +131,9 @@ class GuardedSurroundings(Surroundings):
         self.arguments = arguments = HeldArguments(args, kwargs)
         reached = reach(function, arguments.others)
         self.needs_repair = reached.writes_statistics or bool(reached.generators)
-        self.trainable = any(t.requires_grad for t in reached.tensors)
+        self.trainable = not options.use_reentrant or any(
+            t.requires_grad for t in reached.tensors
+        )
         self.reads = Reads(reached) if reached.holds_state() else None
         self.random_log = None
         self._noted = []
