@@ -199,7 +199,7 @@ def may_read_bytes() -> bool:
     )
 
 
-# The message of whoever has forbidden saved-tensor hooks; `None` while they may be used.
+# What whoever forbids saved-tensor hooks says; `None` while they may be used.
 why_hooks_are_disabled: Callable[[], str | None] = (
     torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )

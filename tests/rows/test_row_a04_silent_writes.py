@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from membudget.errors import ChangedSinceForwardError
 from tests.behaviours.steps import plain
 
 Region = Callable[..., Any]
+Model = TypeVar("Model", bound=nn.Module)
 LARGE = 300  # Codes of 64 numbers: more than 64 KiB.
 
 
@@ -74,7 +75,7 @@ def rerun(*args: Any) -> Any:
     return mb.checkpoint(*args, engine="rerun")
 
 
-def built(make: Callable[[], nn.Module]) -> nn.Module:
+def built(make: Callable[[], Model]) -> Model:
     torch.manual_seed(0)
     return make()
 
@@ -107,7 +108,8 @@ def test_row_a04_a_parameter_that_the_forward_writes_is_refused_by_name():
 
     for _ in range(2):
         with pytest.raises(
-            ChangedSinceForwardError, match=r"(?s)'second.weight' is .*engine=\"replay\""
+            ChangedSinceForwardError,
+            match=r"(?s)'second.weight' is .*engine=\"replay\"",
         ) as caught:
             step(module, x, rerun)
         caught.match("written by the region itself")

@@ -18,10 +18,10 @@ Region = Callable[..., Any]
 
 
 class Box:
-    """An object of the user's."""
+    """An object of the user's that holds one thing."""
 
-    def __init__(self, **attributes: Any) -> None:
-        self.__dict__.update(attributes)
+    def __init__(self, content: Any) -> None:
+        self.content = content
 
 
 class Normalised(nn.Module):
@@ -42,8 +42,8 @@ class Normalised(nn.Module):
         elif place == "closure":
             self.statistics = lambda: held
         else:
-            self.deep = Box(inner=Box(held=held))
-            self.statistics = lambda: self.deep.inner.held
+            self.deep = Box(Box(held))
+            self.statistics = lambda: self.deep.content.content
 
     def get_buffers(self) -> dict[str, Tensor]:
         return dict(self.named_buffers(recurse=False))

@@ -17,7 +17,7 @@ from tests.behaviours.steps import plain
 class Wrapped(Tensor):
     """A weight that is unwrapped by every operator."""
 
-    inner: Tensor
+    content: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> Wrapped:
@@ -26,14 +26,14 @@ class Wrapped(Tensor):
         return wrapped
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.content = inner
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         def unwrap(value: Any) -> Any:
-            return value.inner if isinstance(value, Wrapped) else value
+            return value.content if isinstance(value, Wrapped) else value
 
         return func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {}))
 

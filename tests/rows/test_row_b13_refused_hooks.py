@@ -117,7 +117,7 @@ def test_row_b13_transforms_that_need_no_hooks_work_inside(engine: str):
         return vmap(lambda row: (row * w).sin().sum())(x)
 
     def gradients(region: Any) -> list[Tensor]:
-        found = []
+        found: list[Tensor] = []
         for _ in range(3):
             x = torch.linspace(0, 1, 12).view(3, 4).requires_grad_()
             w.grad = None

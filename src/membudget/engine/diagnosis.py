@@ -17,6 +17,7 @@ from membudget._torch import why_hooks_are_disabled
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
+from membudget.engine.statistics import Statistics
 
 
 def module_names(function: Any, label: str = "") -> Mapping[int, str]:
@@ -88,7 +89,9 @@ def _grown(function: Any, reads: Reads | None) -> list[str]:
     ]
 
 
-def note_refused_hooks(error: RuntimeError, function: Any, label: str) -> None:
+def note_refused_hooks(
+    error: RuntimeError, function: Any, statistics: Statistics | None
+) -> None:
     """Name the region in an error of code that forbids saved-tensor hooks.
 
     `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
@@ -97,14 +100,15 @@ def note_refused_hooks(error: RuntimeError, function: Any, label: str) -> None:
     Args:
         error: What came out of the region.
         function: The region's function.
-        label: The region's name, if it has one.
+        statistics: Of the region, if somebody counts: they have its name.
     """
+    label = statistics.label if statistics is not None else ""
     notes = getattr(error, "__notes__", ())
     if _is_of_hooks(error) and not any(note.startswith(_REFUSED) for note in notes):
         error.add_note(
             f"{_REFUSED} {label or _title(function)}: a region takes what autograd "
-            "saves by saved-tensor hooks, and torch.func.grad, vjp, jacrev, hessian and "
-            "torch.autograd.graph.disable_saved_tensors_hooks forbid them. Keep such "
+            "saves by saved-tensor hooks, which torch.func.grad, vjp, jacrev, hessian "
+            "and torch.autograd.graph.disable_saved_tensors_hooks forbid. Keep such "
             "code out of the region, or differentiate with torch.autograd.grad."
         )
 

@@ -1,5 +1,6 @@
-"""Fingerprints of saved tensors: for the calls that are verified, and for
-`determinism_check="values"`, which verifies all.
+"""Fingerprints of what is saved, in the calls that are verified.
+
+`determinism_check="values"` verifies all of them.
 
 They must not be taken before the content is there. Some operators save a tensor first
 and fill it later (RReLU its noise), but none after it has ended: the tensors of one

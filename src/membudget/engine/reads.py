@@ -16,6 +16,11 @@ BatchNorm's kernel writes its running statistics without telling the version cou
 So its buffers, and all small ones, are always put back; another large one (a causal
 mask) only when its version says that the forward wrote it, and its copy is dropped at
 once otherwise.
+
+In a call that is verified, fingerprints from before and after the forward tell what it
+wrote behind the version counters. The copies of the large buffers of such a function
+stay from then on; a parameter or a tensor in a dict cannot be put back, so that its
+recompute is refused.
 """
 
 from __future__ import annotations
@@ -32,9 +37,8 @@ from membudget.engine.calls import Calls
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
+from membudget.engine.snapshots import enter_snapshots, is_small, take_snapshots
 from membudget.engine.watch import Watch, rewritten_error, silently_written_error
-
-_SMALL_BYTES = 64 * 1024
 
 
 class Externals(NamedTuple):
@@ -86,7 +90,7 @@ class Reads:
         self._rewritten: dict[int, Fingerprint | None] = {}
         self._contents: list[Fingerprint] | None = None
         self._written: list[Tensor] = []
-        self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
+        self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
         """Take the fingerprint of everything, before the function runs."""
@@ -111,9 +115,7 @@ class Reads:
             self._snapshots = [
                 (buffer, copy)
                 for buffer, copy in self._snapshots
-                if _size_bytes(buffer) <= _SMALL_BYTES
-                or id(buffer) in moved
-                or id(buffer) in self._silent
+                if is_small(buffer) or id(buffer) in moved or id(buffer) in self._silent
             ]
         if written:
             state = {id(buffer) for buffer, _ in self._snapshots}
@@ -127,7 +129,11 @@ class Reads:
             return {
                 id(tensor)
                 for tensor, content, version, address in zip(
-                    self._tensors, contents, self._versions, self._addresses, strict=True
+                    self._tensors,
+                    contents,
+                    self._versions,
+                    self._addresses,
+                    strict=True,
                 )
                 if version_of(tensor) == version
                 and address_of(tensor) == address
@@ -167,7 +173,7 @@ class Reads:
         self._enter_attributes(scope)
         watch = self._watch(function, arguments)
         if self._snapshots:
-            _enter_snapshots(scope, self._snapshots)
+            enter_snapshots(scope, self._snapshots)
         if hide_gradients:
             _hide_gradients(scope, self._tensors)
         if watch is not None:
@@ -278,44 +284,6 @@ def name_of(tensor: Tensor, names: dict[int, str]) -> str:
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     name = names.get(id(tensor)) or names.get(address_of(tensor))
     return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
-
-
-Snapshots = list[tuple[Tensor, Tensor]]
-
-
-@torch.no_grad()
-def _snapshots(buffers: list[Tensor]) -> Snapshots:
-    unique = {id(buffer): buffer for buffer in buffers}
-    with _torch.without_dispatch_modes():
-        return [
-            (buffer, buffer.detach().clone())
-            for buffer in unique.values()
-            if not buffer.requires_grad
-        ]
-
-
-def _size_bytes(buffer: Tensor) -> int:
-    return buffer.nbytes if buffer.layout is torch.strided else 0
-
-
-def _enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
-    buffers = [buffer for buffer, _ in snapshots]
-    versions = [version_of(buffer) for buffer in buffers]
-    with torch.no_grad(), _torch.without_dispatch_modes():
-        current = [buffer.detach().clone() for buffer in buffers]
-
-        def undo() -> None:
-            with torch.no_grad(), _torch.without_dispatch_modes():
-                for buffer, content in zip(buffers, current, strict=True):
-                    buffer.copy_(content)
-            _torch.set_versions(buffers, versions)
-
-        scope.callback(undo)
-        for buffer, copy in snapshots:
-            buffer.copy_(copy)
-        # What the recompute saves has the version that it will have when this is undone,
-        # also where it is no alias that can be told by its address: a view of a wrapper.
-        _torch.set_versions(buffers, versions)
 
 
 def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:

@@ -16,6 +16,14 @@ from membudget.engine.options import ContextPair, RegionOptions
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.trace import Trace
+from membudget.errors import CheckpointError, RecomputeMismatchError
+
+# An iterator at its end, a key that is there already. No lack of memory, which is a
+# RuntimeError of torch's.
+_STATEFUL = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
+    *(OSError, StopIteration, TypeError, ValueError),
+)
 
 
 class Handle:
@@ -153,7 +161,21 @@ class Recording:
             self.calls.verified(self.metadata)
             self.calls.fills_late |= fills_late
 
-    def replay_from_now(self) -> str:
+    def blame(self, error: CheckpointError) -> None:
+        """Say what to do, if the region itself made its rerun differ."""
+        if error.remedy:  # A region around this one failed, and this one asked it.
+            return
+        by_region = getattr(error, "by_region", False)
+        if by_region or isinstance(error, RecomputeMismatchError):
+            error.add_remedy(self._replay_from_now())
+
+    def blame_state(self, error: Exception) -> None:
+        """Say what to do, if code raised that found its own state moved on."""
+        if isinstance(error, _STATEFUL):
+            remedy = self._replay_from_now()
+            error.add_note(f"The forward of the region raised nothing. {remedy}")
+
+    def _replay_from_now(self) -> str:
         """Give up rerunning the function, as far as its options leave the choice.
 
         Returns:
@@ -162,7 +184,7 @@ class Recording:
         if self.calls is not None and self.options.may_replay:
             self.calls.owner.replays = True
             return (
-                "From its next call on, the function is replayed, which runs its Python "
-                "once: drop the gradients of this step, and run the step again."
+                "From its next call on, the function is replayed, which runs its "
+                "Python once: drop the gradients of this step, and run the step again."
             )
         return 'Give the region engine="replay", which runs its Python once.'

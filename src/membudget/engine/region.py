@@ -21,14 +21,25 @@ Rule 6. A recompute leaves no trace: streams, buffers with their version counter
     and settings are afterwards what they were, also when it fails.
 Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
     tensors, and a recompute adds nothing to the parameters' gradients.
-Rule 8. What was changed since the forward raises once the recompute reads it. A change
-    is seen by the version of a tensor, or by its storage (`.data =`). One by
-    `.data.add_(...)`, which hides on purpose, only `determinism_check="values"` sees.
+Rule 8. What was changed since the forward raises once the recompute reads it. Every
+    source is known by its version and its storage (`.data =`), also an argument that
+    went through saved-tensor hooks around the region. A change by `.data.add_(...)`,
+    which hides on purpose, is seen where values are compared (Rule 12).
 Rule 9. A recomputed tensor that is not the saved one raises, and says where and why.
 Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
     reference cycle of its own. When the graph dies, so does the region.
 Rule 11. An exception of the function passes through unchanged, from the forward and
-    from the recompute.
+    from the recompute. It gains a note where it is the region's doing: the function
+    forbids saved-tensor hooks, or its recompute raised what its forward did not.
+Rule 12. The first call of each signature is verified, and calls number 2, 4, 8, ...
+    (see `calls`): the bytes that the recompute makes are compared with the saved ones,
+    and the bytes of what the function reaches before its forward with those after. A
+    large buffer that was written behind its version counter is put back from then on,
+    as small ones always are. Anything else raises, and with the engine `"auto"` the
+    function is replayed from its next call on. What begins to differ between two
+    verified calls goes unseen until the next; `determinism_check="values"` compares the
+    bytes of all calls. Nothing is verified with `verify=False`, without guards, with
+    `determinism_check="none"` or with `preserve_rng_state=False`.
 """
 
 from __future__ import annotations
@@ -158,17 +169,13 @@ def run_region(
         frame = _frame(function, args, kwargs, options, statistics)
         result = frame.run(args, kwargs)
     except RuntimeError as error:
-        label = statistics.label if statistics is not None else ""
-        note_refused_hooks(error, function, label)
+        note_refused_hooks(error, function, statistics)
         raise
     finally:
         if counted:
             isolation.leave()
     if statistics is not None:
-        if frame.has_saved:
-            statistics.forwards += 1
-        else:
-            statistics.skipped += 1
+        statistics.count_call(frame.has_saved)
     if switched and SWITCHES.collector is not None:
         SWITCHES.collector(frame)
     return result

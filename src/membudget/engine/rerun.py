@@ -36,19 +36,7 @@ from membudget.engine.recording import Handle, Recording
 from membudget.engine.scope import Scope
 from membudget.engine.trace import Trace, side_by_side
 from membudget.engine.watch import changed_error
-from membudget.errors import (
-    ChangedSinceForwardError,
-    CheckpointError,
-    RecomputeMismatchError,
-)
-
-
-# What code raises that finds its own state moved on: an iterator at its end, a key that
-# is there already. No lack of memory, and nothing that an operator raises.
-_STATEFUL = (
-    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
-    *(OSError, StopIteration, TypeError, ValueError),
-)
+from membudget.errors import CheckpointError
 
 
 class _StopRecompute(BaseException):
@@ -133,8 +121,7 @@ class Rerun:
             if self._fingerprints is not None and recording.finished:
                 recording.note_verified(self._fingerprints.waited)
         except CheckpointError as error:
-            if _is_its_own_doing(error):
-                error.add_remedy(recording.replay_from_now())
+            recording.blame(error)
             raise
         finally:
             set_grad_enabled(gradients_were_on)
@@ -153,9 +140,8 @@ class Rerun:
         except _StopRecompute:
             if not self._stopped:
                 raise  # It ends the recompute around this one.
-        except _STATEFUL as error:
-            remedy = self._recording.replay_from_now()
-            error.add_note(f"The forward of the region raised nothing. {remedy}")
+        except Exception as error:
+            self._recording.blame_state(error)
             raise
         finally:
             pop_saved_tensors_hooks()
@@ -307,12 +293,3 @@ def _fills_what_it_saved(caller: FrameType) -> bool:
     up in the Python code that made it.
     """
     return "rrelu" in caller.f_code.co_names
-
-
-def _is_its_own_doing(error: CheckpointError) -> bool:
-    """Tell whether the region itself made its rerun differ, and no remedy is named."""
-    if error.remedy:  # A region around this one failed, and this one asked it.
-        return False
-    return isinstance(error, RecomputeMismatchError) or (
-        isinstance(error, ChangedSinceForwardError) and error.by_region
-    )
