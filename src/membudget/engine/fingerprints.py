@@ -9,10 +9,16 @@ operator wait until another one saves.
 
 from __future__ import annotations
 
+from types import CodeType
+
 from torch import Tensor
 
 from membudget._torch import node_sequence_number, without_modes
 from membudget.engine.bits import SKIPPED, Fingerprint, content_of, may_be_a_workspace
+
+# Operators that save memory of which they leave parts unfilled, or all: RReLU its noise
+# in evaluation, lstsq the residuals of a singular system.
+_LEAVES_UNFILLED = frozenset(("rrelu", "lstsq"))
 
 
 class Fingerprints:
@@ -54,14 +60,21 @@ class Comparison(Fingerprints):
         waited: Whether an operator filled a tensor only after it had saved it.
     """
 
-    __slots__ = ("_compared", "_expected", "waited")
+    __slots__ = ("_compared", "_expected", "_unfilled", "waited")
 
     def __init__(self, forward: Fingerprints):
         """Compare with what `forward` has taken, by the time of each comparison."""
         super().__init__()
         self._expected = forward.taken
         self._compared = 0
+        self._unfilled: set[int] = set()
         self.waited = False
+
+    def add_saved_by(self, caller: CodeType, tensor: Tensor) -> None:
+        """Note a tensor that an operator saves, called by Python code."""
+        if not _LEAVES_UNFILLED.isdisjoint(caller.co_names):
+            self._unfilled.add(len(self.taken) + len(self._waiting))
+        self.add(tensor)
 
     def difference(self) -> int | None:
         """Return the index of the first tensor that differs and was not compared."""
@@ -79,7 +92,8 @@ class Comparison(Fingerprints):
 
     def _first_difference(self, taken: list[Fingerprint], start: int) -> int | None:
         for index, both in enumerate(zip(taken, self._expected[start:], strict=False)):
-            if both[0] != both[1] and SKIPPED not in both:
+            differ = both[0] != both[1] and SKIPPED not in both
+            if differ and start + index not in self._unfilled:
                 return start + index
         return None
 

@@ -192,12 +192,14 @@ class Rerun:
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
         """Do the same, and compare the bytes of tensors that are filled by now."""
-        self._decide_at(sys._getframe(1))
-        self._give_and_compare(tensor)
+        self._give_and_compare(tensor, sys._getframe(1))
 
-    def _give_and_compare(self, tensor: Tensor) -> None:
+    def _give_and_compare(self, tensor: Tensor, caller: FrameType) -> None:
+        # `_pack` does not see who saves.
+        stops = self._recording.stops_early()
+        self._may_stop = stops and not _fills_what_it_saved(caller)
         if self._fingerprints is not None:
-            self._fingerprints.add(tensor)
+            self._fingerprints.add_saved_by(caller.f_code, tensor)
             self._compare(self._fingerprints)
         self._pack(tensor)
 
@@ -205,14 +207,8 @@ class Rerun:
         """Do the same where the function differentiates inside (Rule 7)."""
         # The graph holds the tensor, and the tensor's history would hold the graph.
         tensor = tensor.detach()
-        self._decide_at(sys._getframe(1))
-        self._give_and_compare(tensor)
+        self._give_and_compare(tensor, sys._getframe(1))
         return tensor
-
-    def _decide_at(self, caller: FrameType) -> None:
-        """Decide whether the run may stop, where `_pack` does not see who saves."""
-        stops = self._recording.stops_early()
-        self._may_stop = stops and not _fills_what_it_saved(caller)
 
     def _check_external(self, handle: Handle, externals: Externals) -> None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""
