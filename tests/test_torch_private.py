@@ -130,3 +130,32 @@ def test_the_uses_of_a_storage_are_the_tensors_that_hold_it():
     assert _torch.storage_uses(address) == 2
     del array
     assert _torch.storage_uses(address) == 1
+
+
+def test_the_reason_why_hooks_are_disabled_can_be_read():
+    assert _torch.why_hooks_are_disabled() is None
+    with torch.autograd.graph.disable_saved_tensors_hooks("a reason"):
+        assert _torch.why_hooks_are_disabled() == "a reason"
+    assert _torch.why_hooks_are_disabled() is None
+
+
+def test_bytes_cannot_be_read_inside_of_a_transform():
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.may_read_bytes())
+        return x
+
+    torch.func.vmap(function)(torch.ones(2))
+    assert seen == [False]
+    assert _torch.may_read_bytes()
+
+
+def test_no_mode_sees_what_runs_without_modes():
+    class Refuse(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, *_: object) -> object:
+            raise AssertionError("a function mode saw an operator")
+
+    x = torch.ones(2)
+    with Refuse(), _torch.without_modes():
+        assert torch.add(x, x) is not None
