@@ -54,7 +54,7 @@ def test_row_b11_a_failure_at_any_operator_leaves_the_thread_as_it_was(region: s
     before = thread_state()
     outer = mb.checkpoint(engine="replay")
     failures = 0
-    for at in range(120):
+    for at in range(0, 480, 3):
         try:
             with Failing(at):
                 call = mb.checkpoint(**REGIONS[region])(model)
@@ -63,7 +63,7 @@ def test_row_b11_a_failure_at_any_operator_leaves_the_thread_as_it_was(region: s
         except torch.OutOfMemoryError:
             failures += 1
         assert thread_state() == before
-    assert 10 < failures < 120
+    assert 10 < failures < 160
 
 
 @pytest.mark.parametrize("method", ["finish", "settle"])
@@ -87,7 +87,7 @@ def test_row_b11_a_failure_at_the_end_of_a_forward_takes_the_hooks_off(
 
     assert thread_state() == before
     gc.collect()
-    assert not [o for o in gc.get_objects() if isinstance(o, ReplayFrame)]
+    assert not [o for o in gc.get_objects() if type(o) is ReplayFrame]
 
 
 def test_row_b11_a_failure_in_a_span_takes_the_hooks_off(

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from membudget._torch import (
+    may_read_bytes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
@@ -36,7 +37,15 @@ class Frame(Recording):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
-        if self.options.is_instrumented or self.surroundings.random_log is not None:
+        calls, surroundings = self.calls, self.surroundings
+        if calls is not None and calls.begin() and self._may_verify():
+            self.fingerprints = Fingerprints()
+            surroundings.begin_check()
+        if (
+            self.fingerprints is not None
+            or self.options.is_instrumented
+            or surroundings.random_log is not None
+        ):
             result = self._run_in_contexts(args, kwargs)
         else:
             push_saved_tensors_hooks(self.pack, self._unpack)
@@ -44,10 +53,19 @@ class Frame(Recording):
                 result = self.function(*args, **kwargs)
             finally:
                 pop_saved_tensors_hooks()
-        if self.saved:
-            self.surroundings.finish()
+        if self.handles:
+            surroundings.finish(calls)
+            if calls is not None and self.metadata != calls.path:
+                calls.end(self.metadata)
         self.finished = True
         return result
+
+    def _may_verify(self) -> bool:
+        """Tell whether this call can be verified.
+
+        Inside of a recompute nobody asks for what it saves.
+        """
+        return get_ident() not in RECOMPUTING and may_read_bytes()
 
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same with a random log, a trace, fingerprints, a user's context."""
@@ -72,6 +90,7 @@ class Frame(Recording):
         pack = self.pack
         if self.options.determinism_check == "values":
             self.fingerprints = Fingerprints()
+        if self.fingerprints is not None:
             pack = self.pack_with_fingerprint
         push_saved_tensors_hooks(pack, self._unpack)
         try:
@@ -101,13 +120,13 @@ class Frame(Recording):
                 self._recompute()
                 tensor = handle.tensor
                 # With one handle there is nothing left over to be released.
-                if len(self.saved) > 1 and not retention.release_in_time(self):
+                if len(self.handles) > 1 and not retention.release_in_time(self):
                     self.empty()
         if tensor is None:
             raise mismatch_error(
                 None,
                 None,
-                f"{len(self.saved)} tensors",
+                f"{len(self.handles)} tensors",
                 "fewer tensors, and not the one that is needed",
                 ["determinism_check='none' hides where the runs part"],
             )

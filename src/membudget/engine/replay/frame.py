@@ -139,7 +139,8 @@ class ReplayFrame:
     def abandon(self) -> None:
         """Stop recording; nothing will be asked for."""
         recorder = self._recorder
-        assert recorder is not None
+        if recorder is None:
+            return  # Its end has failed, and has put everything back.
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
         self._recorder = self._function = self._checks.recorder = None
