@@ -33,15 +33,16 @@ class Owner:
     """A function with the modules that it holds, whatever it is called with.
 
     Attributes:
+        differentiates: Whether it runs a backward of its own.
         replays: Whether a rerun of it was found not to be exact, so that from then on
             regions whose engine is `"auto"` replay it.
     """
 
-    __slots__ = ("_refs", "replays")
+    __slots__ = ("_refs", "differentiates", "replays")
 
     def __init__(self, key: Key, parts: list[Any]):
         """Begin with nothing known, until one of `parts` dies."""
-        self.replays = False
+        self.differentiates = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
 
 

@@ -38,11 +38,13 @@ class Frame(Recording):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
         calls, surroundings = self.calls, self.surroundings
-        if calls is not None and calls.begin() and self._may_verify():
-            self.fingerprints = Fingerprints()
-            surroundings.begin_check()
+        if calls is not None:
+            if calls.begin() and self._may_verify():
+                self.fingerprints = Fingerprints()
+                surroundings.begin_check()
+            self.holds = self.fingerprints is not None or calls.owner.differentiates
         if (
-            self.fingerprints is not None
+            self.holds
             or self.options.is_instrumented
             or surroundings.random_log is not None
         ):
@@ -57,6 +59,8 @@ class Frame(Recording):
             surroundings.finish(calls)
             if calls is not None and self.metadata != calls.path:
                 calls.end(self.metadata)
+        if self.holds:
+            self.empty()
         self.finished = True
         return result
 
@@ -90,8 +94,8 @@ class Frame(Recording):
         pack = self.pack
         if self.options.determinism_check == "values":
             self.fingerprints = Fingerprints()
-        if self.fingerprints is not None:
-            pack = self.pack_with_fingerprint
+        if self.fingerprints is not None or self.holds:
+            pack = self.pack_checked
         push_saved_tensors_hooks(pack, self._unpack)
         try:
             return self.function(*args, **kwargs)
@@ -102,6 +106,8 @@ class Frame(Recording):
 
     def _unpack(self, handle: Handle) -> Tensor:
         tensor = handle.tensor
+        if not self.finished:
+            self._note_backward_inside()
         if tensor is None:
             tensor = self._recomputed(handle)
         version, address = handle.version, handle.address
@@ -109,9 +115,15 @@ class Frame(Recording):
             raise _changed_inside(tensor)
         if address is not None and storage_address(tensor) != address:
             raise _changed_inside(tensor)  # `y.data =` exchanged its storage.
-        if not OPEN_GROUPS:
+        if not OPEN_GROUPS and not (self.holds and not self.finished):
             handle.tensor = None  # Rule 3.
         return tensor
+
+    def _note_backward_inside(self) -> None:
+        """Note that the function differentiates inside (Rule 7)."""
+        self.nested_backward = True
+        if self.calls is not None:
+            self.calls.owner.differentiates = True
 
     def _recomputed(self, handle: Handle) -> Tensor:
         with self.lock:
@@ -148,8 +160,6 @@ class Frame(Recording):
                 self._recompute()
 
     def _recompute(self) -> None:
-        # A backward of the function's own asks while the forward still runs (Rule 7).
-        self.nested_backward |= not self.finished
         if self.statistics is not None:
             self.statistics.recomputes += 1
         run = Rerun(self).run

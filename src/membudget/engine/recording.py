@@ -12,6 +12,7 @@ from torch import Tensor
 from membudget.engine.calls import Calls
 from membudget.engine.compare import Metadata, metadata
 from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.identity import address_of
 from membudget.engine.nested import must_keep
 from membudget.engine.options import ContextPair, RegionOptions
 from membudget.engine.statistics import Statistics
@@ -79,6 +80,8 @@ class Recording:
         metadata: Likewise its shape, dtype, device and stride.
         calls: What earlier calls of the function showed; `None` without verification.
         finished: Whether the forward has ended.
+        holds: Whether what is saved stays until then, because the function is known, or
+            may yet be found, to differentiate inside (Rule 7).
         nested_backward: Whether the function differentiates inside (Rule 7).
         fingerprints: Of each tensor's bytes, if they are to be compared.
         trace: The operators of the forward, if debugging is on.
@@ -94,6 +97,7 @@ class Recording:
         "finished",
         "function",
         "handles",
+        "holds",
         "lock",
         "metadata",
         "nested_backward",
@@ -122,6 +126,7 @@ class Recording:
         self.metadata: list[Metadata] = []
         self.calls = calls
         self.finished = False
+        self.holds = False
         self.nested_backward = False
         self.fingerprints: Fingerprints | None = None
         self.trace: Trace | None = None
@@ -148,11 +153,17 @@ class Recording:
         self.metadata.append(metadata(tensor))
         return handle
 
-    def pack_with_fingerprint(self, tensor: Tensor) -> Handle:
-        """Do the same, with a fingerprint of the tensor's bytes."""
+    def pack_checked(self, tensor: Tensor) -> Handle:
+        """Do the same; take a fingerprint of the bytes, and hold the tensor."""
         handle = self.pack(tensor)
-        if self.fingerprints is not None and not isinstance(handle, Kept):
+        if isinstance(handle, Kept):
+            return handle
+        if self.fingerprints is not None:
             self.fingerprints.add(tensor)
+        if self.holds:
+            handle.tensor = tensor
+            handle.version = None if tensor.is_inference() else tensor._version
+            handle.address = address_of(tensor) or None
         return handle
 
     def last_needed(self) -> int:

@@ -20,7 +20,9 @@ Rule 5. A recompute sees what the forward saw: arguments and the containers amon
 Rule 6. A recompute leaves no trace: streams, buffers with their version counters, flags
     and settings are afterwards what they were, also when it fails.
 Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
-    tensors, and a recompute adds nothing to the parameters' gradients.
+    tensors, and a recompute adds nothing to the parameters' gradients. What such a
+    function saves stays until its forward ends, so that nothing is recomputed in the
+    middle; a function's first calls find out whether it is one.
 Rule 8. What was changed since the forward raises once the recompute reads it. Every
     source is known by its version and its storage (`.data =`), also an argument that
     went through saved-tensor hooks around the region. A change by `.data.add_(...)`,
