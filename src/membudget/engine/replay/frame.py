@@ -227,12 +227,11 @@ class ReplayFrame:
                 owner.nested_backward = True
             with recorder.suspended():
                 recorder.settle()
-                original = self._checks.original(recorder, handle)
-                if original is not None:
-                    return original
-                tensor = self._take(handle)
-                self._checks.check_inside(handle, tensor, self._replayer)
-                recorder.recording.tracker.note(tensor, handle.value)
+                tensor = self._checks.original(recorder, handle)
+                if tensor is None:
+                    tensor = self._take(handle)
+                    self._checks.check_inside(handle, tensor, self._replayer)
+                recorder.recording.tracker.know(tensor, handle.value)
             return tensor
 
     def _take(self, handle: Handle) -> Tensor:
