@@ -55,11 +55,11 @@ class Tracker:
             if place is not None:
                 place.entries.pop(entry.key, None)
 
-        def freed(place: Any) -> None:
-            if places.get(place.address) is place:
-                del places[place.address]
+        def freed(dead: Place) -> None:
+            if places.get(dead.address) is dead:
+                del places[dead.address]
             # A tensor may be known by it still: `y.data =` gives it another storage.
-            place.memory.epoch += 1
+            dead.memory.epoch += 1
 
         self.table = table
         self.clock = 0
