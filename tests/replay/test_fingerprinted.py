@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import policies
+from membudget.engine import bits
 from membudget.engine.bits import fingerprint
 from membudget.engine.options import Verify
 from membudget.engine.replay import fingerprinted, signature
@@ -44,7 +45,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(tensor.clone())
         return fingerprint(tensor)
 
-    monkeypatch.setattr(fingerprinted, "fingerprint", noted)
+    monkeypatch.setattr(fingerprinted, "content_of", noted)
+    monkeypatch.setattr(bits, "content_of", noted)
     return seen
 
 

@@ -47,6 +47,11 @@ def thread_state() -> tuple[Any, ...]:
     )
 
 
+def living_frames() -> int:
+    gc.collect()
+    return sum(type(o) is ReplayFrame for o in gc.get_objects())
+
+
 @pytest.mark.parametrize("region", REGIONS)
 def test_row_b11_a_failure_at_any_operator_leaves_the_thread_as_it_was(region: str):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Dropout())
@@ -79,15 +84,14 @@ def test_row_b11_a_failure_at_the_end_of_a_forward_takes_the_hooks_off(
         monkeypatch.setattr(recorder.Recorder, "settle", fails)
     else:
         monkeypatch.setattr(frame, "_settle", fails)
-    before = thread_state()
+    before, frames = thread_state(), living_frames()
     x = torch.randn(3, 4, requires_grad=True)
 
     with pytest.raises(torch.OutOfMemoryError, match="no memory"):
         mb.checkpoint(engine="replay")(lambda x: x.sin().exp())(x)
 
     assert thread_state() == before
-    gc.collect()
-    assert not [o for o in gc.get_objects() if type(o) is ReplayFrame]
+    assert living_frames() <= frames
 
 
 def test_row_b11_a_failure_in_a_span_takes_the_hooks_off(

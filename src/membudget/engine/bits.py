@@ -97,6 +97,12 @@ def content_of(tensor: Tensor) -> Fingerprint:
     return fingerprint(tensor)
 
 
+def has_changed(tensor: Tensor, noted: Fingerprint) -> bool:
+    """Tell whether a tensor's content is known to be another than it was."""
+    now = content_of(tensor)
+    return now != noted and SKIPPED not in (now, noted)
+
+
 def is_freed(tensor: Tensor) -> bool:
     """Tell whether the memory of a tensor was freed."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0

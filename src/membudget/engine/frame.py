@@ -21,7 +21,7 @@ from membudget._torch import (
 from membudget.engine import isolation, retention
 from membudget.engine.compare import mismatch_error
 from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.recording import Handle, Recording
+from membudget.engine.recording import Handle, Recording, region_around
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
@@ -96,6 +96,7 @@ class Frame(Recording):
             self.fingerprints = Fingerprints()
         if self.fingerprints is not None or self.holds:
             pack = self.pack_checked
+            self.around = region_around()
         push_saved_tensors_hooks(pack, self._unpack)
         try:
             return self.function(*args, **kwargs)
@@ -107,7 +108,7 @@ class Frame(Recording):
     def _unpack(self, handle: Handle) -> Tensor:
         tensor = handle.tensor
         if not self.finished:
-            self._note_backward_inside()
+            self.note_backward_inside()
         if tensor is None:
             tensor = self._recomputed(handle)
         version, address = handle.version, handle.address
@@ -119,11 +120,18 @@ class Frame(Recording):
             handle.tensor = None  # Rule 3.
         return tensor
 
-    def _note_backward_inside(self) -> None:
-        """Note that the function differentiates inside (Rule 7)."""
+    def note_backward_inside(self) -> None:
+        """Note that the function differentiates inside (Rule 7).
+
+        A region around this one, which would run it again, must know.
+        """
+        if self.nested_backward:
+            return
         self.nested_backward = True
         if self.calls is not None:
             self.calls.owner.differentiates = True
+        if self.around is not None:
+            self.around.note_backward_inside()
 
     def _recomputed(self, handle: Handle) -> Tensor:
         with self.lock:

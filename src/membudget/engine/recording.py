@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import RLock
-from typing import Any
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from membudget._torch import top_saved_tensors_hooks
 from membudget.engine.calls import Calls
 from membudget.engine.compare import Metadata, metadata
 from membudget.engine.fingerprints import Fingerprints
@@ -67,6 +68,20 @@ class Kept(Handle):
         """Do nothing: a handle is emptied when its tensor is taken, and this is not."""
 
 
+class Surrounding(Protocol):
+    """A region, of either engine, around another one."""
+
+    def note_backward_inside(self) -> None:
+        """Note that what it runs differentiates inside."""
+
+
+def region_around() -> Surrounding | None:
+    """Return the region whose saved-tensor hooks are the innermost ones now."""
+    hooks = top_saved_tensors_hooks()
+    owner: Any = None if hooks is None else getattr(hooks[1], "__self__", None)
+    return owner if hasattr(owner, "note_backward_inside") else None
+
+
 class Recording:
     """One call of a region: what it was asked, what it saw, what it saved.
 
@@ -80,6 +95,7 @@ class Recording:
         metadata: Likewise its shape, dtype, device and stride.
         calls: What earlier calls of the function showed; `None` without verification.
         finished: Whether the forward has ended.
+        around: The region around this one, if it `holds` and there is one.
         holds: Whether what is saved stays until then, because the function is known, or
             may yet be found, to differentiate inside (Rule 7).
         nested_backward: Whether the function differentiates inside (Rule 7).
@@ -91,6 +107,7 @@ class Recording:
 
     __slots__ = (
         "__weakref__",
+        "around",
         "calls",
         "contexts",
         "fingerprints",
@@ -127,6 +144,7 @@ class Recording:
         self.calls = calls
         self.finished = False
         self.holds = False
+        self.around: Surrounding | None = None
         self.nested_backward = False
         self.fingerprints: Fingerprints | None = None
         self.trace: Trace | None = None
@@ -161,7 +179,8 @@ class Recording:
         if self.fingerprints is not None:
             self.fingerprints.add(tensor)
         if self.holds:
-            handle.tensor = tensor
+            # Detached: the tensor's history would hold the handle.
+            handle.tensor = tensor.detach()
             handle.version = None if tensor.is_inference() else tensor._version
             handle.address = address_of(tensor) or None
         return handle

@@ -103,7 +103,7 @@ class Checks:
         if by_fingerprints:
             if recorder.fingerprinter is None:
                 recorder.fingerprinter = Fingerprinter()
-            tracker.writes = recorder.fingerprinter.take
+            tracker.writes = recorder.fingerprinter.before_write
         else:
             self._originals = Originals()
             tracker.writes = self._originals.before_write

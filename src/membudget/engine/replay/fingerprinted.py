@@ -27,7 +27,12 @@ from membudget._torch import (
     storage_uses,
     without_dispatch_modes,
 )
-from membudget.engine.bits import fingerprint, has_bits, may_be_a_workspace
+from membudget.engine.bits import (
+    content_of,
+    has_bits,
+    has_changed,
+    may_be_a_workspace,
+)
 from membudget.engine.identity import address_of
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.signature import Path, Verified
@@ -78,13 +83,21 @@ class Fingerprinter:
         for address in list(self._held):
             self.take(address)
 
+    def before_write(self, address: int) -> None:
+        """Take those of a storage that an operator is about to write.
+
+        Some operators save what they are about to fill (RReLU its noise).
+        """
+        if all(hasattr(handle, "value") for handle, _ in self._held.get(address, ())):
+            self.take(address)
+
     def take(self, address: int) -> None:
-        """Take those of one storage, which an operator is about to write, say."""
+        """Take those of one storage."""
         held = self._held.pop(address, ())
         self.taken += len(held)
         with without_dispatch_modes():
             for handle, tensor in held:
-                handle.fingerprint = fingerprint(tensor)
+                handle.fingerprint = content_of(tensor)
 
 
 class Comparison:
@@ -140,7 +153,8 @@ class Comparison:
 
 def _differs(handle: Handle, tensor: Tensor) -> bool:
     noted, handle.fingerprint = handle.fingerprint, None
-    return is_made_again(handle.value) and fingerprint(tensor) != noted
+    assert noted is not None
+    return is_made_again(handle.value) and has_changed(tensor, noted)
 
 
 def _all_wrong(first: Handle, replayer: Replayer) -> list[Value]:

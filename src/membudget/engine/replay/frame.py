@@ -28,13 +28,12 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import fingerprint, is_subclass
+from membudget.engine.bits import content_of, is_subclass
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
-from membudget.engine.recording import Recording
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
@@ -223,11 +222,8 @@ class ReplayFrame:
                 tensor = self._take(handle)
                 self._checks.check(handle, tensor, self._replayer)
                 return tensor
-            # A backward of the function's own, while the forward still runs. A region
-            # around this one, which would run it again, must know (its Rule 7).
-            owner = getattr(self._outer and self._outer[1], "__self__", None)
-            if isinstance(owner, Recording):
-                owner.nested_backward = True
+            # A backward of the function's own, while the forward still runs.
+            self.note_backward_inside()
             if recorder.changes_formulas():
                 raise _inexact_inside()
             with recorder.suspended():
@@ -238,6 +234,12 @@ class ReplayFrame:
                     self._checks.check_inside(handle, tensor, self._replayer)
                 recorder.recording.tracker.know(tensor, handle.value)
             return tensor
+
+    def note_backward_inside(self) -> None:
+        """Tell a region around this one, which would run it again (its Rule 7)."""
+        owner = getattr(self._outer and self._outer[1], "__self__", None)
+        if hasattr(owner, "note_backward_inside"):
+            owner.note_backward_inside()
 
     def _take(self, handle: Handle) -> Tensor:
         replayer = self._replayer
@@ -343,7 +345,7 @@ def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:
         source.address = address_of(tensor)
         if is_sampled and not source.is_state:
             with without_dispatch_modes():
-                source.fingerprint = fingerprint(tensor)
+                source.fingerprint = content_of(tensor)
     else:
         source.packed = (outer[0](tensor.detach()), stride_of(tensor))
         source.tensor = None

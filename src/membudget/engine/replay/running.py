@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from membudget._torch import without_dispatch_modes
 from membudget.engine import isolation
-from membudget.engine.bits import fingerprint
+from membudget.engine.bits import has_changed
 from membudget.engine.identity import address_of
 from membudget.engine.replay.values import Operation, Value
 
@@ -41,7 +41,7 @@ def check_source(value: Value, tensor: Tensor) -> None:
     if value.fingerprint is not None:
         noted, value.fingerprint = value.fingerprint, None
         with without_dispatch_modes():
-            if fingerprint(tensor) != noted:
+            if has_changed(tensor, noted):
                 raise SourceChangedError(tensor)
 
 

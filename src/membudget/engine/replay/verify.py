@@ -59,7 +59,9 @@ class Originals:
         """
         for place in self._at.pop(address, ()):
             handle, original = self._pairs[place]
-            self._pairs[place] = handle, copy_of(original)
+            # Some operators save what they are about to fill (RReLU its noise).
+            if hasattr(handle, "value"):
+                self._pairs[place] = handle, copy_of(original)
 
     def compare(self, replayer: Replayer, tracker: Tracker, pins: Pins) -> None:
         """Replay what was dropped, and pin what does not come back.
