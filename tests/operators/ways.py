@@ -1,0 +1,115 @@
+"""How a variant is run: plain's rivals, and what is done with the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+import membudget as mb
+from membudget import policies
+from membudget.engine.replay import signature
+from membudget.policies import Candidate
+from tests.operators.variants import spread
+from tests.oracles import (
+    Backward,
+    Way,
+    backward_once,
+    backward_twice,
+    double_backward,
+    tensors_in,
+)
+from tests.zoo import Call, Case
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step does with the call and its loss.
+
+    Attributes:
+        backward: How the loss goes backward.
+        differentiates_inside: Whether the call itself computes a gradient.
+    """
+
+    backward: Backward
+    differentiates_inside: bool = False
+
+    def of(self, case: Case) -> Case:
+        """Return the case whose call does so."""
+        if not self.differentiates_inside:
+            return case
+        return replace(case, make=lambda: _differentiated_inside(case.make()))
+
+
+STEPS = {
+    "once": Step(backward_once),
+    "twice": Step(backward_twice),
+    "double backward": Step(double_backward),
+    "inner gradient": Step(backward_twice, differentiates_inside=True),
+}
+
+
+def _differentiated_inside(call: Call) -> Call:
+    function = call.function
+
+    def with_gradients(*args: Any, **kwargs: Any) -> Any:
+        outputs = function(*args, **kwargs)
+        held = [function, args, kwargs]
+        inputs = [t for _, t in tensors_in(held) if t.requires_grad]
+        total = sum(t.sum() for _, t in tensors_in(outputs) if t.requires_grad)
+        gradients = torch.autograd.grad(
+            total, inputs, create_graph=True, allow_unused=True
+        )
+        return outputs, [g for g in gradients if g is not None]
+
+    return replace(call, function=with_gradients)
+
+
+def region(**options: Any) -> Way:
+    """Return the way that runs a call as one region, for the first time."""
+
+    def way(call: Call) -> Any:
+        signature._VERIFIED.clear()
+        return mb.checkpoint(**options)(call.function)(*call.args, **call.kwargs)
+
+    return way
+
+
+replay = partial(region, engine="replay")
+
+WAYS: dict[str, Way] = {
+    "rerun": region(engine="rerun"),
+    "rerun, no guards": region(engine="rerun", guards=False),
+    "replay": replay(verify=False),
+    "replay, verified": replay(verify=True),
+    "replay, fingerprints": replay(verify="fingerprints"),
+    "replay, no guards": replay(verify=True, guards=False),
+}
+
+
+def keeping_each(run: Callable[[Way], object], most: int) -> Iterator[tuple[str, Way]]:
+    """Yield the ways that keep one operator's outputs, each operator's in turn.
+
+    Args:
+        run: Runs the step, to find out which operators there are.
+        most: How many of them at most, evenly spaced.
+    """
+    seen: set[int] = set()
+
+    def see(candidate: Candidate) -> bool:
+        seen.add(candidate.index)
+        return False
+
+    run(replay(keep=see, verify=False))
+    for position, index in enumerate(spread(sorted(seen), most)):
+        verify = position % 2 == 1
+        name = f"replay keeping operator {index}" + ", verified" * verify
+        yield name, replay(keep=_only(index), verify=verify)
+    yield "replay keeping everything", replay(keep=policies.everything, verify=False)
+
+
+def _only(index: int) -> Callable[[Candidate], bool]:
+    return lambda candidate: candidate.index == index
