@@ -47,16 +47,19 @@ def variants_of(info: Any, extent: Extent) -> Iterator[Case]:
         if not info.supports_dtype(dtype, DEVICE):
             continue
         samples = _samples(info, dtype)
-        groups = {"": (info.op, spread(samples, most))}
+        for number, inputs in enumerate(spread(samples, most)):
+            yield _case(name_of(dtype, number), info.op, inputs)
         for form, function in _forms(info).items():
-            groups[form] = function, spread(samples, extent.formed)
-        for layout, inputs in _laid_out(samples).items():
-            groups[layout] = info.op, [inputs]
-        for group, (function, inputs) in groups.items():
-            for number, (args, kwargs) in enumerate(inputs):
-                words = [str(dtype).removeprefix("torch."), group, str(number)]
-                make = partial(_call, function, args, kwargs)
-                yield Case(" ".join(filter(None, words)), make)
+            for number, inputs in enumerate(spread(samples, extent.formed)):
+                yield _case(name_of(dtype, form, number), function, inputs)
+        for layout, (_, inputs) in laid_out(samples).items():
+            yield _case(name_of(dtype, layout), info.op, inputs)
+
+
+def name_of(dtype: torch.dtype, *words: object) -> str:
+    """Return the name of a variant."""
+    names = (str(dtype).removeprefix("torch."), *map(str, words))
+    return " ".join(name for name in names if name)
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
@@ -66,8 +69,13 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
     return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]
 
 
-def _call(function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    return Call(function, copied(args), copied(kwargs))
+def _case(name: str, function: Function, inputs: Inputs) -> Case:
+    args, kwargs = inputs
+    # A function among the arguments is part of what is called.
+    inner = {name: value for name, value in kwargs.items() if callable(value)}
+    others = {name: value for name, value in kwargs.items() if name not in inner}
+    called = partial(function, **inner) if inner else function
+    return Case(name, lambda: Call(called, copied(args), copied(others)))
 
 
 def _samples(info: Any, dtype: torch.dtype) -> list[Inputs]:
@@ -75,11 +83,12 @@ def _samples(info: Any, dtype: torch.dtype) -> list[Inputs]:
     torch.manual_seed(0)
     samples = info.sample_inputs(DEVICE, dtype, requires_grad=True)
     found = [((sample.input, *sample.args), sample.kwargs) for sample in samples]
-    return [inputs for inputs in found if _elements(inputs) <= MOST_ELEMENTS]
+    return [inputs for inputs in found if small(inputs)]
 
 
-def _elements(inputs: Inputs) -> int:
-    return sum(tensor.numel() for tensor in _tensors(inputs))
+def small(inputs: Inputs) -> bool:
+    """Tell whether inputs have few elements."""
+    return sum(tensor.numel() for tensor in _tensors(inputs)) <= MOST_ELEMENTS
 
 
 def _tensors(values: Any) -> Iterable[Tensor]:
@@ -115,13 +124,14 @@ def _with_out(operator: Function, *args: Any, **kwargs: Any) -> Any:
 # Layouts.
 
 
-def _laid_out(samples: list[Inputs]) -> dict[str, Inputs]:
-    """Return the first sample that can be laid out in another way, by the layout."""
-    found: dict[str, Inputs] = {}
+def laid_out(samples: list[Inputs]) -> dict[str, tuple[int, Inputs]]:
+    """Return the first sample that each layout changes, with its number."""
+    found: dict[str, tuple[int, Inputs]] = {}
     for layout, lay_out in LAYOUTS.items():
-        for inputs in samples:
+        for number, inputs in enumerate(samples):
             if any(_differs(tensor, lay_out(tensor)) for tensor in _tensors(inputs)):
-                found[layout] = pytree.tree_map_only(Tensor, lay_out, inputs)
+                changed = pytree.tree_map_only(Tensor, lay_out, inputs)
+                found[layout] = number, changed
                 break
     return found
 
