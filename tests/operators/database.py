@@ -29,11 +29,21 @@ def _torch_left_alone() -> Iterator[None]:
 
 
 with _torch_left_alone():
+    from torch.testing._internal import common_methods_invocations
     from torch.testing._internal.common_methods_invocations import op_db
     from torch.testing._internal.common_modules import module_db
 
+
+def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
+
+
+# The table calls random operators with a seed of their own, so that each call draws the
+# same: nobody would notice a random stream that is not put back.
+common_methods_invocations.wrapper_set_seed = _unseeded
+
 DEVICE = "cpu"
-SHARE = 8
+SHARE = 10
 """One in so many operators belongs to the share that every test run takes."""
 
 

@@ -18,7 +18,7 @@ from tests.operators.variants import (
     laid_out,
     name_of,
     small,
-    spread,
+    some,
 )
 from tests.zoo import Call, Case
 
@@ -31,7 +31,7 @@ def variants_of_module(info: Any, extent: Extent) -> Iterator[Case]:
         for training in (True, False) if info.train_and_eval_differ else (True,):
             mode = "" if training else "eval"
             found = _samples(info, dtype, training)
-            for number, index in enumerate(spread(range(len(found)), most)):
+            for number, index in enumerate(some(range(len(found)), most)):
                 module, inputs = found[index]
                 yield _case(name_of(dtype, mode, number), module, inputs)
             for number, (module, inputs) in enumerate(found[: extent.formed]):

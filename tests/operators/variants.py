@@ -6,6 +6,7 @@ need not make sense: what plain refuses is not tried under a region.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -47,11 +48,15 @@ def variants_of(info: Any, extent: Extent) -> Iterator[Case]:
         if not info.supports_dtype(dtype, DEVICE):
             continue
         samples = _samples(info, dtype)
-        for number, inputs in enumerate(spread(samples, most)):
+        for number, inputs in enumerate(some(samples, most)):
             yield _case(name_of(dtype, number), info.op, inputs)
         for form, function in _forms(info).items():
-            for number, inputs in enumerate(spread(samples, extent.formed)):
+            for number, inputs in enumerate(some(samples, extent.formed)):
                 yield _case(name_of(dtype, form, number), function, inputs)
+        if info.inplace_variant is not None:
+            for number, inputs in enumerate(some(samples, extent.formed)):
+                name = name_of(dtype, "in place on its argument", number)
+                yield Case(name, partial(_writing, info.inplace_variant, inputs))
         for layout, (_, inputs) in laid_out(samples).items():
             yield _case(name_of(dtype, layout), info.op, inputs)
 
@@ -62,11 +67,16 @@ def name_of(dtype: torch.dtype, *words: object) -> str:
     return " ".join(name for name in names if name)
 
 
-def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """Return at most so many items, evenly spaced, with the first and the last."""
+def some(items: Sequence[Any], most: int) -> list[Any]:
+    """Return at most so many items, always the same ones.
+
+    They are drawn, because a fixed stride may meet a pattern: of the samples of dropout
+    every second one drops nothing.
+    """
     if len(items) <= most:
         return list(items)
-    return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]
+    drawn = random.Random(len(items)).sample(range(len(items)), most)
+    return [items[index] for index in sorted(drawn)]
 
 
 def _case(name: str, function: Function, inputs: Inputs) -> Case:
@@ -76,6 +86,12 @@ def _case(name: str, function: Function, inputs: Inputs) -> Case:
     others = {name: value for name, value in kwargs.items() if name not in inner}
     called = partial(function, **inner) if inner else function
     return Case(name, lambda: Call(called, copied(args), copied(others)))
+
+
+def _writing(operator: Function, inputs: Inputs) -> Call:
+    """Let an operator write into a tensor that the caller has, and that has a graph."""
+    (first, *others), kwargs = copied(inputs)
+    return Call(operator, (first.clone(), *others), kwargs, state={"leaf": first})
 
 
 def _samples(info: Any, dtype: torch.dtype) -> list[Inputs]:

@@ -9,12 +9,13 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import membudget as mb
 from membudget import policies
 from membudget.engine.replay import signature
 from membudget.policies import Candidate
-from tests.operators.variants import spread
+from tests.operators.variants import some
 from tests.oracles import (
     Backward,
     Way,
@@ -33,10 +34,15 @@ class Step:
     Attributes:
         backward: How the loss goes backward.
         differentiates_inside: Whether the call itself computes a gradient.
+        changes_leaves: Whether the leaves are changed before the backward, which a
+            region may refuse.
+        harmless_where: Tried only where plain's gradients are those of this backward.
     """
 
     backward: Backward
     differentiates_inside: bool = False
+    changes_leaves: bool = False
+    harmless_where: Backward | None = None
 
     def of(self, case: Case) -> Case:
         """Return the case whose call does so."""
@@ -45,11 +51,37 @@ class Step:
         return replace(case, make=lambda: _differentiated_inside(case.make()))
 
 
+def write_then_backward(loss: Tensor, leaves: list[Tensor]) -> None:
+    """Write into the leaves, which plain accepts where no backward formula reads them.
+
+    A region that recomputes from them must notice.
+    """
+    with torch.no_grad():
+        for leaf in leaves:
+            leaf.add_(1)
+    loss.backward()
+
+
+def exchange_then_backward(loss: Tensor, leaves: list[Tensor]) -> None:
+    """Give the leaves other memory, of which most saved tensors know nothing.
+
+    A leaf that autograd saves as it is takes its saved tensor along: plain's gradient
+    is then that of another function, and nobody relies on it.
+    """
+    for leaf in leaves:
+        leaf.data = leaf.data + 1
+    loss.backward()
+
+
 STEPS = {
     "once": Step(backward_once),
     "twice": Step(backward_twice),
     "double backward": Step(double_backward),
     "inner gradient": Step(backward_twice, differentiates_inside=True),
+    "written since": Step(write_then_backward, changes_leaves=True),
+    "exchanged since": Step(
+        exchange_then_backward, changes_leaves=True, harmless_where=backward_once
+    ),
 }
 
 
@@ -94,8 +126,9 @@ WAYS: dict[str, Way] = RERUNS | {
 }
 
 # What differs in one of the others nearly always differs in one of these.
+_MANY_STEPS = ("once", "double backward")
 FEW_WAYS = {n: WAYS[n] for n in ("rerun", "replay", "replay, verified")}
-FEW_STEPS = {n: STEPS[n] for n in ("twice", "double backward", "inner gradient")}
+FEW_STEPS = {name: step for name, step in STEPS.items() if name not in _MANY_STEPS}
 
 
 def keeping_each(run: Callable[[Way], object], most: int) -> Iterator[tuple[str, Way]]:
@@ -103,7 +136,7 @@ def keeping_each(run: Callable[[Way], object], most: int) -> Iterator[tuple[str,
 
     Args:
         run: Runs the step, to find out which operators there are.
-        most: How many of them at most, evenly spaced.
+        most: How many of them at most.
     """
     seen: set[int] = set()
 
@@ -113,7 +146,7 @@ def keeping_each(run: Callable[[Way], object], most: int) -> Iterator[tuple[str,
 
     with suppress(Exception):  # What it raises, other ways raise, too.
         run(replay(keep=see, verify=False))
-    for position, index in enumerate(spread(sorted(seen), most)):
+    for position, index in enumerate(some(sorted(seen), most)):
         verify = position % 2 == 1
         name = f"replay keeping operator {index}" + ", verified" * verify
         yield name, replay(keep=_only(index), verify=verify)
