@@ -254,9 +254,10 @@ def _stream_state(stream: Any) -> Any:
 
 def _global_streams() -> Facts:
     # Not `repr` of all of it: writing 624 numbers out takes a millisecond.
-    _, words, *rest = np.random.get_state()  # noqa: NPY002
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    words = numpy["state"].pop("key").tobytes()
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": (words.tobytes(), rest),
+        "numpy": (words, repr(numpy)),
     }

@@ -11,7 +11,7 @@ from tests.operators.exceptions import PLAIN_CRASHES, UNREPEATABLE
 from tests.operators.ways import FEW_STEPS, FEW_WAYS, STEPS, WAYS
 from tests.zoo import Case
 
-WHOLE_COMPARISON = Comparison(WAYS, STEPS, most_kept=4)
+WHOLE_COMPARISON = Comparison(WAYS, STEPS, most_kept=3)
 SHARE_COMPARISON = Comparison(FEW_WAYS, FEW_STEPS, most_kept=2)
 
 as_they_come = [

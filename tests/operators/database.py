@@ -40,7 +40,7 @@ def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
 
 # The table calls random operators with a seed of their own, so that each call draws the
 # same: nobody would notice a random stream that is not put back.
-common_methods_invocations.wrapper_set_seed = _unseeded
+vars(common_methods_invocations)["wrapper_set_seed"] = _unseeded
 
 DEVICE = "cpu"
 SHARE = 10

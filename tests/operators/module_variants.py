@@ -1,4 +1,4 @@
-"""What is tried of a module: its samples in several types and layouts, in both modes."""
+"""What is tried of a module: its samples, by type, layout and mode."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ def _in_place(module: nn.Module) -> nn.Module | None:
     if "inplace" not in inspect.signature(type(module)).parameters:
         return None
     in_place = copy.deepcopy(module)
-    in_place.inplace = True
+    vars(in_place)["inplace"] = True
     return nn.Sequential(_Clone(), in_place)

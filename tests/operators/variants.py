@@ -38,7 +38,7 @@ class Extent:
     formed: int
 
 
-WHOLE = Extent({torch.float32: 8, torch.bfloat16: 3, torch.complex64: 3}, formed=2)
+WHOLE = Extent({torch.float32: 6, torch.bfloat16: 2, torch.complex64: 2}, formed=1)
 SHARE = Extent({torch.float32: 3}, formed=1)
 
 

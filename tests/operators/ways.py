@@ -92,13 +92,17 @@ def _differentiated_inside(call: Call) -> Call:
         outputs = function(*args, **kwargs)
         held = {"function": function, "args": args, "kwargs": kwargs}
         inputs = [t for _, t in tensors_in(held) if t.requires_grad]
-        total = sum(t.sum() for _, t in tensors_in(outputs) if t.requires_grad)
+        sums = [_real(t).sum() for _, t in tensors_in(outputs) if t.requires_grad]
         gradients = torch.autograd.grad(
-            total, inputs, create_graph=True, allow_unused=True
+            sums, inputs, create_graph=True, allow_unused=True
         )
         return outputs, [g for g in gradients if g is not None]
 
     return replace(call, function=with_gradients)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return tensor.real + tensor.imag if tensor.is_complex() else tensor
 
 
 def region(**options: Any) -> Way:
@@ -113,12 +117,12 @@ def region(**options: Any) -> Way:
 
 replay = partial(region, engine="replay")
 
-RERUNS: dict[str, Way] = {
-    "rerun": region(engine="rerun"),
-    "rerun, no guards": region(engine="rerun", guards=False),
-}
+RERUN = "rerun"
+UNGUARDED = "rerun, no guards"
 
-WAYS: dict[str, Way] = RERUNS | {
+WAYS: dict[str, Way] = {
+    RERUN: region(engine="rerun"),
+    UNGUARDED: region(engine="rerun", guards=False),
     "replay": replay(verify=False),
     "replay, verified": replay(verify=True),
     "replay, fingerprints": replay(verify="fingerprints"),
@@ -127,7 +131,7 @@ WAYS: dict[str, Way] = RERUNS | {
 
 # What differs in one of the others nearly always differs in one of these.
 _MANY_STEPS = ("once", "double backward")
-FEW_WAYS = {n: WAYS[n] for n in ("rerun", "replay", "replay, verified")}
+FEW_WAYS = {n: WAYS[n] for n in (RERUN, "replay", "replay, verified")}
 FEW_STEPS = {name: step for name, step in STEPS.items() if name not in _MANY_STEPS}
 
 
