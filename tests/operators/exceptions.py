@@ -1,11 +1,15 @@
-"""What is left out of the operator tables, each with its proof or torch's own issue."""
+"""What is left out of the operator tables, each with torch's own issue or its proof."""
 
 from __future__ import annotations
 
 PLAIN_CRASHES: dict[tuple[str, str], str] = {
-    ("nn.functional.pdist", "empty"): "backward of no rows reads past its memory",
+    # The backward of no rows divides by zero.
+    (
+        "nn.functional.pdist",
+        "empty",
+    ): "https://github.com/pytorch/pytorch/issues/197099",
 }
-"""Variants that crash the process without a region, by operator and layout."""
+"""Variants that kill the process without a region, by operator and layout."""
 
 UNREPEATABLE: dict[str, str] = {}
-"""Operators of which two plain runs in one process differ, with the reason."""
+"""Operators of which two plain steps in one process differ, and why."""

@@ -136,26 +136,29 @@ FEW_STEPS = {name: step for name, step in STEPS.items() if name not in _MANY_STE
 
 
 def keeping_each(run: Callable[[Way], object], most: int) -> Iterator[tuple[str, Way]]:
-    """Yield the ways that keep one operator's outputs, each operator's in turn.
+    """Yield the ways that keep one output of an operator, each in turn; and all.
 
     Args:
-        run: Runs the step, to find out which operators there are.
+        run: Runs the step, to find out which outputs there are.
         most: How many of them at most.
     """
-    seen: set[int] = set()
+    seen: set[tuple[int, int]] = set()
 
     def see(candidate: Candidate) -> bool:
-        seen.add(candidate.index)
+        seen.add((candidate.index, candidate.output_index))
         return False
 
     with suppress(Exception):  # What it raises, other ways raise, too.
         run(replay(keep=see, verify=False))
-    for position, index in enumerate(some(sorted(seen), most)):
+    for position, (index, output) in enumerate(some(sorted(seen), most)):
         verify = position % 2 == 1
-        name = f"replay keeping operator {index}" + ", verified" * verify
-        yield name, replay(keep=_only(index), verify=verify)
+        name = f"replay keeping output {output} of operator {index}"
+        keep = _only(index, output)
+        yield name + ", verified" * verify, replay(keep=keep, verify=verify)
     yield "replay keeping everything", replay(keep=policies.everything, verify=False)
 
 
-def _only(index: int) -> Callable[[Candidate], bool]:
-    return lambda candidate: candidate.index == index
+def _only(index: int, output: int) -> Callable[[Candidate], bool]:
+    return lambda candidate: (
+        (candidate.index, candidate.output_index) == (index, output)
+    )
