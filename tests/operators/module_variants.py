@@ -30,7 +30,10 @@ def variants_of_module(info: Any, extent: Extent) -> Iterator[Case]:
     for dtype, most in extent.samples.items():
         for training in (True, False) if info.train_and_eval_differ else (True,):
             mode = "" if training else "eval"
-            found = _samples(info, dtype, training)
+            try:
+                found = _samples(info, dtype, training)
+            except (NotImplementedError, RuntimeError):
+                continue  # The module has no samples of this type.
             for number, index in enumerate(some(range(len(found)), most)):
                 module, inputs = found[index]
                 yield _case(name_of(dtype, mode, number), module, inputs)
