@@ -1,15 +1,56 @@
-"""What is left out of the operator tables, each with torch's own issue or its proof."""
+"""What the tables leave out: each with the torch issue that explains it, and a proof."""
 
 from __future__ import annotations
 
-PLAIN_CRASHES: dict[tuple[str, str], str] = {
-    # The backward of no rows divides by zero.
-    (
-        "nn.functional.pdist",
-        "empty",
-    ): "https://github.com/pytorch/pytorch/issues/197099",
-}
-"""Variants that kill the process without a region, by operator and layout."""
+from collections.abc import Callable
+from dataclasses import dataclass
 
-UNREPEATABLE: dict[str, str] = {}
-"""Operators of which two plain steps in one process differ, and why."""
+from tests.oracles import tensors_in
+from tests.zoo import Call, Case
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """Calls of an operator that are not tried.
+
+    Attributes:
+        operator: The operator.
+        why: What torch does there.
+        issue: Where torch's own tracker has it.
+        concerns: Tells whether a call is one of those.
+    """
+
+    operator: str
+    why: str
+    issue: str
+    concerns: Callable[[Call], bool]
+
+
+def _has_no_rows(call: Call) -> bool:
+    return any(0 in tensor.shape for _, tensor in tensors_in(call.args))
+
+
+def _is_in_eval_mode(call: Call) -> bool:
+    return not call.kwargs.get("training", False)
+
+
+LEFT_OUT = (
+    LeftOut(
+        "nn.functional.pdist",
+        "its backward divides by the number of rows, and zero kills the process",
+        "https://github.com/pytorch/pytorch/issues/197099",
+        _has_no_rows,
+    ),
+    LeftOut(
+        "nn.functional.rrelu",
+        "it saves memory that nobody fills, and that its backward does not read",
+        "https://github.com/pytorch/pytorch/issues/193671",
+        _is_in_eval_mode,
+    ),
+)
+
+
+def is_tried(operator: str, variant: Case) -> bool:
+    """Tell whether a variant of an operator is compared with plain."""
+    reasons = [left for left in LEFT_OUT if left.operator == operator]
+    return not any(left.concerns(variant.build()) for left in reasons)
