@@ -1,4 +1,4 @@
-"""What the tables leave out: each with the torch issue that explains it, and a proof."""
+"""What the tables leave out, each with the torch issue that explains it."""
 
 from __future__ import annotations
 

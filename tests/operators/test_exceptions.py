@@ -36,7 +36,7 @@ def test_rrelu_saves_noise_that_it_does_not_fill_in_eval_mode():
         saved.append(tensor)
         return tensor
 
-    x = -torch.ones(5).requires_grad_()
+    x = torch.full((5,), -1.0, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(note_and_overwrite, lambda t: t):
         y = F.rrelu(x, training=False)
     noise = next(t for t in saved if t.data_ptr() != x.data_ptr())
