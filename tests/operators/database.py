@@ -43,7 +43,7 @@ def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
 vars(common_methods_invocations)["wrapper_set_seed"] = _unseeded
 
 DEVICE = "cpu"
-SHARE = 10
+SHARE = 8
 """One in so many operators belongs to the share that every test run takes."""
 
 
