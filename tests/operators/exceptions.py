@@ -34,6 +34,10 @@ def _is_in_eval_mode(call: Call) -> bool:
     return not call.kwargs.get("training", False)
 
 
+def _pivots(call: Call) -> bool:
+    return call.kwargs.get("driver", "gelsy") in ("gelsy", None)
+
+
 LEFT_OUT = (
     LeftOut(
         "nn.functional.pdist",
@@ -46,6 +50,15 @@ LEFT_OUT = (
         "it saves memory that nobody fills, and that its backward does not read",
         "https://github.com/pytorch/pytorch/issues/193671",
         _is_in_eval_mode,
+    ),
+    *(
+        LeftOut(
+            operator,
+            "its default driver reads pivots from memory that nobody fills",
+            "https://github.com/pytorch/pytorch/issues/71222",
+            _pivots,
+        )
+        for operator in ("linalg.lstsq", "linalg.lstsq.grad_oriented")
     ),
 )
 

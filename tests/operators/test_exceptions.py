@@ -44,3 +44,14 @@ def test_rrelu_saves_noise_that_it_does_not_fill_in_eval_mode():
     y.sum().backward()
     assert x.grad is not None
     assert not x.grad.isnan().any()
+
+
+@pytest.mark.slow
+def test_the_default_driver_of_lstsq_reads_what_other_tensors_left_in_memory():
+    a, b = torch.eye(5), torch.ones(5, 1)
+    a[0] = 0
+    sums = set()
+    for left in range(200):
+        torch.full((5,), left % 3, dtype=torch.int32)
+        sums.add(torch.linalg.lstsq(a, b).solution.sum().item())
+    assert len(sums) > 1, "torch is cured: try it in the table again"
