@@ -231,7 +231,8 @@ def _walk(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(value, f"{name}[{i}]")
     elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         yield f"{name} type", type(thing).__name__
-        yield from _walk(vars(thing), name)
+        fields = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)}
+        yield from _walk(fields, name)
     elif callable(thing):
         # In a case's state, a function says what it reads; the call itself is none.
         if name != ".function":

@@ -11,6 +11,8 @@ from tests.operators.exceptions import is_tried
 from tests.operators.ways import FEW_STEPS, FEW_WAYS, STEPS, WAYS
 from tests.zoo import Case
 
+LEAST_TRIPLES = 8
+
 WHOLE_COMPARISON = Comparison(WAYS, STEPS, most_kept=3)
 SHARE_COMPARISON = Comparison(FEW_WAYS, FEW_STEPS, most_kept=2)
 
@@ -31,5 +33,6 @@ def check(
     """Compare every variant of an operator in every way with plain, and count."""
     found = comparison.of(v for v in variants if is_tried(name, v))
     record_property("triples", found.triples)
+    assert found.triples >= LEAST_TRIPLES, "plain refuses nearly all of it"
     assert not found.differing, "\n".join(found.differing)
     assert not found.unrepeatable, found.unrepeatable

@@ -43,13 +43,19 @@ def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
 vars(common_methods_invocations)["wrapper_set_seed"] = _unseeded
 
 DEVICE = "cpu"
+DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SHARE = 8
 """One in so many operators belongs to the share that every test run takes."""
 
 
 def differentiable_operators() -> list[Any]:
-    """Return every operator of torch's table that autograd differentiates."""
-    return [info for info in op_db if info.supports_autograd]
+    """Return every operator of torch's table that autograd differentiates here."""
+    return [
+        info
+        for info in op_db
+        if info.supports_autograd
+        and any(info.supports_dtype(dtype, DEVICE) for dtype in DTYPES)
+    ]
 
 
 def modules() -> list[Any]:

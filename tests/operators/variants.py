@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from tests.operators.database import DEVICE, copied
+from tests.operators.database import DEVICE, DTYPES, copied
 from tests.zoo import Call, Case
 
 MOST_ELEMENTS = 20_000
@@ -38,7 +38,7 @@ class Extent:
     formed: int
 
 
-WHOLE = Extent({torch.float32: 6, torch.bfloat16: 2, torch.complex64: 2}, formed=1)
+WHOLE = Extent(dict(zip(DTYPES, (6, 2, 2), strict=True)), formed=1)
 SHARE = Extent({torch.float32: 3}, formed=1)
 
 
