@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from membudget.engine import isolation
+from membudget.engine.calls import forget_calls
 from tests import seconds
 
 
@@ -98,3 +99,9 @@ def unhurried_threads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolation, "_HANDSHAKE_S", seconds.DEADLOCK_S)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_call_before() -> None:
+    """Begin each test as if no region had run in this process."""
+    forget_calls()
