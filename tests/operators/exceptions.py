@@ -1,4 +1,7 @@
-"""What the tables leave out, each with the torch issue that explains it."""
+"""What the tables leave out, each with the torch issue that explains it.
+
+The proofs stand in `test_exceptions`.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ class LeftOut:
     Attributes:
         operator: The operator.
         why: What torch does there.
-        issue: Where torch's own tracker has it.
+        issue: Where torch's own tracker has it; empty where it has not.
         concerns: Tells whether a call is one of those.
     """
 
@@ -39,6 +42,12 @@ def _pivots(call: Call) -> bool:
 
 
 LEFT_OUT = (
+    LeftOut(
+        "nn.MultiMarginLoss",
+        "its mean over no rows is memory that nobody fills",
+        "",
+        _has_no_rows,
+    ),
     LeftOut(
         "nn.functional.pdist",
         "its backward divides by the number of rows, and zero kills the process",

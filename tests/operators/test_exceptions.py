@@ -55,3 +55,13 @@ def test_the_default_driver_of_lstsq_reads_what_other_tensors_left_in_memory():
         torch.full((5,), left % 3, dtype=torch.int32)
         sums.add(torch.linalg.lstsq(a, b).solution.sum().item())
     assert len(sums) > 1, "torch is cured: try it in the table again"
+
+
+@pytest.mark.slow
+def test_the_multi_margin_loss_of_no_rows_is_what_other_tensors_left_in_memory():
+    x, target = torch.rand(0, 3), torch.zeros(0, dtype=torch.int64)
+    sums = set()
+    for left in range(200):
+        torch.full((), float(left % 3))
+        sums.add(F.multi_margin_loss(x, target).item())
+    assert len(sums) > 1, "torch is cured: try it in the table again"
