@@ -35,6 +35,7 @@ def test_a_module_of_the_share_is_bit_for_bit_as_plain(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("info", MODULES, ids=lambda info: info.name)
 def test_a_module_is_bit_for_bit_as_plain(
     info: Any, record_property: Callable[[str, object], None]

@@ -37,6 +37,7 @@ def test_an_operator_of_the_share_is_bit_for_bit_as_plain(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("info", OPERATORS, ids=lambda info: info.full_name)
 def test_an_operator_is_bit_for_bit_as_plain(
     info: Any, record_property: Callable[[str, object], None]
