@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+import statistics
 import sys
 from collections.abc import Iterator
 
@@ -35,10 +36,21 @@ def pytest_report_header() -> str:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what failed before pytest in `run.py test`, where it will be seen."""
+    """Say what failed before pytest in `run.py test`, and what the tables compared."""
     if failed := os.environ.get("MEMBUDGET_FAILED_CHECKS"):
         terminalreporter.section("failed before pytest", red=True)
         terminalreporter.line(f"{failed}: see the output above")
+    if triples := [
+        value
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        for name, value in getattr(report, "user_properties", ())
+        if name == "triples" and report.when == "call"
+    ]:
+        terminalreporter.line(
+            f"operator tables: {sum(triples):,} triples of operator, variant and way; "
+            f"median {statistics.median(triples):,.0f} of {len(triples)} operators"
+        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

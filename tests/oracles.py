@@ -125,7 +125,8 @@ def scalar(outputs: Any) -> Tensor:
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor.resolve_conj())
         if tensor.is_floating_point():
-            dense = tensor.to_dense() if tensor.is_sparse else tensor
+            is_strided = tensor.layout is torch.strided
+            dense = tensor if is_strided else tensor.to_dense()
             weights = torch.arange(1, dense.numel() + 1, dtype=torch.float64).cos()
             total = total + (dense.double().reshape(-1).sin() * weights).sum()
     return total
@@ -157,16 +158,26 @@ def same_bits(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
             return False
-        if a.is_sparse:
-            return same_bits(a._indices(), b._indices()) and same_bits(
-                a._values(), b._values()
-            )
+        if a.layout is not torch.strided:
+            return all(map(same_bits, _parts(a), _parts(b)))
         return torch.equal(_bits(a), _bits(b))
     return type(a) is type(b) and bool(a == b)
 
 
+def _parts(sparse: Tensor) -> tuple[Tensor, ...]:
+    if sparse.layout is torch.sparse_coo:
+        return sparse._indices(), sparse._values()
+    if sparse.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return sparse.crow_indices(), sparse.col_indices(), sparse.values()
+    if sparse.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return sparse.ccol_indices(), sparse.row_indices(), sparse.values()
+    return (sparse.to_dense(),)
+
+
 def _bits(tensor: Tensor) -> Tensor:
-    whole = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    # Not `contiguous`: it keeps the stride of a dimension of one element.
+    whole = plain.clone(memory_format=torch.contiguous_format)
     return whole.reshape(-1).view(torch.uint8)
 
 
@@ -220,7 +231,8 @@ def _walk(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
             yield from _walk(value, f"{name}[{i}]")
     elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
         yield f"{name} type", type(thing).__name__
-        yield from _walk(vars(thing), name)
+        fields = {f.name: getattr(thing, f.name) for f in dataclasses.fields(thing)}
+        yield from _walk(fields, name)
     elif callable(thing):
         # In a case's state, a function says what it reads; the call itself is none.
         if name != ".function":
@@ -242,8 +254,11 @@ def _stream_state(stream: Any) -> Any:
 
 
 def _global_streams() -> Facts:
+    # Not `repr` of all of it: writing 624 numbers out takes a millisecond.
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
+    words = numpy["state"].pop("key").tobytes()
     return {
         "torch": torch.get_rng_state(),
         "python": random.getstate(),
-        "numpy": repr(np.random.get_state(legacy=False)),  # noqa: NPY002
+        "numpy": (words, repr(numpy)),
     }
