@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +20,8 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
 )
 from torch.utils._pytree import tree_iter, tree_map_only
+
+from membudget._torch_observing import exclude_observers, is_observing_excluded
 
 # Modes and trees live in modules that torch names with an underscore, though its own
 # documentation sends users there; operators have no public class.
@@ -184,102 +185,6 @@ def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     return hooks or None
 
 
-# Observers are called on this dispatch key: below autograd, modes and subclasses,
-# above the kernels. No tensor carries it; torch reserves it for fake tensors in
-# C++, which 2.13 does not have yet. `isTensorSubclassLike`, by which formulas are
-# chosen, does not look at it.
-_OBSERVERS: Any = torch._C._dispatch_key_parse("Fake")
-_set_included: Any = torch._C._dispatch_tls_set_dispatch_key_included
-_set_excluded: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
-include_observers: Callable[[bool], None] = partial(_set_included, _OBSERVERS)
-exclude_observers: Callable[[bool], None] = partial(_set_excluded, _OBSERVERS)
-is_observing_excluded: Callable[[], bool] = partial(
-    torch._C._dispatch_tls_is_dispatch_key_excluded, _OBSERVERS
-)
-
-# Excluded where code wants the kernels themselves, as FakeTensorMode does for shapes.
-is_python_excluded: Callable[[], bool] = partial(
-    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.Python
-)
-
-# Kernels live for as long as the library objects that registered them.
-_LIBRARIES: dict[str, Any] = {}
-_OBSERVED: set[Any] = set()
-
-
-def observe_operators(kernel: Callable[..., Any]) -> None:
-    """Call `kernel(operator, *args, **kwargs)` for what an observed thread runs.
-
-    What has become known since the last call is taken in. A fallback would do for all
-    operators, but torch (2.13) looks up the kernel of each where a mode is on or a
-    subclass is given, and finds no fallback. It stays for operators that a C++
-    extension registers later. Takes some 100 ms the first time, and then 0.3 µs.
-    """
-    known = (
-        len(torch._ops._higher_order_ops),
-        len(torch.library._defs),
-        len(torch.ops.loaded_libraries),
-    )
-    if known == _KNOWN[0]:
-        return
-    if not _LIBRARIES:
-        _library("_").fallback(kernel, "Fake")
-    for name in torch._C._dispatch_get_all_op_names():
-        if name not in _OBSERVED:
-            _OBSERVED.add(name)
-            _observe_operator(name, kernel)
-    for operator in list(torch._ops._higher_order_ops.values()):
-        if operator not in _OBSERVED:
-            _OBSERVED.add(operator)
-            operator.py_impl(_OBSERVERS)(partial(kernel, operator))
-    _KNOWN[0] = known
-
-
-_KNOWN: list[tuple[int, ...]] = [()]
-
-
-def _library(namespace: str) -> Any:
-    library = _LIBRARIES.get(namespace)
-    if library is None:
-        library = _LIBRARIES[namespace] = torch.library.Library(namespace, "IMPL")
-    return library
-
-
-def _observe_operator(name: str, kernel: Callable[..., Any]) -> None:
-    namespace, _, rest = name.partition("::")
-    if name in ("aten::detach", "aten::alias"):
-        _library(namespace).impl(rest, torch.library.fallthrough_kernel, "Fake")
-        return
-    operator: Any = None
-
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        nonlocal operator
-        if operator is None:  # Looking up all would take half a second.
-            packet, _, overload = rest.partition(".")
-            operators = getattr(getattr(torch.ops, namespace), packet)
-            operator = getattr(operators, overload or "default")
-        return kernel(operator, *args, **kwargs)
-
-    # `Library.impl` checks for a second kernel of ours, which takes 100 µs each.
-    _library(namespace).m.impl(rest, "Fake", observed, False)
-
-
-# The threads of autograd's devices inherit these objects with the dispatch keys.
-_SHARED = "membudget.observers"
-
-
-def share_with_autograd(observers: Any) -> None:
-    """Let threads that autograd starts for this one find `observers`."""
-    torch._C._stash_obj_in_tls(_SHARED, observers)
-
-
-def inherited_by_autograd() -> Any:
-    """Return what the thread that called autograd shared; `None` if nothing."""
-    if not torch._C._is_key_in_tls(_SHARED):
-        return None
-    return torch._C._get_obj_in_tls(_SHARED)
-
-
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
     """Run the engine's own operators past every mode and observer: no user's code."""
@@ -371,6 +276,10 @@ def detach_with_version(tensor: Tensor) -> Tensor:
 # Operators run as a dispatch mode saw them: autograd and autocast are done by then.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 WithoutAutocast: Any = torch._C._DisableAutocast
+
+
+# The one way to a view that shows a tensor negated, as `conj` shows it conjugated.
+negative_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 
 def is_mutable_operator(operator: Any) -> bool:

@@ -46,8 +46,10 @@ from membudget._torch import (
     ITEM,
     DispatchMode,
     dispatch_mode_count,
-    exclude_observers,
     hide_from_dynamo,
+)
+from membudget._torch_observing import (
+    exclude_observers,
     include_observers,
     inherited_by_autograd,
     is_observing_excluded,

@@ -45,8 +45,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         seen.append(tensor.clone())
         return fingerprint(tensor)
 
+    def compared(tensor: Tensor, before: tuple[int, int]) -> bool:
+        seen.append(tensor.clone())
+        return bits.has_changed(tensor, before)
+
     monkeypatch.setattr(fingerprinted, "content_of", noted)
-    monkeypatch.setattr(bits, "content_of", noted)
+    monkeypatch.setattr(fingerprinted, "has_changed", compared)
     return seen
 
 

@@ -337,7 +337,9 @@ class Replayer:
             written = {index: root for root, index in operation.targets}
         for index, reference in operation.outputs:
             value = reference()
-            if value is not None and value.plan == self._plan and value.uses > 0:
+            # One of several outputs may be held, and stays what it is.
+            is_made = value is not None and value.operation is operation
+            if is_made and value.plan == self._plan and value.uses > 0:
                 root = written.get(index)
                 value.tensor = made[index] if root is None else bases[root]
                 self._memoised[value] = None

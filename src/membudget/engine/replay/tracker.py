@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from membudget._torch import detach_with_version, is_fake
+from membudget._torch import detach_with_version, is_fake, negative_view
 from membudget.engine.identity import address_of, storage_of
 from membudget.engine.replay.values import Entry, Memory, Operation, Place, Value
 
@@ -327,6 +327,10 @@ def alias(tensor: Tensor) -> Tensor:
 def copy_of(tensor: Tensor) -> Tensor:
     """Return a copy with the same place in its storage, so that views fit."""
     tensor = tensor.detach()
+    if tensor.is_conj():  # A clone would be written out, and a product round otherwise.
+        return copy_of(tensor.conj()).conj()
+    if tensor.is_neg():
+        return negative_view(copy_of(negative_view(tensor)))
     if not _is_plain(tensor):
         return tensor.clone()
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()

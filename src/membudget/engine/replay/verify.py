@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -146,14 +147,25 @@ def _replayed(handle: Handle, replayer: Replayer) -> Tensor | None:
 
 
 def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
-    """Tell whether two tensors hold the same bytes, whatever their strides."""
+    """Tell whether two tensors hold the same bytes in the same layout."""
     if replayed is None or original.shape != replayed.shape:
         return False
-    if original.dtype is not replayed.dtype:
+    if original.dtype is not replayed.dtype or _layout(original) != _layout(replayed):
         return False
     if not has_bits(original) or may_be_a_workspace(original):
         return True
     return torch.equal(_bytes(original), _bytes(replayed))
+
+
+def _layout(tensor: Tensor) -> Any:
+    """Return what a kernel may choose its way by, beside shape and dtype."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    if not tensor.numel():
+        return None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for size, stride in sizes if size > 1]
+    return tensor.is_conj(), tensor.is_neg(), strides
 
 
 def _bytes(tensor: Tensor) -> Tensor:
