@@ -32,6 +32,9 @@ class Recorder:
         self._coverage.set_option("run:relative_files", True)
         # The other cores of coverage know no contexts.
         self._coverage.set_option("run:core", "ctrace")
+        # Some files of tests run nothing that is watched; where warnings are errors,
+        # that would be one.
+        self._coverage.set_option("run:disable_warnings", ["no-data-collected"])
 
     def pytest_collection_finish(self) -> None:
         """Note what importing and collecting took, and start to watch."""
