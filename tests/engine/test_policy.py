@@ -59,6 +59,21 @@ def test_policies_compose_like_sets(one: Policy, other: Policy, operator: Any) -
     assert (~one).keeps(it) != one.keeps(it)
 
 
+NAMED = {name: mb.policies.named(name) for name in ("a", "b")}
+
+
+@pytest.mark.parametrize("asked", ["a", "b", "c"])
+def test_names_compose_like_sets(asked: str) -> None:
+    a, b = (policy.keeps_name(asked) for policy in NAMED.values())
+    one, other = NAMED.values()
+
+    assert (a, b) == (asked == "a", asked == "b")
+    assert (one | other).keeps_name(asked) == (a or b)
+    assert (one & other).keeps_name(asked) == (a and b)
+    assert (one & one).keeps_name(asked) == a
+    assert (~one).keeps_name(asked) == (not a)
+
+
 @given(policies())
 def test_a_policy_pickles(policy: Policy) -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy
