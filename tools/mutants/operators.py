@@ -12,6 +12,8 @@ import libcst as cst
 from libcst import matchers as m
 from mutmut.mutation.mutators import mutation_operators
 
+# A name in this form that is assigned stands for a type.
+ALIAS = m.Name(m.MatchRegex("[A-Z][a-z][A-Za-z]*"))
 # Evaluated for readers, type checkers or messages alone: faults there change no result.
 SKIPPED = (
     m.Annotation()
@@ -23,7 +25,7 @@ SKIPPED = (
     | m.If(test=m.Name("TYPE_CHECKING"))
     | m.Assign(targets=[m.AssignTarget(m.Name("__slots__") | m.Name("__all__"))])
     | m.Assign(value=m.Call(func=m.Name("TypeVar") | m.Name("ParamSpec")))
-    | m.Assign(value=m.Subscript(m.Name("Callable") | m.Name("Literal")))
+    | m.Assign(targets=[m.AssignTarget(ALIAS)])
     | m.Call(func=m.Name("cast") | m.Attribute(attr=m.Name("cast")))
     | m.Call(func=m.Attribute(value=m.Name("warnings")))
 )
