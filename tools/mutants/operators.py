@@ -26,6 +26,7 @@ SKIPPED = (
     | m.Assign(targets=[m.AssignTarget(m.Name("__slots__") | m.Name("__all__"))])
     | m.Assign(value=m.Call(func=m.Name("TypeVar") | m.Name("ParamSpec")))
     | m.Assign(targets=[m.AssignTarget(ALIAS)])
+    | m.Arg(keyword=m.Name("repr"))
     | m.Call(func=m.Name("cast") | m.Attribute(attr=m.Name("cast")))
     | m.Call(func=m.Attribute(value=m.Name("warnings")))
 )
