@@ -96,7 +96,8 @@ class Log(TorchDispatchMode):
         """Note an operator and run it."""
         # A fake tensor asks for its own device by an operator.
         if func.namespace != "prim" and func is not torch.ops.aten.detach.default:
-            self.names.append(str(func))
+            # A reshape of fake tensors takes the way of tensor subclasses.
+            self.names.append(str(func).replace("._reshape_alias.", ".view."))
         return func(*args, **(kwargs or {}))
 
 

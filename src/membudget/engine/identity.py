@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from membudget._torch import storage_address
@@ -21,3 +23,18 @@ def address_of(tensor: Tensor) -> int:
         return storage_address(tensor)
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+class _Nowhere:
+    """Stands for the storage of a tensor that has none."""
+
+
+_NOWHERE = _Nowhere()
+
+
+def storage_of(tensor: Tensor) -> Any:
+    """Return the storage, to refer to weakly; a sparse tensor has none of its own."""
+    try:
+        return tensor.untyped_storage()
+    except (RuntimeError, NotImplementedError):
+        return _NOWHERE

@@ -6,7 +6,7 @@ other numbers; and a recompute that moves the generator back and forth disturbs 
 other thread. A lock round whole regions would serialise threads, and deadlock those
 that wait for each other inside a region.
 
-So once a second thread runs regions, every region goes by *operators*: a dispatch mode
+So once a second thread runs regions, every region goes by *operators*: an observer
 notes the generator's state before each random operator, and the recompute puts it
 there for that operator alone. A lock is held for one operator. One thread alone, the
 rule, pays nothing for this.
@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from membudget._torch import DispatchMode, is_random_operator
+from membudget._torch import is_random_operator
+from membudget.observer import Observer
 
 _HANDSHAKE_S = 1.0
 
@@ -113,42 +114,34 @@ class RandomLog:
         """Begin with an empty log."""
         self.states: list[Tensor] = []
 
-    def recorder(self) -> DispatchMode:
-        """Return the mode for the forward."""
+    def recorder(self) -> Observer:
+        """Return the observer for the forward."""
         return _Record(self.states)
 
-    def player(self) -> DispatchMode:
-        """Return the mode for one recompute."""
+    def player(self) -> Observer:
+        """Return the observer for one recompute."""
         return _Play(self.states)
 
 
-class _Record(DispatchMode):
+class _Record(Observer):
     def __init__(self, states: list[Tensor]):
-        super().__init__()
         self.states = states
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_random_operator(func):
-            return func(*args, **kwargs)
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not is_random_operator(operator):
+            return operator(*args, **kwargs)
         with OPERATOR_LOCK:
             self.states.append(generator_of(args, kwargs).get_state())
-            return func(*args, **kwargs)
+            return operator(*args, **kwargs)
 
 
-class _Play(DispatchMode):
+class _Play(Observer):
     def __init__(self, states: list[Tensor]):
-        super().__init__()
         self.states = iter(states)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_random_operator(func):
-            return func(*args, **kwargs)
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if not is_random_operator(operator):
+            return operator(*args, **kwargs)
         generator = generator_of(args, kwargs)
         with OPERATOR_LOCK:
             before = generator.get_state()
@@ -156,7 +149,7 @@ class _Play(DispatchMode):
             # comparing tensors.
             generator.set_state(next(self.states, before))
             try:
-                return func(*args, **kwargs)
+                return operator(*args, **kwargs)
             finally:
                 generator.set_state(before)
 

@@ -12,18 +12,18 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from membudget._torch import DispatchMode, tree_iter
+from membudget._torch import tree_iter
 from membudget.callsite import is_internal
+from membudget.observer import Observer
 
 _BEFORE = 4
 _AFTER = 4
 _STACK = 3
 
 
-class Trace(DispatchMode):
+class Trace(Observer):
     """Note every operator that runs inside.
 
     Attributes:
@@ -33,26 +33,19 @@ class Trace(DispatchMode):
 
     def __init__(self) -> None:
         """Begin with an empty list."""
-        super().__init__()
         self.operators: list[str] = []
         self.stacks: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Note the operator and let it run."""
-        kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:
-            # The engine detaches what it hands to autograd; the user's code did not.
-            return func(*args, **kwargs)
         operands = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
             for t in tree_iter((args, kwargs))
             if isinstance(t, Tensor)
         )
-        self.operators.append(f"{func}({operands})")
+        self.operators.append(f"{operator}({operands})")
         self.stacks.append(_user_stack())
-        return func(*args, **kwargs)
+        return operator(*args, **kwargs)
 
 
 def _user_stack() -> str:

@@ -1,8 +1,8 @@
 """Stop a recompute that is about to read what was changed since the forward.
 
 Walking what a function can reach finds more than it reads. So a change that was noticed
-counts only when an operator of the recompute takes the changed storage; this mode
-looks. It is pushed only when something did change, so it costs a clean step nothing.
+counts only when an operator of the recompute takes the changed storage; this observer
+looks. It is entered only when something did change, so it costs a clean step nothing.
 
 A tensor that the region *itself* changed (embedding's `max_norm` renormalises its
 weight) is another matter: the recompute starts from what the forward left. That is
@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from membudget._torch import (
-    DispatchMode,
     is_view_operator,
     set_versions,
     tree_iter,
@@ -26,11 +25,12 @@ from membudget._torch import (
 )
 from membudget.engine.identity import address_of
 from membudget.errors import ChangedSinceForwardError
+from membudget.observer import Observer
 
 Names = dict[int, str]
 
 
-class Watch(DispatchMode):
+class Watch(Observer):
     """Raise when an operator reads a storage that was changed."""
 
     def __init__(self, changed: Names, rewritten: Names):
@@ -41,26 +41,22 @@ class Watch(DispatchMode):
                 of the storage.
             rewritten: Names of what the region itself changed, likewise.
         """
-        super().__init__()
         self.changed = changed
         self.rewritten = dict(rewritten)
         self.versions: list[tuple[Tensor, int]] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Look at the operands, then let the operator run."""
-        kwargs = kwargs or {}
-        if is_view_operator(func):
-            return func(*args, **kwargs)
+        if is_view_operator(operator):
+            return operator(*args, **kwargs)
         operands = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         addresses = {address_of(t) for t in operands}
         hit = addresses & self.changed.keys()
         if hit:
             raise changed_error([self.changed[address] for address in sorted(hit)])
         if not addresses & self.rewritten.keys():
-            return func(*args, **kwargs)
-        return self._rewrite(func, args, kwargs, addresses)
+            return operator(*args, **kwargs)
+        return self._rewrite(operator, args, kwargs, addresses)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Put the versions back of what was written without being changed."""

@@ -92,7 +92,22 @@ class Lifetimes:
             birth: When it was made if it is new here; -1 for before the step.
         """
         index = self._value_of.get(id(tensor))
-        return self.new_value(tensor, birth, 0) if index is None else index
+        if index is not None:
+            return index
+        storage = self._storage_of.get(_storage_key(tensor), -1)
+        index = self._same_content(tensor, storage)
+        if index is None:
+            return self.new_value(tensor, birth, 0)
+        self._watch_tensor(tensor, self.storages[storage])
+        self._value_of[id(tensor)] = index
+        return index
+
+    def _same_content(self, tensor: Tensor, storage: int) -> int | None:
+        """Return the newest content of that shape on a storage: `detach` is unseen."""
+        for index in reversed(self._values_on.get(storage, [])):
+            if self.values[index].shape == tuple(tensor.shape):
+                return index
+        return None
 
     def new_value(self, tensor: Tensor, operator: int, output: int) -> int:
         """Note what an operator made, or wrote; return its index."""
@@ -109,10 +124,8 @@ class Lifetimes:
         if index is not None:
             return index
         storage = self.storage(next(iter(plain_parts(tensor))), -1)
-        for index in reversed(self._values_on.get(storage, [])):
-            if self.values[index].shape == tuple(tensor.shape):
-                return index
-        return self._append(tensor, storage, -1, 0)
+        index = self._same_content(tensor, storage)
+        return self._append(tensor, storage, -1, 0) if index is None else index
 
     def know_alias(self, alias: Tensor, value: int) -> None:
         """Know what autograd will hand out; it does not count as a holder."""
@@ -173,6 +186,10 @@ class Lifetimes:
     def _died(self, key: int, record: RecordedStorage) -> None:
         self._storage_of.pop(key, None)
         record.death = self.moment
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return next(iter(plain_parts(tensor))).untyped_storage()._cdata
 
 
 def _stored_bytes(tensor: Tensor) -> int:

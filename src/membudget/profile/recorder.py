@@ -1,7 +1,7 @@
 """Record one training step as it runs, on real tensors or on fake ones.
 
-A dispatch mode sees each operator with the tensors that the backend sees, and
-`Lifetimes` watches when those die. The saved-tensor hooks give autograd an
+An observer sees each operator with the tensors that the backend sees, and `Lifetimes`
+ watches when those die. The saved-tensor hooks give autograd an
 alias of what it keeps: so it is known how long something *else* holds a storage, which
 is when a region that drops the saved tensor would free it.
 """
@@ -24,7 +24,6 @@ from torch.nn.modules.module import (
 )
 
 from membudget._torch import (
-    DispatchMode,
     current_autograd_node,
     node_sequence_number,
     pop_saved_tensors_hooks,
@@ -36,6 +35,7 @@ from membudget._torch import (
 from membudget.callsite import place_of
 from membudget.engine.replay.operators import OperatorFacts, facts_of, flat_outputs
 from membudget.graph import ModuleCall, Phase
+from membudget.observer import Observer
 from membudget.profile.flops import flops_of
 from membudget.profile.lifetimes import Lifetimes
 from membudget.profile.records import (
@@ -59,8 +59,8 @@ class _Kept:
         self.index = index
 
 
-class StepRecorder(DispatchMode):
-    """The mode that records a step.
+class StepRecorder(Observer):
+    """The observer that records a step.
 
     Attributes:
         operators: What ran.
@@ -70,8 +70,6 @@ class StepRecorder(DispatchMode):
         distinct: On fake tensors, the distinct calls of operators.
         phase: The part of the step that runs now.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,
@@ -88,7 +86,6 @@ class StepRecorder(DispatchMode):
             finds_backward: Whether the backward begins with the first operator that
                 autograd runs, because nobody says when it does.
         """
-        super().__init__()
         self.operators: list[RecordedOperator] = []
         self.lifetimes = Lifetimes()
         self.saved: list[RecordedSaved] = []
@@ -153,38 +150,35 @@ class StepRecorder(DispatchMode):
 
     # Operators.
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator and note it."""
-        kwargs = kwargs or {}
-        facts = facts_of(func)
+        facts = facts_of(operator)
         # A region does not number queries either, and plans name operators by number.
         if self._is_suspended or (facts is not None and facts.is_query):
-            return func(*args, **kwargs)
+            return operator(*args, **kwargs)
         index = len(self.operators)
         node = current_autograd_node()
         number = None if node is None else node._sequence_nr()
         self._newest_node = node_sequence_number()
         if self._finds_backward and node is not None and self.phase == "forward":
             self.begin("backward")
-        recorded = RecordedOperator(func, self.phase, self._place(number), number)
+        recorded = RecordedOperator(operator, self.phase, self._place(number), number)
         self.operators.append(recorded)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        is_import = getattr(func, "_opname", "") == "lift_fresh"
+        is_import = getattr(operator, "_opname", "") == "lift_fresh"
         birth = index if is_import else -1
         recorded.inputs = [self.lifetimes.value(tensor, birth) for tensor in inputs]
         self.lifetimes.moment = index + 1
         if self._is_fake:
-            self._note_call(index, func, args, kwargs)
+            self._note_call(index, operator, args, kwargs)
         event = _NOTHING if self._is_fake else record_function(f"{MARK}{index}")
         with event:
             start = time.perf_counter_ns()
-            output = func(*args, **kwargs)
+            output = operator(*args, **kwargs)
             recorded.nanoseconds = time.perf_counter_ns() - start
         outputs = flat_outputs(output)
-        recorded.flops = flops_of(func, args, kwargs, output)
-        written = [] if facts is None else _written(func, facts, args, kwargs)
+        recorded.flops = flops_of(operator, args, kwargs, output)
+        written = [] if facts is None else _written(operator, facts, args, kwargs)
         is_view = facts is not None and facts.is_view
         self._note_outputs(recorded, index, is_view, written, outputs)
         return output

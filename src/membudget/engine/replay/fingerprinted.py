@@ -24,7 +24,6 @@ from membudget._torch import (
     at_end_of_backward,
     current_graph_task_id,
     detach_with_version,
-    hide_from_dynamo,
     storage_uses,
     without_dispatch_modes,
 )
@@ -52,13 +51,11 @@ class FingerprintingRecorder(Recorder):
         self._held: dict[int, list[tuple[Handle, Tensor]]] = {}
         self.fingerprints = 0
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Take the fingerprints that can be taken, and run one operator."""
         if self._held:
             self._take_fingerprints(is_last=False)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        return super().observe(operator, args, kwargs)
 
     def handle(self, tensor: Tensor) -> Handle:
         """Return what stands for a tensor that autograd saves."""
@@ -77,15 +74,13 @@ class FingerprintingRecorder(Recorder):
 
     def _take_fingerprints(self, is_last: bool) -> None:
         for address, held in list(self._held.items()):
-            if is_last or storage_uses(address) <= len(held):
+            # One use is the object of the storage, to which the tracker refers.
+            if is_last or storage_uses(address) <= len(held) + 1:
                 del self._held[address]
                 self.fingerprints += len(held)
                 with without_dispatch_modes():
                     for handle, tensor in held:
                         handle.fingerprint = fingerprint(tensor)
-
-
-hide_from_dynamo(FingerprintingRecorder.__torch_dispatch__)
 
 
 class Comparison:

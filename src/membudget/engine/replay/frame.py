@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import (
-    dispatch_modes,
     hide_from_dynamo,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -127,10 +126,10 @@ class ReplayFrame:
 
     def is_on_top(self) -> bool:
         """Tell whether its recorder and its hooks are the innermost ones."""
-        modes, hooks = dispatch_modes(), top_saved_tensors_hooks()
+        hooks = top_saved_tensors_hooks()
         return (
-            bool(modes)
-            and modes[-1] is self._recorder
+            self._recorder is not None
+            and self._recorder.is_innermost()
             and hooks is not None
             and getattr(hooks[0], "__self__", None) is self
         )
@@ -142,7 +141,7 @@ class ReplayFrame:
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
         self._recorder = self._function = None
-        recorder.recording.tracker.table.clear()
+        recorder.recording.tracker.clear()
 
     def end(self) -> None:
         """Stop recording, and settle the sources that are needed."""
@@ -159,7 +158,7 @@ class ReplayFrame:
             _warn_that_nothing_is_kept(recorder.recording.number)
         recorder.recording.policy.end()
         tracker, outer = recorder.recording.tracker, self._outer
-        tracker.table.clear()
+        tracker.clear()
         if self._verified is not None:
             self._verify(recorder, self._verified)
         for reference in tracker.sources:

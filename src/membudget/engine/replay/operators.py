@@ -88,8 +88,7 @@ class OperatorFacts:
             their device, or tells a profiler a name: nothing comes of it, so it has no
             number.
         is_numbered: Whether it counts among the operators of a region. A detach does
-            not: torch adds one where it finds what a factory made held by somebody,
-            so that keeping a tensor would change the numbers of what follows.
+            not: most are unseen, and torch adds one where it finds a tensor held.
         is_routing: Whether it decides where something goes.
         is_plain_view: Whether it is a view of its first argument, and takes no other.
         is_in_place: Whether it writes its first argument and no other.
@@ -138,7 +137,7 @@ class OperatorFacts:
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
         self.is_gather = name == "fsdp::all_gather_copy_in"
         self.is_query = operator.namespace in _QUERY_NAMESPACES
-        self.is_numbered = name != "aten::detach"
+        self.is_numbered = name not in ("aten::detach", "aten::alias")
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)
         is_usual = not (

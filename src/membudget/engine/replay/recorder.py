@@ -1,7 +1,7 @@
 """Record the operators of a region as a graph of values.
 
-The recorder is a dispatch mode below autograd and autocast: it sees each operator with
-the tensors that the backend sees, runs it, and notes what came of what. Which value a
+The recorder observes below autograd and autocast: it sees each operator with the
+tensors that the backend sees, runs it, and notes what came of what. Which value a
 tensor has is the tracker's to know.
 
 Sources, whose content is held, are: what comes from outside; what the policy keeps;
@@ -19,9 +19,6 @@ import torch
 from torch import Tensor
 
 from membudget._torch import (
-    DispatchMode,
-    dispatch_modes,
-    hide_from_dynamo,
     is_fake,
     is_fake_mode_active,
 )
@@ -35,10 +32,11 @@ from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.tracker import EMPTY, is_empty
 from membudget.engine.replay.values import Handle
 from membudget.engine.replay.writing import run_in_place, run_special, written_by
+from membudget.observer import Observer
 
 
-class Recorder(DispatchMode):
-    """The mode that records one forward of a region.
+class Recorder(Observer):
+    """Records one forward of a region.
 
     Attributes:
         recording: What is recorded.
@@ -46,63 +44,33 @@ class Recorder(DispatchMode):
         opaque_depth: Inside of how many `opaque()` the code is.
     """
 
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        # torch's wrapper around the method would cost 1 µs an operator.
-        return False
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Do not look into compiled code: what it makes is held."""
-        return True
-
     def __init__(self, recording: OperatorRecording):
         """Prepare to fill `recording`."""
-        super().__init__()
         self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
         self._late: list[tuple[Handle, Tensor]] = []
 
-    def __enter__(self) -> Any:
-        """Record from now on; the recorder below knows that it is not alone."""
-        below = [mode for mode in dispatch_modes() if isinstance(mode, Recorder)]
-        self._below = below[-1].recording if below else None
-        if self._below is not None:
-            self._below.is_innermost = False
-        return super().__enter__()
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Stop recording."""
-        super().__exit__(kind, error, trace)
-        if self._below is not None:
-            self._below.is_innermost = True
-            self._below = None
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator and note it."""
         if self.is_suspended:
-            return func(*args, **(kwargs or {}))
+            return operator(*args, **kwargs)
         if self._late:
-            return self._run_and_settle(func, types, args, kwargs)
-        facts = facts_of(func)
+            return self._run_and_settle(operator, args, kwargs)
+        facts = facts_of(operator)
         if facts is not None and facts.is_query:
-            return func(*args, **(kwargs or {}))
+            return operator(*args, **kwargs)
         recording = self.recording
         if facts is None or facts.is_numbered:
             recording.number += 1
         if facts is None or facts.is_opaque or self.opaque_depth:
-            return self._run_opaque(func, facts, args, kwargs or {})
+            return self._run_opaque(operator, facts, args, kwargs)
         if not facts.is_simple:
-            return self._run_by_kind(func, facts, args, kwargs or {})
+            return self._run_by_kind(operator, facts, args, kwargs)
         recorded = list(args)
         addresses = recording.record_tensors(facts.tensors, recorded)
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        operation = recording.operation(func, recorded, kwargs or {})
+        output = operator(*args, **kwargs) if kwargs else operator(*args)
+        operation = recording.operation(operator, recorded, kwargs)
         if type(output) is Tensor:
             address = address_of(output)
             if address not in addresses:
@@ -145,9 +113,9 @@ class Recorder(DispatchMode):
         self.__exit__(None, None, None)
         self.settle()
 
-    def _run_and_settle(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _run_and_settle(self, operator: Any, args: Any, kwargs: Any) -> Any:
         late, self._late = self._late, []
-        output = self.__torch_dispatch__(func, types, args, kwargs)
+        output = self.observe(operator, args, kwargs)
         self._late += late
         self.settle()
         return output
@@ -258,6 +226,3 @@ class Recorder(DispatchMode):
                 and id(item) not in self.recording.tracker.table
             ):
                 self.recording.tracker.meet(item, None)
-
-
-hide_from_dynamo(Recorder.__torch_dispatch__)

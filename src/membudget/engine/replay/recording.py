@@ -34,14 +34,12 @@ class OperatorRecording:
         number: How many operators have run.
         kept: How many outputs the policy kept.
         policy: What to keep.
-        is_innermost: Whether no other recording runs inside.
     """
 
     __slots__ = (
         "_decisions",
         "_module_path",
         "_pins",
-        "is_innermost",
         "kept",
         "number",
         "policy",
@@ -66,7 +64,6 @@ class OperatorRecording:
         self.tracker = Tracker()
         self.number = 0
         self.kept = 0
-        self.is_innermost = True
         self.policy = policy
         self._pins = pins
         self._module_path = module_path

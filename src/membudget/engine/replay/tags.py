@@ -7,14 +7,12 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from membudget._torch import dispatch_mode_count, dispatch_modes
 from membudget.engine.replay.recorder import Recorder
+from membudget.observer import observers
 
 
 def _recorders() -> list[Recorder]:
-    if not dispatch_mode_count():
-        return []
-    return [mode for mode in dispatch_modes() if isinstance(mode, Recorder)]
+    return [o for o in observers() if isinstance(o, Recorder)]
 
 
 def name(tensor: Tensor, label: str) -> Tensor:

@@ -2,6 +2,8 @@
 
 Tensors are known by identity, for as long as they live; the identity of the storage is
 compared, too, because `x.data = y` exchanges it, and a deep copy does not share it.
+Storages are known for as long as *they* live: an alias that nobody was seen to make
+(`detach` is not observed, `.data` makes no operator) may be all that is left on one.
 
 A write gives a memory a new root value, and every tensor in it is known anew when it is
 met again: a view by running its view operators on the new root. Memory that came from
@@ -19,9 +21,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from membudget._torch import is_fake, with_version
-from membudget.engine.identity import address_of
-from membudget.engine.replay.values import Entry, Memory, Operation, Value
+from membudget._torch import detach_with_version, is_fake
+from membudget.engine.identity import address_of, storage_of
+from membudget.engine.replay.values import Entry, Memory, Operation, Place, Value
 
 # Memory without content is recorded by this operator, whichever made it.
 EMPTY: Any = torch.ops.aten.empty_strided.default
@@ -37,20 +39,36 @@ class Tracker:
         clock: How many operations were recorded; those of derived views, too.
     """
 
-    __slots__ = ("_forget", "_memories", "clock", "sources", "table")
+    __slots__ = ("_forget", "_freed", "_places", "clock", "sources", "table")
 
     def __init__(self) -> None:
         """Begin with no tensor known."""
         table: dict[int, Entry] = {}
+        places: dict[int, Place] = {}
 
         def forget(entry: Any) -> None:
             table.pop(entry.key, None)
+            place = places.get(entry.address)
+            if place is not None:
+                place.entries.pop(entry.key, None)
+
+        def freed(place: Any) -> None:
+            if places.get(place.address) is place:
+                del places[place.address]
+            # A tensor may be known by it still: `y.data =` gives it another storage.
+            place.memory.epoch += 1
 
         self.table = table
         self.clock = 0
-        self._memories: dict[int, ReferenceType[Memory]] = {}
         self.sources: list[ReferenceType[Value]] = []
+        self._places = places
         self._forget = forget
+        self._freed = freed
+
+    def clear(self) -> None:
+        """Forget every tensor."""
+        self.table.clear()
+        self._places.clear()
 
     def entry(self, tensor: Tensor) -> Entry:
         """Return what is known of a tensor now."""
@@ -89,44 +107,56 @@ class Tracker:
         entry.epoch = memory.epoch
         entry.address = address
         self.table[key] = entry
+        place = self._places.get(address)
+        if place is None or place.memory is not memory:
+            place = self._new_place(tensor, memory, address)
+        place.entries[key] = entry
         return entry
+
+    def _new_place(self, tensor: Tensor, memory: Memory, address: int) -> Place:
+        """Know a storage, for as long as it lives."""
+        place = Place(storage_of(tensor), self._freed)
+        place.address = address
+        place.memory = memory
+        place.entries = {}
+        if address:
+            self._places[address] = place
+        return place
 
     def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> Entry:
         """Know a tensor that lies in memory of its own."""
-        memory = Memory(value)
-        reference = self._memories.get(address)
-        before = None if reference is None else reference()
-        if before is not None:
-            # That storage is no more, though a tensor may be known by it still:
-            # `y.data =` gives a tensor another storage.
-            before.is_gone = True
-            before.epoch += 1
-        self._memories[address] = ref(memory)
-        return self.enter(tensor, value, memory, address)
+        return self.enter(tensor, value, Memory(value, tensor.dtype), address)
 
     def meet(self, tensor: Tensor, entry: Entry | None) -> Entry:
         """Know a tensor that is new here, or whose memory was written since."""
         address = address_of(tensor)
-        if entry is None or entry.address != address or entry.memory.is_gone:
-            entry = self._sibling(address)
-        if entry is None:
+        place = self._places.get(address)
+        if place is not None:
+            memory = place.memory
+        elif entry is not None and not address:
+            memory = entry.memory  # A sparse tensor has no storage of its own.
+        else:
             memory = Memory(None)
-            return self.enter(tensor, self._source(tensor, memory), memory, address)
-        memory = entry.memory
         if memory.root is None:
             value = self._source(tensor, memory)
-        elif entry.key == id(tensor):
-            value = self._rebased(entry.value, memory.root)
-        elif _is_plain(tensor):
+            return self.enter(tensor, value, memory, address)
+        if place is not None and (entry is None or entry.memory is not memory):
+            entry = _same_view(tensor, place)
+        if entry is not None:
+            is_current = entry.epoch == memory.epoch
+            value = entry.value if is_current else self._rebased(entry.value, memory)
+        elif _is_plain(tensor) and tensor.dtype is memory.dtype:
             value = self._as_strided(tensor, memory.root)
         else:
-            return self.hold_memory(tensor, entry)
+            memory.root = None
+            memory.epoch += 1
+            value = self._source(tensor, memory)
         return self.enter(tensor, value, memory, address)
 
     def note(self, tensor: Tensor, value: Value) -> None:
         """Know a tensor that was made again while the forward runs."""
         root = value.root or value
-        memory = Memory(None if root.operation is None else root)
+        memory = Memory(None if root.operation is None else root, tensor.dtype)
         self.enter(tensor, value, memory, address_of(tensor))
 
     def hold_memory(self, tensor: Tensor, entry: Entry) -> Entry:
@@ -142,7 +172,7 @@ class Tracker:
     def hold_value(self, tensor: Tensor, entry: Entry) -> None:
         """Make the value itself a source: what is recorded of it needs no operator."""
         value, memory = entry.value, entry.memory
-        value.hold(alias(tensor))
+        value.hold(detach_with_version(tensor))
         memory.root = None
         memory.sources.append(ref(value))
         self.sources.append(ref(value))
@@ -188,13 +218,14 @@ class Tracker:
         self.clock += 1
         return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
 
-    def _rebased(self, value: Value, root: Value) -> Value:
+    def _rebased(self, value: Value, memory: Memory) -> Value:
         """Return what a view, or a root, is now that its memory has another root."""
-        operation = value.operation
+        operation, root = value.operation, memory.root
+        assert root is not None
         if value.root is None or operation is None:
             return root
         args = [
-            self._rebased(a, root) if type(a) is Value else a for a in operation.args
+            self._rebased(a, memory) if type(a) is Value else a for a in operation.args
         ]
         again = self.operation(operation.operator, args, operation.kwargs)
         return again.output(value.index, root)
@@ -219,16 +250,6 @@ class Tracker:
         self.sources.append(ref(source))
         return source
 
-    def _sibling(self, address: int) -> Entry | None:
-        """Return what is known of another tensor with the same storage."""
-        if address:
-            for entry in self.table.values():
-                if entry.address == address and not entry.memory.is_gone:
-                    tensor = entry()
-                    if tensor is not None and address_of(tensor) == address:
-                        return entry
-        return None
-
 
 def is_empty(value: Value) -> bool:
     """Tell whether nobody was seen to write the memory of a value."""
@@ -244,11 +265,44 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
+def _same_view(tensor: Tensor, place: Place) -> Entry | None:
+    """Return what is known of a tensor that shows the same part of a storage.
+
+    Autograd saves detached aliases, and `detach` is not observed.
+    """
+    if not _is_plain(tensor):
+        return None
+    geometry = _geometry(tensor)
+    found = None
+    for entry in list(place.entries.values()):
+        other = entry()
+        if (
+            other is not None
+            and _is_plain(other)
+            and _geometry(other) == geometry
+            and address_of(other) == place.address
+        ):
+            found = entry
+            if entry.epoch == entry.memory.epoch:
+                break
+    return found
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
 def alias(tensor: Tensor) -> Tensor:
     """Return a tensor with the same memory and version, and without its graph."""
-    if tensor.is_leaf and (tensor.requires_grad or isinstance(tensor, Parameter)):
+    # Not `is_leaf` of a view: it renews the view's history, though the operator that
+    # has just written the base may not have told autograd yet.
+    if (
+        not tensor._is_view()
+        and tensor.is_leaf
+        and (tensor.requires_grad or isinstance(tensor, Parameter))
+    ):
         return tensor
-    return with_version(tensor.detach)
+    return detach_with_version(tensor)
 
 
 @torch.no_grad()

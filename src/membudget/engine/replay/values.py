@@ -217,8 +217,8 @@ class Memory:
     Attributes:
         root: The value of the whole storage now; `None` while the memory is held by
             reference, so that each tensor in it is a source.
+        dtype: Of the root.
         epoch: How often it was written.
-        is_gone: Whether its storage died while a tensor was known by it.
         is_external: Whether it lay outside of the region.
         is_state: Whether it did, and the region wrote it: a running statistic.
         sources: The sources that lie in it since it was last written.
@@ -226,22 +226,38 @@ class Memory:
 
     __slots__ = (
         "__weakref__",
+        "dtype",
         "epoch",
         "is_external",
-        "is_gone",
         "is_state",
         "root",
         "sources",
     )
 
-    def __init__(self, root: Value | None):
+    def __init__(self, root: Value | None, dtype: torch.dtype | None = None):
         """Begin with the first value seen, or with `None` for what lay outside."""
         self.root = root
+        self.dtype = dtype
         self.epoch = 0
         self.is_external = root is None
-        self.is_gone = False
         self.is_state = False
         self.sources: list[ReferenceType[Value]] = []
+
+
+class Place(ref[Any]):
+    """A storage that is alive.
+
+    Attributes:
+        address: Its identity.
+        memory: What it holds.
+        entries: What is known of the tensors that show it, by their `id`.
+    """
+
+    __slots__ = ("address", "entries", "memory")
+
+    address: int
+    entries: dict[int, Entry]
+    memory: Memory
 
 
 class Entry(ref[Tensor]):

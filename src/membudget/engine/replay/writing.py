@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import increment_version
 
 from membudget.engine.identity import address_of
 from membudget.engine.replay.operators import (
@@ -117,9 +116,6 @@ def _run_writing(
         (value.root or value).is_state = True
         tracker.after_write(tracker.entry(tensor).memory, None)
     _keep_written(recording, operation, facts, args, written)
-    if recording.is_innermost:
-        # Last, because an alias that is made afterwards settles the history of a view.
-        _move_versions(facts, args, kwargs)
     return output
 
 
@@ -128,7 +124,7 @@ def _keep_written(
     operation: Operation,
     facts: OperatorFacts,
     args: Any,
-    written: list[Any],
+    written: list[Tensor],
 ) -> None:
     for tensor in written:
         entry = recording.tracker.entry(tensor)
@@ -152,18 +148,6 @@ def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any
     ):
         return [_recorded(recording, item, marks) for item in argument]
     return argument
-
-
-def _move_versions(facts: OperatorFacts, args: Any, kwargs: dict[str, Any]) -> None:
-    """Move the versions of tensors that were written through a list.
-
-    Under a dispatch mode, torch (2.13) does not, and a view then keeps a stale history.
-    """
-    lists = [args[i] for i in facts.written if i < len(args)]
-    lists += [kwargs.get(name) for name in facts.written_names]
-    for written in lists:
-        if isinstance(written, list | tuple):
-            increment_version(written)
 
 
 class _Marks:

@@ -1,0 +1,212 @@
+"""Watch the operators of this thread as the backend sees them, and change none.
+
+While any `TorchDispatchMode` is on, torch asks "could this tensor be a subclass?" and
+hears yes: the backward of `prod`, `cumprod`, `max` or `index`, and some composite
+kernels, then take other formulas, whose bits differ from the plain step's. So an
+observer does not stand on the mode stack, if it can help it: it is called by a kernel
+on a dispatch key of our own, which no formula looks at. A thread asks for the key by
+including it in its dispatch state.
+
+    autograd · autocast · views        what the user's call becomes
+    dispatch modes · subclasses        the user's own
+    ── the observers' key ──────────   the innermost observer, the one around it, ...
+    kernels                            CPU, CUDA, ...
+
+What modes and subclasses do is seen from below, so whoever wants to see *their*
+operators must stand among them: where a mode is on already (plain torch then takes the
+other formulas, too), or where the observer asks for it (`sees_subclasses`).
+
+Rejected: a mode that leaves the stack while a backward runs inside the forward. It
+cures those backwards alone, and must keep all that they make.
+
+Rule 1. An observer runs the operator by calling it; the call reaches the observer
+    around it, and at last the kernel. Operators that a kernel calls are not seen.
+Rule 2. Threads that autograd starts see the observers of the thread that called it.
+Rule 3. Higher-order operators are observed like any other.
+Rule 4. On the key, `detach` and `alias` pass unseen. What they return may become a
+    `Parameter` or another subclass (`as_subclass`), and then must not have been a
+    Python object yet.
+Rule 5. What runs while dispatch to Python is switched off (FakeTensorMode asking for
+    shapes, as `torch.compile` does inside a region) passes unseen.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from membudget._torch import (
+    DispatchMode,
+    dispatch_mode_count,
+    exclude_observers,
+    hide_from_dynamo,
+    include_observers,
+    inherited_by_autograd,
+    is_observing_excluded,
+    is_python_excluded,
+    observe_operators,
+    share_with_autograd,
+)
+
+
+class _Thread(threading.local):
+    """The observers of one thread.
+
+    Attributes:
+        all: Outermost first.
+        stack: Those of them that stand on the key.
+        depth: How many of these have yet to see the operator that runs now.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Observer] = []
+        self.stack: list[Observer] = []
+        self.depth = 0
+
+
+_THREAD = _Thread()
+
+
+class Observer:
+    """Sees each operator that runs inside its `with` block, in this thread.
+
+    Attributes:
+        sees_subclasses: Whether it stands on the mode stack, to see the operators of
+            tensor subclasses as the user's code calls them.
+    """
+
+    sees_subclasses = False
+    _mode: _Mode | None = None
+    _modes = 0
+    _before: tuple[int, bool]
+
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run one operator and return what it returns.
+
+        Args:
+            operator: The overload, or a higher-order operator.
+            args: Its positional arguments, as the backend gets them.
+            kwargs: Its keyword arguments; arguments at their default are left out.
+        """
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        """Observe from now on."""
+        self._modes = dispatch_mode_count()
+        if self._modes or self.sees_subclasses:
+            self._mode = _Mode(self)
+            self._mode.__enter__()
+        else:
+            self._enter_key()
+        _THREAD.all.append(self)
+        return self
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Observe no more."""
+        _THREAD.all.remove(self)
+        if self._mode is not None:
+            self._mode.__exit__(None, None, None)
+            self._mode = None
+        else:
+            self._leave_key()
+
+    def is_innermost(self) -> bool:
+        """Tell whether nothing observes or dispatches inside of it."""
+        on_modes = self._modes + (self._mode is not None)
+        return _THREAD.all[-1:] == [self] and dispatch_mode_count() == on_modes
+
+    def _enter_key(self) -> None:
+        thread = _THREAD
+        observe_operators(_observed)
+        self._before = thread.depth, is_observing_excluded()
+        if not thread.stack:
+            share_with_autograd(thread.stack)
+            include_observers(True)
+        thread.stack.append(self)
+        thread.depth = len(thread.stack)
+        exclude_observers(False)
+
+    def _leave_key(self) -> None:
+        thread = _THREAD
+        thread.stack.remove(self)
+        thread.depth, excluded = self._before
+        exclude_observers(excluded)
+        if not thread.stack:
+            include_observers(False)
+
+
+class _Mode(DispatchMode):
+    """Puts an observer on the mode stack."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # torch's wrapper around the method would cost 1 µs an operator.
+        return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Do not look into compiled code."""
+        return True
+
+    def __init__(self, observer: Observer):
+        super().__init__()
+        self._observe = observer.observe
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return self._observe(func, args, kwargs or {})
+
+
+def observers() -> tuple[Observer, ...]:
+    """Return the observers of this thread, outermost first."""
+    return tuple(_THREAD.all)
+
+
+def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Let the innermost observer that has not seen this call run the operator."""
+    thread = _THREAD
+    depth = thread.depth
+    if not depth:
+        return _observed_elsewhere(operator, args, kwargs)
+    if is_python_excluded():
+        return _unobserved(operator, args, kwargs)
+    thread.depth = depth - 1
+    if depth == 1:
+        exclude_observers(True)
+    try:
+        return thread.stack[depth - 1].observe(operator, args, kwargs)
+    finally:
+        thread.depth = depth
+        if depth == 1:
+            exclude_observers(False)
+
+
+def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Use the observers of the thread that called autograd (Rule 2).
+
+    In a thread that has observers itself, a kernel has reset the dispatch state.
+    """
+    thread = _THREAD
+    inherited = None if thread.stack else inherited_by_autograd()
+    if not inherited:
+        return _unobserved(operator, args, kwargs)
+    own, thread.stack, thread.depth = thread.stack, inherited, len(inherited)
+    try:
+        return _observed(operator, *args, **kwargs)
+    finally:
+        thread.stack, thread.depth = own, 0
+
+
+def _unobserved(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    exclude_observers(True)
+    try:
+        return operator(*args, **kwargs)
+    finally:
+        exclude_observers(False)
+
+
+hide_from_dynamo(_observed)
+hide_from_dynamo(_Mode.__torch_dispatch__)
