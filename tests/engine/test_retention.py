@@ -17,6 +17,12 @@ from membudget.engine.statistics import Statistics
 ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
 
 
+@pytest.fixture(autouse=True)
+def no_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forget backwards of other tests that failed."""
+    monkeypatch.setattr(retention, "_BY_BACKWARD", {})
+
+
 @pytest.fixture
 def statistics() -> Statistics:
     return Statistics("block")
@@ -167,4 +173,3 @@ def test_backwards_that_failed_are_forgotten_in_the_end(monkeypatch):
     in_backward(lambda: retention.release_in_time(frame))
     # The oldest had to go; the one that ended did by itself.
     assert sorted(retention._BY_BACKWARD) == left[1:]
-    retention._BY_BACKWARD.clear()
