@@ -76,7 +76,8 @@ def test_a_measurement_is_kept_until_what_it_depends_on_changes(tmp_path):
         (tmp_path / name).write_text(text)
 
     def found() -> dict[str, Path]:
-        return places(tmp_path, tmp_path, files_of_tests(tmp_path, ["tests"]))
+        tests = [tmp_path / name for name in files if "test_" in name]
+        return places(tmp_path, tmp_path, tests)
 
     before = found()
     (tmp_path / "tests/test_a.py").write_text("# changed\n")
@@ -88,3 +89,36 @@ def test_a_measurement_is_kept_until_what_it_depends_on_changes(tmp_path):
     (tmp_path / "src/a.py").write_text("x = 1\n")
     (tmp_path / "tests/helper.py").write_text("# changed\n")
     assert found()["tests/test_b.py"] != before["tests/test_b.py"]
+
+
+@pytest.mark.parametrize(
+    ("source", "tests"),
+    [
+        ("engine/bits.py", ["behaviours/test_x.py", "engine/test_bits.py"]),
+        ("cli.py", ["behaviours/test_x.py", "test_cli.py"]),
+        ("cli_plan.py", ["behaviours/test_x.py", "test_cli_plan.py"]),
+        ("fit.py", ["behaviours/test_x.py", "test_fit_limited.py"]),
+    ],
+)
+def test_tests_of_other_parts_of_the_package_are_left_out(tmp_path, source, tests):
+    for name in ("engine/bits.py", "cli.py", "cli_plan.py", "fit.py", "__init__.py"):
+        path = tmp_path / "src/membudget" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    names = ("behaviours/test_x.py", "engine/test_bits.py", "engine/helper.py")
+    for name in (*names, "test_cli.py", "test_cli_plan.py", "test_fit_limited.py"):
+        path = tmp_path / "tests" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+    found = files_of_tests(tmp_path, [tmp_path / "src/membudget" / source])
+    assert [p.relative_to(tmp_path / "tests").as_posix() for p in found] == tests
+
+
+def test_doctests_are_tests_of_their_file(tmp_path):
+    source = tmp_path / "src/membudget/sizes.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("# >>> 1 + 1\n")
+    (tmp_path / "tests").mkdir()
+    assert files_of_tests(tmp_path, [source]) == [source]
+    source.write_text("")
+    assert files_of_tests(tmp_path, [source]) == []

@@ -19,7 +19,7 @@ from tools.mutants.covering import (
     places,
 )
 from tools.mutants.equivalent import read_equivalents
-from tools.mutants.find import Mutant, draw
+from tools.mutants.find import draw
 from tools.mutants.report import Report
 from tools.mutants.trees import copy_tree
 from tools.mutants.verdict import Trial, Verdict
@@ -40,10 +40,12 @@ def main(arguments: Sequence[str]) -> int:
         trees = [Path(folder) / str(number) for number in range(options.workers)]
         for tree in trees:
             copy_tree(ROOT, tree)
-        measured = measure(options.tests, trees)
+        sources = files_of(options.paths)
+        tests = files_of(options.tests, "test_*.py") or files_of_tests(ROOT, sources)
+        measured = measure(tests, trees)
         notes = Path(folder) / "notes"
         notes.mkdir()
-        mutants = drawn(options.paths, options.seed, options.count)
+        mutants = draw(ROOT, sources, options.seed, options.count)
         trials = [
             Trial(mutant, batches(mutant, measured, options.most), notes / str(number))
             for number, mutant in enumerate(mutants)
@@ -63,7 +65,10 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     add("--seed", type=int, default=0, help="which mutants are drawn (default: 0)")
     add("--count", type=int, default=100, help="number of mutants (default: 100)")
     add("--workers", type=int, default=2, help="processes at a time (default: 2)")
-    add("--tests", nargs="+", default=["tests"], help="folders or files of tests")
+    tests = (
+        "folders or files of tests (default: those of these files, and of behaviour)"
+    )
+    add("--tests", nargs="+", default=[], help=tests)
     most = (
         "leave out the slowest tests of a mutant, so that the rest take so many CPU s"
     )
@@ -71,9 +76,16 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(folders: Sequence[str], trees: Sequence[Path]) -> list[Measured]:
+def files_of(names: Sequence[str], pattern: str = "*.py") -> list[Path]:
+    """Return the files that match a pattern in some folders, and named files."""
+    return sorted(
+        {f for name in names for f in matching((ROOT / name).resolve(), pattern)}
+    )
+
+
+def measure(tests: Sequence[Path], trees: Sequence[Path]) -> list[Measured]:
     """Return what each file of tests runs, measuring those that have changed."""
-    found = places(ROOT, CACHE, files_of_tests(ROOT, folders))
+    found = places(ROOT, CACHE, tests)
     ready = {name: data.with_suffix(".json") for name, data in found.items()}
     jobs = [
         Measurement(name, "src/membudget", data)
@@ -84,13 +96,6 @@ def measure(folders: Sequence[str], trees: Sequence[Path]) -> list[Measured]:
         told = f"{ended.seconds:.0f} s, {ended.job.name}"
         print(f"measured {number} of {len(jobs)} files of tests: {told}", flush=True)
     return [Measured(name, found[name]) for name in found if ready[name].exists()]
-
-
-def drawn(paths: Sequence[str], seed: int, count: int) -> list[Mutant]:
-    """Draw mutants of some folders or files."""
-    chosen = [(ROOT / path).resolve() for path in paths]
-    files = {file for path in chosen for file in matching(path, "*.py")}
-    return draw(ROOT, sorted(files), seed, count)
 
 
 def judged(trials: Sequence[Trial], trees: Sequence[Path]) -> Iterator[Verdict]:

@@ -10,7 +10,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,11 +83,31 @@ def batches(
     return sorted(made, key=lambda batch: batch.seconds)
 
 
-def files_of_tests(root: Path, folders: Sequence[str]) -> list[Path]:
-    """Return every file of tests below some folders, and source files with doctests."""
-    found = [path for name in folders for path in matching(root / name, "test_*.py")]
-    source = matching(root / "src", "*.py")
-    return found + [path for path in source if ">>> " in path.read_text("utf-8")]
+def files_of_tests(root: Path, sources: Sequence[Path]) -> list[Path]:
+    """Return the files of tests that are there to notice faults in some source files.
+
+    `tests/` mirrors `src/`: what mirrors another part of the package (`tests/planner/`,
+    `tests/test_cli_plan.py`) tests that part, through whichever others; what mirrors
+    none, such as `tests/behaviours/`, tests all. And doctests are tests of their file.
+    """
+    package = root / "src/membudget"
+    parts = {path.stem for path in package.iterdir() if not path.stem.startswith("__")}
+    parts.add("tools")  # They lie beside the package, and have tests, too.
+    wanted = {part_of(path.relative_to(package).parts[0], parts) for path in sources}
+    tests = matching(root / "tests", "test_*.py")
+    chosen = [
+        path
+        for path in tests
+        if part_of(path.relative_to(root / "tests").parts[0], parts) in {None, *wanted}
+    ]
+    return chosen + [path for path in sources if ">>> " in path.read_text("utf-8")]
+
+
+def part_of(name: str, parts: Collection[str]) -> str | None:
+    """Return the part of the package that a file or folder is or mirrors, if any."""
+    stem = name.removesuffix(".py").removeprefix("test_")
+    found = [part for part in parts if stem == part or stem.startswith(f"{part}_")]
+    return max(found, key=len, default=None)
 
 
 def matching(place: Path, pattern: str) -> list[Path]:
