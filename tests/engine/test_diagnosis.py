@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ X = torch.zeros(2, 3)
 LAST = "the function depends on state that its own forward changed"
 
 
-def causes(saved: Tensor | None, made: Tensor | None, **options: bool) -> list[str]:
+def causes(saved: Tensor | None, made: Tensor | None, **options: Any) -> list[str]:
     pair = [None if t is None else metadata(t) for t in (saved, made)]
     return likely_causes(torch.sin, None, RegionOptions(**options), *pair)
 
@@ -87,9 +88,10 @@ def test_a_container_that_grew_is_named_with_both_lengths():
 
 
 def test_every_module_has_its_path_below_the_label_of_the_region():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Tanh()))
+    inner = nn.Sequential(nn.Tanh())
+    model = nn.Sequential(nn.Linear(2, 2), inner)
     names = module_names(model, "blocks.3")
     assert names[id(model)] == "blocks.3"
     assert names[id(model[0])] == "blocks.3.0"
-    assert names[id(model[1][0])] == "blocks.3.1.0"
-    assert module_names(model)[id(model[1][0])] == "1.0"
+    assert names[id(inner[0])] == "blocks.3.1.0"
+    assert module_names(model)[id(inner[0])] == "1.0"

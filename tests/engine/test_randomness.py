@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,8 @@ def test_a_source_that_stands_where_it_was_is_not_written():
 
 
 def test_without_a_mark_the_state_itself_is_compared():
-    state, written = [1], []
+    state = [1]
+    written: list[int] = []
     source = Source(lambda: state[0], written.append, None)
     noted = source.note()
     assert noted == ("1", 1)
@@ -136,7 +138,7 @@ def test_private_sources_are_all_but_torch_s_own():
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Generator]]:
     """Let two CUDA devices be in use; their generators lie on the CPU."""
     generators = [torch.Generator().manual_seed(n) for n in range(2)]
     monkeypatch.setattr(randomness, "_cuda_is_in_use", lambda: True)

@@ -223,7 +223,7 @@ def test_what_a_function_changes_after_it_saved_it_is_refused(exchange):
 
 def test_a_context_that_swallows_exceptions_is_refused():
     class Swallows(contextlib.nullcontext):  # type: ignore[type-arg]
-        def __exit__(self, *error: object) -> bool:  # type: ignore[override]
+        def __exit__(self, *error: object) -> bool:
             return True
 
     def fail(x: Tensor) -> Tensor:
