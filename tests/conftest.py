@@ -1,4 +1,7 @@
-"""What every test starts from: seed 0 and one thread; the header names the device."""
+"""What every test starts from: seed 0, one thread, and seconds that are given.
+
+The header names the device.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
+from membudget.engine import isolation
+from tests import seconds
 
 
 def device_name() -> str:
@@ -64,3 +70,19 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def given_seconds() -> Iterator[None]:
+    """Let no plan depend on what the machine took."""
+    with pytest.MonkeyPatch.context() as patch:
+        seconds.give(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def unhurried_threads() -> Iterator[None]:
+    """Let a second thread wait for regions of the first, however slow the machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(isolation, "_HANDSHAKE_S", seconds.DEADLOCK_S)
+        yield

@@ -18,6 +18,7 @@ from membudget.planner.regions import Region, Stage, made_in, saved_in, storages
 from membudget.planner.simulate import simulate
 from membudget.planning import make_plan
 from tests.planner.models import MODELS, measured_peak
+from tests.seconds import DEADLOCK_S
 from tests.test_apply_plan import check_same, facts_of_step
 
 
@@ -93,7 +94,7 @@ def test_a_schedule_that_a_search_found_runs_as_it_was_simulated():
     found = mb.profile(model, batch, fake=True)
     planner = Planner(found.graph)
     budget = planner.plain_peak_bytes * 6 // 10
-    chosen = planner.choose(budget, exact_s=30.0)
+    chosen = planner.choose(budget, exact_s=DEADLOCK_S)
     searched = copy.deepcopy(model)
     plan = make_plan(found, planner.graph, chosen, model, budget)
     applied = mb.apply(searched, plan)

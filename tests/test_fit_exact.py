@@ -10,12 +10,13 @@ import torch
 import membudget as mb
 from membudget.errors import MembudgetError
 from tests.planner.models import MODELS
+from tests.seconds import DEADLOCK_S
 
 
 def test_a_searched_plan_fits_and_is_the_plain_step():
     torch.manual_seed(0)
     model, batch = MODELS["unet"]()
-    with mb.fit(model, batch, "62%", fake=True, exact_s=30.0) as fitted:
+    with mb.fit(model, batch, "62%", fake=True, exact_s=DEADLOCK_S) as fitted:
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
         assert fitted.audit().equal
         searched = fitted.plan.slowdown
@@ -28,4 +29,4 @@ def test_without_scipy_the_error_names_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     model, batch = MODELS["unet"]()
     with pytest.raises(MembudgetError, match=r"pip install .membudget\[exact\]"):
-        mb.fit(model, batch, "62%", fake=True, exact_s=30.0)
+        mb.fit(model, batch, "62%", fake=True, exact_s=DEADLOCK_S)

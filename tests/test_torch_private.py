@@ -67,13 +67,6 @@ def test_a_view_has_the_storage_address_of_its_base():
     assert _torch.storage_address(x) != _torch.storage_address(x.clone())
 
 
-def test_settings_of_attention_and_matmul_are_read():
-    assert all(isinstance(flag(), bool) for flag in _torch.get_sdpa_flags)
-    _torch.set_sdpa_priority(_torch.get_sdpa_priority())
-    assert _torch.get_matmul_precision() == torch.get_float32_matmul_precision()
-    assert _torch.get_deterministic() == torch.are_deterministic_algorithms_enabled()
-
-
 def test_modes_are_listed_outermost_first():
     class Mode(_torch.DispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):

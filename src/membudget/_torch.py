@@ -91,21 +91,6 @@ dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 # when only the engine's own are left, nobody can write it any more.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
-# Which kernels attention may choose. The public readers are Python functions around
-# these; every region reads all four.
-get_sdpa_flags: tuple[Callable[[], bool], ...] = (
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-)
-get_matmul_precision: Callable[[], str] = torch._C._get_float32_matmul_precision
-get_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms
-
-# `sdpa_kernel(..., set_priority=True)` changes this order; only setting is public.
-get_sdpa_priority: Callable[[], list[int]] = torch._C._get_sdp_priority_order
-set_sdpa_priority: Callable[[list[int]], None] = torch._C._set_sdp_priority_order
-
 
 def is_fake(tensor: Any) -> bool:
     """Tell whether a tensor is one of `FakeTensorMode`, whose class is private."""

@@ -10,6 +10,7 @@
         ├── RecomputeMismatchError        the recompute is not the forward again
         ├── ChangedSinceForwardError      what the region read was changed since
         └── ReentrantLimitError           a limit of the classic, reentrant variant
+    OverwrittenWarning (UserWarning)      a saved tensor was written before the backward
     PinnedWarning (UserWarning)           a value did not come back and is kept
     SearchWarning (UserWarning)           a search of all schedules gave no answer
 
@@ -128,6 +129,10 @@ class ChangedSinceForwardError(CheckpointError):
 
 class ReentrantLimitError(CheckpointError):
     """A limit of `use_reentrant=True`, which would otherwise lose gradients."""
+
+
+class OverwrittenWarning(UserWarning):
+    """A saved tensor was written before the backward: plain autograd would raise."""
 
 
 class PinnedWarning(UserWarning):

@@ -1,14 +1,35 @@
-"""Tables of text, for a person to read."""
+"""Tables of text, for a person to read.
+
+Only this module imports rich, which draws from Python's `random` when it is imported
+and for some styles; the user's stream must not move by it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from io import StringIO
 from typing import Literal
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, RenderableType
-from rich.table import Table
+
+@contextmanager
+def _python_random_kept() -> Iterator[None]:
+    """Leave Python's `random` as it was."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+with _python_random_kept():
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console, RenderableType
+    from rich.padding import Padding
+    from rich.table import Table
+
+__all__ = ["Padding", "Table", "empty_table", "page", "rendered"]
 
 WIDTH = 100
 """Of a page; a longer cell goes on in the next line."""
@@ -63,6 +84,7 @@ def page(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
     console = Console(
         file=out, width=width, color_system=None, markup=False, highlight=False
     )
-    for part in parts:
-        console.print(part)
+    with _python_random_kept():
+        for part in parts:
+            console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())

@@ -15,6 +15,7 @@ from torch import Tensor
 import membudget as mb
 from membudget.compat import set_checkpoint_early_stop
 from tests.behaviours.steps import Counted, Region, differences, perceptron
+from tests.seconds import DEADLOCK_S
 
 
 class Marked:
@@ -180,13 +181,13 @@ def test_b49_switches_of_two_threads_do_not_undo_each_other() -> None:
     def other() -> list[str]:
         with on():
             entered.set()
-            assert left.wait(60)
+            assert left.wait(DEADLOCK_S)
             return runs()
 
     with ThreadPoolExecutor(1) as pool:
         with off():
             future = pool.submit(other)
-            assert entered.wait(60)
+            assert entered.wait(DEADLOCK_S)
             within = runs()
         left.set()
         assert future.result() == STOPPED

@@ -21,6 +21,7 @@ from tests.behaviours.steps import (
     perceptron,
     plain,
 )
+from tests.seconds import DEADLOCK_S
 
 
 def elsewhere(function: Callable[[], Any]) -> Any:
@@ -90,7 +91,7 @@ def test_b119_regions_in_several_threads_at_once_equal_the_plain_run(
         start = threading.Barrier(threads)
 
         def run(i: int) -> list[Tensor]:
-            start.wait(60)
+            start.wait(DEADLOCK_S)
             return train(region, models[i], xs[i])
 
         with ThreadPoolExecutor(threads) as pool:
@@ -108,7 +109,7 @@ def test_b119_several_threads_may_go_backward_through_one_shared_region() -> Non
     start = threading.Barrier(4)
 
     def backward(_: int) -> Tensor:
-        start.wait(60)
+        start.wait(DEADLOCK_S)
         return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
 
     with ThreadPoolExecutor(4) as pool:

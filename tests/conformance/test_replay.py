@@ -175,7 +175,6 @@ def test_a_random_program_under_replay_regions_is_the_plain_program(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @given(_CASES, _KEEP_SETS, _BACKWARDS, st.sampled_from(VERIFIES))
 @generated(max_examples=3000)
 def test_of_many_keep_sets_each_leaves_the_step_plain(
@@ -185,7 +184,6 @@ def test_of_many_keep_sets_each_leaves_the_step_plain(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @given(programs(most_instructions=30), _KEEP_SETS, _BACKWARDS)
 @generated(max_examples=500)
 def test_a_long_random_program_under_replay_regions_is_the_plain_program(

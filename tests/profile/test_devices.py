@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget.profile import DEVICES, Device, profile
+from membudget.profile import DEVICES, Device, devices, profile
 from membudget.profile.devices import device_of, this_processor
 
 MINE = Device("mine", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
@@ -81,5 +81,6 @@ def test_a_device_of_the_table_is_whole(device):
     assert device.memory_bytes >= 24 << 30
 
 
-def test_this_processor_is_measured_once():
+def test_this_processor_is_measured_once(monkeypatch):
+    monkeypatch.setattr(devices, "this_processor", this_processor)
     assert this_processor() is this_processor() is device_of("CPU")

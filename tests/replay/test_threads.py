@@ -22,6 +22,7 @@ from torch import Tensor, nn
 import membudget as mb
 from tests.behaviours.steps import Block, Region, differences, plain, region_with
 from tests.keeps import VERIFIES
+from tests.seconds import DEADLOCK_S
 
 KEEPS = {
     "nothing": mb.policies.nothing,
@@ -74,7 +75,7 @@ def at_once(function: Callable[[int], Any], threads: int) -> list[Any]:
     start = threading.Barrier(threads)
 
     def run(i: int) -> Any:
-        start.wait(60)
+        start.wait(DEADLOCK_S)
         return function(i)
 
     with ThreadPoolExecutor(threads, initializer=_heed_thread_count) as pool:

@@ -3,7 +3,7 @@
 A recompute happens later, inside a backward, perhaps in another thread; it must find
 the surroundings that the forward had: autocast with its dtypes and cache, the stacks of
 function and dispatch modes, the default device and dtype, context variables, and the
-process-wide choices of kernels (`sdpa_kernel`, matmul precision, determinism).
+settings that choose kernels (`sdpa_kernel`, mkldnn, cuDNN, precisions, determinism).
 
 Almost always they are what they were, so the forward notes them as cheaply as it can
 and the recompute touches only what differs.
@@ -12,29 +12,12 @@ and the recompute touches only what differs.
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from membudget import _torch
+from membudget import _torch, _torch_settings
 from membudget.engine.scope import Scope
-
-Getter = Callable[[], Any]
-Setter = Callable[[Any], Any]
-
-# Process-wide settings that choose kernels or dtypes: how each is read and set.
-_SETTINGS: tuple[tuple[Getter, Setter], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_torch.get_sdpa_flags[0], torch.backends.cuda.enable_flash_sdp),
-    (_torch.get_sdpa_flags[1], torch.backends.cuda.enable_mem_efficient_sdp),
-    (_torch.get_sdpa_flags[2], torch.backends.cuda.enable_math_sdp),
-    (_torch.get_sdpa_flags[3], torch.backends.cuda.enable_cudnn_sdp),
-    (_torch.get_sdpa_priority, _torch.set_sdpa_priority),
-    (_torch.get_matmul_precision, torch.set_float32_matmul_precision),
-    (_torch.get_deterministic, torch.use_deterministic_algorithms),
-)
-_GETTERS = tuple(getter for getter, _ in _SETTINGS)
 
 
 class Autocast:
@@ -89,7 +72,7 @@ class Ambient:
         self.dispatch_modes = (
             _modes_of_the_user() if _torch.dispatch_mode_count() else ()
         )
-        self.settings = [getter() for getter in _GETTERS]
+        self.settings = _torch_settings.read()
         self.context = contextvars.copy_context()
 
     def enter(self, scope: Scope) -> None:
@@ -109,16 +92,10 @@ class Ambient:
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
     def enter_settings(self, scope: Scope) -> None:
-        """Bring back process-wide settings that differ now, until `scope` ends."""
-        current = [getter() for getter in _GETTERS]
-        if current == self.settings:
-            return
-        for (_, setter), wanted, now in zip(
-            _SETTINGS, self.settings, current, strict=True
-        ):
-            if wanted != now:
-                scope.callback(setter, now)
-                setter(wanted)
+        """Bring back settings that differ now, until `scope` ends."""
+        now = _torch_settings.read()
+        if now != self.settings:
+            _torch_settings.bring_back(self.settings, now, scope.callback)
 
     def _enter_function_modes(self, scope: Scope) -> None:
         active = _torch.function_modes()

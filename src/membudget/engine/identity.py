@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from membudget._torch import storage_address
+from membudget._torch import detach_with_version, storage_address
 
 
 def version_of(tensor: Tensor) -> int:
@@ -38,3 +40,28 @@ def storage_of(tensor: Tensor) -> Any:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
         return _NOWHERE
+
+
+class SavedVersion:
+    """The version of a tensor when autograd saved it, and the counter to compare with.
+
+    An alias shares the counter; its memory is exchanged for none, so that it holds
+    nothing. This is the check that autograd makes where no saved-tensor hooks are.
+    """
+
+    __slots__ = ("_counter", "_version")
+
+    def __init__(self, tensor: Tensor):
+        """Note the version now."""
+        self._counter = detach_with_version(tensor)
+        self._version = version_of(tensor)
+        self._counter.data = _nothing(tensor.dtype, tensor.device)
+
+    def has_moved(self) -> bool:
+        """Tell whether somebody has written the tensor since."""
+        return version_of(self._counter) != self._version
+
+
+@cache
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)

@@ -13,7 +13,7 @@ from membudget.errors import OptionError
 
 DeterminismCheck = Literal["default", "values", "none"]
 Engine = Literal["auto", "rerun", "replay"]
-Verify = bool | Literal["fingerprints"]
+Verify = bool | Literal["fingerprints", "always"]
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -52,6 +52,11 @@ class RegionOptions:
             `"fingerprints"` only those stay, which take next to no memory; they are
             compared in the backward, which raises `RecomputeMismatchError` if one
             differs: the step must be run again, and what differed is kept by then.
+            With `"always"` every step does so, for kernels that are not reproducible
+            from run to run: each dropped byte is read twice more.
+        strict: Whether a replay region raises where plain autograd would, because a
+            saved tensor was written before the backward. Without it, the gradient is
+            that of what was saved, and an `OverwrittenWarning` says so the first time.
     """
 
     use_reentrant: bool = False
@@ -64,6 +69,7 @@ class RegionOptions:
     engine: Engine = "auto"
     keep: Any = None
     verify: Verify = True
+    strict: bool = False
 
     policy: Policy = field(init=False, repr=False, compare=False)
     """What `keep` means; derived."""
@@ -116,9 +122,10 @@ class RegionOptions:
                 "engine must be one of 'auto', 'rerun' and 'replay'; got "
                 f"{self.engine!r}"
             )
-        if self.verify not in (True, False, "fingerprints"):
+        if self.verify not in (True, False, "fingerprints", "always"):
             raise OptionError(
-                f"verify must be True, False or 'fingerprints'; got {self.verify!r}"
+                "verify must be True, False, 'fingerprints' or 'always'; got "
+                f"{self.verify!r}"
             )
         if self.keep is not None and (self.engine == "rerun" or self.use_reentrant):
             raise OptionError(

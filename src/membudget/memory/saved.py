@@ -116,8 +116,7 @@ class SavedReport:
 
     def __str__(self) -> str:
         """Return a table, one line a saved tensor, with the total below."""
-        from rich.console import Console
-        from rich.table import Table
+        from membudget.tables import Table, page
 
         table = Table(title=f"saved for backward: {self.total_bytes:,} bytes")
         for column in ("module", "operator", "line", "kind", "shape", "bytes"):
@@ -131,10 +130,7 @@ class SavedReport:
             table.add_row(
                 record.module_path, record.operator, record.line, kind, shape, size
             )
-        console = Console(width=120, no_color=True)
-        with console.capture() as capture:
-            console.print(table)
-        return capture.get().rstrip()
+        return page([table], width=120)
 
 
 def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedReport:

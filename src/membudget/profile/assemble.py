@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from membudget.engine.replay.operators import facts_of
+import torch
+
+from membudget.engine.replay.operators import decides, facts_of
 from membudget.graph import (
     Operator,
     Saved,
@@ -145,8 +148,19 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         seconds=recorded.nanoseconds * 1e-9,
         is_view=is_view,
         is_random=facts is not None and facts.is_random,
-        is_pinned=facts is None or facts.is_opaque or facts.is_routing,
+        is_pinned=facts is None
+        or facts.is_opaque
+        or facts.is_routing
+        or decides(
+            facts,
+            _dtypes(recorder, recorded.inputs),
+            _dtypes(recorder, recorded.outputs),
+        ),
     )
+
+
+def _dtypes(recorder: StepRecorder, values: Sequence[int]) -> list[Any]:
+    return [getattr(torch, recorder.lifetimes.values[v].dtype) for v in values]
 
 
 def _makes_nothing(recorder: StepRecorder, recorded: RecordedOperator) -> bool:

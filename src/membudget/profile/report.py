@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.padding import Padding
-from rich.table import Table
-
 from membudget.graph import StepGraph
 from membudget.planner.timeline import Timeline, timeline
 from membudget.profile.advice import advise
@@ -25,7 +22,7 @@ from membudget.profile.summary import (
 )
 from membudget.profile.text import flops, marks, share, sparkline, time
 from membudget.sizes import format_bytes
-from membudget.tables import empty_table, page
+from membudget.tables import Padding, Table, empty_table, page
 
 WIDTH = 120
 COLUMNS = 80

@@ -3,20 +3,20 @@
 As `verify`, and for the same reason; but no original stays. The rules:
 
 1. A fingerprint is taken at the last moment at which somebody could write the tensor:
-   before the first operator at which only this file still holds its memory, or when the
-   forward ends. So a hidden write after the saving is seen, and what an operator fills
-   after it was saved; and the memory goes before the next operator takes any.
+   before an operator writes it, before the first operator at which only this file still
+   holds its memory, or when the forward ends. So a hidden write after the saving is
+   seen, and what an operator fills after it was saved; and the memory goes before the
+   next operator takes any.
 2. It is compared when the backward takes the value, which is made then anyway.
 3. The step cannot be put right any more where they differ: it raises. What is at fault
    is pinned, so that the step can be run again; and that is what differs although
    nothing that it was made of does.
-4. The signature counts as verified when a backward has ended.
+4. The path counts as verified when a backward has ended.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
 
 from torch import Tensor
 
@@ -29,74 +29,70 @@ from membudget._torch import (
 )
 from membudget.engine.bits import fingerprint, has_bits, may_be_a_workspace
 from membudget.engine.identity import address_of
-from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.signature import Verified
+from membudget.engine.replay.signature import Path, Verified
 from membudget.engine.replay.values import Handle, Value
 from membudget.engine.replay.verify import is_made_again, pin
 from membudget.errors import RecomputeMismatchError
 
 
-class FingerprintingRecorder(Recorder):
-    """A recorder that takes the fingerprints of what the forward drops.
+class Fingerprinter:
+    """Takes the fingerprints of what a forward drops.
 
     Attributes:
-        fingerprints: How many it has taken.
+        taken: How many it has taken.
     """
 
-    def __init__(self, recording: OperatorRecording):
-        """Prepare to fill `recording`."""
-        super().__init__(recording)
+    __slots__ = ("_held", "taken")
+
+    def __init__(self) -> None:
+        """Begin with none."""
         self._held: dict[int, list[tuple[Handle, Tensor]]] = {}
-        self.fingerprints = 0
+        self.taken = 0
 
-    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Take the fingerprints that can be taken, and run one operator."""
-        if self._held:
-            self._take_fingerprints(is_last=False)
-        return super().observe(operator, args, kwargs)
-
-    def handle(self, tensor: Tensor) -> Handle:
-        """Return what stands for a tensor that autograd saves."""
-        handle = super().handle(tensor)
+    def add(self, handle: Handle, tensor: Tensor) -> None:
+        """Note what stands for a tensor that autograd saves."""
         value = getattr(handle, "value", None)  # It may be found later.
         is_source = value is not None and not is_made_again(value)
         if has_bits(tensor) and not may_be_a_workspace(tensor) and not is_source:
             held = self._held.setdefault(address_of(tensor), [])
             held.append((handle, detach_with_version(tensor)))
-        return handle
 
-    def finish(self) -> None:
-        """Take the fingerprints that are left, too."""
-        super().finish()
-        self._take_fingerprints(is_last=True)
-
-    def _take_fingerprints(self, is_last: bool) -> None:
+    def take_ready(self) -> None:
+        """Take those of what nobody else holds any more (Rule 1)."""
         for address, held in list(self._held.items()):
             # One use is the object of the storage, to which the tracker refers.
-            if is_last or storage_uses(address) <= len(held) + 1:
-                del self._held[address]
-                self.fingerprints += len(held)
-                with without_dispatch_modes():
-                    for handle, tensor in held:
-                        handle.fingerprint = fingerprint(tensor)
+            if storage_uses(address) <= len(held) + 1:
+                self.take(address)
+
+    def take_all(self) -> None:
+        """Take those that are left: the forward has ended."""
+        for address in list(self._held):
+            self.take(address)
+
+    def take(self, address: int) -> None:
+        """Take those of one storage, which an operator is about to write, say."""
+        held = self._held.pop(address, ())
+        self.taken += len(held)
+        with without_dispatch_modes():
+            for handle, tensor in held:
+                handle.fingerprint = fingerprint(tensor)
 
 
 class Comparison:
     """Compares what a backward takes from one call with its fingerprints."""
 
-    __slots__ = ("_is_ending", "_operators", "_verified")
+    __slots__ = ("_is_ending", "_path", "_verified")
 
-    def __init__(self, verified: Verified, operators: int):
+    def __init__(self, verified: Verified, path: Path):
         """Begin when the forward has ended.
 
         Args:
-            verified: Where to note what differs, and that the signature is verified.
-            operators: How many operators the forward ran.
+            verified: Where to note what differs, and that the path is verified.
+            path: The operators that the forward ran.
         """
         self._verified = verified
-        self._operators = operators
+        self._path = path
         self._is_ending = False
 
     def compare(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
@@ -115,7 +111,7 @@ class Comparison:
             at_end_of_backward(self._end)
 
     def _end(self) -> None:
-        self._verified.operators = self._operators
+        self._verified.add(self._path)
 
     def _error(self, handle: Handle, wrong: list[Value]) -> RecomputeMismatchError:
         roots = {value.root or value for value in wrong}

@@ -23,17 +23,19 @@ from membudget._torch import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
+    without_dispatch_modes,
 )
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
+from membudget.engine.bits import PLAIN_CLASSES, fingerprint
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
-from membudget.engine.identity import address_of, version_of
+from membudget.engine.identity import SavedVersion, address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
 from membudget.engine.recording import Recording
-from membudget.engine.replay.fingerprinted import Comparison, FingerprintingRecorder
+from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.recording import OperatorRecording
@@ -47,7 +49,11 @@ from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.watch import changed_error
-from membudget.errors import ChangedSinceForwardError, CheckpointError
+from membudget.errors import (
+    ChangedSinceForwardError,
+    CheckpointError,
+    OverwrittenWarning,
+)
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
@@ -60,6 +66,7 @@ class ReplayFrame:
         "_arguments",
         "_comparison",
         "_function",
+        "_is_strict",
         "_lock",
         "_named",
         "_originals",
@@ -68,6 +75,7 @@ class ReplayFrame:
         "_replayer",
         "_statistics",
         "_verified",
+        "_verify_by",
     )
 
     def __init__(
@@ -88,20 +96,52 @@ class ReplayFrame:
         self._originals: Originals | None = None
         self._verified: Verified | None = None
         self._comparison: Comparison | None = None
-        recorder = Recorder
+        self._verify_by = options.verify
+        self._is_strict = options.strict
         if options.verify:
             self._verified = verified(options.policy, function, args, kwargs)
-            if self._verified.operators is None:
-                if options.verify == "fingerprints":
-                    recorder = FingerprintingRecorder
-                else:
-                    self._originals = Originals()
         pins = self._verified.pins if self._verified is not None else set()
         policy = options.policy.begin()
-        self._replayer = Replayer(_surroundings(), policy.stages)
-        self._recorder: Recorder | None = recorder(
-            OperatorRecording(policy, options.decisions, pins, self._module_path())
+        recording = OperatorRecording(
+            policy, options.decisions, pins, self._module_path()
         )
+        self._replayer = Replayer(_surroundings(), policy.stages)
+        self._recorder: Recorder | None = Recorder(recording)
+        if self._verified is not None:
+            self._follow(self._recorder, self._verified)
+
+    def _follow(self, recorder: Recorder, verified: Verified) -> None:
+        """Follow a path that is verified; begin to verify where there is none."""
+        recording = recorder.recording
+        recording.left_path = self._leave_path
+        if verified.paths and not verified.is_pending:
+            recording.path = verified.paths[-1]
+            if self._verify_by == "always":
+                self._verify_from_here(recorder, by_fingerprints=True)
+        else:
+            recording.taken = []
+            self._verify_from_here(recorder, self._verify_by is not True)
+
+    def _leave_path(self) -> None:
+        """Follow another path, or verify what comes from here on."""
+        recorder, verified = self._recorder, self._verified
+        assert recorder is not None
+        assert verified is not None
+        recording = recorder.recording
+        other = verified.along(recording.taken or ())
+        if other is not None:
+            recording.path, recording.taken = other, None
+        else:
+            self._verify_from_here(recorder, self._verify_by is not True)
+
+    def _verify_from_here(self, recorder: Recorder, by_fingerprints: bool) -> None:
+        if by_fingerprints:
+            if recorder.fingerprinter is None:
+                recorder.fingerprinter = Fingerprinter()
+            recorder.recording.tracker.writes = recorder.fingerprinter.take
+        else:
+            self._originals = Originals()
+            recorder.recording.tracker.writes = self._originals.before_write
 
     # The forward.
 
@@ -122,7 +162,11 @@ class ReplayFrame:
         assert self._recorder is not None
         self._outer = top_saved_tensors_hooks()
         push_saved_tensors_hooks(self._pack, self._unpack)
-        self._recorder.__enter__()
+        try:
+            self._recorder.__enter__()
+        except BaseException:
+            pop_saved_tensors_hooks()
+            raise
 
     def is_on_top(self) -> bool:
         """Tell whether its recorder and its hooks are the innermost ones."""
@@ -147,40 +191,52 @@ class ReplayFrame:
         """Stop recording, and settle the sources that are needed."""
         recorder = self._recorder
         assert recorder is not None
-        recorder.finish()
-        pop_saved_tensors_hooks()
-        self._recorder = self._function = None
-        if (
-            recorder.recording.policy.expects_to_keep
-            and recorder.recording.number
-            and not recorder.recording.kept
-        ):
-            _warn_that_nothing_is_kept(recorder.recording.number)
-        recorder.recording.policy.end()
-        tracker, outer = recorder.recording.tracker, self._outer
-        tracker.clear()
-        if self._verified is not None:
-            self._verify(recorder, self._verified)
-        for reference in tracker.sources:
+        tracker = recorder.recording.tracker
+        try:
+            try:
+                recorder.finish()
+            finally:
+                # Whatever fails, the thread is left as it was.
+                pop_saved_tensors_hooks()
+                self._recorder = self._function = None
+            self._settle(recorder)
+        finally:
+            tracker.clear()
+            self._originals = self._outer = None
+
+    def _settle(self, recorder: Recorder) -> None:
+        recording, outer = recorder.recording, self._outer
+        policy = recording.policy
+        if policy.expects_to_keep and recording.number and not recording.kept:
+            _warn_that_nothing_is_kept(recording.number)
+        policy.end()
+        recording.tracker.clear()
+        verified = self._verified
+        if verified is not None:
+            self._verify(recorder, verified)
+        is_sampled = verified is not None and verified.is_sampled()
+        for reference in recording.tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
-                _settle(source, outer)
+                _settle(source, outer, is_sampled)
         if outer is not None:
             self._replayer.unpack = outer[1]
-        self._outer = None
 
     def _verify(self, recorder: Recorder, verified: Verified) -> None:
         recording = recorder.recording
-        if isinstance(recorder, FingerprintingRecorder) and recorder.fingerprints:
-            self._comparison = Comparison(verified, recording.number)
-        elif verified.operators is None:
-            if self._originals is not None:
-                originals, self._originals = self._originals, None
-                originals.compare(self._replayer, recording.tracker, verified.pins)
-                self._count_pins(verified)
-            verified.operators = recording.number
-        elif verified.operators != recording.number:
-            verified.operators = None
+        path = recording.path or tuple(recording.taken or ())
+        if self._originals is not None:
+            self._originals.compare(self._replayer, recording.tracker, verified.pins)
+            self._count_pins(verified)
+            verified.add(path)
+        elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
+            self._comparison = Comparison(verified, path)
+        elif recording.path is None:
+            verified.add(path)  # Nothing was dropped.
+        elif recording.number < len(path) and path[: recording.number] not in (
+            verified.paths
+        ):
+            verified.is_pending = True
 
     def _count_pins(self, verified: Verified) -> None:
         if self._statistics is not None:
@@ -199,6 +255,8 @@ class ReplayFrame:
             handle = recorder.handle(tensor)
             if self._originals is not None:
                 self._originals.add(handle, tensor)
+            if self._is_strict or recorder.recording.path is None:
+                handle.saved_version = _saved_version(tensor)
         finally:
             recorder.is_suspended = False
         replayer = self._replayer
@@ -225,6 +283,8 @@ class ReplayFrame:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
+                if handle.saved_version is not None:
+                    self._check_version(handle.saved_version)
                 tensor = self._take(handle)
                 if handle.fingerprint is not None:
                     self._compare(handle, tensor)
@@ -281,6 +341,24 @@ class ReplayFrame:
         finally:
             self._count_pins(verified)
 
+    def _check_version(self, saved: SavedVersion) -> None:
+        """Do what autograd does where no saved-tensor hooks are."""
+        if not saved.has_moved():
+            return
+        if self._is_strict:
+            raise ChangedSinceForwardError(
+                f"{_OVERWRITTEN} Use the out-of-place operator, or change a clone.",
+                ["a saved tensor"],
+            )
+        if self._verified is not None and not self._verified.has_warned:
+            self._verified.has_warned = True
+            warnings.warn(
+                f"{_OVERWRITTEN} Plain autograd would raise; replay gives the gradient "
+                "of what was saved. strict=True raises, too.",
+                OverwrittenWarning,
+                stacklevel=2,
+            )
+
     def recompute(self) -> None:
         """Make every dropped value now; the next backward takes them."""
         with self._lock:
@@ -326,8 +404,27 @@ def _warn_that_nothing_is_kept(operators: int) -> None:
     )
 
 
-def _settle(source: Value, outer: Hooks | None) -> None:
-    """Note the version of a source, or hand it to the hooks around the region."""
+_OVERWRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an "
+    "inplace operation: a tensor that autograd saved in a replay region."
+)
+
+
+def _saved_version(tensor: Tensor) -> SavedVersion | None:
+    if type(tensor) not in PLAIN_CLASSES or not address_of(tensor):
+        return None
+    return None if tensor.is_inference() else SavedVersion(tensor)
+
+
+def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:
+    """Note what tells whether a source is changed, or hand it to the hooks around.
+
+    Args:
+        source: The source.
+        outer: The hooks around the region.
+        is_sampled: Whether its content is compared whole, because some writers raise no
+            version.
+    """
     tensor = source.tensor
     assert tensor is not None
     if source.is_state:
@@ -335,6 +432,10 @@ def _settle(source: Value, outer: Hooks | None) -> None:
         tensor = source.tensor = copy_of(tensor)
     if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
         source.version = version_of(tensor)
+        source.address = address_of(tensor)
+        if is_sampled and not source.is_state:
+            with without_dispatch_modes():
+                source.fingerprint = fingerprint(tensor)
     else:
         source.packed = (outer[0](tensor.detach()), stride_of(tensor))
         source.tensor = None

@@ -6,9 +6,10 @@ What they do not say is listed here, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from membudget._torch import (
@@ -51,6 +52,20 @@ _ROUTING = frozenset(
     )
 )
 
+# The namespaces whose operators do what their schemas say. Others may write memory that
+# they do not declare, or draw from streams that no tag tells of.
+_HONEST_NAMESPACES = frozenset(
+    (
+        *("aten", "prims", "prim", "profiler", "quantized", "_quantized", "mkldnn"),
+        *("mkldnn_prepacked", "onednn", "sparse", "inductor", "rngprims", "symm_mem"),
+        *("static_runtime", "c10d", "_c10d_functional", "fsdp", "_dtensor"),
+    )
+)
+
+# Dtypes of decisions: where a token goes, which element is the largest, what is masked.
+# Not uint8, of which oneDNN and cuDNN make workspaces.
+WHOLE = frozenset((torch.bool, torch.int64, torch.int32, torch.int16, torch.int8))
+
 # Questions to a tensor, and marks for a profiler (`torch.profiler.record_function`).
 _QUERY_NAMESPACES = frozenset(("prim", "profiler"))
 
@@ -82,6 +97,8 @@ class OperatorFacts:
         is_view: Whether the outputs alias the first tensor, and nothing is written.
         is_random: Whether it draws from a generator.
         is_empty: Whether it makes memory without content.
+        is_copy: Whether it copies a tensor, perhaps to another device.
+        is_foreign: Whether it is not torch's own, and may not keep to its schema.
         is_gather: Whether it gathers the parameters of a layer that FSDP has sharded.
         is_opaque: Whether it cannot be run again.
         is_query: Whether it only asks a tensor something, as fake ones are asked for
@@ -98,7 +115,9 @@ class OperatorFacts:
 
     __slots__ = (
         "has_tensor_keywords",
+        "is_copy",
         "is_empty",
+        "is_foreign",
         "is_gather",
         "is_in_place",
         "is_numbered",
@@ -135,6 +154,8 @@ class OperatorFacts:
         self.is_random = is_random_operator(operator)
         self.is_empty = name in _EMPTY
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
+        self.is_copy = name == "aten::_to_copy"
+        self.is_foreign = operator.namespace not in _HONEST_NAMESPACES
         self.is_gather = name == "fsdp::all_gather_copy_in"
         self.is_query = operator.namespace in _QUERY_NAMESPACES
         self.is_numbered = name not in ("aten::detach", "aten::alias")
@@ -146,6 +167,7 @@ class OperatorFacts:
             or self.has_tensor_keywords
             or self.is_empty
             or self.is_opaque
+            or self.is_foreign
             or self.statistics
         )
         self.is_plain_view = is_usual and self.is_view and self.tensors == (0,)
@@ -153,6 +175,30 @@ class OperatorFacts:
         self.is_simple = is_usual and not (
             self.written or self.is_view or self.is_random
         )
+
+
+def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> bool:
+    """Tell whether an operator decides: it makes whole numbers or truths of fractions.
+
+    Such outputs are always kept, with the others of the same operator. What chooses an
+    expert, an element or a branch must not choose another because a kernel rounded
+    otherwise when it ran again.
+
+    Args:
+        facts: Of the operator. A random one decides nothing: it draws the same again.
+        read: The dtypes that it reads.
+        made: The dtypes that it makes.
+    """
+    return (
+        not facts.is_random
+        and any(dtype in WHOLE for dtype in made)
+        and any(d.is_floating_point or d.is_complex for d in read)
+    )
+
+
+def leaves_device(read: Iterable[Tensor], made: Tensor) -> bool:
+    """Tell whether an output is a copy on the host of what lies on a device."""
+    return made.device.type == "cpu" and any(t.device.type != "cpu" for t in read)
 
 
 def _positions(arguments: list[Any], test: Callable[[Any], bool]) -> tuple[int, ...]:

@@ -23,6 +23,8 @@ from membudget._torch import (
     is_fake_mode_active,
 )
 from membudget.engine.identity import address_of
+from membudget.engine.replay.fingerprinted import Fingerprinter
+from membudget.engine.replay.foreign import FAULTY
 from membudget.engine.replay.operators import (
     OperatorFacts,
     facts_of,
@@ -42,6 +44,7 @@ class Recorder(Observer):
         recording: What is recorded.
         is_suspended: Whether operators pass unseen: those of the engine itself.
         opaque_depth: Inside of how many `opaque()` the code is.
+        fingerprinter: Takes fingerprints of what is dropped, if they are wanted.
     """
 
     def __init__(self, recording: OperatorRecording):
@@ -49,12 +52,15 @@ class Recorder(Observer):
         self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
+        self.fingerprinter: Fingerprinter | None = None
         self._late: list[tuple[Handle, Tensor]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator and note it."""
         if self.is_suspended:
             return operator(*args, **kwargs)
+        if self.fingerprinter is not None:
+            self.fingerprinter.take_ready()
         if self._late:
             return self._run_and_settle(operator, args, kwargs)
         facts = facts_of(operator)
@@ -62,7 +68,7 @@ class Recorder(Observer):
             return operator(*args, **kwargs)
         recording = self.recording
         if facts is None or facts.is_numbered:
-            recording.number += 1
+            recording.advance(facts)
         if facts is None or facts.is_opaque or self.opaque_depth:
             return self._run_opaque(operator, facts, args, kwargs)
         if not facts.is_simple:
@@ -82,6 +88,8 @@ class Recorder(Observer):
     def _run_by_kind(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
     ) -> Any:
+        if facts.is_foreign and func in FAULTY:
+            return self._run_opaque(func, facts, args, kwargs)
         if facts.is_plain_view:
             return self._run_view(func, facts, args, kwargs)
         if facts.is_in_place:
@@ -100,6 +108,8 @@ class Recorder(Observer):
             self._late.append((handle, tensor))
         else:
             handle.value = self.recording.tracker.mark_read(tensor, entry)
+        if self.fingerprinter is not None:
+            self.fingerprinter.add(handle, tensor)
         return handle
 
     def settle(self) -> None:
@@ -112,6 +122,8 @@ class Recorder(Observer):
         """Stop recording; what was saved is known to the last."""
         self.__exit__(None, None, None)
         self.settle()
+        if self.fingerprinter is not None:
+            self.fingerprinter.take_all()
 
     def _run_and_settle(self, operator: Any, args: Any, kwargs: Any) -> Any:
         late, self._late = self._late, []

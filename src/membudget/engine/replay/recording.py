@@ -15,15 +15,18 @@ from membudget.engine import isolation
 from membudget.engine.identity import address_of
 from membudget.engine.policy import Candidate, Policy
 from membudget.engine.randomness import source_of
+from membudget.engine.replay.foreign import call_noting_draws
 from membudget.engine.replay.operators import (
+    WHOLE,
     OperatorFacts,
+    decides,
     flat_outputs,
+    leaves_device,
     tensors_in,
 )
+from membudget.engine.replay.signature import Path, Pins
 from membudget.engine.replay.tracker import Tracker
 from membudget.engine.replay.values import Operation
-
-Pins = set[tuple[int, int]]
 
 
 class OperatorRecording:
@@ -32,6 +35,10 @@ class OperatorRecording:
     Attributes:
         tracker: What is known of the tensors.
         number: How many operators have run.
+        path: The operators of a call that was verified and that this one repeats, so
+            far; `None` where it repeats none.
+        taken: The operators of this call, where it repeats none.
+        left_path: Called when the call leaves the path; finds another.
         kept: How many outputs the policy kept.
         policy: What to keep.
     """
@@ -41,8 +48,11 @@ class OperatorRecording:
         "_module_path",
         "_pins",
         "kept",
+        "left_path",
         "number",
+        "path",
         "policy",
+        "taken",
         "tracker",
     )
 
@@ -64,10 +74,28 @@ class OperatorRecording:
         self.tracker = Tracker()
         self.number = 0
         self.kept = 0
+        self.path: Path | None = None
+        self.taken: list[Any] | None = None
+        self.left_path: Callable[[], None] | None = None
         self.policy = policy
         self._pins = pins
         self._module_path = module_path
         self._decisions = decisions
+
+    def advance(self, facts: OperatorFacts | None) -> None:
+        """Count an operator, and follow the path."""
+        number = self.number
+        self.number = number + 1
+        path = self.path
+        if path is not None:
+            if number < len(path) and path[number] is facts:
+                return
+            self.taken = [*path[:number], facts]
+            self.path = None
+            if self.left_path is not None:
+                self.left_path()
+        elif self.taken is not None:
+            self.taken.append(facts)
 
     def operation(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]
@@ -115,7 +143,13 @@ class OperatorRecording:
     ) -> None:
         """Note outputs, which may be several, or none, or views."""
         table = self.tracker.table
-        for index, item in enumerate(flat_outputs(output)):
+        outputs = flat_outputs(output)
+        operation.decides |= len(outputs) > 1 and decides(
+            facts,
+            [t.dtype for t in tensors_in(args)],
+            [t.dtype for t in tensors_in(outputs)],
+        )
+        for index, item in enumerate(outputs):
             if not isinstance(item, Tensor) or id(item) in table:
                 continue
             address = address_of(item)
@@ -164,6 +198,8 @@ class OperatorRecording:
         if self._pins and (self.number, index) in self._pins:
             return True
         operator = operation.operator
+        if operation.decides or self._decides(facts, args, output):
+            return True
         try:
             decided = self._decisions[facts]
         except KeyError:
@@ -184,11 +220,20 @@ class OperatorRecording:
         self.kept += decided
         return decided
 
+    def _decides(self, facts: OperatorFacts, args: Any, output: Tensor) -> bool:
+        if output.dtype in WHOLE:
+            return decides(facts, [t.dtype for t in tensors_in(args)], [output.dtype])
+        return facts.is_copy and leaves_device(tensors_in(args), output)
+
     def run(
         self, operation: Operation, facts: OperatorFacts, args: Any, kwargs: Any
     ) -> Any:
         """Run an operator; note where its generator stood."""
         func = operation.operator
+        if facts.is_foreign:
+            operation.is_foreign = True
+            output, operation.decides = call_noting_draws(func, args, kwargs)
+            return output
         if not facts.is_random:
             return func(*args, **kwargs)
         with isolation.OPERATOR_LOCK:

@@ -24,9 +24,12 @@ from membudget._torch import (
     WithoutAutocast,
     current_graph_task_id,
     set_grad_enabled,
+    without_dispatch_modes,
 )
+from membudget.engine.bits import fingerprint
 from membudget.engine.held import with_stride
-from membudget.engine.identity import version_of
+from membudget.engine.identity import address_of, version_of
+from membudget.engine.replay.foreign import call_again
 from membudget.engine.replay.operators import flat_outputs
 from membudget.engine.replay.running import (
     SourceChangedError,
@@ -104,7 +107,7 @@ class Replayer:
         """
         value = handle.value
         if value.is_held():
-            return self._source(value)
+            return self._content(value)
         stage = -1 if stays else handle.stage
         if handle.served == self._plan or self._stage not in (-1, stage):
             self._make_plan(stage)
@@ -320,7 +323,9 @@ class Replayer:
         kwargs = operation.kwargs
         if kwargs:
             kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
-        if operation.drawn is None:
+        if operation.is_foreign:
+            output = call_again(operation.operator, args, kwargs)
+        elif operation.drawn is None:
             output = operation.operator(*args, **kwargs)
         else:
             output = call_random(operation, args, kwargs)
@@ -374,6 +379,20 @@ class Replayer:
         return argument
 
     def _source(self, value: Value) -> Tensor:
+        """Return the content of a source that an operator is about to read."""
+        tensor = self._content(value)
+        # Autograd takes what is there, as the plain step would: a tensor whose `.data`
+        # was exchanged. An operator must read what it read.
+        if value.address is not None and address_of(tensor) != value.address:
+            raise SourceChangedError(tensor)
+        if value.fingerprint is not None:
+            noted, value.fingerprint = value.fingerprint, None
+            with without_dispatch_modes():
+                if fingerprint(tensor) != noted:
+                    raise SourceChangedError(tensor)
+        return tensor
+
+    def _content(self, value: Value) -> Tensor:
         tensor = value.tensor
         if tensor is None:
             packed, stride = value.packed

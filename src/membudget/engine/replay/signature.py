@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ref
 
@@ -19,28 +19,57 @@ from torch.nn import Module
 from membudget.engine.policy import Policy
 
 Pins = set[tuple[int, int]]
+Path = tuple[Any, ...]
 Key = tuple[Any, ...]
 
 _LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MAX_DEPTH = 4
 _MOST_KEYS = 4096
+_MOST_PATHS = 64
 
 
 class Verified:
-    """What the first step of a signature found.
+    """What the calls of one signature have shown so far.
+
+    What is verified is a *path*: the operators of a call, in order. A call that leaves
+    all known paths is verified from there on.
 
     Attributes:
         pins: What did not come back, by operator and index.
-        operators: How many operators ran; `None` before the first step. A step that
-            runs another number of them went another way, and the next is verified.
+        paths: The operators of the calls that were verified, oldest first.
+        is_pending: Whether a call ended inside of a known path: the next one is
+            verified whole, because a hidden write may belong to the shorter path alone.
+        calls: How many calls there were.
+        has_warned: Whether somebody was told that saved tensors are written.
     """
 
-    __slots__ = ("operators", "pins")
+    __slots__ = ("calls", "has_warned", "is_pending", "paths", "pins")
 
     def __init__(self) -> None:
-        """Begin before the first step."""
+        """Begin before the first call."""
         self.pins: Pins = set()
-        self.operators: int | None = None
+        self.paths: list[Path] = []
+        self.is_pending = False
+        self.calls = 0
+        self.has_warned = False
+
+    def add(self, path: Path) -> None:
+        """Note a path whose call was verified."""
+        self.is_pending = False
+        if path not in self.paths:
+            self.paths.append(path)
+            del self.paths[:-_MOST_PATHS]
+
+    def along(self, path: Sequence[Any]) -> Path | None:
+        """Return a known path that begins like another; `None` if there is none."""
+        for known in reversed(self.paths):
+            if known[: len(path)] == tuple(path):
+                return known
+        return None
+
+    def is_sampled(self) -> bool:
+        """Tell whether this call checks sources whole: calls number 1, 2, 4, 8, ..."""
+        return self.calls & (self.calls - 1) == 0
 
 
 _VERIFIED: dict[Key, Verified] = {}
@@ -65,6 +94,7 @@ def verified(
         found = _VERIFIED[key] = Verified()
         if len(_VERIFIED) > _MOST_KEYS:
             del _VERIFIED[next(iter(_VERIFIED))]
+    found.calls += 1
     return found
 
 

@@ -13,7 +13,7 @@ by reference. Before a write, the sources that something needs are copied.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -35,11 +35,14 @@ class Tracker:
 
     Attributes:
         table: What is known, by the `id` of the tensor.
-        sources: Every source, in the order of their making.
+        sources: Every source that something needs, in the order of the first use: the
+            same order whenever the function runs. A rerun around this region matches
+            what the region hands to it by number.
+        writes: Told the storage of a tensor that an operator is about to write.
         clock: How many operations were recorded; those of derived views, too.
     """
 
-    __slots__ = ("_forget", "_freed", "_places", "clock", "sources", "table")
+    __slots__ = ("_forget", "_freed", "_places", "clock", "sources", "table", "writes")
 
     def __init__(self) -> None:
         """Begin with no tensor known."""
@@ -61,6 +64,7 @@ class Tracker:
         self.table = table
         self.clock = 0
         self.sources: list[ReferenceType[Value]] = []
+        self.writes: Callable[[int], None] | None = None
         self._places = places
         self._forget = forget
         self._freed = freed
@@ -93,8 +97,16 @@ class Tracker:
             # Nobody was seen to write it, and yet it is read.
             entry = self.hold_memory(tensor, entry)
             value = root = entry.value
-        value.is_used = root.is_used = True
+        if not value.is_used:
+            self._use(value)
+        if not root.is_used:
+            self._use(root)
         return value
+
+    def _use(self, value: Value) -> None:
+        value.is_used = True
+        if value.operation is None:
+            self.sources.append(ref(value))
 
     def enter(
         self, tensor: Tensor, value: Value, memory: Memory, address: int
@@ -175,7 +187,7 @@ class Tracker:
         value.hold(detach_with_version(tensor))
         memory.root = None
         memory.sources.append(ref(value))
-        self.sources.append(ref(value))
+        self.note_source(value)
 
     def before_write(self, written: Iterable[Tensor], is_needed: bool) -> list[Memory]:
         """Copy sources whose content is about to be lost; return the memories.
@@ -188,10 +200,10 @@ class Tracker:
         for tensor in written:
             entry = self.entry(tensor)
             memory = entry.memory
+            if self.writes is not None:
+                self.writes(entry.address)
             if memory.root is None and is_needed:
-                entry.value.is_used = True
-                if entry.value.root is not None:
-                    entry.value.root.is_used = True
+                self.mark_read(tensor, entry)
             if memory not in memories:
                 memories.append(memory)
         for memory in memories:
@@ -236,8 +248,9 @@ class Tracker:
         return self.operation(_AS_STRIDED, geometry, {}).output(0, root)
 
     def note_source(self, value: Value) -> None:
-        """Count a value that has become a source."""
-        self.sources.append(ref(value))
+        """Note that a value has become a source."""
+        if value.is_used:
+            self.sources.append(ref(value))
 
     def _source(self, tensor: Tensor, memory: Memory) -> Value:
         source = Value(None)
@@ -247,7 +260,6 @@ class Tracker:
             memory.is_state and tensor.is_leaf and not isinstance(tensor, Parameter)
         )
         memory.sources.append(ref(source))
-        self.sources.append(ref(source))
         return source
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from membudget.engine.bits import Fingerprint
+from membudget.engine.identity import SavedVersion
 
 
 class Value:
@@ -27,6 +28,8 @@ class Value:
             needs it.
         version: The version of a source's content at the end of the region; `None`
             while the region runs, and where nobody else can write it.
+        address: Where a source's storage lay then, because `.data =` exchanges it.
+        fingerprint: Of a source's content then, where it is still to be compared.
         is_used: Whether anything needs it, so that its content must not be lost.
         is_state: Whether it is a running statistic: a source of which a copy must be
             held, because every call of the region writes its memory anew.
@@ -42,6 +45,8 @@ class Value:
 
     __slots__ = (
         "__weakref__",
+        "address",
+        "fingerprint",
         "index",
         "is_carried",
         "is_lent",
@@ -84,6 +89,8 @@ class Value:
         self.root = None
         self.tensor = tensor
         self.version: int | None = None
+        self.address: int | None = None
+        self.fingerprint: Fingerprint | None = None
 
     def is_held(self) -> bool:
         """Tell whether the content is there for good."""
@@ -101,11 +108,13 @@ class Operation:
         call: Its place among the operators that the region ran.
         grad_enabled: The grad mode in which it ran; some kernels ask.
         default_dtype: The dtype that was the default; factories ask.
+        decides: Whether it decides something, so that its outputs are kept.
         drawn: For a random operator, its source and where that stood.
         outputs: The values that it makes, held weakly, by their index.
         targets: The values whose memory it writes, each with the index of the value
             that the memory has afterwards; -1 if the memory is held.
         plan: The number of the plan that counts on it.
+        is_foreign: Whether its operator may not keep to its schema.
         is_view: Whether it computes nothing: all that it makes lies in its input.
     """
 
@@ -113,9 +122,11 @@ class Operation:
         "_inputs",
         "args",
         "call",
+        "decides",
         "default_dtype",
         "drawn",
         "grad_enabled",
+        "is_foreign",
         "is_view",
         "kwargs",
         "number",
@@ -142,6 +153,8 @@ class Operation:
         self._inputs: list[Value] | None = None
         self.grad_enabled = grad_enabled
         self.default_dtype = torch.get_default_dtype()
+        self.decides = False
+        self.is_foreign = False
         self.drawn: tuple[Any, Any] | None = None
         self.outputs: list[tuple[int, ReferenceType[Value]]] = []
         self.targets: list[tuple[Value, int]] = []
@@ -187,9 +200,18 @@ class Handle:
         served: The number of the plan in which autograd last took it.
         stage: The stage of the way back that serves it; -1 where there are none.
         fingerprint: Of the content in the forward, where it is still to be compared.
+        saved_version: Tells whether somebody has written the saved tensor since, where
+            that is asked.
     """
 
-    __slots__ = ("__weakref__", "fingerprint", "served", "stage", "value")
+    __slots__ = (
+        "__weakref__",
+        "fingerprint",
+        "saved_version",
+        "served",
+        "stage",
+        "value",
+    )
 
     value: Value
 
@@ -198,6 +220,7 @@ class Handle:
         self.served = 0
         self.stage = -1
         self.fingerprint: Fingerprint | None = None
+        self.saved_version: SavedVersion | None = None
 
 
 class Scratch:

@@ -20,10 +20,11 @@ from torch import Tensor
 
 from membudget._torch import is_fake, without_dispatch_modes
 from membudget.engine.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
+from membudget.engine.identity import address_of
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.running import SourceFreedError, is_freed
 from membudget.engine.replay.signature import Pins
-from membudget.engine.replay.tracker import Tracker, alias
+from membudget.engine.replay.tracker import Tracker, alias, copy_of
 from membudget.engine.replay.values import Handle, Value
 from membudget.errors import PinnedWarning
 
@@ -31,15 +32,27 @@ from membudget.errors import PinnedWarning
 class Originals:
     """The originals of what a forward dropped."""
 
-    __slots__ = ("_pairs",)
+    __slots__ = ("_at", "_pairs")
 
     def __init__(self) -> None:
         """Begin with none."""
         self._pairs: list[tuple[Handle, Tensor]] = []
+        self._at: dict[int, list[int]] = {}
 
     def add(self, handle: Handle, tensor: Tensor) -> None:
         """Remember what a handle stands for."""
+        self._at.setdefault(address_of(tensor), []).append(len(self._pairs))
         self._pairs.append((handle, alias(tensor)))
+
+    def before_write(self, address: int) -> None:
+        """Copy what lies in a storage that an operator is about to write.
+
+        What a handle stands for is what autograd saved; what a *hidden* write makes of
+        it is the original, as it is in the plain step.
+        """
+        for place in self._at.pop(address, ()):
+            handle, original = self._pairs[place]
+            self._pairs[place] = handle, copy_of(original)
 
     def compare(self, replayer: Replayer, tracker: Tracker, pins: Pins) -> None:
         """Replay what was dropped, and pin what does not come back.
@@ -134,5 +147,7 @@ def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return tensor.reshape(-1).view(torch.uint8)
+    # A clone, because one element may have any stride, and no bytes can be seen by it.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1).view(torch.uint8)

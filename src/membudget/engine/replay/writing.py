@@ -41,6 +41,8 @@ def run_in_place(
         output = func(*args, **kwargs)
         tracker.after_write(memory, None)
         return output
+    if tracker.writes is not None:
+        tracker.writes(entry.address)
     recorded[0] = value
     operation = recording.operation(func, recorded, kwargs)
     operation.targets.append((value.root or value, 1))
