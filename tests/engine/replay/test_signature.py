@@ -168,7 +168,5 @@ def test_the_oldest_signature_is_forgotten_when_there_are_too_many(monkeypatch):
     assert of(torch.sin, X, 0) is not first
 
 
-def test_a_signature_begins_without_pins_and_without_operators():
-    found = of(torch.sin, X)
-    assert found.pins == set()
-    assert found.operators is None
+def test_a_signature_begins_without_pins():
+    assert of(torch.sin, X).pins == set()
