@@ -33,6 +33,9 @@ def names_many(x: Tensor) -> Any:
     return FIRST, IN_A_LIST, IN_A_DICT, THIRD, helper, inert, library, GENERATOR
 
 
+def names_nothing(x: Tensor, others: list[Tensor]) -> None: ...
+
+
 class Holder:
     """Holds a tensor, and names another one in a method."""
 
@@ -99,7 +102,7 @@ def test_closures_defaults_and_what_a_method_is_bound_to_are_found():
     assert tensors(function) == ids(closed, default, keyword)
     holder = Holder(held)
     assert tensors(holder.__call__) == ids(held, FIRST, SECOND, THIRD)
-    assert tensors(functools.partial(torch.stack, held, out=[FIRST])) == ids(
+    assert tensors(functools.partial(names_nothing, held, others=[FIRST])) == ids(
         held, FIRST
     )
 

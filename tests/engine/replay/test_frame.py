@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -196,3 +198,23 @@ def test_outer_hooks_see_what_the_region_holds(keep):
     (expected,) = torch.autograd.grad((x * 2).sin().exp().sum(), x)
     assert torch.equal(found, expected)
     assert packed
+
+
+def test_a_replay_runs_on_the_stream_of_its_forward(monkeypatch):
+    current, entered = ["forward"], []
+
+    @contextlib.contextmanager
+    def stream(name: str) -> Iterator[None]:
+        entered.append(name)
+        yield
+        entered.append(f"leave {name}")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    x = torch.ones(3, requires_grad=True)
+    y = replay()(lambda x: x.sin().exp())(x)
+    current[0] = "backward"
+    assert entered == []
+    y.sum().backward()
+    assert entered == ["forward", "leave forward"]
