@@ -1,0 +1,117 @@
+"""Policies in torch's form: what they keep, and what is no policy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+
+import membudget as mb
+from membudget.compat import create_selective_checkpoint_contexts
+from membudget.engine.policy import Candidate
+from membudget.engine.selective import SelectiveContext
+
+aten = torch.ops.aten
+OUTPUT = torch.ones(2)
+
+
+def policy_of(given: Any) -> Any:
+    """Return the policy that both contexts carry."""
+    forward, recompute = create_selective_checkpoint_contexts(given)
+    assert isinstance(forward, SelectiveContext)
+    assert isinstance(recompute, SelectiveContext)
+    assert forward.policy is recompute.policy
+    return forward.policy
+
+
+def candidate(operator: Any, *args: Any, **kwargs: Any) -> Candidate:
+    return Candidate(operator, args, kwargs, OUTPUT, 1, 0, lambda: "")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset])
+def test_a_list_keeps_the_overloads_it_names_and_all_of_a_packet(kind):
+    policy = policy_of(kind([aten.mm, aten.sum.dim_IntList]))
+    kept = {
+        aten.mm.default: True,
+        aten.mm.out: True,
+        aten.sum.dim_IntList: True,
+        aten.sum.default: False,
+        aten.addmm.default: False,
+    }
+    assert {o: policy.keeps(candidate(o)) for o in kept} == kept
+    assert {o: policy.by_operator(o) for o in kept} == kept
+    assert policy.expects_to_keep
+
+
+@pytest.mark.parametrize(
+    ("decision", "kept"),
+    [
+        (CheckpointPolicy.MUST_SAVE, True),
+        (CheckpointPolicy.PREFER_SAVE, True),
+        (CheckpointPolicy.MUST_RECOMPUTE, False),
+        (CheckpointPolicy.PREFER_RECOMPUTE, False),
+        (True, True),
+        (False, False),
+    ],
+)
+def test_a_function_is_asked_with_the_operator_and_its_arguments(decision, kept):
+    asked: list[Any] = []
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((context.is_recompute, context.op_output, operator, args, kwargs))
+        return decision
+
+    policy = policy_of(decide)
+    assert policy.keeps(candidate(aten.mm.default, 1, 2, key=3)) is kept
+    assert asked == [(False, OUTPUT, aten.mm.default, (1, 2), {"key": 3})]
+    assert policy.by_operator(aten.mm.default) is None
+    assert policy.expects_to_keep
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(
+        mb.OptionError, match=r"a policy is a function or a list.*got 3"
+    ):
+        policy_of(3)
+    with pytest.raises(
+        mb.OptionError, match=r"a list policy holds operators.*got 'mm'"
+    ):
+        policy_of([aten.mm, "mm"])
+
+
+def test_the_contexts_let_operators_run_as_they_are():
+    context = SelectiveContext(policy_of([aten.mm]))
+    with context:
+        found = torch.full((2,), 3.0).add(1, alpha=2)
+    assert found.tolist() == [5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("kept", "recomputed"), [([aten.sin], 1), ([aten.exp], 0), ([aten.cos], 1)]
+)
+def test_a_region_recomputes_what_the_contexts_do_not_keep(kept, recomputed):
+    ran: list[str] = []
+
+    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran.append(func._schema.name.removeprefix("aten::"))
+            return func(*args, **(kwargs or {}))
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp().cos()
+
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    y = mb.checkpoint(function, x, context_fn=contexts, verify=False)
+    with Noted():
+        (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(found, expected)
+    # The derivative of the cosine is a sine, too.
+    assert (ran.count("sin"), ran.count("exp")) == (1, recomputed)
