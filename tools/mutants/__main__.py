@@ -33,28 +33,38 @@ EQUIVALENT = Path("tests/tools/equivalent.toml")
 def main(arguments: Sequence[str]) -> int:
     """Run the command; return 1 where a mutant survives that is not listed."""
     options = read_options(arguments)
-    reasons = read_equivalents(ROOT / EQUIVALENT)
+    report = Report(read_equivalents(ROOT / EQUIVALENT), options.seed)
     CACHE.mkdir(exist_ok=True)
     preload()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         trees = [Path(folder) / str(number) for number in range(options.workers)]
         for tree in trees:
             copy_tree(ROOT, tree)
-        sources = files_of(options.paths)
-        tests = files_of(options.tests, "test_*.py") or files_of_tests(ROOT, sources)
-        measured = measure(tests, trees)
-        notes = Path(folder) / "notes"
-        notes.mkdir()
-        mutants = draw(ROOT, sources, options.seed, options.count)
-        trials = [
-            Trial(mutant, batches(mutant, measured, options.most), notes / str(number))
-            for number, mutant in enumerate(mutants)
-        ]
-        report = Report(reasons, options.seed)
-        for found in judged(trials, trees):
+        for found in run(options, trees):
             print(report.add(found), flush=True)
     print(report.summary())
     return 1 if report.missed else 0
+
+
+def run(options: argparse.Namespace, trees: Sequence[Path]) -> Iterator[Verdict]:
+    """Draw mutants and yield the verdict on each as it comes."""
+    # Not the checkout, which may be edited in the meantime.
+    root = trees[0]
+    sources = files_of(root, options.paths)
+    tests = files_of(root, options.tests, "test_*.py") or files_of_tests(root, sources)
+    measured = measure(root, tests, trees)
+    mutants = draw(root, sources, options.seed, options.count)
+    notes = root.parent / "notes"
+    notes.mkdir()
+    trials = [
+        Trial(mutant, batches(mutant, measured, options.most), notes / str(number))
+        for number, mutant in enumerate(mutants)
+    ]
+    for trial in trials:
+        if not trial.batches:
+            yield trial.verdict(0, 0.0)
+    for ended in run_jobs([trial for trial in trials if trial.batches], trees):
+        yield ended.job.verdict(ended.code, ended.seconds)
 
 
 def read_options(arguments: Sequence[str]) -> argparse.Namespace:
@@ -76,16 +86,14 @@ def read_options(arguments: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def files_of(names: Sequence[str], pattern: str = "*.py") -> list[Path]:
+def files_of(root: Path, names: Sequence[str], pattern: str = "*.py") -> list[Path]:
     """Return the files that match a pattern in some folders, and named files."""
-    return sorted(
-        {f for name in names for f in matching((ROOT / name).resolve(), pattern)}
-    )
+    return sorted({path for name in names for path in matching(root / name, pattern)})
 
 
-def measure(tests: Sequence[Path], trees: Sequence[Path]) -> list[Measured]:
+def measure(root: Path, tests: Sequence[Path], trees: Sequence[Path]) -> list[Measured]:
     """Return what each file of tests runs, measuring those that have changed."""
-    found = places(ROOT, CACHE, tests)
+    found = places(root, CACHE, tests)
     ready = {name: data.with_suffix(".json") for name, data in found.items()}
     jobs = [
         Measurement(name, "src/membudget", data)
@@ -96,15 +104,6 @@ def measure(tests: Sequence[Path], trees: Sequence[Path]) -> list[Measured]:
         told = f"{ended.seconds:.0f} s, {ended.job.name}"
         print(f"measured {number} of {len(jobs)} files of tests: {told}", flush=True)
     return [Measured(name, found[name]) for name in found if ready[name].exists()]
-
-
-def judged(trials: Sequence[Trial], trees: Sequence[Path]) -> Iterator[Verdict]:
-    """Yield the verdict on each mutant as it comes."""
-    for trial in trials:
-        if not trial.batches:
-            yield trial.verdict(0, 0.0)
-    for ended in run_jobs([trial for trial in trials if trial.batches], trees):
-        yield ended.job.verdict(ended.code, ended.seconds)
 
 
 if __name__ == "__main__":
