@@ -50,7 +50,7 @@ ALLOWED = {
         *("apply", "audit", "carrier", "errors", "fit_text", "free"),
         *("modes", "plan_text", "planner", "planning", "profile", "tries"),
     },
-    "compat": {"carrier", "engine", "errors"},
+    "compat": {"_torch", "carrier", "engine", "errors"},
     "policies": {"engine"},
     "tradeoff": {"errors", "files", "planning", "profile", "sizes", "tables"},
     "trial": {"engine", "errors", "fit", "memory", "profile"},

@@ -123,3 +123,34 @@ def test_the_uses_of_a_storage_are_the_tensors_that_hold_it():
     assert _torch.storage_uses(address) == 2
     del array
     assert _torch.storage_uses(address) == 1
+
+
+def test_a_function_can_be_a_constant_to_dynamo():
+    def marked() -> int:
+        return 1
+
+    def expected() -> int:
+        return 1
+
+    torch.compiler.assume_constant_result(expected)
+    assert vars(_torch.constant_to_dynamo(marked)) == vars(expected)
+
+
+def test_the_module_of_checkpoint_wrapper_is_there():
+    assert callable(_torch.torch_wrapping().checkpoint_wrapper)
+
+
+def test_operators_whose_result_python_reads_are_seen_as_such():
+    seen = []
+
+    class Mode(_torch.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(2)
+    with Mode():
+        assert x.equal(x)
+        assert x[0].item() == 1
+    assert seen[0] is _torch.EQUAL
+    assert seen[-1] is _torch.ITEM

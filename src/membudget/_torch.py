@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 # Modes and trees live in modules that torch names with an underscore, though its own
 # documentation sends users there; operators have no public class.
 __all__ = ["OperatorOverload", "OperatorPacket", "tree_iter", "tree_map_only"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
@@ -78,6 +80,17 @@ is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 # BatchNorm and InstanceNorm, whose kernels write running statistics without moving the
 # version counter, have no public base class.
 NormalizationWithStatistics: type[torch.nn.Module] = _NormBase
+
+# What TorchScript runs. A method of a scripted module has no public class.
+torchscript_types: tuple[type, ...] = (
+    torch.jit.ScriptModule,
+    torch.jit.ScriptFunction,
+    torch._C.ScriptMethod,
+)
+
+# Operators whose result Python reads.
+EQUAL: Any = torch.ops.aten.equal.default
+ITEM: Any = torch.ops.aten._local_scalar_dense.default
 
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
 # storage's address must be compared too.
@@ -145,6 +158,19 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
     skip = frames._FrameAction.SKIP
     strategy = frames._FrameExecStrategy(skip, skip)
     frames.set_code_exec_strategy(function.__code__, strategy)
+
+
+def constant_to_dynamo(function: _F) -> _F:
+    """Do as `torch.compiler.assume_constant_result`, which imports all of Dynamo."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def torch_wrapping() -> Any:
+    """Return the module of `checkpoint_wrapper`: torch may lack `torch.distributed`."""
+    from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+    return checkpoint_wrapper
 
 
 def is_forward_ad_on() -> bool:

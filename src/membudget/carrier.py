@@ -17,9 +17,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from membudget.engine.options import RegionOptions
-from membudget.engine.region import checkpoint, run_region
+from membudget.engine.region import run_region
 from membudget.engine.statistics import Statistics
 from membudget.errors import SelectionError
 
@@ -51,8 +52,6 @@ class Region:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run the module's forward as a region."""
-        if torch.compiler.is_compiling():
-            return checkpoint(function, *args, **kwargs)
         return run_region(function, args, kwargs, self.options, self.statistics)
 
 
@@ -161,6 +160,11 @@ def check_can_carry(name: str, module: Module) -> None:
     """Refuse a module whose forward a change of class does not reach."""
     if isinstance(module, torch.jit.ScriptModule):
         why = "it is a TorchScript module, whose class cannot be changed"
+    elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        why = (
+            "it is a lazy module, which changes its class in its first forward and so "
+            "would lose the region; run one forward first"
+        )
     elif "forward" in module.__dict__:
         why = (
             "its forward was replaced on the instance (by an offloading or device "

@@ -7,27 +7,37 @@ Change the import and keep the code:
 Two things are deliberately other. `use_reentrant` left out warns, as in torch, and then
 uses the default engine rather than the reentrant one, which loses gradients in silence.
 And wrappers do not wrap: `checkpoint_wrapper` returns the very module it was given,
-with a region on it.
+with a region on it. `use_reentrant=True` alone is not bit for bit the plain step, as it
+is not with torch: it adds gradients in another order (see `engine.reentrant`).
 """
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    SAC_IGNORED_OPS,
+    CheckpointPolicy,
+    DefaultDeviceType,
+    SelectiveCheckpointContext,
+    check_backward_validity,
+    detach_variable,
+    get_device_states,
+    noop_context_fn,
+    set_device_states,
+)
 
+from membudget._torch import torch_wrapping
 from membudget.carrier import put_region
 from membudget.engine import sequential
-from membudget.engine.options import checked_options
+from membudget.engine.compiled import checkpoint_in_compiled_code
+from membudget.engine.groups import GraphExecGroup
+from membudget.engine.options import ContextPair, checked_options
 from membudget.engine.region import run_region
-from membudget.engine.retention import OPEN_GROUPS, execution_group
 from membudget.engine.selective import create_selective_checkpoint_contexts
 from membudget.engine.switches import (
     disable_checkpointing,
@@ -35,42 +45,57 @@ from membudget.engine.switches import (
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
 )
-from membudget.errors import CheckpointError
+from membudget.errors import CheckpointError, OptionTypeError
 
 __all__ = [
+    "SAC_IGNORED_OPS",
+    "ActivationWrapper",
     "CheckpointError",
+    "CheckpointFunction",
+    "CheckpointImpl",
     "CheckpointPolicy",
+    "CheckpointWrapper",
+    "DefaultDeviceType",
     "GraphExecGroup",
+    "OffloadWrapper",
     "SelectiveCheckpointContext",
     "apply_activation_checkpointing",
+    "check_backward_validity",
     "checkpoint",
     "checkpoint_sequential",
     "checkpoint_wrapper",
     "create_selective_checkpoint_contexts",
+    "detach_variable",
     "disable_checkpointing",
+    "get_device_states",
     "is_recomputing",
     "noop_context_fn",
+    "offload_wrapper",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
+    "set_device_states",
 ]
 
-ContextFn = Callable[
-    [], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-]
+# torch's own, for code that offloads, or asks whether something else wrapped a module.
+ActivationWrapper: Any
+CheckpointImpl: Any
+CheckpointWrapper: Any
+OffloadWrapper: Any
+offload_wrapper: Any
 
 
-def noop_context_fn() -> tuple[
-    AbstractContextManager[Any], AbstractContextManager[Any]
-]:
-    """Return two contexts that do nothing: the default of `context_fn`."""
-    return nullcontext(), nullcontext()
+def __getattr__(name: str) -> Any:
+    """Load a name that torch has only where it was built with `torch.distributed`."""
+    if name in __annotations__:
+        return getattr(torch_wrapping(), name)
+    raise AttributeError(f"module 'membudget.compat' has no attribute {name!r}")
 
 
 def checkpoint(
     function: Callable[..., Any],
     *args: Any,
     use_reentrant: bool | None = None,
-    context_fn: ContextFn = noop_context_fn,
+    context_fn: Callable[[], ContextPair] = noop_context_fn,
     determinism_check: str = "default",
     debug: bool = False,
     early_stop: bool = True,
@@ -94,10 +119,8 @@ def checkpoint(
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint")
     if torch.compiler.is_compiling():
-        from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-        return torch_checkpoint(
-            function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
+        return checkpoint_in_compiled_code(
+            function, args, {"context_fn": context_fn, **kwargs}
         )
     options = checked_options(
         {
@@ -130,7 +153,16 @@ def checkpoint_sequential(
 
     Returns:
         What the last layer returns.
+
+    Raises:
+        OptionTypeError: If a second input stands where `use_reentrant` does.
     """
+    if use_reentrant is not None and not isinstance(use_reentrant, int):
+        raise OptionTypeError(
+            "use_reentrant, the fourth argument of checkpoint_sequential, must be a "
+            f"bool; got {type(use_reentrant).__name__}. A chain with several inputs is "
+            "run by membudget.checkpoint_sequential(functions, segments, *inputs)."
+        )
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint_sequential")
     return sequential.checkpoint_sequential(
@@ -146,41 +178,23 @@ def _warn_use_reentrant(name: str) -> None:
     )
 
 
-class GraphExecGroup:
-    """Recompute each region at most once over all backwards run inside.
+class CheckpointFunction:
+    """The reentrant region, as the `autograd.Function` that torch names so."""
 
-    As `torch.utils.checkpoint.GraphExecGroup`, except that the backwards may overlap.
-    Groups do not nest.
-    """
+    @staticmethod
+    def apply(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Run a reentrant region.
 
-    def __init__(self) -> None:
-        """Make a group; enter it with `with`."""
-        self._group: AbstractContextManager[None] | None = None
+        Args:
+            run_function: What to run.
+            preserve: Whether a recompute draws the random numbers of the forward.
+            *args: The function's arguments.
 
-    def __enter__(self) -> GraphExecGroup:
-        """Open the group.
-
-        Raises:
-            CheckpointError: If a group is open already.
+        Returns:
+            What `run_function` returns.
         """
-        if OPEN_GROUPS:
-            raise CheckpointError(
-                "GraphExecGroup contexts cannot be nested; leave the outer one first"
-            )
-        self._group = execution_group()
-        self._group.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Close the group and free what it held."""
-        if self._group is not None:
-            self._group.__exit__(kind, error, trace)
-            self._group = None
+        options = {"use_reentrant": True, "preserve_rng_state": preserve}
+        return run_region(run_function, args, {}, checked_options(options))
 
 
 def checkpoint_wrapper(
@@ -216,28 +230,42 @@ def checkpoint_wrapper(
 
 def apply_activation_checkpointing(
     model: Module,
-    checkpoint_wrapper_fn: Callable[[Module], Module] = checkpoint_wrapper,
+    checkpoint_wrapper_fn: Callable[..., Module] = checkpoint_wrapper,
     check_fn: Callable[[Module], bool] = lambda _: True,
-    auto_wrap_policy: Callable[..., bool] | None = None,
+    auto_wrap_policy: Any = None,
 ) -> None:
     """Put regions on the submodules of `model` for which `check_fn` says so.
+
+    torch's own function walks over the model, so that each policy selects what it
+    selects there.
 
     Args:
         model: The model, changed in place; it gets no region itself.
         checkpoint_wrapper_fn: Puts a region on one module and returns what shall
             stand in its place.
         check_fn: Asked with each submodule.
-        auto_wrap_policy: FSDP's form of the same question; it wins over `check_fn`.
+        auto_wrap_policy: A policy of FSDP, a function or an object, which wins over
+            `check_fn`.
+
+    Warns:
+        UserWarning: If no module is selected.
     """
-    if auto_wrap_policy is not None:
-        check_fn = functools.partial(_asked, auto_wrap_policy)
-    chosen = [m for m in model.modules() if m is not model and check_fn(m)]
-    replaced = {id(m): checkpoint_wrapper_fn(m) for m in chosen}
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if replaced.get(id(child), child) is not child:
-                setattr(parent, name, replaced[id(child)])
+    selected = 0
 
+    def wrap(module: Module, **options: Any) -> Module:
+        nonlocal selected
+        selected += 1
+        return checkpoint_wrapper_fn(module, **options)
 
-def _asked(policy: Callable[..., bool], module: Module) -> bool:
-    return policy(module=module, recurse=False, nonwrapped_numel=0)
+    # torch looks for instances of a class that are there already.
+    is_class = isinstance(checkpoint_wrapper_fn, type)
+    torch_wrapping().apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn if is_class else wrap, check_fn, auto_wrap_policy
+    )
+    if not selected and not is_class:
+        warnings.warn(
+            "apply_activation_checkpointing selected no submodule of "
+            f"{type(model).__name__}, so nothing is checkpointed: look at "
+            f"{'check_fn' if auto_wrap_policy is None else 'auto_wrap_policy'}",
+            stacklevel=2,
+        )

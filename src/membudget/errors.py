@@ -2,11 +2,13 @@
 
     MembudgetError
     ├── OptionError (ValueError)          an option that cannot be meant
+    │   └── OptionTypeError (TypeError)   an argument of a type that it cannot have
     ├── SelectionError (ValueError)       a selection that matches nothing
     ├── MissingExtraError (ImportError)   an optional dependency is not installed
     ├── PlanError (ValueError)            a plan that is not whole, or for another model
     ├── BudgetError (ValueError)          a budget that nothing fits into
-    └── CheckpointError (RuntimeError)    a region cannot do what was asked of it
+    └── CheckpointError (RuntimeError)    a region cannot do what was asked of it; also
+        │                                 a `torch.utils.checkpoint.CheckpointError`
         ├── RecomputeMismatchError        the recompute is not the forward again
         ├── ChangedSinceForwardError      what the region read was changed since
         └── ReentrantLimitError           a limit of the classic, reentrant variant
@@ -29,6 +31,10 @@ class MembudgetError(Exception):
 
 class OptionError(MembudgetError, ValueError):
     """An option or argument has a value that cannot be meant."""
+
+
+class OptionTypeError(OptionError, TypeError):
+    """An argument is of a type that it cannot have, where torch raises `TypeError`."""
 
 
 class SelectionError(MembudgetError, ValueError):
@@ -73,7 +79,11 @@ class BudgetError(MembudgetError, ValueError):
 
 
 class CheckpointError(MembudgetError, RuntimeError):
-    """A region cannot do what was asked of it."""
+    """A region cannot do what was asked of it.
+
+    Code written for torch catches torch's error of this name, so `engine`, which
+    imports torch, makes that one a base of this.
+    """
 
 
 class RecomputeMismatchError(CheckpointError):

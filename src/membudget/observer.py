@@ -28,6 +28,9 @@ Rule 4. On the key, `detach` and `alias` pass unseen. What they return may becom
     Python object yet.
 Rule 5. What runs while dispatch to Python is switched off (FakeTensorMode asking for
     shapes, as `torch.compile` does inside a region) passes unseen.
+Rule 6. What TorchScript asks of the constants of a traced function, while it optimises
+    it, is asked of tensors: torch hands Python these constants as numbers, which no
+    kernel of `equal` and `item` takes.
 """
 
 from __future__ import annotations
@@ -35,7 +38,12 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from membudget._torch import (
+    EQUAL,
+    ITEM,
     DispatchMode,
     dispatch_mode_count,
     exclude_observers,
@@ -157,6 +165,8 @@ class _Mode(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if func is EQUAL or func is ITEM:
+            args = _as_tensors(args)
         return self._observe(func, args, kwargs or {})
 
 
@@ -167,6 +177,8 @@ def observers() -> tuple[Observer, ...]:
 
 def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Let the innermost observer that has not seen this call run the operator."""
+    if operator is EQUAL or operator is ITEM:
+        args = _as_tensors(args)
     thread = _THREAD
     depth = thread.depth
     if not depth:
@@ -182,6 +194,20 @@ def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
         thread.depth = depth
         if depth == 1:
             exclude_observers(False)
+
+
+def _as_tensors(args: Any) -> Any:
+    """Return arguments with tensors in the place of numbers (Rule 6)."""
+    if all(isinstance(argument, Tensor) for argument in args):
+        return args
+    excluded = is_observing_excluded()
+    exclude_observers(True)
+    try:
+        return tuple(
+            a if isinstance(a, Tensor) else torch.tensor(a, device="cpu") for a in args
+        )
+    finally:
+        exclude_observers(excluded)
 
 
 def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:

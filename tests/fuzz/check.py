@@ -134,11 +134,9 @@ def _facts(m: World, n: Stateful, x: Tensor, y: Tensor, outputs: Any) -> dict[st
     facts |= {"x": x.detach(), "y": y.detach(), "x.grad": x.grad, "y.grad": y.grad}
     for name, parameter in (*m.named_parameters(), *n.named_parameters()):
         facts |= {name: parameter.detach(), f"{name}.grad": parameter.grad}
-    facts |= (
-        dict(m.named_buffers())
-        | dict(n.named_buffers())
-        | {f"stats {k}": v for k, v in m.stats.items()}
-    )
+    facts |= dict(m.named_buffers()) | dict(n.named_buffers())
+    # Not the counter in it: a dict on a module is not put back by a rerun.
+    facts |= {f"stats {name}": m.stats[name] for name in ("mean", "var")}
     facts |= {"seen": m.seen, "generator": n.generator.get_state()}
     facts |= {"torch": torch.get_rng_state(), "python": random.getstate()}
     facts |= {"numpy": repr(np.random.get_state(legacy=False))}  # noqa: NPY002

@@ -6,8 +6,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tests.fuzz.frames import BACKWARDS, BETWEEN, BLOCKS
 from tests.fuzz.program import Block, Line, Node, Passing, Program, Region
-from tests.fuzz.statements import BACKWARDS, BETWEEN, BLOCKS, KINDS, Kind
+from tests.fuzz.statements import KINDS, Kind
 
 _PASSINGS: tuple[Passing, ...] = (
     *("position", "position", "keyword", "closure", "list"),

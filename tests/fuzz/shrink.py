@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from tests.fuzz.check import Verdict, check, plain
+from tests.fuzz.frames import BACKWARDS
 from tests.fuzz.program import Block, Line, Node, Program, Region, defined
-from tests.fuzz.statements import BACKWARDS
 
 Nodes = tuple[Node, ...]
 

@@ -14,7 +14,6 @@ from tests.fuzz.found import differences, differences_under
 from tests.fuzz.world import (
     F,
     Stateful,
-    Tanh,
     World,
     identity_hooks,
     pause,
@@ -150,19 +149,6 @@ def test_under_hooks_a_region_that_writes_its_input_is_refused_by_us(
 
 
 @pytest.mark.parametrize("engine", ["rerun", "auto", "replay"])
-def test_a_penalty_on_a_normalised_value_trains(engine: str) -> None:
-    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
-        def r1(x: Tensor, y: Tensor) -> Tensor:
-            return x * slope(lambda h: n.norm(h) ** 3, y)
-
-        output = region(r1, x, y)
-        score(output).backward()
-        return (output,)
-
-    assert differences(step, engine).word == "equal"
-
-
-@pytest.mark.parametrize("engine", ["rerun", "auto", "replay"])
 def test_a_region_may_read_the_gradient_that_a_parameter_has(engine: str) -> None:
     def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
         def r1(y: Tensor) -> Tensor:
@@ -206,7 +192,7 @@ def test_what_an_inner_region_kept_may_be_overwritten_in_the_outer_one(
     assert differences_under(step, _kept).word == "equal"
 
 
-def test_what_a_region_kept_may_be_overwritten_after_it() -> None:
+def test_what_a_region_kept_and_somebody_overwrote_is_never_used() -> None:
     def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
         def r2(x: Tensor) -> Outputs:
             v = x * 2
@@ -217,7 +203,8 @@ def test_what_a_region_kept_may_be_overwritten_after_it() -> None:
         score(output).backward()
         return (output,)
 
-    assert differences_under(step, _kept).word == "equal"
+    # Plain needs `v` nowhere; a replay begins at what is kept.
+    assert differences_under(step, _kept).word == "refused"
 
 
 @pytest.mark.parametrize("third", ["rerun", "replay"])
@@ -276,21 +263,6 @@ def test_verification_adds_nothing_to_a_gradient_that_is_there(engine: str) -> N
                 assert m.scale.grad is not None
                 output = x * m.scale.grad
             return output
-
-        output = region(r1, x)
-        score(output).backward()
-        return (output,)
-
-    assert differences(step, engine).word in ("equal", "refused")
-
-
-@pytest.mark.parametrize("engine", ["replay", "keep", "fingerprints"])
-def test_an_inner_gradient_reads_what_no_operator_wrote(engine: str) -> None:
-    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
-        def r1(x: Tensor) -> Tensor:
-            v = x * 2
-            v.detach().numpy()[0] *= 3
-            return slope(lambda h: v * h, v)
 
         output = region(r1, x)
         score(output).backward()

@@ -1,8 +1,8 @@
 """Replay regions around compiled code, and inside it.
 
 Around: what a compiled graph runs is recorded like anything else, or held where it is
-one kernel. Inside: `torch.compile` makes its own plan, and the options of the replay
-engine do not reach it.
+one kernel. Inside: `torch.compile` makes its own plan, of which `keep` says what is kept
+(row A12); the other options of the replay engine do not reach it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def has_bits(tensor: Tensor) -> bool:
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
-        and not tensor.is_meta
+        and not (tensor.is_meta or tensor.is_nested)
     )
 
 

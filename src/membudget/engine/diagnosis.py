@@ -57,6 +57,11 @@ def likely_causes(
             )
         elif saved[0] == made[0] and saved[3] != made[3]:
             causes.append("only the memory layout differs: hooks that drop strides")
+    if reach(function).runs_torchscript:
+        causes.append(
+            "TorchScript compiles code anew once it has run, so that a rerun may do "
+            "something else than the forward: leave engine='rerun' out"
+        )
     if not options.guards:
         causes.append("guards=False: only torch's guarantees hold in this region")
     if not options.preserve_rng_state:

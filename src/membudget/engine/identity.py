@@ -52,7 +52,11 @@ class SavedVersion:
     __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: Tensor):
-        """Note the version now."""
+        """Note the version now.
+
+        Raises:
+            RuntimeError: Of a tensor of another kind than empty memory can stand for.
+        """
         self._counter = detach_with_version(tensor)
         self._version = version_of(tensor)
         self._counter.data = _nothing(tensor.dtype, tensor.device)

@@ -228,6 +228,12 @@ class _Not(Policy):
         return not self.policy.keeps_name(name)
 
 
+def reads_names(policy: Policy) -> bool:
+    """Tell whether a policy depends on names that `membudget.name` gives."""
+    parts = [part for part in vars(policy).values() if isinstance(part, Policy)]
+    return isinstance(policy, _Named) or any(map(reads_names, parts))
+
+
 def operators(*names: str) -> Policy:
     """Keep the outputs of operators, named as in `torch.ops.aten`: `"mm"`, `"exp"`."""
     return _Operators(frozenset(names))

@@ -25,8 +25,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.nn.parameter import (
+    UninitializedBuffer,
+    UninitializedParameter,
+    is_lazy,
+)
 
-from membudget._torch import NormalizationWithStatistics
+from membudget._torch import NormalizationWithStatistics, torchscript_types
 
 _MAX_DEPTH = 3
 _MAX_ITEMS = 4096
@@ -42,6 +47,8 @@ class Reached:
         modules: Every module.
         stateful_modules: Those of the user's own classes, whose forward may bind names.
         writes_statistics: Whether a normalisation in training was among the modules.
+        runs_torchscript: Whether anything was traced or scripted.
+        is_lazy: Whether a lazy module has yet to make its parameters.
         silent: Those buffers whose writing the version counter does not tell.
         generators: Private random generators, of torch, Python and NumPy.
         containers: Lists and dicts with their lengths, to tell which one grew.
@@ -54,9 +61,11 @@ class Reached:
         "buffers",
         "containers",
         "generators",
+        "is_lazy",
         "module_names",
         "modules",
         "names",
+        "runs_torchscript",
         "silent",
         "stateful_modules",
         "tensors",
@@ -69,6 +78,8 @@ class Reached:
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
         self.writes_statistics = False
+        self.runs_torchscript = False
+        self.is_lazy = False
         self.modules: list[Module] = []
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
@@ -100,8 +111,21 @@ class Reached:
         self.tensors.append(value)
         self._note(value, name)
 
+    def _uninitialised(self, value: Tensor, name: str, depth: int) -> None:
+        self.is_lazy = True
+
     def _generator(self, value: Any, name: str, depth: int) -> None:
         self.generators.append(value)
+
+    def _torchscript(self, value: Any, name: str, depth: int) -> None:
+        """Take in what TorchScript runs: of a module, the tensors; no more is seen."""
+        self.runs_torchscript = True
+        if isinstance(value, torch.jit.ScriptModule):
+            buffers = list(value.buffers())
+            self.buffers += buffers
+            self.silent.update(map(id, buffers))
+            for key, tensor in (*value.named_parameters(), *value.named_buffers()):
+                self.visit(tensor, _join(name, key), depth)
 
     def _sequence(self, value: Any, name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
@@ -165,7 +189,11 @@ class Reached:
             self.visit(namespace.get(key), key, 1)
 
     def _note_buffers(self, value: Module) -> None:
-        buffers = [b for b in value.__dict__["_buffers"].values() if b is not None]
+        buffers = [
+            b
+            for b in value.__dict__["_buffers"].values()
+            if b is not None and not is_lazy(b)
+        ]
         self.buffers += buffers
         if isinstance(value, NormalizationWithStatistics):
             self.silent.update(map(id, buffers))
@@ -227,8 +255,12 @@ _VISITORS: dict[type, Visitor | None] = {
 def _visitor_of(kind: type) -> Visitor | None:
     """Decide once for each class what is done with its instances."""
     visitor: Visitor | None = Reached._object
-    if issubclass(kind, Tensor):
+    if issubclass(kind, UninitializedParameter | UninitializedBuffer):
+        visitor = Reached._uninitialised
+    elif issubclass(kind, Tensor):
         visitor = Reached._tensor
+    elif issubclass(kind, torchscript_types):
+        visitor = Reached._torchscript
     elif issubclass(kind, Module):
         visitor = Reached._module
     elif issubclass(kind, random.Random | torch.Generator) or _is_numpy_generator(kind):

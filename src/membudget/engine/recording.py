@@ -11,6 +11,7 @@ from torch import Tensor
 
 from membudget.engine.compare import Metadata, metadata
 from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.nested import must_keep
 from membudget.engine.options import ContextPair, RegionOptions
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
@@ -33,6 +34,27 @@ class Handle:
     address: int | None
     tensor: Tensor | None
     version: int | None
+
+
+class Kept(Handle):
+    """A handle whose tensor was not dropped."""
+
+    __slots__ = ("_kept",)
+
+    def __init__(self, tensor: Tensor):
+        """Keep a tensor."""
+        self._kept = tensor
+        self.version = tensor._version
+        self.address = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that was saved."""
+        return self._kept
+
+    @tensor.setter
+    def tensor(self, value: Tensor | None) -> None:
+        """Do nothing: a handle is emptied when its tensor is taken, and this is not."""
 
 
 class Recording:
@@ -102,6 +124,8 @@ class Recording:
 
     def pack(self, tensor: Tensor) -> Handle:
         """Note a tensor that autograd saves, and return what stands for it."""
+        if tensor.is_nested and must_keep(tensor, self.surroundings.arguments):
+            return Kept(tensor)
         handle = Handle()
         handle.tensor = None
         self.saved.append((ref(handle), metadata(tensor)))
@@ -109,9 +133,10 @@ class Recording:
 
     def pack_with_fingerprint(self, tensor: Tensor) -> Handle:
         """Do the same, with a fingerprint of the tensor's bytes."""
-        if self.fingerprints is not None:
+        handle = self.pack(tensor)
+        if self.fingerprints is not None and not isinstance(handle, Kept):
             self.fingerprints.add(tensor)
-        return self.pack(tensor)
+        return handle
 
     def last_needed(self) -> int:
         """Return the last index whose handle lives and is empty, or -1."""

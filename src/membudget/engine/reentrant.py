@@ -4,10 +4,17 @@ Its forward runs the function without a graph, its backward runs it again with o
 differentiates that. It costs nothing for each saved tensor, and it has limits, each of
 which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`:
 
-* some positional tensor must require a gradient, if there are parameters to train;
-* tensors that require a gradient must be positional, not keywords, not nested;
+* some tensor argument must require a gradient, if there are parameters to train;
+* tensors that require a gradient must be arguments themselves, not nested in one;
 * outputs are a tensor or a tuple or list of tensors and other values;
+* some output must depend on a tensor that requires a gradient;
 * `torch.autograd.grad`, `backward(inputs=...)` and double backward are refused.
+
+It is the one exception to "bit for bit". The gradient of a region's input arrives as
+one sum, where the plain step adds each use of the input to the gradients from outside
+in an order of its own. Floating-point addition is not associative, so a tensor that is
+used both inside and outside of a region, a shared parameter too, may get a gradient
+that differs in the last bit. torch's reentrant variant has the same order.
 """
 
 from __future__ import annotations
@@ -43,38 +50,48 @@ class _Call:
         options: RegionOptions,
     ):
         self.function = function
-        self.kwargs = kwargs
         self.sequence: type | None = None
         self.statistics: Statistics | None = None
-        self.positions = [i for i, a in enumerate(args) if isinstance(a, Tensor)]
+        self.names = [*range(len(args)), *kwargs]
+        values = (*args, *kwargs.values())
+        self.positions = [i for i, v in enumerate(values) if isinstance(v, Tensor)]
         self.others = tuple(None if isinstance(a, Tensor) else a for a in args)
+        self.keywords = {
+            k: None if isinstance(v, Tensor) else v for k, v in kwargs.items()
+        }
         # The tensors are autograd's to save; all the rest is held as ever.
         kind = GuardedSurroundings if options.guards else Surroundings
-        self.surroundings: Surroundings = kind(function, self.others, kwargs, options)
+        self.surroundings: Surroundings = kind(
+            function, self.others, self.keywords, options
+        )
 
-    def with_tensors(self, others: Sequence[Any], tensors: Sequence[Tensor]) -> Any:
-        """Return the positional arguments with `tensors` in their places."""
-        args = list(others)
+    def run(
+        self, others: Sequence[Any], keywords: dict[str, Any], tensors: Sequence[Tensor]
+    ) -> Any:
+        """Call the function with `tensors` in their places among its arguments."""
+        values = [*others, *keywords.values()]
         for position, tensor in zip(self.positions, tensors, strict=True):
-            args[position] = tensor
-        return args
+            values[position] = tensor
+        named = dict(zip(keywords, values[len(others) :], strict=True))
+        return self.function(*values[: len(others)], **named)
 
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
         ctx.call = call
+        # An undefined gradient must stay one: a plain step sends nothing there, either.
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
-        args = call.with_tensors(call.others, tensors)
         versions = [version_of(tensor) for tensor in tensors]
-        output = call.function(*args, **call.kwargs)
+        output = call.run(call.others, call.keywords, tensors)
         call.surroundings.finish()
         _check_grown(call)
         for position, tensor, version in zip(
             call.positions, tensors, versions, strict=True
         ):
             if version_of(tensor) != version:
-                raise rewritten_error(f"argument {position}")
+                raise rewritten_error(f"argument {call.names[position]!r}")
         _check_output(output)
         if isinstance(output, tuple | list):
             call.sequence = type(output)
@@ -111,10 +128,10 @@ def _differentiate(
 
     def rerun() -> None:
         with Scope() as ambient:
-            others, kwargs = call.surroundings.arguments.rebuild()
+            others, keywords = call.surroundings.arguments.rebuild()
             call.surroundings.enter_ambient(ambient)
             with torch.enable_grad():
-                output = call.function(*call.with_tensors(others, inputs), **kwargs)
+                output = call.run(others, keywords, inputs)
             outputs.extend(output if isinstance(output, tuple | list) else [output])
 
     # The buffers stay as the graph saw them until it was differentiated; autocast
@@ -136,6 +153,12 @@ def _differentiate(
         ]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        elif any(gradient is not None for gradient in gradients):
+            raise ReentrantLimitError(
+                "a gradient reached a region with use_reentrant=True, but no output "
+                "that got one depends on a tensor that requires a gradient (was it "
+                f"detached, or made under no_grad?). {_REMEDY}"
+            )
 
 
 def run_reentrant(
@@ -149,8 +172,8 @@ def run_reentrant(
 
     Args:
         function: What the region calls.
-        args: Its positional arguments: the tensors that may get a gradient.
-        kwargs: Its keyword arguments, none of which may require a gradient.
+        args: Its positional arguments. A tensor among them may get a gradient.
+        kwargs: Its keyword arguments; likewise.
         options: The region's options.
         statistics: Where to count, if somebody counts.
 
@@ -161,11 +184,19 @@ def run_reentrant(
         ReentrantLimitError: If a gradient would be lost.
     """
     call = _Call(function, args, kwargs, options)
-    _check_hidden(args, kwargs)
-    if not any(args[i].requires_grad for i in call.positions):
+    _check_hidden(call)
+    if call.surroundings.is_lazy:
+        raise ReentrantLimitError(
+            "a region with use_reentrant=True holds parameters that a lazy module has "
+            "not initialised yet: run one forward outside of every region first. "
+            f"{_REMEDY}"
+        )
+    values = (*args, *kwargs.values())
+    tensors = [values[i] for i in call.positions]
+    if not any(tensor.requires_grad for tensor in tensors):
         if call.surroundings.trainable:
             raise ReentrantLimitError(
-                "no positional tensor of a region with use_reentrant=True requires a "
+                "no tensor argument of a region with use_reentrant=True requires a "
                 "gradient, so the parameters that the function trains would get none. "
                 f"{_REMEDY}"
             )
@@ -173,27 +204,26 @@ def run_reentrant(
     call.statistics = statistics
     if statistics is not None:
         statistics.forwards += 1
-    output = _Reentrant.apply(call, *(args[i] for i in call.positions))  # type: ignore[no-untyped-call]
+    output = _Reentrant.apply(call, *tensors)  # type: ignore[no-untyped-call]
     return call.sequence(output) if call.sequence is not None else output
 
 
-def _check_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    for owner, values in (("argument", dict(enumerate(args))), ("keyword", kwargs)):
-        for key, value in values.items():
-            if owner == "argument" and isinstance(value, Tensor):
-                continue
-            if any(isinstance(t, Tensor) and t.requires_grad for t in tree_iter(value)):
-                raise ReentrantLimitError(
-                    f"{owner} {key!r} of a region with use_reentrant=True holds a "
-                    "tensor that requires a gradient; only positional tensors get "
-                    f"one. {_REMEDY}"
-                )
+def _check_hidden(call: _Call) -> None:
+    for name, value in zip(
+        call.names, (*call.others, *call.keywords.values()), strict=True
+    ):
+        if any(isinstance(t, Tensor) and t.requires_grad for t in tree_iter(value)):
+            raise ReentrantLimitError(
+                f"argument {name!r} of a region with use_reentrant=True holds a tensor "
+                "that requires a gradient; only tensors that are arguments themselves "
+                f"get one. {_REMEDY}"
+            )
 
 
 def _check_grown(call: _Call) -> None:
     """Refuse tensors that the function left in a container that it was given."""
     before = call.surroundings.arguments.rebuild()
-    if _count_tensors((call.others, call.kwargs)) > _count_tensors(before):
+    if _count_tensors((call.others, call.keywords)) > _count_tensors(before):
         raise ReentrantLimitError(
             "a region with use_reentrant=True put tensors into a list or dict that it "
             f"was given; no gradient would reach them. {_REMEDY}"

@@ -40,19 +40,21 @@ from typing import Any, TypeVar, overload
 import torch
 
 from membudget.engine import isolation
+from membudget.engine.compiled import checkpoint_in_compiled_code, run_in_compiled_code
 from membudget.engine.frame import Frame
 from membudget.engine.options import (
     DEFAULTS,
-    ContextPair,
     RegionOptions,
     checked_options,
     take_options,
 )
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.selective import SelectiveContext
+from membudget.engine.selective import ContextPair, policy_of
 from membudget.engine.statistics import Statistics
+from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
+from membudget.errors import CheckpointError
 
 T = TypeVar("T")
 
@@ -113,12 +115,12 @@ def checkpoint(
         True
     """
     if torch.compiler.is_compiling():
-        return _checkpoint_in_compiled_code(function, args, kwargs)
+        return checkpoint_in_compiled_code(function, args, kwargs)
     options = take_options(kwargs)
     if function is None:
         checked_options(kwargs)  # Whatever is left is no option.
         return lambda wrapped: _curried(wrapped, options)
-    return run_region(function, args, kwargs, options)
+    return _run_eagerly(function, args, kwargs, options, None)
 
 
 def run_region(
@@ -140,6 +142,18 @@ def run_region(
     Returns:
         What `function` returns.
     """
+    if torch.compiler.is_compiling():
+        return run_in_compiled_code(function, args, kwargs, options, statistics)
+    return _run_eagerly(function, args, kwargs, options, statistics)
+
+
+def _run_eagerly(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    statistics: Statistics | None,
+) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     switched = SWITCHES.any
@@ -178,15 +192,36 @@ def _frame(
     """Choose the engine."""
     if not options.always_replays:
         frame = Frame(function, args, kwargs, options, statistics)
-        if not (options.may_replay and frame.surroundings.needs_repair):
+        if not frame.surroundings.needs_repair:
+            return frame
+        if not options.may_replay:
+            frame.options = _for_rerun(options, frame.surroundings)
             return frame
     return ReplayFrame(function, args, kwargs, options, statistics)
 
 
+def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:
+    """Return the options of a rerun that was asked for where replay would be better.
+
+    Raises:
+        CheckpointError: If no rerun can be right.
+    """
+    if surroundings.is_lazy:
+        raise CheckpointError(
+            "a region holds parameters that a lazy module has not initialised yet: "
+            "its first forward draws them, which a rerun would not do again. Run one "
+            "forward outside of every region first, or leave engine='rerun' out."
+        )
+    if surroundings.runs_torchscript and options.determinism_check == "default":
+        return replace(options, determinism_check="values")
+    return options
+
+
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
     """Turn the contexts of selective checkpointing into a policy to keep."""
-    if isinstance(contexts[0], SelectiveContext):
-        return replace(options, context_fn=None, debug=False, keep=contexts[0].policy)
+    policy = policy_of(contexts)
+    if policy is not None:
+        return replace(options, context_fn=None, debug=False, keep=policy)
     return replace(options, context_fn=lambda: contexts)
 
 
@@ -204,20 +239,3 @@ def _curried(function: Callable[..., T], options: RegionOptions) -> Callable[...
         return run_region(function, args, kwargs, options)
 
     return region
-
-
-def _checkpoint_in_compiled_code(
-    function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Hand over to torch's checkpoint, which `torch.compile` knows how to trace.
-
-    Compiled code has no Python state to repair: random numbers and buffers are inputs
-    and outputs of the graph, so torch's guarantees are enough there.
-    """
-    from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
-    for ours in ("guards", "use_reentrant", "engine", "keep", "verify"):
-        kwargs.pop(ours, None)
-    if kwargs.get("determinism_check") == "values":
-        kwargs["determinism_check"] = "default"
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)

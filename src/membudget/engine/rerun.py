@@ -32,6 +32,7 @@ from membudget.engine.compare import (
 )
 from membudget.engine.diagnosis import likely_causes, module_names
 from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.nested import must_keep
 from membudget.engine.reads import Externals
 from membudget.engine.recording import Handle, Recording
 from membudget.engine.scope import Scope
@@ -130,6 +131,12 @@ class Rerun:
         except _StopRecompute:
             if not self._stopped:
                 raise  # It ends the recompute around this one.
+        except Exception:
+            # TorchScript's interpreter turns what hooks raise to an error of its own.
+            if self._failure is not None:
+                raise self._failure from None
+            if not self._stopped:
+                raise
         finally:
             pop_saved_tensors_hooks()
 
@@ -143,6 +150,8 @@ class Rerun:
 
         Autograd gets nothing: the graph of the recompute is not used.
         """
+        if tensor.is_nested and self._is_kept(tensor):
+            return
         saved = self._saved
         index = self._cursor
         self._cursor = index + 1
@@ -174,6 +183,8 @@ class Rerun:
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
         """Do the same, and compare the bytes of tensors that are filled by now."""
         assert self._fingerprints is not None
+        if tensor.is_nested and self._is_kept(tensor):
+            return
         self._compare_fingerprints(partial(self._fingerprints.add, tensor))
         self._pack(tensor)
 
@@ -190,6 +201,9 @@ class Rerun:
         else:
             self._pack_with_fingerprint(tensor)
         return tensor
+
+    def _is_kept(self, nested: Tensor) -> bool:
+        return must_keep(nested, self._recording.surroundings.arguments)
 
     def _check_external(self, handle: Handle, externals: Externals) -> None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""

@@ -36,8 +36,13 @@ class Surroundings:
     Attributes:
         arguments: Its arguments.
         reads: What else it could read; `None` if nothing, or without guards.
-        needs_repair: Whether it can reach running statistics that it will write, or
-            private generators: what a replay need not put back.
+        needs_repair: Whether it can reach running statistics that it will write,
+            private generators, TorchScript or lazy modules: what a replay need not
+            put back.
+        runs_torchscript: Whether it can reach what was traced or scripted. TorchScript
+            compiles a function by what its earlier runs have seen, so a second run may
+            save other tensors than the first.
+        is_lazy: Whether it can reach parameters that its forward will initialise.
         trainable: Whether it can reach a tensor that requires a gradient.
         random_log: The random operators, where several threads run regions.
     """
@@ -48,6 +53,8 @@ class Surroundings:
     trainable = True
     random_log: RandomLog | None = None
     needs_repair = False
+    runs_torchscript = False
+    is_lazy = False
 
     def __init__(
         self,
@@ -100,9 +107,11 @@ class GuardedSurroundings(Surroundings):
     __slots__ = (
         "_ambient",
         "_function",
+        "is_lazy",
         "needs_repair",
         "random_log",
         "reads",
+        "runs_torchscript",
         "trainable",
     )
 
@@ -119,7 +128,14 @@ class GuardedSurroundings(Surroundings):
         self._ambient = Ambient()
         self.arguments = arguments = HeldArguments(args, kwargs)
         reached = reach(function, arguments.others)
-        self.needs_repair = reached.writes_statistics or bool(reached.generators)
+        self.runs_torchscript = reached.runs_torchscript
+        self.is_lazy = reached.is_lazy
+        self.needs_repair = (
+            reached.writes_statistics
+            or reached.runs_torchscript
+            or reached.is_lazy
+            or bool(reached.generators)
+        )
         self.trainable = any(t.requires_grad for t in reached.tensors)
         self.reads = Reads(reached) if reached.holds_state() else None
         self.random_log = None

@@ -58,6 +58,14 @@ class Fingerprinter:
             held = self._held.setdefault(address_of(tensor), [])
             held.append((handle, detach_with_version(tensor)))
 
+    def of(self, handle: Handle) -> Tensor | None:
+        """Return what a handle stands for, as long as it has no fingerprint."""
+        for held in self._held.values():
+            for other, tensor in held:
+                if other is handle:
+                    return tensor
+        return None
+
     def take_ready(self) -> None:
         """Take those of what nobody else holds any more (Rule 1)."""
         for address, held in list(self._held.items()):
@@ -96,6 +104,13 @@ class Comparison:
         self._is_ending = False
 
     def compare(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+        """Compare what a backward takes; the path is verified when that ends."""
+        self.check(handle, tensor, replayer)
+        if not self._is_ending and current_graph_task_id() >= 0:
+            self._is_ending = True
+            at_end_of_backward(self._end)
+
+    def check(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
         """Compare what was made again for a handle.
 
         Raises:
@@ -106,9 +121,6 @@ class Comparison:
             wrong = _all_wrong(handle, replayer) if differs else []
         if wrong:
             raise self._error(handle, wrong)
-        if not self._is_ending and current_graph_task_id() >= 0:
-            self._is_ending = True
-            at_end_of_backward(self._end)
 
     def _end(self) -> None:
         self._verified.add(self._path)

@@ -28,7 +28,7 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import PLAIN_CLASSES, fingerprint
+from membudget.engine.bits import fingerprint, has_bits
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
 from membudget.engine.identity import SavedVersion, address_of, version_of
@@ -131,8 +131,13 @@ class ReplayFrame:
         other = verified.along(recording.taken or ())
         if other is not None:
             recording.path, recording.taken = other, None
-        else:
-            self._verify_from_here(recorder, self._verify_by is not True)
+            return
+        self._verify_from_here(recorder, self._verify_by is not True)
+        for handle, tensor in recording.recent:
+            if self._originals is not None:
+                self._originals.add(handle, tensor)
+            elif recorder.fingerprinter is not None:
+                recorder.fingerprinter.add(handle, tensor)
 
     def _verify_from_here(self, recorder: Recorder, by_fingerprints: bool) -> None:
         if by_fingerprints:
@@ -253,9 +258,12 @@ class ReplayFrame:
         recorder.is_suspended = True
         try:
             handle = recorder.handle(tensor)
+            path = recorder.recording.path
+            if path is not None:
+                recorder.recording.recent.append((handle, tensor))
             if self._originals is not None:
                 self._originals.add(handle, tensor)
-            if self._is_strict or recorder.recording.path is None:
+            if path is None or self._is_strict:
                 handle.saved_version = _saved_version(tensor)
         finally:
             recorder.is_suspended = False
@@ -296,9 +304,23 @@ class ReplayFrame:
                 owner.nested_backward = True
             with recorder.suspended():
                 recorder.settle()
+                # What is still to be verified may have been written unseen.
+                original = self._original(handle, recorder.fingerprinter)
+                if original is not None:
+                    return original
                 tensor = self._take(handle)
+                if handle.fingerprint is not None and self._verified is not None:
+                    Comparison(self._verified, ()).check(handle, tensor, self._replayer)
                 recorder.recording.tracker.note(tensor, handle.value)
             return tensor
+
+    def _original(
+        self, handle: Handle, fingerprinter: Fingerprinter | None
+    ) -> Tensor | None:
+        """Return what a handle stands for, where that is still there."""
+        if self._originals is not None:
+            return self._originals.of(handle)
+        return None if fingerprinter is None else fingerprinter.of(handle)
 
     def _take(self, handle: Handle) -> Tensor:
         replayer = self._replayer
@@ -411,9 +433,12 @@ _OVERWRITTEN = (
 
 
 def _saved_version(tensor: Tensor) -> SavedVersion | None:
-    if type(tensor) not in PLAIN_CLASSES or not address_of(tensor):
+    if not has_bits(tensor) or tensor.is_inference():
         return None
-    return None if tensor.is_inference() else SavedVersion(tensor)
+    try:
+        return SavedVersion(tensor)
+    except RuntimeError:  # A conjugate, say.
+        return None
 
 
 def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:

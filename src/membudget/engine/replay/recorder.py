@@ -102,6 +102,10 @@ class Recorder(Observer):
         """Return what stands for a tensor that autograd saves."""
         handle = Handle()
         entry = self.recording.tracker.entry(tensor)
+        is_strided = tensor.is_nested and tensor.layout is not torch.jagged
+        if is_strided and entry.value.operation is not None:
+            # No two of them can be compared: torch tells of none of their sizes.
+            self.recording.tracker.hold_value(tensor, entry)
         if is_empty(entry.value):
             # The operator that saves it will fill it (RReLU its noise), or somebody
             # has done so unseen.
@@ -121,6 +125,7 @@ class Recorder(Observer):
     def finish(self) -> None:
         """Stop recording; what was saved is known to the last."""
         self.__exit__(None, None, None)
+        self.recording.recent.clear()
         self.settle()
         if self.fingerprinter is not None:
             self.fingerprinter.take_all()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from membudget.engine import isolation
 from membudget.engine.identity import address_of
+from membudget.engine.nested import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
 from membudget.engine.randomness import source_of
 from membudget.engine.replay.foreign import call_noting_draws
@@ -26,7 +27,7 @@ from membudget.engine.replay.operators import (
 )
 from membudget.engine.replay.signature import Path, Pins
 from membudget.engine.replay.tracker import Tracker
-from membudget.engine.replay.values import Operation
+from membudget.engine.replay.values import Handle, Operation
 
 
 class OperatorRecording:
@@ -37,6 +38,8 @@ class OperatorRecording:
         number: How many operators have run.
         path: The operators of a call that was verified and that this one repeats, so
             far; `None` where it repeats none.
+        recent: What autograd has saved since the last operator, while the call follows
+            a path: the inputs of an operator are saved before it is seen to leave that.
         taken: The operators of this call, where it repeats none.
         left_path: Called when the call leaves the path; finds another.
         kept: How many outputs the policy kept.
@@ -52,6 +55,7 @@ class OperatorRecording:
         "number",
         "path",
         "policy",
+        "recent",
         "taken",
         "tracker",
     )
@@ -75,6 +79,7 @@ class OperatorRecording:
         self.number = 0
         self.kept = 0
         self.path: Path | None = None
+        self.recent: list[tuple[Handle, Tensor]] = []
         self.taken: list[Any] | None = None
         self.left_path: Callable[[], None] | None = None
         self.policy = policy
@@ -88,12 +93,12 @@ class OperatorRecording:
         self.number = number + 1
         path = self.path
         if path is not None:
-            if number < len(path) and path[number] is facts:
-                return
-            self.taken = [*path[:number], facts]
-            self.path = None
-            if self.left_path is not None:
-                self.left_path()
+            if number >= len(path) or path[number] is not facts:
+                self.taken = [*path[:number], facts]
+                self.path = None
+                if self.left_path is not None:
+                    self.left_path()
+            self.recent.clear()
         elif self.taken is not None:
             self.taken.append(facts)
 
@@ -151,6 +156,9 @@ class OperatorRecording:
         )
         for index, item in enumerate(outputs):
             if not isinstance(item, Tensor) or id(item) in table:
+                continue
+            if item.is_nested and has_own_offsets(item, args):
+                self.tracker.meet(item, None)  # Its offsets, made again, are others.
                 continue
             address = address_of(item)
             if address and address in addresses:

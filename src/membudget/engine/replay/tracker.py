@@ -273,6 +273,7 @@ def _is_plain(tensor: Tensor) -> bool:
     return (
         (type(tensor) is Tensor or is_fake(tensor))
         and tensor.layout is torch.strided
+        and not tensor.is_nested
         and not (tensor.is_conj() or tensor.is_neg())
     )
 

@@ -32,17 +32,24 @@ from membudget.errors import PinnedWarning
 class Originals:
     """The originals of what a forward dropped."""
 
-    __slots__ = ("_at", "_pairs")
+    __slots__ = ("_at", "_pairs", "_place")
 
     def __init__(self) -> None:
         """Begin with none."""
         self._pairs: list[tuple[Handle, Tensor]] = []
         self._at: dict[int, list[int]] = {}
+        self._place: dict[Handle, int] = {}
 
     def add(self, handle: Handle, tensor: Tensor) -> None:
         """Remember what a handle stands for."""
+        self._place[handle] = len(self._pairs)
         self._at.setdefault(address_of(tensor), []).append(len(self._pairs))
         self._pairs.append((handle, alias(tensor)))
+
+    def of(self, handle: Handle) -> Tensor | None:
+        """Return what a handle stands for, while the forward runs."""
+        place = self._place.get(handle)
+        return None if place is None else self._pairs[place][1]
 
     def before_write(self, address: int) -> None:
         """Copy what lies in a storage that an operator is about to write.
@@ -72,6 +79,7 @@ class Originals:
             self._compare(dropped, replayer, tracker, pins)
         replayer.release()
         self._pairs.clear()
+        self._place.clear()
 
     def _compare(
         self,
