@@ -59,6 +59,17 @@ def test_policies_compose_like_sets(one: Policy, other: Policy, operator: Any) -
     assert (~one).keeps(it) != one.keeps(it)
 
 
+def listed_operators() -> list[str]:
+    policies = [p for p in vars(mb.engine.policy).values() if hasattr(p, "names")]
+    names = {n for p in policies if isinstance(p.names, frozenset) for n in p.names}
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", listed_operators())
+def test_every_operator_that_a_policy_lists_is_one_of_torch_s(name: str) -> None:
+    assert getattr(aten, name).overloads()
+
+
 NAMED = {name: mb.policies.named(name) for name in ("a", "b")}
 
 

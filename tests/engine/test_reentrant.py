@@ -131,7 +131,7 @@ def test_double_backward_is_refused():
 
 
 def test_parameters_without_a_tensor_that_requires_a_gradient_are_refused():
-    with refused("no positional tensor of a region"):
+    with refused("no (positional )?tensor( argument)? of a region"):
         run(nn.Linear(3, 3), torch.ones(2, 3))
     frozen = nn.Linear(3, 3).requires_grad_(False)
     assert not run(frozen, torch.ones(2, 3)).requires_grad

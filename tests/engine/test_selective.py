@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    create_selective_checkpoint_contexts as torch_contexts,
+)
 
 import membudget as mb
 from membudget.compat import create_selective_checkpoint_contexts
-from membudget.engine.policy import Candidate
-from membudget.engine.selective import SelectiveContext
+from membudget.engine.policy import Candidate, Policy
+from membudget.engine.selective import TorchPolicy
+from membudget.engine.selective import policy_of as carried_by
 
 aten = torch.ops.aten
 OUTPUT = torch.ones(2)
 
 
 def policy_of(given: Any) -> Any:
-    """Return the policy that both contexts carry."""
-    forward, recompute = create_selective_checkpoint_contexts(given)
-    assert isinstance(forward, SelectiveContext)
-    assert isinstance(recompute, SelectiveContext)
-    assert forward.policy is recompute.policy
-    return forward.policy
+    """Return the policy that the contexts carry."""
+    policy = carried_by(create_selective_checkpoint_contexts(given))
+    assert policy is not None
+    return policy
 
 
 def candidate(operator: Any, *args: Any, **kwargs: Any) -> Candidate:
@@ -83,11 +86,52 @@ def test_what_is_no_policy_is_refused():
         policy_of([aten.mm, "mm"])
 
 
-def test_the_contexts_let_operators_run_as_they_are():
-    context = SelectiveContext(policy_of([aten.mm]))
-    with context:
-        found = torch.full((2,), 3.0).add(1, alpha=2)
-    assert found.tolist() == [5.0, 5.0]
+def test_contexts_of_somebody_else_carry_no_policy():
+    assert carried_by((nullcontext(), nullcontext())) is None
+    theirs = torch_contexts([aten.mm.default])
+    assert carried_by(theirs) is None
+
+
+class Noting(Policy):
+    """Keeps the second output of each operator, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Candidate] = []
+
+    def keeps(self, candidate: Candidate) -> bool:
+        self.asked.append(candidate)
+        return candidate.output_index == 1
+
+
+def context(*outputs: Any) -> SelectiveCheckpointContext:
+    output = outputs if len(outputs) > 1 else outputs[0]
+    return SelectiveCheckpointContext(is_recompute=False, op_output=output)
+
+
+def test_torch_asks_the_policy_for_each_output_and_numbers_the_operators():
+    policy = Noting()
+    asked = TorchPolicy(policy)
+    assert not asked(context(OUTPUT), aten.sin.default, 1, key=2)
+    assert asked(context(OUTPUT, OUTPUT + 1), aten.max.dim, 3)
+    found = [(c.index, c.output_index, c.operator) for c in policy.asked]
+    assert found == [
+        (1, 0, aten.sin.default),
+        (2, 0, aten.max.dim),
+        (2, 1, aten.max.dim),
+    ]
+    assert (policy.asked[0].args, policy.asked[0].kwargs) == ((1,), {"key": 2})
+    assert policy.asked[0].module_path == ""
+
+
+def test_views_are_not_kept_and_what_cannot_run_again_is():
+    policy = Noting()
+    asked = TorchPolicy(policy)
+    assert asked(context(OUTPUT), aten.t.default) is False
+    assert asked(context(OUTPUT), torch.ops.higher_order.cond) is True
+    assert policy.asked == []
+    asked(context(OUTPUT), aten.sin.default)
+    # Operators that are not asked about count all the same.
+    assert policy.asked[0].index == 3
 
 
 @pytest.mark.parametrize(
