@@ -12,7 +12,10 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import os, sys, time
 from pathlib import Path
+from tools.mutants import children
 from tools.mutants.children import run_jobs
+
+children.IDLE_S, children.IDLE_CPU_S, children.LOOK_S = 3.0, 0.01, 0.2
 
 class Job:
     def __init__(self, name, work):
@@ -36,6 +39,7 @@ def where():
 jobs = [
     *(Job("spins", spin), Job("raises", fail), Job("where", where)),
     *(Job("answers", lambda: 3), Job("dies", lambda: os.abort())),
+    Job("waits", lambda: time.sleep(600)),
 ]
 trees = [Path(name) for name in sys.argv[1:]]
 for ended in run_jobs(jobs, trees):
@@ -56,6 +60,7 @@ def test_a_job_ends_with_its_code_its_signal_or_its_limit_of_cpu_time(tmp_path):
         "dies -6 True",
         "raises 255 True",
         "spins -24 True",
+        "waits -9 True",
         "where 13 True",
     ]
     assert left == "['log.txt', 'log.txt']"

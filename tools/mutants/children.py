@@ -5,7 +5,8 @@ once and a child begins from there. This process never imports membudget, comput
 nothing and starts no thread: a fork would not survive any of them.
 
 Limits are on CPU time, so the load of the machine decides no verdict. A job that waits
-for ever, which takes none, ends by pytest-timeout or, at last, by `PATIENCE_S`.
+for ever takes none; it is ended when it has taken next to none for `IDLE_S`, which a
+job that wants to run has not on any machine.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ PRELOADED = (
     *("torch", "torch._dynamo", "torch.nn.utils.parametrize", "torch.utils.checkpoint"),
     *("torch.func", "torch.profiler", "numpy", "pytest", "rich.table"),
 )
-PATIENCE_S = 1800.0
+IDLE_S = 60.0
+IDLE_CPU_S = 0.6
+LOOK_S = 2.0
 MOST_BYTES = 12 << 30
 TICK_S = 0.02
 
@@ -70,15 +73,15 @@ def preload() -> None:
 def run_jobs(jobs: Sequence[J], trees: Sequence[Path]) -> Iterator[Ended[J]]:
     """Run jobs, as many at a time as there are copies; yield each as it ends."""
     waiting, free = list(reversed(jobs)), list(trees)
-    running: dict[int, tuple[J, Path, float]] = {}
+    running: dict[int, tuple[J, Path, Patience]] = {}
     try:
         while waiting or running:
             while waiting and free:
                 job, tree = waiting.pop(), free.pop()
-                running[start(job, tree)] = (job, tree, time.monotonic())
+                running[start(job, tree)] = (job, tree, Patience())
             for pid in list(running):
-                job, tree, since = running[pid]
-                if (ended := look_at(pid, job, since)) is not None:
+                job, tree, patience = running[pid]
+                if (ended := look_at(pid, job, patience)) is not None:
                     del running[pid]
                     job.clean(tree)
                     free.append(tree)
@@ -87,6 +90,40 @@ def run_jobs(jobs: Sequence[J], trees: Sequence[Path]) -> Iterator[Ended[J]]:
     finally:
         for pid in running:
             end_group(pid)
+
+
+class Patience:
+    """Knows for how long a job has taken next to no CPU time."""
+
+    def __init__(self) -> None:
+        """Begin when the job does."""
+        self._looked = self._since = time.monotonic()
+        self._seconds = 0.0
+
+    def is_over(self, pid: int) -> bool:
+        """Tell whether a job only waits; looks now and then."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return False
+        self._looked = now
+        seconds = seconds_of_group(pid)
+        if seconds - self._seconds > IDLE_CPU_S:
+            self._since, self._seconds = now, seconds
+        return now - self._since > IDLE_S
+
+
+def seconds_of_group(pid: int) -> float:
+    """Return the CPU seconds of a child and of the processes that it started."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            # Behind the name, which may hold anything: state, parent, group, ...
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:  # It has ended.
+            continue
+        if int(fields[2]) == pid:
+            ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def start(job: Job, tree: Path) -> int:
@@ -123,10 +160,10 @@ def become_child(tree: Path, limit_s: float) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
-def look_at(pid: int, job: J, since: float) -> Ended[J] | None:
+def look_at(pid: int, job: J, patience: Patience) -> Ended[J] | None:
     """Return how a child ended, or None while it runs."""
     done, status, usage = os.wait4(pid, os.WNOHANG)
-    if not done and time.monotonic() - since > PATIENCE_S:
+    if not done and patience.is_over(pid):
         end_group(pid)
         done, status, usage = os.wait4(pid, 0)
     if not done:
