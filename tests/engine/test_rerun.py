@@ -236,3 +236,21 @@ def test_a_context_that_swallows_exceptions_is_refused():
 
     with pytest.raises(mb.CheckpointError, match="swallowed an exception"):
         mb.checkpoint(fail, leaf(), context_fn=contexts)
+
+
+def test_comparing_values_stops_behind_the_last_tensor_that_is_needed():
+    reached: list[str] = []
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        first = x.sin().cos()
+        reached.append("first")
+        second = x.exp().tanh().sqrt()
+        reached.append("second")
+        return first, second
+
+    x = torch.rand(3, requires_grad=True)
+    region = mb.checkpoint(engine="rerun", determinism_check="values")
+    first, second = region(function)(x)
+    del second
+    first.sum().backward()
+    assert reached == ["first", "second", "first"]
