@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from membudget.engine import isolation
+from membudget.engine.calls import forget_calls
 from tests import seconds
 
 
@@ -86,3 +87,9 @@ def unhurried_threads() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(isolation, "_HANDSHAKE_S", seconds.DEADLOCK_S)
         yield
+
+
+@pytest.fixture(autouse=True)
+def no_call_before() -> None:
+    """Begin each test as if no region had run in this process."""
+    forget_calls()

@@ -154,3 +154,32 @@ def test_operators_whose_result_python_reads_are_seen_as_such():
         assert x[0].item() == 1
     assert seen[0] is _torch.EQUAL
     assert seen[-1] is _torch.ITEM
+
+
+def test_the_reason_why_hooks_are_disabled_can_be_read():
+    assert _torch.why_hooks_are_disabled() is None
+    with torch.autograd.graph.disable_saved_tensors_hooks("a reason"):
+        assert _torch.why_hooks_are_disabled() == "a reason"
+    assert _torch.why_hooks_are_disabled() is None
+
+
+def test_bytes_cannot_be_read_inside_of_a_transform():
+    seen: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(_torch.may_read_bytes())
+        return x
+
+    torch.func.vmap(function)(torch.ones(2))
+    assert seen == [False]
+    assert _torch.may_read_bytes()
+
+
+def test_no_mode_sees_what_runs_without_modes():
+    class Refuse(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, *_: object) -> object:
+            raise AssertionError("a function mode saw an operator")
+
+    x = torch.ones(2)
+    with Refuse(), _torch.without_modes():
+        assert torch.add(x, x) is not None

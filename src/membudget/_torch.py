@@ -292,6 +292,32 @@ def without_dispatch_modes() -> Iterator[None]:
         exclude_observers(excluded)
 
 
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    """Do the same past every function mode, too."""
+    with torch._C.DisableTorchFunction(), without_dispatch_modes():
+        yield
+
+
+def may_read_bytes() -> bool:
+    """Tell whether the bytes of tensors can be read now.
+
+    A graph of CUDA that is being captured must not wait for the device, and inside of a
+    transform of `torch.func` tensors are wrapped.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    return not (
+        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    )
+
+
+# What whoever forbids saved-tensor hooks says; `None` while they may be used.
+why_hooks_are_disabled: Callable[[], str | None] = (
+    torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+)
+
+
 def function_modes() -> tuple[Any, ...]:
     """Return the active `TorchFunctionMode`s, outermost first."""
     return tuple(

@@ -83,7 +83,17 @@ class CheckpointError(MembudgetError, RuntimeError):
 
     Code written for torch catches torch's error of this name, so `engine`, which
     imports torch, makes that one a base of this.
+
+    Attributes:
+        remedy: What happens to the region from now on, and what to do; may be empty.
     """
+
+    remedy = ""
+
+    def add_remedy(self, remedy: str) -> None:
+        """Add to the message what to do."""
+        self.remedy = remedy
+        self.args = (f"{self}\n  {remedy}",)
 
 
 class RecomputeMismatchError(CheckpointError):
@@ -129,12 +139,16 @@ class ChangedSinceForwardError(CheckpointError):
 
     Attributes:
         names: What was changed, such as `("argument 0", "parameter 'fc.weight'")`.
+        by_region: Whether the forward of the region itself changed it.
     """
 
-    def __init__(self, message: str, names: Sequence[str] = ()) -> None:
-        """Hold the message and the names of what was changed."""
+    def __init__(
+        self, message: str, names: Sequence[str] = (), by_region: bool = False
+    ) -> None:
+        """Hold the message, the names of what was changed, and by whom."""
         super().__init__(message)
         self.names = tuple(names)
+        self.by_region = by_region
 
 
 class ReentrantLimitError(CheckpointError):

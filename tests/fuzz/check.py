@@ -54,6 +54,8 @@ REFUSALS: dict[str, frozenset[str]] = {
     "unseen": frozenset(ENGINES),
     "unseen between": frozenset(ENGINES),
     "written since": frozenset(ENGINES),
+    # What a region keeps may be its result, and a replay begins there.
+    "result written since": frozenset({"keep", "unverified", "fingerprints", "mixed"}),
 }
 
 

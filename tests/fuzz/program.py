@@ -221,6 +221,8 @@ def _reasons(
                 yield "writes its input"
             if memory.readers - set(path):
                 yield "written since"
+            if memory.path != path[: len(memory.path)]:
+                yield "result written since"
         if node.target:
             is_alias = "alias" in traits
             known[node.target] = known[node.operands[0]] if is_alias else _Memory(path)

@@ -14,6 +14,7 @@ from tests.fuzz.found import differences, differences_under
 from tests.fuzz.world import (
     F,
     Stateful,
+    Tanh,
     World,
     identity_hooks,
     pause,
@@ -278,6 +279,69 @@ def test_an_inner_gradient_goes_through_the_graph_of_an_input(engine: str) -> No
             return slope(lambda h: v * h, x).sin()
 
         output = region(r1, x + 1, x)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word in ("equal", "refused")
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto", "replay"])
+def test_a_penalty_on_a_normalised_value_trains(engine: str) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor, y: Tensor) -> Tensor:
+            return x * slope(lambda h: n.norm(h) ** 3, y)
+
+        output = region(r1, x, y)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word == "equal"
+
+
+@pytest.mark.parametrize("engine", ["replay", "keep", "fingerprints"])
+def test_an_inner_gradient_reads_what_no_operator_wrote(engine: str) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor) -> Tensor:
+            v = x * 2
+            v.detach().numpy()[0] *= 3
+            return slope(lambda h: v * h, v)
+
+        output = region(r1, x)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word in ("equal", "refused")
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_statistics_are_advanced_once_in_a_region_around_which_one_differentiates(
+    engine: str,
+) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor, y: Tensor) -> Tensor:
+            def r2() -> None:
+                F.batch_norm(x, m.stats["mean"], m.stats["var"], training=True)
+
+            region(r2)
+            return y * slope(lambda h: h.tanh() * h, y)
+
+        output = region(r1, x, y)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word in ("equal", "refused")
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_a_region_that_writes_its_input_and_differentiates_is_refused_by_us(
+    engine: str,
+) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(v: Tensor, x: Tensor, y: Tensor) -> Tensor:
+            v += v
+            return y * slope(lambda h: h.prod(), x)
+
+        output = region(r1, x * y, x, y)
         score(output).backward()
         return (output,)
 

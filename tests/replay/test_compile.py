@@ -1,7 +1,7 @@
 """Replay regions around compiled code, and inside it.
 
 Around: what a compiled graph runs is recorded like anything else, or held where it is
-one kernel. Inside: `torch.compile` makes its own plan, of which `keep` says what is kept
+one kernel. Inside: `torch.compile` makes its own plan; `keep` says what is kept in it
 (row A12); the other options of the replay engine do not reach it.
 """
 

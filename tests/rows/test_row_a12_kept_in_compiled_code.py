@@ -204,7 +204,9 @@ def test_row_a12_segments_of_a_chain_keep_inside_what_they_keep_outside() -> Non
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("keep", ["up", policies.nothing, policies.matmuls], ids=str)
+@pytest.mark.parametrize(
+    "keep", ["up", policies.nothing, policies.matmuls], ids=["up", "nothing", "matmuls"]
+)
 def test_row_a12_the_gradients_are_plain_s(keep, backend) -> None:
     gradients = []
     for run in (

@@ -104,6 +104,16 @@ class HeldArguments:
         args = [rebuild(value, memo) for value in self._args]
         return args, {k: rebuild(v, memo) for k, v in kwargs.items()}
 
+    def begin_check(self) -> None:
+        """Take the fingerprints of the tensors, before the function runs."""
+        for held in self.tensors:
+            held.begin_check()
+
+    def end_check(self) -> None:
+        """Notice which tensors the function wrote behind their version counters."""
+        for held in self.tensors:
+            held.end_check()
+
     def changed(self) -> list[HeldTensor]:
         """Return the tensors whose content is another than when the region began."""
         return [held for held in self.tensors if held.has_changed()]

@@ -19,7 +19,7 @@ SKIPPED: Fingerprint = (0, 0)
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 
 _PIECES = 32
-_LEAST_ELEMENTS = 1 << 11
+_LEAST_ELEMENTS = 1 << 14
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_HALF = (1 << 32) - 1
 # Odd, so that a product with them loses nothing; their bits are those of 2**64 divided
@@ -52,7 +52,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     Both wrap at 64 bits. Tensors of one shape with equal elements have equal
     fingerprints, whatever their strides. Changing one element changes both sums;
     another change goes unseen with a probability of about 2**-64. It reads every
-    element once, waits for the device, and needs 16 bytes for each of 2,048 elements
+    element once, waits for the device, and needs 16 bytes for each of 16,384 elements
     or of a 32nd of the tensor, whichever is more.
 
     Args:
@@ -70,12 +70,28 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     bits = _bits(tensor.detach().resolve_conj().resolve_neg())
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     most = max(_LEAST_ELEMENTS, -(-bits.numel() // _PIECES))
+    work = sums.new_empty((2, min(most, bits.numel())))
     start = 0
     for piece in _pieces(bits, most):
-        _add(sums, piece, start)
+        _add(sums, piece, start, work[:, : piece.numel()])
         start += piece.numel()
     mixed, plain = sums.tolist()
     return mixed, plain
+
+
+def content_of(tensor: Tensor) -> Fingerprint:
+    """Return the fingerprint of memory that nobody promised to be there.
+
+    FSDP frees a parameter's memory and keeps the tensor; a wrapper has none.
+    """
+    if not has_bits(tensor) or tensor.is_quantized or is_freed(tensor):
+        return SKIPPED
+    return fingerprint(tensor)
+
+
+def is_freed(tensor: Tensor) -> bool:
+    """Tell whether the memory of a tensor was freed."""
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -97,13 +113,14 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
             yield from _pieces(part, most)
 
 
-def _add(sums: Tensor, piece: Tensor, start: int) -> None:
-    words = piece.to(torch.int64, copy=True)
+def _add(sums: Tensor, piece: Tensor, start: int, work: Tensor) -> None:
+    words, spare = work
+    words.copy_(piece)
     sums[1] += words.sum()
-    place = torch.arange(start + 1, start + 1 + len(words), device=words.device)
-    words += place.mul_(_SPREAD)
-    del place
+    torch.arange(start + 1, start + 1 + len(words), out=spare)
+    words += spare.mul_(_SPREAD)
     for _ in range(2):
         words *= _MIX
-        words ^= words.bitwise_right_shift(32).bitwise_and_(_LOW_HALF)
+        torch.bitwise_right_shift(words, 32, out=spare)
+        words ^= spare.bitwise_and_(_LOW_HALF)
     sums[0] += words.sum()

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from types import CodeType, TracebackType
 from typing import Any
 
+import torch
+
+from membudget._torch import why_hooks_are_disabled
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
+from membudget.engine.statistics import Statistics
 
 
 def module_names(function: Any, label: str = "") -> Mapping[int, str]:
@@ -67,8 +72,9 @@ def likely_causes(
     if not options.preserve_rng_state:
         causes.append("preserve_rng_state=False: random numbers were drawn anew")
     causes.append(
-        "the function depends on state that its own forward changed (a counter, a "
-        "cache, a branch on data); guard such code with membudget.is_recomputing()"
+        "Python state that the forward advanced and that nothing brings back (a "
+        "counter, a cache, an iterator, the environment, the clock), or a branch on "
+        "it; guard such code with membudget.is_recomputing()"
     )
     return causes
 
@@ -86,3 +92,51 @@ def _grown(function: Any, reads: Reads | None) -> list[str]:
         "argument, whose lists are seen again as they were, or do not fill it here"
         for container, before, after in grown
     ]
+
+
+def note_refused_hooks(
+    error: RuntimeError, function: Any, statistics: Statistics | None
+) -> None:
+    """Name the region in an error of code that forbids saved-tensor hooks.
+
+    `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
+    hooks are active, with a text of autograd's or of the user's own.
+
+    Args:
+        error: What came out of the region.
+        function: The region's function.
+        statistics: Of the region, if somebody counts: they have its name.
+    """
+    label = statistics.label if statistics is not None else ""
+    notes = getattr(error, "__notes__", ())
+    if _is_of_hooks(error) and not any(note.startswith(_REFUSED) for note in notes):
+        error.add_note(
+            f"{_REFUSED} {label or _title(function)}: a region takes what autograd "
+            "saves by saved-tensor hooks, which torch.func.grad, vjp, jacrev, hessian "
+            "and torch.autograd.graph.disable_saved_tensors_hooks forbid. Keep such "
+            "code out of the region, or differentiate with torch.autograd.grad."
+        )
+
+
+_REFUSED = "Raised in the region"
+
+
+def _is_of_hooks(error: RuntimeError) -> bool:
+    if why_hooks_are_disabled() is not None:
+        return str(error) == why_hooks_are_disabled()
+    trace = error.__traceback__
+    last: TracebackType | None = None
+    while trace is not None:
+        last, trace = trace, trace.tb_next
+    return last is not None and last.tb_frame.f_code is _disabling_code()
+
+
+def _disabling_code() -> CodeType:
+    disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    code: CodeType = disable.__wrapped__.__code__
+    return code
+
+
+def _title(function: Any) -> str:
+    name = getattr(function, "__qualname__", None)
+    return repr(name or type(function).__qualname__)

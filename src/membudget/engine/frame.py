@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from membudget._torch import (
+    may_read_bytes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
@@ -36,7 +37,17 @@ class Frame(Recording):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
-        if self.options.is_instrumented or self.surroundings.random_log is not None:
+        calls, surroundings = self.calls, self.surroundings
+        if calls is not None:
+            if calls.begin() and self._may_verify():
+                self.fingerprints = Fingerprints()
+                surroundings.begin_check()
+            self.holds = self.fingerprints is not None or calls.owner.differentiates
+        if (
+            self.holds
+            or self.options.is_instrumented
+            or surroundings.random_log is not None
+        ):
             result = self._run_in_contexts(args, kwargs)
         else:
             push_saved_tensors_hooks(self.pack, self._unpack)
@@ -44,10 +55,21 @@ class Frame(Recording):
                 result = self.function(*args, **kwargs)
             finally:
                 pop_saved_tensors_hooks()
-        if self.saved:
-            self.surroundings.finish()
+        if self.handles:
+            surroundings.finish(calls)
+            if calls is not None and self.metadata != calls.path:
+                calls.end(self.metadata)
+        if self.holds:
+            self.empty()
         self.finished = True
         return result
+
+    def _may_verify(self) -> bool:
+        """Tell whether this call can be verified.
+
+        Inside of a recompute nobody asks for what it saves.
+        """
+        return get_ident() not in RECOMPUTING and may_read_bytes()
 
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Do the same with a random log, a trace, fingerprints, a user's context."""
@@ -72,7 +94,8 @@ class Frame(Recording):
         pack = self.pack
         if self.options.determinism_check == "values":
             self.fingerprints = Fingerprints()
-            pack = self.pack_with_fingerprint
+        if self.fingerprints is not None or self.holds:
+            pack = self.pack_checked
         push_saved_tensors_hooks(pack, self._unpack)
         try:
             return self.function(*args, **kwargs)
@@ -83,6 +106,8 @@ class Frame(Recording):
 
     def _unpack(self, handle: Handle) -> Tensor:
         tensor = handle.tensor
+        if not self.finished:
+            self._note_backward_inside()
         if tensor is None:
             tensor = self._recomputed(handle)
         version, address = handle.version, handle.address
@@ -90,9 +115,15 @@ class Frame(Recording):
             raise _changed_inside(tensor)
         if address is not None and storage_address(tensor) != address:
             raise _changed_inside(tensor)  # `y.data =` exchanged its storage.
-        if not OPEN_GROUPS:
+        if not OPEN_GROUPS and not (self.holds and not self.finished):
             handle.tensor = None  # Rule 3.
         return tensor
+
+    def _note_backward_inside(self) -> None:
+        """Note that the function differentiates inside (Rule 7)."""
+        self.nested_backward = True
+        if self.calls is not None:
+            self.calls.owner.differentiates = True
 
     def _recomputed(self, handle: Handle) -> Tensor:
         with self.lock:
@@ -101,13 +132,13 @@ class Frame(Recording):
                 self._recompute()
                 tensor = handle.tensor
                 # With one handle there is nothing left over to be released.
-                if len(self.saved) > 1 and not retention.release_in_time(self):
+                if len(self.handles) > 1 and not retention.release_in_time(self):
                     self.empty()
         if tensor is None:
             raise mismatch_error(
                 None,
                 None,
-                f"{len(self.saved)} tensors",
+                f"{len(self.handles)} tensors",
                 "fewer tensors, and not the one that is needed",
                 ["determinism_check='none' hides where the runs part"],
             )
@@ -129,8 +160,6 @@ class Frame(Recording):
                 self._recompute()
 
     def _recompute(self) -> None:
-        # A backward of the function's own asks while the forward still runs (Rule 7).
-        self.nested_backward |= not self.finished
         if self.statistics is not None:
             self.statistics.recomputes += 1
         run = Rerun(self).run

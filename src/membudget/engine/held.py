@@ -17,7 +17,8 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.nn import Parameter
 
 from membudget._torch import is_forward_ad_on, top_saved_tensors_hooks
-from membudget.engine.identity import address_of, version_of
+from membudget.engine.bits import SKIPPED, Fingerprint, content_of
+from membudget.engine.identity import StorageMark, address_of, version_of
 
 Place = tuple[Any, Any]
 
@@ -54,15 +55,15 @@ class HeldTensor:
     Attributes:
         alias: A detached alias; it shares the content's version.
         place: Where it was given: the owner and the key, nested.
-        version: The version of its content when the region began; `None` where an
-            offloader holds the content.
+        version: The version of its content when the region began.
         changed_by_region: Whether the function itself wrote into it.
+        content: Its fingerprint when the region began, if the call is verified.
     """
 
-    __slots__ = ("alias", "changed_by_region", "place", "version")
+    __slots__ = ("alias", "changed_by_region", "content", "place", "version")
 
     alias: Tensor
-    version: int | None
+    content: Fingerprint
 
     def __init__(self, tensor: Tensor, place: Place):
         """Hold `tensor`."""
@@ -81,6 +82,21 @@ class HeldTensor:
         """Where it was given, as text: `argument 0` or `argument 'cache'['k']`."""
         return _place_name(self.place)
 
+    def given(self) -> Tensor | None:
+        """Return the tensor while the function runs; `None` if it is gone."""
+        return self.alias
+
+    def begin_check(self) -> None:
+        """Take the fingerprint of the content."""
+        given = self.given()
+        self.content = SKIPPED if given is None else content_of(given)
+
+    def end_check(self) -> None:
+        """Notice whether the function wrote it behind the version counter."""
+        given = self.given()
+        if given is not None and content_of(given) != self.content:
+            self.changed_by_region = True
+
     def note_forward_end(self) -> None:
         """Notice whether the function wrote into its argument."""
         self.changed_by_region = self.has_changed()
@@ -91,7 +107,7 @@ class HeldTensor:
         A caller who exchanges the storage (`x.data = y`) changes nothing here: the
         region holds an alias of the old one.
         """
-        return self.version is not None and version_of(self.alias) != self.version
+        return version_of(self.alias) != self.version or self.changed_by_region
 
     def rebuild(self) -> Tensor:
         """Return the tensor as a leaf."""
@@ -101,13 +117,18 @@ class HeldTensor:
 class _HeldParameter(HeldTensor):
     """A parameter, held as it is: a recompute's graph may end in it."""
 
-    __slots__ = ()
+    __slots__ = ("_address",)
 
     def __init__(self, tensor: Tensor, place: Place):
         self.alias = tensor
         self.place = place
         self.version = version_of(tensor)
         self.changed_by_region = False
+        self._address = address_of(tensor)
+
+    def has_changed(self) -> bool:
+        """Tell whether its content was written, or exchanged (`p.data = q`)."""
+        return super().has_changed() or address_of(self.alias) != self._address
 
     def rebuild(self) -> Tensor:
         return self.alias
@@ -145,9 +166,16 @@ class _HeldDual(HeldTensor):
 
 
 class _HeldPacked(HeldTensor):
-    """A tensor that went through the saved-tensor hooks that surround the region."""
+    """A tensor that went through the saved-tensor hooks that surround the region.
 
-    __slots__ = ("_device", "_packed", "_requires_grad", "_stride", "_unpack")
+    Hooks may hold the tensor itself, or a copy. What they hand back is the tensor
+    itself if it has its storage, and then it must have its version, too.
+    """
+
+    __slots__ = (
+        *("_device", "_given", "_mark", "_packed", "_requires_grad", "_stride"),
+        "_unpack",
+    )
 
     def __init__(self, tensor: Tensor, place: Place):
         hooks = top_saved_tensors_hooks()
@@ -157,16 +185,36 @@ class _HeldPacked(HeldTensor):
         self._stride = stride_of(tensor)
         self._requires_grad = tensor.requires_grad
         self._packed = pack(tensor.detach())
+        self._given = ref(tensor)
+        self._mark = StorageMark(tensor)
         self.place = place
-        self.version = None
+        self.version = version_of(tensor)
         self.changed_by_region = False
 
     @property
     def device(self) -> torch.device:
         return self._device
 
+    def given(self) -> Tensor | None:
+        """Return the tensor while its caller keeps it."""
+        return self._given()
+
+    def note_forward_end(self) -> None:
+        """Notice whether the function wrote into its argument."""
+        given = self._given()
+        if given is not None:
+            self.changed_by_region = version_of(given) != self.version
+
+    def has_changed(self) -> bool:
+        """Tell whether the function wrote it, or `rebuild` found it written."""
+        return self.changed_by_region or hasattr(self, "alias")
+
     def rebuild(self) -> Tensor:
-        tensor = with_stride(self._unpack(self._packed), self._stride).detach()
+        """Return what the hooks hand back."""
+        unpacked = self._unpack(self._packed)
+        if version_of(unpacked) != self.version and self._mark.is_of(unpacked):
+            self.alias = unpacked.detach()  # Their storage is the same: no byte more.
+        tensor = with_stride(unpacked, self._stride).detach()
         return tensor.requires_grad_(self._requires_grad)
 
 

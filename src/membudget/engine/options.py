@@ -27,8 +27,9 @@ class RegionOptions:
         context_fn: Returns two context managers, one for the forward and one for each
             recompute: selective checkpointing comes in this way.
         determinism_check: What of a recomputed tensor is compared with the saved one:
-            `"default"` shape, dtype, device and stride; `"values"` a fingerprint of
-            its bytes, too; `"none"` nothing.
+            `"default"` shape, dtype, device and stride, and in the calls that are
+            verified a fingerprint of its bytes; `"values"` the fingerprint always;
+            `"none"` nothing.
         debug: Note the operators of both runs, for the message of a mismatch.
         early_stop: End a recompute once the last tensor that is needed is made.
         preserve_rng_state: Let a recompute draw the random numbers of the forward.
@@ -45,8 +46,9 @@ class RegionOptions:
             training, private generators), or where `keep` is given.
         keep: What a replay region keeps: a policy of `membudget.policies`, globs on
             names of submodules, or a function of a candidate.
-        verify: Whether the first step of each new signature of a replay region compares
-            what it makes again with what it dropped. With `True` the originals stay
+        verify: Whether the first call of each signature is verified; see Rule 12 of
+            `region` for a rerun. A replay compares what it makes again with what it
+            dropped. With `True` the originals stay
             until the forward ends, and each is replayed beside them; what does not come
             back bit for bit is kept from then on, and this step is right, too. With
             `"fingerprints"` only those stay, which take next to no memory; they are
@@ -77,6 +79,9 @@ class RegionOptions:
     decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
     """What the policy decides by the operator alone, as far as it was asked."""
 
+    verifies: bool = field(init=False, repr=False, compare=False)
+    """Whether a rerun is verified in the first call of a signature; derived."""
+
     always_replays: bool = field(init=False, repr=False, compare=False)
     """Whether the engine is replay, whatever the region reads; derived."""
 
@@ -95,6 +100,13 @@ class RegionOptions:
             self.engine == "auto" and self.keep is not None
         )
         object.__setattr__(self, "always_replays", always)
+        verifies = (
+            self.guards
+            and bool(self.verify)
+            and self.determinism_check != "none"
+            and self.preserve_rng_state
+        )
+        object.__setattr__(self, "verifies", verifies)
         # Whoever asks something of a rerun gets one.
         may = (
             self.engine == "auto"

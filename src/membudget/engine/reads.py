@@ -16,6 +16,11 @@ BatchNorm's kernel writes its running statistics without telling the version cou
 So its buffers, and all small ones, are always put back; another large one (a causal
 mask) only when its version says that the forward wrote it, and its copy is dropped at
 once otherwise.
+
+In a call that is verified, fingerprints from before and after the forward tell what it
+wrote behind the version counters. The copies of the large buffers of such a function
+stay from then on; a parameter or a tensor in a dict cannot be put back, so that its
+recompute is refused.
 """
 
 from __future__ import annotations
@@ -27,13 +32,13 @@ from torch import Tensor
 
 from membudget import _torch
 from membudget.engine.arguments import HeldArguments
-from membudget.engine.bits import Fingerprint, fingerprint
+from membudget.engine.bits import Fingerprint, content_of
+from membudget.engine.calls import Calls
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
-from membudget.engine.watch import Watch, rewritten_error
-
-_SMALL_BYTES = 64 * 1024
+from membudget.engine.snapshots import enter_snapshots, is_small, take_snapshots
+from membudget.engine.watch import Watch, rewritten_error, silently_written_error
 
 
 class Externals(NamedTuple):
@@ -55,6 +60,7 @@ class Reads:
     __slots__ = (
         "_addresses",
         "_containers",
+        "_contents",
         "_grown",
         "_modules",
         "_namespaces",
@@ -64,6 +70,7 @@ class Reads:
         "_tensors",
         "_training",
         "_versions",
+        "_written",
     )
 
     def __init__(self, reached: Reached):
@@ -81,10 +88,18 @@ class Reads:
         self._containers = reached.containers
         self._grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
-        self._snapshots = _snapshots(reached.buffers) if reached.buffers else []
+        self._contents: list[Fingerprint] | None = None
+        self._written: list[Tensor] = []
+        self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
-    def finish(self) -> None:
+    def begin_check(self) -> None:
+        """Take the fingerprint of everything, before the function runs."""
+        self._contents = [content_of(tensor) for tensor in self._tensors]
+
+    def finish(self, calls: Calls | None = None) -> None:
         """Notice, after the function ran, what it changed itself."""
+        contents, self._contents = self._contents, None
+        written = None if contents is None else self._silently_written(contents)
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
@@ -94,19 +109,47 @@ class Reads:
             if len(held) > before
         ]
         if self._snapshots:
+            if calls is not None and (written or calls.writes_silently):
+                self._silent |= self._note_buffers(written or set(), calls)
             moved = {id(self._tensors[i]) for i in self._rewritten}
             self._snapshots = [
                 (buffer, copy)
                 for buffer, copy in self._snapshots
-                if buffer.nbytes <= _SMALL_BYTES
-                or id(buffer) in moved
-                or id(buffer) in self._silent
+                if is_small(buffer) or id(buffer) in moved or id(buffer) in self._silent
             ]
+        if written:
+            state = {id(buffer) for buffer, _ in self._snapshots}
+            self._written = [
+                t for t in self._tensors if id(t) in written and id(t) not in state
+            ]
+
+    def _silently_written(self, contents: list[Fingerprint]) -> set[int]:
+        """Return, by `id`, what changed while its version and storage did not."""
+        with _torch.without_modes():
+            return {
+                id(tensor)
+                for tensor, content, version, address in zip(
+                    self._tensors,
+                    contents,
+                    self._versions,
+                    self._addresses,
+                    strict=True,
+                )
+                if version_of(tensor) == version
+                and address_of(tensor) == address
+                and content_of(tensor) != content
+            }
+
+    def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
+        """Return, by `id`, the buffers whose copies stay though no version says so."""
+        copied = {id(buffer) for buffer, _ in self._snapshots}
+        calls.writes_silently |= bool(written & copied)
+        return copied if calls.writes_silently else set()
 
     def _note_rewritten(self, versions: list[int]) -> None:
         state = {id(buffer) for buffer, _ in self._snapshots}
         self._rewritten = {
-            i: None if id(tensor) in state else fingerprint(tensor)
+            i: None if id(tensor) in state else content_of(tensor)
             for i, tensor in enumerate(self._tensors)
             if versions[i] != self._versions[i]
         }
@@ -124,10 +167,13 @@ class Reads:
         hide_gradients: bool,
     ) -> Externals | None:
         """Bring everything back for a recompute; see `Surroundings.enter_state`."""
+        if self._written:
+            names = names_of(function, arguments.others)
+            raise silently_written_error([name_of(t, names) for t in self._written])
         self._enter_attributes(scope)
         watch = self._watch(function, arguments)
         if self._snapshots:
-            _enter_snapshots(scope, self._snapshots)
+            enter_snapshots(scope, self._snapshots)
         if hide_gradients:
             _hide_gradients(scope, self._tensors)
         if watch is not None:
@@ -188,7 +234,7 @@ class Reads:
             self._tensors[i]
             for i in changed
             if i not in self._rewritten
-            or self._rewritten[i] not in (None, fingerprint(self._tensors[i]))
+            or self._rewritten[i] not in (None, content_of(self._tensors[i]))
         ]
 
 
@@ -238,37 +284,6 @@ def name_of(tensor: Tensor, names: dict[int, str]) -> str:
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     name = names.get(id(tensor)) or names.get(address_of(tensor))
     return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
-
-
-Snapshots = list[tuple[Tensor, Tensor]]
-
-
-@torch.no_grad()
-def _snapshots(buffers: list[Tensor]) -> Snapshots:
-    unique = {id(buffer): buffer for buffer in buffers}
-    with _torch.without_dispatch_modes():
-        return [
-            (buffer, buffer.detach().clone())
-            for buffer in unique.values()
-            if not buffer.requires_grad
-        ]
-
-
-def _enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
-    buffers = [buffer for buffer, _ in snapshots]
-    versions = [version_of(buffer) for buffer in buffers]
-    with torch.no_grad(), _torch.without_dispatch_modes():
-        current = [buffer.detach().clone() for buffer in buffers]
-
-        def undo() -> None:
-            with torch.no_grad(), _torch.without_dispatch_modes():
-                for buffer, content in zip(buffers, current, strict=True):
-                    buffer.copy_(content)
-            _torch.set_versions(buffers, versions)
-
-        scope.callback(undo)
-        for buffer, copy in snapshots:
-            buffer.copy_(copy)
 
 
 def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:

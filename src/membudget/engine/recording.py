@@ -9,13 +9,23 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from membudget.engine.calls import Calls
 from membudget.engine.compare import Metadata, metadata
 from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.identity import address_of
 from membudget.engine.nested import must_keep
 from membudget.engine.options import ContextPair, RegionOptions
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.trace import Trace
+from membudget.errors import CheckpointError, RecomputeMismatchError
+
+# An iterator at its end, a key that is there already. No lack of memory, which is a
+# RuntimeError of torch's.
+_STATEFUL = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
+    *(OSError, StopIteration, TypeError, ValueError),
+)
 
 
 class Handle:
@@ -65,9 +75,13 @@ class Recording:
         options: The region's options.
         statistics: Where to count, if somebody counts.
         surroundings: What a recompute must see again.
-        saved: Of each saved tensor, in order: its handle, held weakly, because what is
-            dead needs no recompute; its shape, dtype, device and stride.
+        handles: Of each saved tensor, in order, its handle: held weakly, because what
+            is dead needs no recompute.
+        metadata: Likewise its shape, dtype, device and stride.
+        calls: What earlier calls of the function showed; `None` without verification.
         finished: Whether the forward has ended.
+        holds: Whether what is saved stays until then, because the function is known, or
+            may yet be found, to differentiate inside (Rule 7).
         nested_backward: Whether the function differentiates inside (Rule 7).
         fingerprints: Of each tensor's bytes, if they are to be compared.
         trace: The operators of the forward, if debugging is on.
@@ -77,14 +91,17 @@ class Recording:
 
     __slots__ = (
         "__weakref__",
+        "calls",
         "contexts",
         "fingerprints",
         "finished",
         "function",
+        "handles",
+        "holds",
         "lock",
+        "metadata",
         "nested_backward",
         "options",
-        "saved",
         "statistics",
         "surroundings",
         "trace",
@@ -97,6 +114,7 @@ class Recording:
         kwargs: dict[str, Any],
         options: RegionOptions,
         statistics: Statistics | None,
+        calls: Calls | None = None,
     ):
         """Note all that a recompute will need; the function has not run yet."""
         self.function = function
@@ -104,8 +122,11 @@ class Recording:
         self.statistics = statistics
         kind = GuardedSurroundings if options.guards else Surroundings
         self.surroundings: Surroundings = kind(function, args, kwargs, options)
-        self.saved: list[tuple[ReferenceType[Handle], Metadata]] = []
+        self.handles: list[ReferenceType[Handle]] = []
+        self.metadata: list[Metadata] = []
+        self.calls = calls
         self.finished = False
+        self.holds = False
         self.nested_backward = False
         self.fingerprints: Fingerprints | None = None
         self.trace: Trace | None = None
@@ -115,7 +136,7 @@ class Recording:
     @property
     def has_saved(self) -> bool:
         """Whether the forward saved anything."""
-        return bool(self.saved)
+        return bool(self.handles)
 
     @property
     def label(self) -> str:
@@ -128,28 +149,78 @@ class Recording:
             return Kept(tensor)
         handle = Handle()
         handle.tensor = None
-        self.saved.append((ref(handle), metadata(tensor)))
+        self.handles.append(ref(handle))
+        self.metadata.append(metadata(tensor))
         return handle
 
-    def pack_with_fingerprint(self, tensor: Tensor) -> Handle:
-        """Do the same, with a fingerprint of the tensor's bytes."""
+    def pack_checked(self, tensor: Tensor) -> Handle:
+        """Do the same; take a fingerprint of the bytes, and hold the tensor."""
         handle = self.pack(tensor)
-        if self.fingerprints is not None and not isinstance(handle, Kept):
+        if isinstance(handle, Kept):
+            return handle
+        if self.fingerprints is not None:
             self.fingerprints.add(tensor)
+        if self.holds:
+            handle.tensor = tensor
+            handle.version = None if tensor.is_inference() else tensor._version
+            handle.address = address_of(tensor) or None
         return handle
 
     def last_needed(self) -> int:
         """Return the last index whose handle lives and is empty, or -1."""
-        saved = self.saved
-        for index in range(len(saved) - 1, -1, -1):
-            handle = saved[index][0]()
+        handles = self.handles
+        for index in range(len(handles) - 1, -1, -1):
+            handle = handles[index]()
             if handle is not None and handle.tensor is None:
                 return index
         return -1
 
     def empty(self) -> None:
         """Let go of the recomputed tensors that nobody took."""
-        for reference, _ in self.saved:
+        for reference in self.handles:
             handle = reference()
             if handle is not None:
                 handle.tensor = None
+
+    def stops_early(self) -> bool:
+        """Tell whether a recompute may stop before the function's end."""
+        calls = self.calls
+        return self.options.early_stop and not (calls is not None and calls.fills_late)
+
+    def note_verified(self, fills_late: bool) -> None:
+        """Note that a recompute made what the forward saved, bit for bit.
+
+        Args:
+            fills_late: Whether an operator fills what it saves only after saving it.
+        """
+        if self.calls is not None:
+            self.calls.verified(self.metadata)
+            self.calls.fills_late |= fills_late
+
+    def blame(self, error: CheckpointError) -> None:
+        """Say what to do, if the region itself made its rerun differ."""
+        if error.remedy:  # A region around this one failed, and this one asked it.
+            return
+        by_region = getattr(error, "by_region", False)
+        if by_region or isinstance(error, RecomputeMismatchError):
+            error.add_remedy(self._replay_from_now())
+
+    def blame_state(self, error: Exception) -> None:
+        """Say what to do, if code raised that found its own state moved on."""
+        if isinstance(error, _STATEFUL):
+            remedy = self._replay_from_now()
+            error.add_note(f"The forward of the region raised nothing. {remedy}")
+
+    def _replay_from_now(self) -> str:
+        """Give up rerunning the function, as far as its options leave the choice.
+
+        Returns:
+            What an error says about it: what happens next, and what to do.
+        """
+        if self.calls is not None and self.options.may_replay:
+            self.calls.owner.replays = True
+            return (
+                "From its next call on, the function is replayed, which runs its "
+                "Python once: drop the gradients of this step, and run the step again."
+            )
+        return 'Give the region engine="replay", which runs its Python once.'

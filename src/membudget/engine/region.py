@@ -20,15 +20,28 @@ Rule 5. A recompute sees what the forward saw: arguments and the containers amon
 Rule 6. A recompute leaves no trace: streams, buffers with their version counters, flags
     and settings are afterwards what they were, also when it fails.
 Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
-    tensors, and a recompute adds nothing to the parameters' gradients.
-Rule 8. What was changed since the forward raises once the recompute reads it. A change
-    is seen by the version of a tensor, or by its storage (`.data =`). One by
-    `.data.add_(...)`, which hides on purpose, only `determinism_check="values"` sees.
+    tensors, and a recompute adds nothing to the parameters' gradients. What such a
+    function saves stays until its forward ends, so that nothing is recomputed in the
+    middle; a function's first calls find out whether it is one.
+Rule 8. What was changed since the forward raises once the recompute reads it. Every
+    source is known by its version and its storage (`.data =`), also an argument that
+    went through saved-tensor hooks around the region. A change by `.data.add_(...)`,
+    which hides on purpose, is seen where values are compared (Rule 12).
 Rule 9. A recomputed tensor that is not the saved one raises, and says where and why.
 Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
     reference cycle of its own. When the graph dies, so does the region.
 Rule 11. An exception of the function passes through unchanged, from the forward and
-    from the recompute.
+    from the recompute. It gains a note where it is the region's doing: the function
+    forbids saved-tensor hooks, or its recompute raised what its forward did not.
+Rule 12. The first call of each signature is verified, and calls number 2, 4, 8, ...
+    (see `calls`): the bytes that the recompute makes are compared with the saved ones,
+    and the bytes of what the function reaches before its forward with those after. A
+    large buffer that was written behind its version counter is put back from then on,
+    as small ones always are. Anything else raises, and with the engine `"auto"` the
+    function is replayed from its next call on. What begins to differ between two
+    verified calls goes unseen until the next; `determinism_check="values"` compares the
+    bytes of all calls. Nothing is verified with `verify=False`, without guards, with
+    `determinism_check="none"` or with `preserve_rng_state=False`.
 """
 
 from __future__ import annotations
@@ -40,7 +53,9 @@ from typing import Any, TypeVar, overload
 import torch
 
 from membudget.engine import isolation
+from membudget.engine.calls import calls_of
 from membudget.engine.compiled import checkpoint_in_compiled_code, run_in_compiled_code
+from membudget.engine.diagnosis import note_refused_hooks
 from membudget.engine.frame import Frame
 from membudget.engine.options import (
     DEFAULTS,
@@ -169,14 +184,14 @@ def _run_eagerly(
     try:
         frame = _frame(function, args, kwargs, options, statistics)
         result = frame.run(args, kwargs)
+    except RuntimeError as error:
+        note_refused_hooks(error, function, statistics)
+        raise
     finally:
         if counted:
             isolation.leave()
     if statistics is not None:
-        if frame.has_saved:
-            statistics.forwards += 1
-        else:
-            statistics.skipped += 1
+        statistics.count_call(frame.has_saved)
     if switched and SWITCHES.collector is not None:
         SWITCHES.collector(frame)
     return result
@@ -191,12 +206,14 @@ def _frame(
 ) -> Frame | ReplayFrame:
     """Choose the engine."""
     if not options.always_replays:
-        frame = Frame(function, args, kwargs, options, statistics)
-        if not frame.surroundings.needs_repair:
-            return frame
-        if not options.may_replay:
-            frame.options = _for_rerun(options, frame.surroundings)
-            return frame
+        calls = calls_of(function, args, kwargs) if options.verifies else None
+        if calls is None or not (calls.owner.replays and options.may_replay):
+            frame = Frame(function, args, kwargs, options, statistics, calls)
+            if not frame.surroundings.needs_repair:
+                return frame
+            if not options.may_replay:
+                frame.options = _for_rerun(options, frame.surroundings)
+                return frame
     return ReplayFrame(function, args, kwargs, options, statistics)
 
 

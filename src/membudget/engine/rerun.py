@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -31,7 +30,7 @@ from membudget.engine.compare import (
     same_metadata,
 )
 from membudget.engine.diagnosis import likely_causes, module_names
-from membudget.engine.fingerprints import Fingerprints
+from membudget.engine.fingerprints import Comparison
 from membudget.engine.nested import must_keep
 from membudget.engine.reads import Externals
 from membudget.engine.recording import Handle, Recording
@@ -62,11 +61,13 @@ class Rerun:
         "_externals",
         "_failure",
         "_fingerprints",
+        "_handles",
         "_is_guarded",
         "_last_needed",
         "_may_stop",
+        "_metadata",
         "_recording",
-        "_saved",
+        "_site",
         "_stopped",
         "_trace",
     )
@@ -74,17 +75,19 @@ class Rerun:
     def __init__(self, recording: Recording):
         """Prepare to fill the handles of `recording`."""
         self._recording = recording
-        self._saved = recording.saved
+        self._handles = recording.handles
+        self._metadata = recording.metadata
         self._last_needed = recording.last_needed()
         self._cursor = 0
         self._failure: CheckpointError | None = None
         self._trace: Trace | None = None
         self._externals: Externals | None = None
+        self._site: CallSite | None = None
         self._stopped = False
         self._is_guarded = recording.options.guards
-        self._fingerprints = None if recording.fingerprints is None else Fingerprints()
-        # With fingerprints, the stop comes one operator later.
-        self._may_stop = recording.options.early_stop and self._fingerprints is None
+        forward = recording.fingerprints
+        self._fingerprints = None if forward is None else Comparison(forward)
+        self._may_stop = recording.stops_early()
 
     def run(self) -> None:
         """Run the function again and fill the handles.
@@ -116,10 +119,16 @@ class Rerun:
                 raise self._failure
             if not self._stopped:
                 self._check_count()
+            if self._fingerprints is not None and recording.finished:
+                recording.note_verified(self._fingerprints.waited)
+        except CheckpointError as error:
+            recording.blame(error)
+            raise
         finally:
             set_grad_enabled(gradients_were_on)
             self._failure = None
-            del self._recording, self._saved, self._trace, self._fingerprints
+            del self._recording, self._handles, self._metadata, self._fingerprints
+            del self._trace
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Call the function, to its end or until everything needed is there."""
@@ -127,15 +136,17 @@ class Rerun:
         try:
             self._recording.function(*args, **kwargs)
             if self._fingerprints is not None:
-                self._compare_fingerprints(self._fingerprints.settle)
+                self._fingerprints.settle()
+                self._compare(self._fingerprints)
         except _StopRecompute:
             if not self._stopped:
                 raise  # It ends the recompute around this one.
-        except Exception:
+        except Exception as error:
             # TorchScript's interpreter turns what hooks raise to an error of its own.
             if self._failure is not None:
                 raise self._failure from None
             if not self._stopped:
+                self._recording.blame_state(error)
                 raise
         finally:
             pop_saved_tensors_hooks()
@@ -152,15 +163,14 @@ class Rerun:
         """
         if tensor.is_nested and self._is_kept(tensor):
             return
-        saved = self._saved
+        handles = self._handles
         index = self._cursor
         self._cursor = index + 1
-        if index < len(saved):
-            reference, before = saved[index]
+        if index < len(handles):
             made = metadata(tensor)
-            if made != before:
+            if made != self._metadata[index]:
                 self._check(index, made)
-            handle = reference()
+            handle = handles[index]()
             if handle is not None:
                 handle.tensor = tensor
                 try:
@@ -177,29 +187,36 @@ class Rerun:
             and self._may_stop
             and not _fills_what_it_saved(sys._getframe(1))
         ):
-            self._stopped = True
-            raise _StopRecompute
+            self._stop()
+
+    def _stop(self) -> None:
+        """End the run, unless the bytes of what is being saved are not there yet."""
+        if self._fingerprints is not None and not self._fingerprints.is_filled():
+            self._site = self._site or self._site_now()
+            return
+        self._stopped = True
+        raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
         """Do the same, and compare the bytes of tensors that are filled by now."""
-        assert self._fingerprints is not None
         if tensor.is_nested and self._is_kept(tensor):
             return
-        self._compare_fingerprints(partial(self._fingerprints.add, tensor))
+        self._give_and_compare(tensor, sys._getframe(1))
+
+    def _give_and_compare(self, tensor: Tensor, caller: FrameType) -> None:
+        # `_pack` does not see who saves.
+        stops = self._recording.stops_early()
+        self._may_stop = stops and not _fills_what_it_saved(caller)
+        if self._fingerprints is not None:
+            self._fingerprints.add_saved_by(caller.f_code, tensor)
+            self._compare(self._fingerprints)
         self._pack(tensor)
 
     def _pack_whole(self, tensor: Tensor) -> Tensor:
         """Do the same where the function differentiates inside (Rule 7)."""
         # The graph holds the tensor, and the tensor's history would hold the graph.
         tensor = tensor.detach()
-        if self._fingerprints is None:
-            self._may_stop = (
-                self._recording.options.early_stop
-                and not _fills_what_it_saved(sys._getframe(1))
-            )
-            self._pack(tensor)
-        else:
-            self._pack_with_fingerprint(tensor)
+        self._give_and_compare(tensor, sys._getframe(1))
         return tensor
 
     def _is_kept(self, nested: Tensor) -> bool:
@@ -216,41 +233,36 @@ class Rerun:
     def _check(self, index: int, made: Metadata) -> None:
         if self._recording.options.determinism_check == "none":
             return
-        saved = self._recording.saved[index][1]
+        saved = self._metadata[index]
         if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
-    def _compare_fingerprints(self, more: Callable[[], None]) -> None:
-        """Take more fingerprints, and compare the new ones with the forward's."""
-        assert self._fingerprints is not None
-        assert self._recording.fingerprints is not None
-        taken, expected = self._fingerprints.taken, self._recording.fingerprints.taken
-        start = len(taken)
-        more()
-        for index in range(start, min(len(taken), len(expected))):
-            if taken[index] != expected[index]:
-                data = self._recording.saved[index][1]
-                text = describe(data)
-                self._fail(index, text, f"{text}, with other values in it", data, data)
-        if self._recording.options.early_stop and len(taken) > self._last_needed:
-            self._stopped = True
-            raise _StopRecompute
+    def _compare(self, fingerprints: Comparison) -> None:
+        """Refuse a tensor whose bytes are not those of the forward."""
+        index = fingerprints.difference()
+        if index is not None:
+            data = self._metadata[index]
+            text = describe(data)
+            self._fail(index, text, f"{text}, with other values in it", data, data)
 
     def _fail(
         self, index: int, saved: str, made: str, before: Metadata, now: Metadata
     ) -> None:
-        names = module_names(self._recording.function, self._recording.label)
-        site = CallSite(calling_frame(), names)
+        site = self._site or self._site_now()
         causes = self._causes(before, now)
         self._failure = mismatch_error(index, site, saved, made, causes, self._traces())
         raise self._failure
+
+    def _site_now(self) -> CallSite:
+        names = module_names(self._recording.function, self._recording.label)
+        return CallSite(calling_frame(), names)
 
     def _check_count(self) -> None:
         recording = self._recording
         if not recording.finished or recording.options.determinism_check == "none":
             return
-        if self._cursor != len(recording.saved):
-            saved, made = len(recording.saved), self._cursor
+        if self._cursor != len(recording.handles):
+            saved, made = len(recording.handles), self._cursor
             raise mismatch_error(
                 None,
                 None,

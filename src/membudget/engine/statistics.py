@@ -23,3 +23,10 @@ class Statistics:
         self.skipped = 0
         self.recomputes = 0
         self.pinned = 0
+
+    def count_call(self, has_saved: bool) -> None:
+        """Count a call of the region."""
+        if has_saved:
+            self.forwards += 1
+        else:
+            self.skipped += 1

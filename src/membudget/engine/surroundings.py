@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from membudget._torch import is_any_autocast_enabled
+from membudget._torch import is_any_autocast_enabled, without_modes
 from membudget.engine import isolation
 from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
+from membudget.engine.calls import Calls
 from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
 from membudget.engine.randomness import (
@@ -43,7 +44,8 @@ class Surroundings:
             compiles a function by what its earlier runs have seen, so a second run may
             save other tensors than the first.
         is_lazy: Whether it can reach parameters that its forward will initialise.
-        trainable: Whether it can reach a tensor that requires a gradient.
+        trainable: Whether it can reach a tensor that requires a gradient, which only
+            the reentrant variant asks.
         random_log: The random operators, where several threads run regions.
     """
 
@@ -72,8 +74,15 @@ class Surroundings:
             else []
         )
 
-    def finish(self) -> None:
-        """Note, after the function ran, what it changed itself."""
+    def begin_check(self) -> None:
+        """Prepare to find what the function writes behind the version counters."""
+
+    def finish(self, calls: Calls | None = None) -> None:
+        """Note, after the function ran, what it changed itself.
+
+        Args:
+            calls: What earlier calls of the function showed, and where to note more.
+        """
 
     def run_in_context(self, body: Callable[[], None]) -> None:
         """Call `body` with the context variables of the forward."""
@@ -107,6 +116,7 @@ class GuardedSurroundings(Surroundings):
     __slots__ = (
         "_ambient",
         "_function",
+        "_is_checked",
         "is_lazy",
         "needs_repair",
         "random_log",
@@ -124,6 +134,7 @@ class GuardedSurroundings(Surroundings):
     ):
         """Note everything; the function has not run yet."""
         self._function = function
+        self._is_checked = False
         self._autocast = Autocast() if is_any_autocast_enabled() else None
         self._ambient = Ambient()
         self.arguments = arguments = HeldArguments(args, kwargs)
@@ -136,7 +147,9 @@ class GuardedSurroundings(Surroundings):
             or reached.is_lazy
             or bool(reached.generators)
         )
-        self.trainable = any(t.requires_grad for t in reached.tensors)
+        self.trainable = not options.use_reentrant or any(
+            t.requires_grad for t in reached.tensors
+        )
         self.reads = Reads(reached) if reached.holds_state() else None
         self.random_log = None
         self._noted = []
@@ -148,12 +161,23 @@ class GuardedSurroundings(Surroundings):
             if reached.generators:
                 self._noted += note(private_sources(reached.generators, not shared))
 
-    def finish(self) -> None:
+    def begin_check(self) -> None:
+        """Prepare to find what the function writes behind the version counters."""
+        self._is_checked = True
+        with without_modes():
+            self.arguments.begin_check()
+            if self.reads is not None:
+                self.reads.begin_check()
+
+    def finish(self, calls: Calls | None = None) -> None:
         """Note, after the function ran, what it changed itself."""
         if self.reads is not None:
-            self.reads.finish()
+            self.reads.finish(calls)
         for held in self.arguments.tensors:
             held.note_forward_end()
+        if self._is_checked:
+            with without_modes():
+                self.arguments.end_check()
 
     def run_in_context(self, body: Callable[[], None]) -> None:
         """Call `body` with the context variables of the forward."""

@@ -103,4 +103,18 @@ def rewritten_error(name: str) -> ChangedSinceForwardError:
         "make the tensor a buffer of a module that the region calls: buffers are put "
         "back before a recompute.",
         [name],
+        by_region=True,
+    )
+
+
+def silently_written_error(names: list[str]) -> ChangedSinceForwardError:
+    """Return the error for what the region changes behind the version counters."""
+    return ChangedSinceForwardError(
+        f"{' and '.join(names)} is written by the region itself, behind the version "
+        "counters (`.data`, NumPy, a kernel such as batch_norm's): a recompute would "
+        "write it again, and start from what the forward left. Write it outside of the "
+        "region, or make the tensor a buffer of a module that the region calls: "
+        "buffers are put back before a recompute.",
+        names,
+        by_region=True,
     )

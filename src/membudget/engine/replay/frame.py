@@ -28,23 +28,22 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import fingerprint, has_bits
+from membudget.engine.bits import fingerprint
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
-from membudget.engine.identity import SavedVersion, address_of, version_of
+from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
 from membudget.engine.recording import Recording
-from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
+from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.running import SourceChangedError, SourceFreedError
-from membudget.engine.replay.signature import Verified, verified
+from membudget.engine.replay.signature import verified
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
-from membudget.engine.replay.verify import Originals
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
@@ -52,7 +51,6 @@ from membudget.engine.watch import changed_error
 from membudget.errors import (
     ChangedSinceForwardError,
     CheckpointError,
-    OverwrittenWarning,
 )
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -64,18 +62,14 @@ class ReplayFrame:
     __slots__ = (
         "__weakref__",
         "_arguments",
-        "_comparison",
+        "_checks",
         "_function",
-        "_is_strict",
         "_lock",
         "_named",
-        "_originals",
         "_outer",
         "_recorder",
         "_replayer",
         "_statistics",
-        "_verified",
-        "_verify_by",
     )
 
     def __init__(
@@ -93,60 +87,19 @@ class ReplayFrame:
         self._lock = RLock()
         tensors = tensors_in([*args, *kwargs.values()])
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
-        self._originals: Originals | None = None
-        self._verified: Verified | None = None
-        self._comparison: Comparison | None = None
-        self._verify_by = options.verify
-        self._is_strict = options.strict
+        known = None
         if options.verify:
-            self._verified = verified(options.policy, function, args, kwargs)
-        pins = self._verified.pins if self._verified is not None else set()
+            known = verified(options.policy, function, args, kwargs)
         policy = options.policy.begin()
         recording = OperatorRecording(
-            policy, options.decisions, pins, self._module_path()
+            policy,
+            options.decisions,
+            set() if known is None else known.pins,
+            self._module_path(),
         )
         self._replayer = Replayer(_surroundings(), policy.stages)
         self._recorder: Recorder | None = Recorder(recording)
-        if self._verified is not None:
-            self._follow(self._recorder, self._verified)
-
-    def _follow(self, recorder: Recorder, verified: Verified) -> None:
-        """Follow a path that is verified; begin to verify where there is none."""
-        recording = recorder.recording
-        recording.left_path = self._leave_path
-        if verified.paths and not verified.is_pending:
-            recording.path = verified.paths[-1]
-            if self._verify_by == "always":
-                self._verify_from_here(recorder, by_fingerprints=True)
-        else:
-            recording.taken = []
-            self._verify_from_here(recorder, self._verify_by is not True)
-
-    def _leave_path(self) -> None:
-        """Follow another path, or verify what comes from here on."""
-        recorder, verified = self._recorder, self._verified
-        assert recorder is not None
-        assert verified is not None
-        recording = recorder.recording
-        other = verified.along(recording.taken or ())
-        if other is not None:
-            recording.path, recording.taken = other, None
-            return
-        self._verify_from_here(recorder, self._verify_by is not True)
-        for handle, tensor in recording.recent:
-            if self._originals is not None:
-                self._originals.add(handle, tensor)
-            elif recorder.fingerprinter is not None:
-                recorder.fingerprinter.add(handle, tensor)
-
-    def _verify_from_here(self, recorder: Recorder, by_fingerprints: bool) -> None:
-        if by_fingerprints:
-            if recorder.fingerprinter is None:
-                recorder.fingerprinter = Fingerprinter()
-            recorder.recording.tracker.writes = recorder.fingerprinter.take
-        else:
-            self._originals = Originals()
-            recorder.recording.tracker.writes = self._originals.before_write
+        self._checks = Checks(self._recorder, options, known, statistics)
 
     # The forward.
 
@@ -186,10 +139,11 @@ class ReplayFrame:
     def abandon(self) -> None:
         """Stop recording; nothing will be asked for."""
         recorder = self._recorder
-        assert recorder is not None
+        if recorder is None:
+            return  # Its end has failed, and has put everything back.
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
-        self._recorder = self._function = None
+        self._recorder = self._function = self._checks.recorder = None
         recorder.recording.tracker.clear()
 
     def end(self) -> None:
@@ -207,7 +161,7 @@ class ReplayFrame:
             self._settle(recorder)
         finally:
             tracker.clear()
-            self._originals = self._outer = None
+            self._checks.recorder = self._outer = None
 
     def _settle(self, recorder: Recorder) -> None:
         recording, outer = recorder.recording, self._outer
@@ -216,36 +170,13 @@ class ReplayFrame:
             _warn_that_nothing_is_kept(recording.number)
         policy.end()
         recording.tracker.clear()
-        verified = self._verified
-        if verified is not None:
-            self._verify(recorder, verified)
-        is_sampled = verified is not None and verified.is_sampled()
+        is_sampled = self._checks.finish(recorder, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
                 _settle(source, outer, is_sampled)
         if outer is not None:
             self._replayer.unpack = outer[1]
-
-    def _verify(self, recorder: Recorder, verified: Verified) -> None:
-        recording = recorder.recording
-        path = recording.path or tuple(recording.taken or ())
-        if self._originals is not None:
-            self._originals.compare(self._replayer, recording.tracker, verified.pins)
-            self._count_pins(verified)
-            verified.add(path)
-        elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
-            self._comparison = Comparison(verified, path)
-        elif recording.path is None:
-            verified.add(path)  # Nothing was dropped.
-        elif recording.number < len(path) and path[: recording.number] not in (
-            verified.paths
-        ):
-            verified.is_pending = True
-
-    def _count_pins(self, verified: Verified) -> None:
-        if self._statistics is not None:
-            self._statistics.pinned = len(verified.pins)
 
     @property
     def has_saved(self) -> bool:
@@ -258,13 +189,7 @@ class ReplayFrame:
         recorder.is_suspended = True
         try:
             handle = recorder.handle(tensor)
-            path = recorder.recording.path
-            if path is not None:
-                recorder.recording.recent.append((handle, tensor))
-            if self._originals is not None:
-                self._originals.add(handle, tensor)
-            if path is None or self._is_strict:
-                handle.saved_version = _saved_version(tensor)
+            self._checks.note(recorder, handle, tensor)
         finally:
             recorder.is_suspended = False
         replayer = self._replayer
@@ -291,11 +216,9 @@ class ReplayFrame:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
-                if handle.saved_version is not None:
-                    self._check_version(handle.saved_version)
+                self._checks.check_version(handle)
                 tensor = self._take(handle)
-                if handle.fingerprint is not None:
-                    self._compare(handle, tensor)
+                self._checks.check(handle, tensor, self._replayer)
                 return tensor
             # A backward of the function's own, while the forward still runs. A region
             # around this one, which would run it again, must know (its Rule 7).
@@ -304,23 +227,13 @@ class ReplayFrame:
                 owner.nested_backward = True
             with recorder.suspended():
                 recorder.settle()
-                # What is still to be verified may have been written unseen.
-                original = self._original(handle, recorder.fingerprinter)
+                original = self._checks.original(recorder, handle)
                 if original is not None:
                     return original
                 tensor = self._take(handle)
-                if handle.fingerprint is not None and self._verified is not None:
-                    Comparison(self._verified, ()).check(handle, tensor, self._replayer)
+                self._checks.check_inside(handle, tensor, self._replayer)
                 recorder.recording.tracker.note(tensor, handle.value)
             return tensor
-
-    def _original(
-        self, handle: Handle, fingerprinter: Fingerprinter | None
-    ) -> Tensor | None:
-        """Return what a handle stands for, where that is still there."""
-        if self._originals is not None:
-            return self._originals.of(handle)
-        return None if fingerprinter is None else fingerprinter.of(handle)
 
     def _take(self, handle: Handle) -> Tensor:
         replayer = self._replayer
@@ -353,33 +266,6 @@ class ReplayFrame:
             if not retention.release_in_time(self):
                 replayer.release()
         return tensor
-
-    def _compare(self, handle: Handle, tensor: Tensor) -> None:
-        comparison, verified = self._comparison, self._verified
-        assert comparison is not None
-        assert verified is not None
-        try:
-            comparison.compare(handle, tensor, self._replayer)
-        finally:
-            self._count_pins(verified)
-
-    def _check_version(self, saved: SavedVersion) -> None:
-        """Do what autograd does where no saved-tensor hooks are."""
-        if not saved.has_moved():
-            return
-        if self._is_strict:
-            raise ChangedSinceForwardError(
-                f"{_OVERWRITTEN} Use the out-of-place operator, or change a clone.",
-                ["a saved tensor"],
-            )
-        if self._verified is not None and not self._verified.has_warned:
-            self._verified.has_warned = True
-            warnings.warn(
-                f"{_OVERWRITTEN} Plain autograd would raise; replay gives the gradient "
-                "of what was saved. strict=True raises, too.",
-                OverwrittenWarning,
-                stacklevel=2,
-            )
 
     def recompute(self) -> None:
         """Make every dropped value now; the next backward takes them."""
@@ -424,21 +310,6 @@ def _warn_that_nothing_is_kept(operators: int) -> None:
         "torch.ops.aten.mm stands for all of its overloads.",
         stacklevel=4,
     )
-
-
-_OVERWRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an "
-    "inplace operation: a tensor that autograd saved in a replay region."
-)
-
-
-def _saved_version(tensor: Tensor) -> SavedVersion | None:
-    if not has_bits(tensor) or tensor.is_inference():
-        return None
-    try:
-        return SavedVersion(tensor)
-    except RuntimeError:  # A conjugate, say.
-        return None
 
 
 def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:

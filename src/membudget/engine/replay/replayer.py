@@ -24,17 +24,16 @@ from membudget._torch import (
     WithoutAutocast,
     current_graph_task_id,
     set_grad_enabled,
-    without_dispatch_modes,
 )
-from membudget.engine.bits import fingerprint
 from membudget.engine.held import with_stride
-from membudget.engine.identity import address_of, version_of
+from membudget.engine.identity import version_of
 from membudget.engine.replay.foreign import call_again
 from membudget.engine.replay.operators import flat_outputs
 from membudget.engine.replay.running import (
     SourceChangedError,
     SourceFreedError,
     call_random,
+    check_source,
     derived,
     is_freed,
     is_read_by,
@@ -51,7 +50,6 @@ class Replayer:
     Attributes:
         handles: The handles, held weakly.
         unpack: The saved-tensor hook around the region that gives packed sources back.
-        operators_run: How many operators were run again.
         plans_run: How many plans made something, those of stages together.
         stages: How the way back is divided.
     """
@@ -64,7 +62,6 @@ class Replayer:
         "_stage",
         "_task",
         "handles",
-        "operators_run",
         "plans_run",
         "stages",
         "unpack",
@@ -80,7 +77,6 @@ class Replayer:
         self.stages = stages
         self.handles: list[ReferenceType[Handle]] = []
         self.unpack: Any = None
-        self.operators_run = 0
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
@@ -131,9 +127,8 @@ class Replayer:
         what is held for another stage.
         """
         owner = value.root or value
-        if owner.reads > 0 or (
-            owner.is_carried and is_read_by(self._of_other_stages(), owner)
-        ):
+        others = self._of_other_stages() if owner.is_carried else []
+        if owner.reads > 0 or is_read_by(others, owner):
             return copy_of(tensor)
         owner.is_lent = True
         return tensor
@@ -161,8 +156,6 @@ class Replayer:
         self._memoised.clear()
         self._plan_ran = 0
         self._task = -2  # So that the next request makes a plan.
-
-    # The plan.
 
     def _wanted(self) -> list[Value]:
         """Return the values of living handles that the plan has to make."""
@@ -317,7 +310,6 @@ class Replayer:
         return list(operations.values()), packed
 
     def _run(self, operation: Operation) -> None:
-        self.operators_run += 1
         bases = self._bases(operation) if operation.targets else _NO_BASES
         args = [self._argument(a, bases) for a in operation.args]
         kwargs = operation.kwargs
@@ -380,16 +372,7 @@ class Replayer:
 
     def _source(self, value: Value) -> Tensor:
         """Return the content of a source that an operator is about to read."""
-        tensor = self._content(value)
-        # Autograd takes what is there, as the plain step would: a tensor whose `.data`
-        # was exchanged. An operator must read what it read.
-        if value.address is not None and address_of(tensor) != value.address:
-            raise SourceChangedError(tensor)
-        if value.fingerprint is not None:
-            noted, value.fingerprint = value.fingerprint, None
-            with without_dispatch_modes():
-                if fingerprint(tensor) != noted:
-                    raise SourceChangedError(tensor)
+        check_source(value, tensor := self._content(value))
         return tensor
 
     def _content(self, value: Value) -> Tensor:

@@ -7,7 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from membudget._torch import without_dispatch_modes
 from membudget.engine import isolation
+from membudget.engine.bits import fingerprint
+from membudget.engine.identity import address_of
 from membudget.engine.replay.values import Operation, Value
 
 
@@ -22,6 +25,24 @@ class SourceChangedError(Exception):
 
 class SourceFreedError(Exception):
     """The memory of a parameter is freed: FSDP has resharded it."""
+
+
+def check_source(value: Value, tensor: Tensor) -> None:
+    """Check that an operator is about to read what it read (Rule 5).
+
+    Autograd itself takes what is there, as it does in the plain step: a parameter whose
+    `.data` was exchanged.
+
+    Raises:
+        SourceChangedError: If it would read something else.
+    """
+    if value.address is not None and address_of(tensor) != value.address:
+        raise SourceChangedError(tensor)
+    if value.fingerprint is not None:
+        noted, value.fingerprint = value.fingerprint, None
+        with without_dispatch_modes():
+            if fingerprint(tensor) != noted:
+                raise SourceChangedError(tensor)
 
 
 def is_freed(tensor: Tensor) -> bool:

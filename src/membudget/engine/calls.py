@@ -1,0 +1,164 @@
+"""What earlier calls of a function showed: most calls then need no verification.
+
+A rerun is exact if the function does the same again and writes no memory behind the
+version counters. Neither is assumed: the first call of each *signature* is verified,
+and calls number 2, 4, 8, 16, ... after it.
+
+A signature (see `signature`) is what is known before a call. A *path* is what is known
+after it: the dtypes and ranks of the saved tensors, in order. Once a call takes a path
+that none verified has taken, the next calls are verified until one has taken it, or
+`_PATIENCE` of them have not.
+
+All calls before the first backward are first calls. What goes unseen: a function that
+begins to be inexact, on a known path, between two calls that are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ReferenceType, ref
+
+from membudget.engine.compare import Metadata
+from membudget.engine.signature import Key, signature_of
+
+Path = list[Metadata]
+
+_MOST_KEYS = 4096
+_MOST_PATHS = 1024
+_PATIENCE = 256
+
+
+class Owner:
+    """A function with the modules that it holds, whatever it is called with.
+
+    Attributes:
+        differentiates: Whether it runs a backward of its own.
+        replays: Whether a rerun of it was found not to be exact, so that from then on
+            regions whose engine is `"auto"` replay it.
+    """
+
+    __slots__ = ("_refs", "differentiates", "replays")
+
+    def __init__(self, key: Key, parts: list[Any]):
+        """Begin with nothing known, until one of `parts` dies."""
+        self.differentiates = self.replays = False
+        self._refs = _held_weakly(parts, _OWNERS, key)
+
+
+class Calls:
+    """The calls of one signature.
+
+    Attributes:
+        owner: The function.
+        fills_late: Whether an operator was found that fills a tensor only after it has
+            saved it (RReLU its noise): a recompute must not stop there.
+        path: What the last call on a verified path saved.
+        writes_silently: Whether a call wrote a large buffer without its version rising.
+    """
+
+    __slots__ = (
+        "_awaited",
+        "_count",
+        "_is_settled",
+        "_patience",
+        "_refs",
+        "_verified",
+        "fills_late",
+        "owner",
+        "path",
+        "writes_silently",
+    )
+
+    def __init__(self, owner: Owner, key: Key, parts: list[Any]):
+        """Begin before the first call."""
+        self.owner = owner
+        self.path: Path | None = None
+        self.writes_silently = self.fills_late = False
+        self._refs = _held_weakly(parts, _KNOWN, key)
+        self._count = 0
+        self._is_settled = False
+        self._patience = _PATIENCE
+        self._verified: set[int] = set()
+        self._awaited: set[int] = set()
+
+    def begin(self) -> bool:
+        """Count a call, and tell whether to verify it."""
+        self._count = count = self._count + 1
+        if self._is_settled:
+            return not count & (count - 1)
+        self._patience -= 1
+        if self._patience < 0:
+            self._awaited.clear()
+            self._is_settled = True
+        return True
+
+    def end(self, path: Path) -> None:
+        """Note what a call saved, if that is not `path`."""
+        key = _hash_of(path)
+        if key in self._verified:
+            self.path = path
+        elif key not in self._awaited and len(self._awaited) < _MOST_PATHS:
+            self._awaited.add(key)
+            self._is_settled = False
+            self._patience = _PATIENCE
+
+    def verified(self, path: Path) -> None:
+        """Note that a call that saved this was recomputed bit for bit."""
+        if len(self._verified) >= _MOST_PATHS:
+            self._verified.clear()
+        key = _hash_of(path)
+        self._verified.add(key)
+        self._awaited.discard(key)
+        self._is_settled = not self._awaited
+        if self.path != path:
+            self.path = path
+
+
+def _hash_of(path: Path) -> int:
+    """Return what stays the same where only the lengths of dimensions vary.
+
+    A router saves other lengths in each call; that is no other path.
+    """
+    return hash(tuple([(dtype, len(shape)) for shape, dtype, _, _ in path]))
+
+
+_KNOWN: dict[Key, Calls] = {}
+_OWNERS: dict[Key, Owner] = {}
+
+
+def calls_of(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Calls:
+    """Return what is known of calls like this one."""
+    key, parts, held = signature_of(function, args, kwargs)
+    return _KNOWN.get(key) or _first_calls(key, parts, held)
+
+
+def forget_calls() -> None:
+    """Let the next call of each function be the first one."""
+    _KNOWN.clear()
+    _OWNERS.clear()
+
+
+def _first_calls(key: Key, parts: list[Any], held: int) -> Calls:
+    # Without parts, the function is one of C++, which the key names.
+    owner_key = tuple(map(id, parts[:held])) or key[:3]
+    owner = _OWNERS.get(owner_key)
+    if owner is None:
+        owner = _OWNERS[owner_key] = Owner(owner_key, parts[:held])
+    calls = _KNOWN[key] = Calls(owner, key, parts)
+    for known in (_KNOWN, _OWNERS):
+        if len(known) > _MOST_KEYS:
+            known.pop(next(iter(known)), None)
+    return calls
+
+
+def _held_weakly(parts: list[Any], known: dict[Key, Any], key: Key) -> list[Any]:
+    """Hold `parts` so that the entry under `key` goes with the first that dies."""
+    pop = known.pop  # At the end of the process the dict's own name may be gone.
+
+    def forget(_: ReferenceType[Any]) -> None:
+        pop(key, None)
+
+    return [ref(part, forget) for part in parts]

@@ -1,0 +1,216 @@
+"""What one call of a replay region checks: its way, its values, its saved versions.
+
+A call either follows a *path*, the operators of a call that was verified, or it leaves
+all known ones and is verified from there on (Rule 8): beside its originals
+(`verify`), which puts this very step right, or by fingerprints (`fingerprinted`).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import Tensor
+
+from membudget.engine.bits import has_bits
+from membudget.engine.identity import SavedVersion
+from membudget.engine.options import RegionOptions
+from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
+from membudget.engine.replay.recorder import Recorder
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.signature import Verified
+from membudget.engine.replay.values import Handle
+from membudget.engine.replay.verify import Originals
+from membudget.engine.statistics import Statistics
+from membudget.errors import ChangedSinceForwardError, OverwrittenWarning
+
+_OVERWRITTEN = (
+    "one of the variables needed for gradient computation has been modified by an "
+    "inplace operation: a tensor that autograd saved in a replay region."
+)
+
+
+class Checks:
+    """What is checked of one call.
+
+    Attributes:
+        recorder: Records the call; `None` once the forward has ended.
+    """
+
+    __slots__ = (
+        "_comparison",
+        "_is_strict",
+        "_originals",
+        "_statistics",
+        "_verified",
+        "_verify",
+        "recorder",
+    )
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        options: RegionOptions,
+        verified: Verified | None,
+        statistics: Statistics | None,
+    ):
+        """Begin before the function runs.
+
+        Args:
+            recorder: Records the call.
+            options: The region's options.
+            verified: What earlier calls have shown; `None` where nothing is verified.
+            statistics: Where to count, if somebody counts.
+        """
+        self.recorder: Recorder | None = recorder
+        self._verify = options.verify
+        self._is_strict = options.strict
+        self._verified = verified
+        self._statistics = statistics
+        self._originals: Originals | None = None
+        self._comparison: Comparison | None = None
+        if verified is not None:
+            self._begin(recorder, verified)
+
+    # The path.
+
+    def _begin(self, recorder: Recorder, verified: Verified) -> None:
+        recording = recorder.recording
+        recording.left_path = self._leave_path
+        if verified.paths and not verified.is_pending:
+            recording.path = verified.paths[-1]
+            if self._verify == "always":
+                self._verify_from_here(recorder, by_fingerprints=True)
+        else:
+            recording.taken = []
+            self._verify_from_here(recorder, self._verify is not True)
+
+    def _leave_path(self) -> None:
+        """Follow another path, or verify what comes from here on."""
+        recorder, verified = self.recorder, self._verified
+        assert recorder is not None
+        assert verified is not None
+        recording = recorder.recording
+        other = verified.along(recording.taken or ())
+        if other is not None:
+            recording.path, recording.taken = other, None
+            return
+        self._verify_from_here(recorder, self._verify is not True)
+        for handle, tensor in recording.recent:
+            self._add(recorder, handle, tensor)
+
+    def _verify_from_here(self, recorder: Recorder, by_fingerprints: bool) -> None:
+        tracker = recorder.recording.tracker
+        if by_fingerprints:
+            if recorder.fingerprinter is None:
+                recorder.fingerprinter = Fingerprinter()
+            tracker.writes = recorder.fingerprinter.take
+        else:
+            self._originals = Originals()
+            tracker.writes = self._originals.before_write
+
+    # What is saved.
+
+    def note(self, recorder: Recorder, handle: Handle, tensor: Tensor) -> None:
+        """Note what autograd saves, and what stands for it."""
+        recording = recorder.recording
+        if recording.path is not None:
+            recording.recent.append((handle, tensor))
+        self._add(recorder, handle, tensor)
+        is_first = self._verified is not None and recording.path is None
+        if is_first or self._is_strict:
+            handle.saved_version = _saved_version(tensor)
+
+    def _add(self, recorder: Recorder, handle: Handle, tensor: Tensor) -> None:
+        if self._originals is not None:
+            self._originals.add(handle, tensor)
+        elif recorder.fingerprinter is not None:
+            recorder.fingerprinter.add(handle, tensor)
+
+    def original(self, recorder: Recorder, handle: Handle) -> Tensor | None:
+        """Return what a handle stands for, where that is still there.
+
+        While the forward runs, what is still to be verified may have been written
+        unseen: a backward inside of the forward gets the original.
+        """
+        if self._originals is not None:
+            return self._originals.of(handle)
+        fingerprinter = recorder.fingerprinter
+        return None if fingerprinter is None else fingerprinter.of(handle)
+
+    # What is made again.
+
+    def finish(self, recorder: Recorder, replayer: Replayer) -> bool:
+        """Verify what the forward has dropped, or see to it that the backward does.
+
+        Returns:
+            Whether the content of sources is to be checked whole.
+        """
+        verified = self._verified
+        self.recorder = None
+        if verified is None:
+            return False
+        recording = recorder.recording
+        path = recording.path or tuple(recording.taken or ())
+        originals, self._originals = self._originals, None
+        if originals is not None:
+            originals.compare(replayer, recording.tracker, verified.pins)
+            self._count_pins(verified)
+            verified.add(path)
+        elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
+            self._comparison = Comparison(verified, path)
+        elif recording.path is None:
+            verified.add(path)  # Nothing was dropped.
+        elif path[: recording.number] not in verified.paths:
+            verified.is_pending = True
+        return verified.is_sampled()
+
+    def check_inside(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+        """Check what a backward takes while the forward still runs."""
+        if handle.fingerprint is not None and self._verified is not None:
+            Comparison(self._verified, ()).check(handle, tensor, replayer)
+
+    def check(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+        """Check what a backward takes."""
+        if handle.fingerprint is None or self._comparison is None:
+            return
+        try:
+            self._comparison.compare(handle, tensor, replayer)
+        finally:
+            if self._verified is not None:
+                self._count_pins(self._verified)
+
+    def _count_pins(self, verified: Verified) -> None:
+        if self._statistics is not None:
+            self._statistics.pinned = len(verified.pins)
+
+    def check_version(self, handle: Handle) -> None:
+        """Do what autograd does where no saved-tensor hooks are (row B14).
+
+        Raises:
+            ChangedSinceForwardError: With `strict`, if the tensor was written.
+        """
+        saved = handle.saved_version
+        if saved is None or not saved.has_moved():
+            return
+        if self._is_strict:
+            raise ChangedSinceForwardError(
+                f"{_OVERWRITTEN} Use the out-of-place operator, or change a clone.",
+                ["a saved tensor"],
+            )
+        if self._verified is not None and not self._verified.has_warned:
+            self._verified.has_warned = True
+            warnings.warn(
+                f"{_OVERWRITTEN} Plain autograd would raise; replay gives the gradient "
+                "of what was saved. strict=True raises, too.",
+                OverwrittenWarning,
+                stacklevel=2,
+            )
+
+
+def _saved_version(tensor: Tensor) -> SavedVersion | None:
+    if not has_bits(tensor) or tensor.is_inference():
+        return None
+    try:
+        return SavedVersion(tensor)
+    except RuntimeError:  # A conjugate, say.
+        return None
