@@ -16,7 +16,7 @@ from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
 
 X = torch.zeros(2, 3)
-LAST = "the function depends on state that its own forward changed"
+LAST = "Python state that the forward advanced"
 
 
 def causes(saved: Tensor | None, made: Tensor | None, **options: Any) -> list[str]:
