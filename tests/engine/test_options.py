@@ -154,3 +154,22 @@ def test_leftover_keywords_of_a_decorator_are_refused():
     region: Any = mb.checkpoint(early_stop=False)
     x = torch.ones(2, requires_grad=True)
     assert torch.equal(region(torch.sin)(x), x.sin())
+
+
+def test_the_defaults_are_those_that_the_documentation_tells():
+    expected = {
+        "use_reentrant": False,
+        "context_fn": None,
+        "determinism_check": "default",
+        "debug": False,
+        "early_stop": True,
+        "preserve_rng_state": True,
+        "guards": True,
+        "engine": "auto",
+        "keep": None,
+        "verify": True,
+    }
+    found = {name: getattr(DEFAULTS, name) for name in OPTION_NAMES}
+    assert {name: found[name] for name in expected} == expected
+    for name, default in expected.items():
+        assert type(found[name]) is type(default)

@@ -21,6 +21,8 @@ aten = torch.ops.aten
 REGISTERING = {
     "inductor": "torch._inductor.inductor_prims",
     "fsdp": "torch.distributed.fsdp._fully_shard._fsdp_collectives",
+    "rngprims": "torch._prims.rng_prims",
+    "_dtensor": "torch.distributed.tensor",
 }
 
 
@@ -29,13 +31,21 @@ UNKNOWN = {"aten::rename_"}
 
 
 def listed_names() -> set[str]:
-    """Return every operator that a table of the module names."""
-    tables = [t for t in vars(operators).values() if isinstance(t, frozenset | dict)]
+    """Return every operator and namespace that a table of the module names."""
+    tables = [t for t in vars(operators).values() if isinstance(t, frozenset)]
     names = {name for table in tables for name in table if isinstance(name, str)}
-    return {name for name in names - UNKNOWN if "::" in name}
+    return names.union(operators._STATISTICS) - UNKNOWN
 
 
-@pytest.mark.parametrize("name", sorted(listed_names()))
+@pytest.mark.parametrize("name", sorted(n for n in listed_names() if "::" not in n))
+def test_every_namespace_that_is_listed_is_one_of_torch_s(name: str):
+    if module := REGISTERING.get(name):
+        importlib.import_module(module)
+    schemas = torch._C._jit_get_all_schemas()
+    assert name in {schema.name.partition("::")[0] for schema in schemas}
+
+
+@pytest.mark.parametrize("name", sorted(n for n in listed_names() if "::" in n))
 def test_every_operator_that_is_listed_is_one_of_torch_s(name: str):
     namespace, _, operator = name.partition("::")
     if module := REGISTERING.get(namespace):
