@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -129,4 +131,24 @@ def test_a_write_is_noticed_and_whose_it_was():
     assert not kept.changed_by_region
     kept.note_forward_end()
     assert kept.changed_by_region
+    assert kept.name == "argument 0"
+
+
+@pytest.mark.parametrize("surrounded", [True, False])
+@pytest.mark.parametrize(
+    "tensor",
+    [nn.Parameter(torch.ones(2)), torch.ones(2), torch.ones(2, requires_grad=True)],
+    ids=["parameter", "constant", "with a gradient"],
+)
+def test_what_is_held_has_not_been_changed_at_first(tensor, surrounded):
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with contextlib.ExitStack() as stack:
+        if surrounded:
+            hooks = torch.autograd.graph.saved_tensors_hooks(same, same)
+            stack.enter_context(hooks)
+        kept = held(tensor)
+    assert not kept.changed_by_region
+    assert not kept.has_changed()
     assert kept.name == "argument 0"
