@@ -107,3 +107,34 @@ def test_hooks_around_the_region_get_what_is_kept_because_it_did_not_come_back(n
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, gradient_of(Noisy.outputs[0]))
     assert any(torch.equal(tensor, Noisy.outputs[0][1]) for tensor in packed)
+
+
+class Paths:
+    """A function of two paths, of which the short one begins as the long one does.
+
+    On the short one something is written where no dispatcher sees it.
+    """
+
+    def __init__(self) -> None:
+        self.is_long = True
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = x * 2
+        if not self.is_long:
+            y.detach().numpy()[:] += 1
+        z = y.sin()
+        return z.cos() if self.is_long else z
+
+
+def test_a_path_that_ends_inside_of_another_one_is_verified_the_next_time():
+    paths = Paths()
+    region = replay(verify=True)(paths)
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    region(x)
+    paths.is_long = False
+    region(x)  # Up to here it could have been the other path.
+    with pytest.warns(mb.PinnedWarning, match="output 0 of operator 1"):
+        region(x)
+    for _ in range(2):
+        (gradient,) = torch.autograd.grad(region(x).sum(), x)
+        assert torch.equal(gradient, 2 * (x.detach() * 2 + 1).cos())
