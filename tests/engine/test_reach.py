@@ -36,14 +36,16 @@ def names_many(x: Tensor) -> Any:
 def names_nothing(x: Tensor, others: list[Tensor]) -> None: ...
 
 
-class Holder:
-    """Holds a tensor, and names another one in a method."""
+@dataclass
+class Record:
+    inner: Any
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+
+class Holder(Record):
+    """Names tensors in its methods."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        return x * self.held * FIRST
+        return x * self.inner * FIRST
 
     @classmethod
     def build(cls) -> Any:
@@ -122,11 +124,6 @@ def test_a_cell_that_is_still_empty_hides_no_other():
     a_later = later = torch.sin
     assert found == ids(closed)
     assert a_later is later
-
-
-@dataclass
-class Record:
-    inner: Any
 
 
 def test_objects_are_followed_for_three_steps():
