@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
 from membudget.engine.policy import Candidate, Policy
@@ -87,3 +88,43 @@ def test_a_second_backward_replays_as_much_as_the_first():
         (second,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(first, second)
     assert sines.count == 2 * (5 + 1 + 1)
+
+
+class Living(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes before each sine which results of earlier ones live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[StorageWeakRef] = []
+        self.living: list[list[int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.sin.default:
+            return func(*args, **(kwargs or {}))
+        alive = [n for n, ref in enumerate(self.results, 1) if not ref.expired()]
+        self.living.append(alive)
+        output = func(*args)
+        self.results.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+
+def test_what_a_stage_still_needs_is_gone_when_the_next_one_begins():
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        four = x
+        for _ in range(4):
+            four = four.sin()
+        # Its backward never comes, so the fourth sine stays wanted.
+        beside = four.tanh()
+        return four.sin().sin(), beside
+
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    policy = Staged()
+    policy.stages = Stages([0, 4], [set(), set()])
+    y, beside = mb.checkpoint(function, x, engine="replay", keep=policy, verify=False)
+    with Living() as living:
+        torch.autograd.grad(y.sum(), x)
+    assert len(living.results) == 5 + 3
+    assert living.living[5] == []
+    assert beside.requires_grad
