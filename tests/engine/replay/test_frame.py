@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.options import RegionOptions
+from membudget.engine.replay.frame import ReplayFrame
 from tests.keeps import replay
 
 
@@ -218,3 +220,23 @@ def test_a_replay_runs_on_the_stream_of_its_forward(monkeypatch):
     assert entered == []
     y.sum().backward()
     assert entered == ["forward", "leave forward"]
+
+
+def test_a_frame_knows_whether_something_lies_on_top_of_it():
+    def same(tensor: Tensor) -> Tensor:
+        return tensor
+
+    x = torch.ones(3, requires_grad=True)
+    options = RegionOptions(engine="replay", verify=False)
+    outer, inner = (ReplayFrame(torch.sin, (x,), {}, options, None) for _ in range(2))
+    outer.begin()
+    assert outer.is_on_top()
+    with torch.autograd.graph.saved_tensors_hooks(same, same):
+        assert not outer.is_on_top()
+    inner.begin()
+    assert inner.is_on_top()
+    assert not outer.is_on_top()
+    inner.abandon()
+    assert outer.is_on_top()
+    outer.abandon()
+    assert not outer.is_on_top()
