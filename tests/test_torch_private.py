@@ -183,3 +183,59 @@ def test_no_mode_sees_what_runs_without_modes():
     x = torch.ones(2)
     with Refuse(), _torch.without_modes():
         assert torch.add(x, x) is not None
+
+
+def test_a_thread_that_includes_the_key_of_observers_calls_their_kernel():
+    from membudget.observer import Observer
+
+    class Seen(Observer):
+        count = 0
+
+        def observe(self, operator, args, kwargs):
+            self.count += 1
+            return operator(*args, **kwargs)
+
+    x = torch.ones(2)
+    with Seen() as seen:
+        x.sin()
+        assert seen.count == 1
+        _torch.exclude_observers(True)
+        assert _torch.is_observing_excluded()
+        x.sin()
+        _torch.exclude_observers(False)
+        assert seen.count == 1
+        with torch._C._DisableTorchDispatch():
+            assert _torch.is_python_excluded()
+        _torch.include_observers(False)
+        x.sin()
+        _torch.include_observers(True)
+        assert seen.count == 1
+
+
+def test_what_is_shared_with_autograd_is_found_in_this_thread():
+    before = _torch.inherited_by_autograd()
+    shared = [1]
+    _torch.share_with_autograd(shared)
+    assert _torch.inherited_by_autograd() is shared
+    _torch.share_with_autograd(before)
+
+
+def test_operators_that_are_new_are_observed_too():
+    from membudget.observer import Observer
+
+    names = []
+
+    class Seen(Observer):
+        def observe(self, operator, args, kwargs):
+            names.append(str(operator))
+            return operator(*args, **kwargs)
+
+    with Seen():
+        pass
+    library = torch.library.Library("membudget_new", "FRAGMENT")
+    library.define("twice(Tensor x) -> Tensor")
+    library.impl("twice", lambda x: x * 2, "CompositeExplicitAutograd")
+    with Seen():
+        torch.ops.membudget_new.twice(torch.ones(2))
+    assert names[-1] == "membudget_new.twice.default"
+    library._destroy()

@@ -203,7 +203,7 @@ is_python_excluded: Callable[[], bool] = partial(
 )
 
 # Kernels live for as long as the library objects that registered them.
-_LIBRARIES: dict[str, torch.library.Library] = {}
+_LIBRARIES: dict[str, Any] = {}
 _OBSERVED: set[Any] = set()
 
 
@@ -238,7 +238,7 @@ def observe_operators(kernel: Callable[..., Any]) -> None:
 _KNOWN: list[tuple[int, ...]] = [()]
 
 
-def _library(namespace: str) -> torch.library.Library:
+def _library(namespace: str) -> Any:
     library = _LIBRARIES.get(namespace)
     if library is None:
         library = _LIBRARIES[namespace] = torch.library.Library(namespace, "IMPL")

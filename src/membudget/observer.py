@@ -22,7 +22,7 @@ cures those backwards alone, and must keep all that they make.
 Rule 1. An observer runs the operator by calling it; the call reaches the observer
     around it, and at last the kernel. Operators that a kernel calls are not seen.
 Rule 2. Threads that autograd starts see the observers of the thread that called it.
-Rule 3. Higher-order operators are observed like any other.
+Rule 3. Higher-order operators that run below autograd are observed like any other.
 Rule 4. On the key, `detach` and `alias` pass unseen. What they return may become a
     `Parameter` or another subclass (`as_subclass`), and then must not have been a
     Python object yet.
@@ -117,6 +117,10 @@ class Observer:
             self._mode = None
         else:
             self._leave_key()
+
+    def changes_formulas(self) -> bool:
+        """Tell whether it is what makes torch take the formulas of subclasses."""
+        return self._mode is not None and not self._modes
 
     def is_innermost(self) -> bool:
         """Tell whether nothing observes or dispatches inside of it."""

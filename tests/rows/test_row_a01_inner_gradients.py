@@ -115,3 +115,35 @@ def test_row_a01_a_fitted_step_is_the_plain_one():
         fitted = mb.fit(model, x, "70%", lambda output, batch: output.square().mean())
     assert fitted.plan.regions
     assert all(map(torch.equal, run(), wanted))
+
+
+class Scaled(Tensor):
+    """A subclass that answers operators itself."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(
+            cls, inner.shape, dtype=inner.dtype, requires_grad=inner.requires_grad
+        )
+
+    def __init__(self, inner: Tensor):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        args = [a.inner if isinstance(a, Scaled) else a for a in args]
+        output = func(*args, **(kwargs or {}))
+        return Scaled(output) if isinstance(output, Tensor) else output
+
+
+def test_row_a01_where_subclasses_force_the_other_formulas_a_region_refuses():
+    x = torch.linspace(0.1, 0.9, 6, requires_grad=True)
+
+    def function(x: Tensor, scaled: Tensor) -> Tensor:
+        (force,) = torch.autograd.grad(x.prod(), x, create_graph=True)
+        return x + force
+
+    with pytest.raises(mb.CheckpointError, match='engine="rerun"'):
+        mb.checkpoint(function, x, Scaled(torch.ones(6)), engine="replay")
+    y = mb.checkpoint(function, x, Scaled(torch.ones(6)), engine="rerun")
+    assert torch.equal(y, function(x, x))

@@ -176,7 +176,7 @@ class Net(nn.Module):
             8,
         ),
     ],
-    ids=str,
+    ids=["nothing", "name", "pattern", "contexts"],
 )
 def test_row_a12_applied_regions_keep_inside_what_they_keep_outside(
     options, products

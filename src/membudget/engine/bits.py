@@ -8,6 +8,7 @@ strides.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ Fingerprint = tuple[int, int]
 SKIPPED: Fingerprint = (0, 0)
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
+_PLAIN_DISPATCH: Any = Tensor.__torch_dispatch__
 
 _PIECES = 32
 _LEAST_ELEMENTS = 1 << 14
@@ -35,6 +37,12 @@ def has_bits(tensor: Tensor) -> bool:
         and tensor.layout is torch.strided
         and not (tensor.is_meta or tensor.is_nested)
     )
+
+
+def is_subclass(tensor: Tensor) -> bool:
+    """Tell whether a tensor is of a class that answers operators itself."""
+    kind: Any = type(tensor)
+    return kind.__torch_dispatch__ is not _PLAIN_DISPATCH
 
 
 def may_be_a_workspace(tensor: Tensor) -> bool:

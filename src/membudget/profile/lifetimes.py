@@ -189,7 +189,7 @@ class Lifetimes:
 
 
 def _storage_key(tensor: Tensor) -> int:
-    return next(iter(plain_parts(tensor))).untyped_storage()._cdata
+    return int(next(iter(plain_parts(tensor))).untyped_storage()._cdata)
 
 
 def _stored_bytes(tensor: Tensor) -> int:

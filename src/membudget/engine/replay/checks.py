@@ -11,7 +11,7 @@ import warnings
 
 from torch import Tensor
 
-from membudget.engine.bits import has_bits
+from membudget.engine.bits import has_bits, is_subclass
 from membudget.engine.identity import SavedVersion
 from membudget.engine.options import RegionOptions
 from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
@@ -116,6 +116,8 @@ class Checks:
         if recording.path is not None:
             recording.recent.append((handle, tensor))
         self._add(recorder, handle, tensor)
+        if self._verified is not None and is_subclass(tensor):
+            self._verified.has_subclasses = True
         is_first = self._verified is not None and recording.path is None
         if is_first or self._is_strict:
             handle.saved_version = _saved_version(tensor)

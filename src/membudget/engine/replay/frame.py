@@ -28,7 +28,7 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import fingerprint
+from membudget.engine.bits import fingerprint, is_subclass
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
 from membudget.engine.identity import address_of, version_of
@@ -85,7 +85,7 @@ class ReplayFrame:
         self._named = _weakly(function)
         self._statistics = statistics
         self._lock = RLock()
-        tensors = tensors_in([*args, *kwargs.values()])
+        tensors = list(tensors_in([*args, *kwargs.values()]))
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         known = None
         if options.verify:
@@ -100,6 +100,9 @@ class ReplayFrame:
         self._replayer = Replayer(_surroundings(), policy.stages)
         self._recorder: Recorder | None = Recorder(recording)
         self._checks = Checks(self._recorder, options, known, statistics)
+        self._recorder.sees_subclasses = any(map(is_subclass, tensors)) or (
+            known is not None and known.has_subclasses
+        )
 
     # The forward.
 
@@ -225,14 +228,15 @@ class ReplayFrame:
             owner = getattr(self._outer and self._outer[1], "__self__", None)
             if isinstance(owner, Recording):
                 owner.nested_backward = True
+            if recorder.changes_formulas():
+                raise _inexact_inside()
             with recorder.suspended():
                 recorder.settle()
                 original = self._checks.original(recorder, handle)
-                if original is not None:
-                    return original
-                tensor = self._take(handle)
-                self._checks.check_inside(handle, tensor, self._replayer)
-                recorder.recording.tracker.note(tensor, handle.value)
+                tensor = self._take(handle) if original is None else original
+                if original is None:
+                    self._checks.check_inside(handle, tensor, self._replayer)
+                recorder.recording.tracker.know(tensor, handle.value)
             return tensor
 
     def _take(self, handle: Handle) -> Tensor:
@@ -309,6 +313,14 @@ def _warn_that_nothing_is_kept(operators: int) -> None:
         "torch.ops.aten.mm.default; compare with those, or give a list, in which "
         "torch.ops.aten.mm stands for all of its overloads.",
         stacklevel=4,
+    )
+
+
+def _inexact_inside() -> CheckpointError:
+    return CheckpointError(
+        "a replay region in which tensor subclasses live differentiates inside: while "
+        "it is recorded, autograd takes other formulas than in the plain step. Give "
+        'the region engine="rerun".'
     )
 
 

@@ -40,10 +40,12 @@ class Verified:
         is_pending: Whether a call ended inside of a known path: the next one is
             verified whole, because a hidden write may belong to the shorter path alone.
         calls: How many calls there were.
+        has_subclasses: Whether tensor subclasses were saved, so that the recorder must
+            stand among the modes to see what is done with them.
         has_warned: Whether somebody was told that saved tensors are written.
     """
 
-    __slots__ = ("calls", "has_warned", "is_pending", "paths", "pins")
+    __slots__ = ("calls", "has_subclasses", "has_warned", "is_pending", "paths", "pins")
 
     def __init__(self) -> None:
         """Begin before the first call."""
@@ -51,7 +53,7 @@ class Verified:
         self.paths: list[Path] = []
         self.is_pending = False
         self.calls = 0
-        self.has_warned = False
+        self.has_subclasses = self.has_warned = False
 
     def add(self, path: Path) -> None:
         """Note a path whose call was verified."""

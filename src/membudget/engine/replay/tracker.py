@@ -55,11 +55,11 @@ class Tracker:
             if place is not None:
                 place.entries.pop(entry.key, None)
 
-        def freed(place: Any) -> None:
-            if places.get(place.address) is place:
-                del places[place.address]
+        def freed(dead: Place) -> None:
+            if places.get(dead.address) is dead:
+                del places[dead.address]
             # A tensor may be known by it still: `y.data =` gives it another storage.
-            place.memory.epoch += 1
+            dead.memory.epoch += 1
 
         self.table = table
         self.clock = 0
@@ -165,8 +165,13 @@ class Tracker:
             value = self._source(tensor, memory)
         return self.enter(tensor, value, memory, address)
 
-    def note(self, tensor: Tensor, value: Value) -> None:
-        """Know a tensor that was made again while the forward runs."""
+    def know(self, tensor: Tensor, value: Value) -> None:
+        """Know what a backward inside of the forward is given in place of a value."""
+        address = address_of(tensor)
+        place = self._places.get(address)
+        if place is not None:
+            self.enter(tensor, value, place.memory, address)
+            return
         root = value.root or value
         memory = Memory(None if root.operation is None else root, tensor.dtype)
         self.enter(tensor, value, memory, address_of(tensor))
