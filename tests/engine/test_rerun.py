@@ -255,3 +255,15 @@ def test_comparing_values_stops_at_the_last_tensor_that_is_needed():
     del second
     first.sum().backward()
     assert reached == ["first", "second"]
+
+
+def test_a_sparse_tensor_that_is_changed_after_it_was_saved_is_refused():
+    def function(x: Tensor) -> Tensor:
+        matrix = torch.eye(2).to_sparse()
+        y = torch.sparse.mm(matrix, x)
+        matrix.mul_(2)
+        return y.sin()
+
+    loss = mb.checkpoint(function, leaf(), engine="rerun").sum()
+    with pytest.raises(mb.ChangedSinceForwardError, match=r"shape \(2, 2\)"):
+        loss.backward()
