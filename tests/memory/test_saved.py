@@ -104,6 +104,9 @@ def test_the_table_has_one_line_a_tensor_and_counts_a_shared_storage_once():
     assert title.strip() == "saved for backward: 96 bytes"
     columns = [cell.strip() for cell in header.strip("┃").split("┃")]
     assert columns == ["module", "operator", "line", "kind", "shape", "bytes"]
+    # Bytes are aligned on the right, all else on the left.
+    assert rows[0].endswith(" 96 │")
+    assert rows[0].startswith("│ ")
     cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
     assert [row[3:] for row in cells] == [
         ["input (view)", "float32[2, 6]", "96"],
