@@ -60,6 +60,12 @@ class Derived(Holder):
     """Names nothing itself."""
 
 
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(walk, "_CODE_SLOTS", {})
+    monkeypatch.setattr(walk, "_CLASS_SLOTS", {})
+
+
 def tensors(function: Any, *others: Any) -> set[int]:
     return {id(t) for t in reach(function, others).tensors}
 
@@ -279,12 +285,6 @@ def test_names_of_a_model_alone_are_those_of_named_parameters():
     assert {k: names[id(p)] for k, p in model.named_parameters()} == {
         k: k for k, _ in model.named_parameters()
     }
-
-
-def test_without_being_asked_no_names_are_noted():
-    found = reach(Model())
-    assert found.names is None
-    assert found.module_names == {}
 
 
 def test_other_arguments_are_walked_too():

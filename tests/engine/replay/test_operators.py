@@ -80,6 +80,7 @@ CASES: dict[Any, set[str]] = {
     aten.cat.default: {"is_numbered", "returns_fresh"},
     aten._foreach_add_.Scalar: {"is_numbered"},
     aten.sin.out: {"is_numbered", "has_tensor_keywords"},
+    aten.histogram.bin_ct: {"is_numbered", "has_tensor_keywords", "returns_fresh"},
     aten.native_batch_norm.default: {"is_numbered", "returns_fresh"},
     torch.ops.prim.device.default: {"is_numbered", "is_query", "returns_fresh"},
 }
