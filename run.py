@@ -4,6 +4,7 @@
     python3 run.py test [--all] ...  lint, types, tests; --all adds the slow ones
     python3 run.py check             lint and types only
     python3 run.py bench NAME ...    one benchmark, such as region_cost
+    python3 run.py mutants ...       plant faults at random, print what the tests miss
     python3 run.py help              this text
 
 The first use makes `.venv` and installs what `constraints.txt` pins; later ones find it
@@ -31,7 +32,11 @@ LOCK = ROOT / ".venv.lock"
 OLDEST = (3, 11)
 # More test processes than this would spend their time on importing torch.
 MOST_WORKERS = 8
-BENCHMARKS_NEED = {"peaks": ("transformers",), "planners": ("transformers",)}
+NEEDED = {
+    "mutants": ("coverage", "libcst", "mutmut"),
+    "peaks": ("transformers",),
+    "planners": ("transformers",),
+}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -42,7 +47,7 @@ def main(arguments: Sequence[str]) -> int:
     if cpu:
         arguments.pop(0)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
-    commands = {"demo": demo, "test": test, "check": check, "bench": bench}
+    commands = {f.__name__: f for f in (demo, test, check, bench, mutants)}
     if command not in commands:
         print(__doc__)
         return 0 if command in {"help", "--help", "-h"} else 2
@@ -113,9 +118,15 @@ def bench(arguments: Sequence[str]) -> int:
     return run_python(f"benchmarks/{arguments[0]}.py", *arguments[1:])
 
 
+def mutants(arguments: Sequence[str]) -> int:
+    """Test the tests: `run.py mutants --help` lists the options."""
+    install_for("mutants")
+    return run_python("-m", "tools.mutants", *arguments)
+
+
 def install_for(name: str) -> None:
-    """Install what one benchmark needs beside the rest, if it is not there yet."""
-    needed = BENCHMARKS_NEED.get(name, ())
+    """Install what a benchmark or tool needs beside the rest, unless it is there."""
+    needed = NEEDED.get(name, ())
     check = [venv_python(), "-c", f"import {', '.join(needed)}"]
     if needed and subprocess.call(check, stderr=subprocess.DEVNULL):
         print(f"Installing {', '.join(needed)} ...")

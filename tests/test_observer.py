@@ -46,11 +46,13 @@ class Wrapped(Tensor):
         return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
 
     def __init__(self, inner: Tensor) -> None:
-        self.inner = inner
+        self.held = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args = [a.inner if isinstance(a, Wrapped) else a for a in args]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func, types, args=(), kwargs=None
+    ):
+        args = [a.held if isinstance(a, Wrapped) else a for a in args]
         return Wrapped(func(*args, **(kwargs or {})))
 
 

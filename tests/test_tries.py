@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget import tries
+from membudget.carrier import has_region
 from membudget.errors import PinnedWarning, RecomputeMismatchError
 from membudget.fit import fit
 from membudget.memory import peak
 from membudget.profile.step import Step
 from tests.model_state import state_of
-from tests.planner.models import MODELS, gpt
+from tests.planner.models import MODELS, gpt, mlp
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "unet", "encoder_decoder"])
@@ -93,3 +96,22 @@ def test_a_difference_that_keeping_does_not_cure_is_an_error(monkeypatch):
     ):
         fit(model, batch, "90%")
     assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError, ValueError])
+@pytest.mark.parametrize("mode", ["auto", "full"])
+def test_what_interrupts_the_measuring_leaves_no_plan_on_the_model(
+    monkeypatch, mode, kind
+):
+    model, batch = mlp()
+    regions: list[int] = []
+
+    def interrupted(step: Any, applied: Any) -> int:
+        regions.append(len(applied.status().regions))
+        raise kind("in the middle")
+
+    monkeypatch.setattr(tries, "measured_peak", interrupted)
+    with pytest.raises(kind, match="in the middle"):
+        fit(model, batch, "60%", mode=mode, fake=True)
+    assert regions[0] > 0
+    assert not any(has_region(module) for module in model.modules())

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import membudget as mb
-from membudget.engine.bits import SKIPPED, fingerprint
+from membudget.engine.bits import (
+    SKIPPED,
+    fingerprint,
+    has_bits,
+    may_be_a_workspace,
+)
 
 ELEMENTS = st.lists(st.integers(-128, 127), min_size=1, max_size=40)
 
@@ -86,3 +91,71 @@ def test_a_fingerprint_needs_little_memory_beside_the_tensor(name: str) -> None:
 )
 def test_a_tensor_without_bytes_has_no_fingerprint(tensor: Tensor) -> None:
     assert fingerprint(tensor) == SKIPPED
+
+
+@pytest.mark.parametrize("bit", range(64))
+def test_every_single_bit_changes_both_sums(bit: int) -> None:
+    word = (1 << bit) - (1 << 64 if bit == 63 else 0)
+    tensor = torch.tensor([5, -7, 0, 9])
+    changed = tensor.clone()
+    changed[2] = word
+    before, after = fingerprint(tensor), fingerprint(changed)
+
+    assert before[0] != after[0]
+    assert before[1] != after[1]
+
+
+def test_only_the_first_sum_knows_the_places() -> None:
+    tensor = torch.tensor([1, 2, 3])
+    before, after = fingerprint(tensor), fingerprint(tensor.flip(0))
+
+    assert before[0] != after[0]
+    assert before[1] == after[1] == 6
+
+
+def test_zeros_at_other_places_are_mixed_to_other_sums() -> None:
+    lengths = [fingerprint(torch.zeros(n, dtype=torch.int64)) for n in range(1, 50)]
+
+    assert len({mixed for mixed, _ in lengths}) == 49
+    assert {plain for _, plain in lengths} == {0}
+
+
+def test_pieces_of_a_large_tensor_are_placed_behind_each_other() -> None:
+    tensor = torch.zeros(3, 7001, dtype=torch.int16)
+    marked = []
+    for place in (0, 2047, 2048, 7000, 7001, 21002):
+        one = tensor.clone()
+        one.view(-1)[place] = 1
+        marked.append(fingerprint(one))
+
+    assert len(set(marked)) == len(marked)
+    assert {plain for _, plain in marked} == {1}
+
+
+@pytest.mark.parametrize(
+    ("tensor", "bits", "workspace"),
+    [
+        (torch.ones(3), True, False),
+        (torch.nn.Parameter(torch.ones(3)), True, False),
+        (torch.ones(3, dtype=torch.uint8), True, True),
+        (torch.ones(3, 1, dtype=torch.uint8), True, False),
+        (torch.ones(3, dtype=torch.int8), True, False),
+        (torch.ones(3, device="meta"), False, False),
+        (torch.eye(3).to_sparse(), False, False),
+        (torch.ones(3).as_subclass(type("Mine", (Tensor,), {})), False, False),
+    ],
+)
+def test_bytes_can_be_read_of_plain_tensors_with_memory(
+    tensor: Tensor, bits: bool, workspace: bool
+) -> None:
+    assert has_bits(tensor) is bits
+    assert may_be_a_workspace(tensor) is workspace
+
+
+def test_minus_zero_and_the_bits_of_a_nan_are_told_apart() -> None:
+    assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
+    first = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32)
+    one, other = first.view(torch.float32).unbind()
+    assert one.isnan()
+    assert other.isnan()
+    assert fingerprint(one) != fingerprint(other)

@@ -41,3 +41,23 @@ def test_a_vector_of_bytes_is_not_compared() -> None:
     prints.settle()
 
     assert prints.taken[0] == prints.taken[1]
+
+
+def test_the_tensors_of_an_operator_wait_until_another_one_saves() -> None:
+    prints = Fingerprints()
+    counts: list[int] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        prints.add(tensor)
+        counts.append(len(prints.taken))
+        return tensor
+
+    x, y = (torch.linspace(0, 1, 3, requires_grad=True) for _ in range(2))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        (x * y).sin().exp()
+    # Both factors of the product are saved by one operator.
+    assert counts == [0, 0, 2, 3]
+    prints.settle()
+    assert len(prints.taken) == 4
+    prints.settle()
+    assert len(prints.taken) == 4

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from membudget.engine import marks
 from membudget.engine.marks import mark_of
 
 Draw = Callable[[Any], object]
@@ -117,3 +118,59 @@ def test_an_exchanged_twister_of_numpy_is_noticed() -> None:
 def test_a_generator_without_a_twister_has_no_mark() -> None:
     assert mark_of(np.random.default_rng()) is None
     assert mark_of(np.random.RandomState(np.random.PCG64(1))) is None
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
+    """Let other probes decide whether marks of a kind can be trusted."""
+    replaced: dict[Any, Any] = dict(marks._PROBES)
+    monkeypatch.setattr(marks, "_PROBES", replaced)
+    marks._is_honest.cache_clear()
+    yield replaced
+    marks._is_honest.cache_clear()
+
+
+def probe_of(draw: Draw) -> Any:
+    """Return a probe of Python's generators by one way of drawing."""
+    generator = random.Random(0)
+    return lambda owner: (generator, (lambda: draw(generator),))
+
+
+def test_a_mark_that_a_draw_does_not_move_is_not_trusted(
+    probes: dict[Any, Any],
+) -> None:
+    probes[marks._python_mark] = probe_of(lambda g: g.random())
+    assert mark_of(random.Random(0)) is not None
+    marks._is_honest.cache_clear()
+    probes[marks._python_mark] = probe_of(lambda g: None)
+    assert mark_of(random.Random(0)) is None
+
+
+def test_a_mark_that_moves_by_itself_is_not_trusted(
+    probes: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = iter(range(99))
+    moving: Any = lambda generator: lambda: next(numbers)  # noqa: E731
+    monkeypatch.setattr(marks, "_python_mark", moving)
+    probes[moving] = probe_of(lambda g: g.random())
+    assert mark_of(random.Random(0)) is None
+
+
+@pytest.mark.parametrize("error", [LookupError, TypeError, AttributeError])
+def test_where_the_state_is_not_found_there_is_no_mark(
+    probes: dict[Any, Any], error: type[Exception]
+) -> None:
+    def fail(owner: Any) -> Any:
+        raise error
+
+    probes[marks._torch_mark] = fail
+    assert mark_of(torch.Generator()) is None
+
+
+def test_a_subclass_that_draws_otherwise_is_tried_by_itself() -> None:
+    class Constant(np.random.RandomState):
+        def standard_normal(self, size: Any = None) -> Any:
+            return 0.0
+
+    assert mark_of(Constant(0)) is None
+    assert mark_of(np.random.RandomState(0)) is not None

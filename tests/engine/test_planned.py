@@ -81,3 +81,19 @@ def test_an_empty_plan_keeps_nothing_and_never_differs():
     policy = Planned({})
     assert asks(policy, (1, 0, SIN), (2, 0, COS)) == [False, False]
     assert policy.differences == 0
+
+
+def test_outside_of_a_call_only_the_output_itself_is_compared():
+    policy = Planned({(2, 0): "aten.sin.default"})
+    output = torch.zeros(1)
+
+    def keeps(operator: Any, number: int, position: int) -> bool:
+        return policy.keeps(
+            Candidate(operator, (), {}, output, number, position, lambda: "")
+        )
+
+    assert keeps(SIN, 2, 0)
+    assert not keeps(COS, 2, 0)
+    assert not keeps(SIN, 2, 1)
+    assert not keeps(SIN, 1, 0)
+    assert policy.differences == 0

@@ -59,6 +59,32 @@ def test_policies_compose_like_sets(one: Policy, other: Policy, operator: Any) -
     assert (~one).keeps(it) != one.keeps(it)
 
 
+def listed_operators() -> list[str]:
+    policies = [p for p in vars(mb.engine.policy).values() if hasattr(p, "names")]
+    names = {n for p in policies if isinstance(p.names, frozenset) for n in p.names}
+    return sorted(names)
+
+
+@pytest.mark.parametrize("name", listed_operators())
+def test_every_operator_that_a_policy_lists_is_one_of_torch_s(name: str) -> None:
+    assert getattr(aten, name).overloads()
+
+
+NAMED = {name: mb.policies.named(name) for name in ("a", "b")}
+
+
+@pytest.mark.parametrize("asked", ["a", "b", "c"])
+def test_names_compose_like_sets(asked: str) -> None:
+    a, b = (policy.keeps_name(asked) for policy in NAMED.values())
+    one, other = NAMED.values()
+
+    assert (a, b) == (asked == "a", asked == "b")
+    assert (one | other).keeps_name(asked) == (a or b)
+    assert (one & other).keeps_name(asked) == (a and b)
+    assert (one & one).keeps_name(asked) == a
+    assert (~one).keeps_name(asked) == (not a)
+
+
 @given(policies())
 def test_a_policy_pickles(policy: Policy) -> None:
     assert pickle.loads(pickle.dumps(policy)) == policy

@@ -96,3 +96,25 @@ def test_only_what_runs_inside_is_collected() -> None:
 
     assert len(regions) == 1
     del before, inside, after
+
+
+@ENGINES
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_every_dropped_tensor_is_recomputed_ahead(engine: str, count: int) -> None:
+    def function(x: Tensor) -> Tensor:
+        for _ in range(count):
+            x = x.exp()
+        return x
+
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    with mb.collect_regions() as regions:
+        y = mb.checkpoint(function, x, engine=engine, verify=False)
+    with Counter() as ahead:
+        regions.recompute()
+    with Counter() as behind:
+        (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+
+    assert ahead.ran.count("aten::exp") == count
+    assert "aten::exp" not in behind.ran
+    assert torch.equal(found, expected)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
 from membudget._torch import is_profiling
-from membudget.memory.events import recorded_events
+from membudget.memory.events import quiet_stderr, recorded_events
 
 
 def test_allocations_and_releases_are_told_in_order():
@@ -47,3 +49,39 @@ def test_recording_ends_with_a_failure_and_prints_nothing(capfd):
 
     assert not is_profiling()
     assert capfd.readouterr() == ("", "")
+
+
+def test_only_what_is_written_in_between_is_hidden(capfd):
+    os.write(2, b"before ")
+    with quiet_stderr():
+        os.write(2, b"hidden ")
+    os.write(2, b"after")
+
+    assert capfd.readouterr().err == "before after"
+
+
+def test_being_quiet_leaves_no_file_open():
+    def is_open(number: int) -> bool:
+        try:
+            os.fstat(number)
+        except OSError:
+            return False
+        return True
+
+    before = [is_open(number) for number in range(64)]
+    for _ in range(3):
+        with quiet_stderr():
+            pass
+    assert [is_open(number) for number in range(64)] == before
+
+
+def test_without_a_standard_error_there_is_nothing_to_hide():
+    kept = os.dup(2)
+    try:
+        os.close(2)
+        with quiet_stderr():
+            ran = True
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+    assert ran

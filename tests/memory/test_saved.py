@@ -94,3 +94,34 @@ def test_what_autograd_let_go_is_not_counted():
         x.sin().exp().sum().backward()
 
     assert mb.saved(step).total_bytes == 0
+
+
+def test_the_table_has_one_line_a_tensor_and_counts_a_shared_storage_once():
+    x = torch.randn(4, 6, requires_grad=True)
+    report = mb.saved(lambda x: x[:2] * x[2:], x)
+    assert [record.is_view for record in report.records] == [True, True]
+    title, _, header, _, *rows, _ = str(report).splitlines()
+    assert title.strip() == "saved for backward: 96 bytes"
+    columns = [cell.strip() for cell in header.strip("┃").split("┃")]
+    assert columns == ["module", "operator", "line", "kind", "shape", "bytes"]
+    # Bytes are aligned on the right, all else on the left.
+    assert rows[0].endswith(" 96 │")
+    assert rows[0].startswith("│ ")
+    cells = [[cell.strip() for cell in row.strip("│").split("│")] for row in rows]
+    assert [row[3:] for row in cells] == [
+        ["input (view)", "float32[2, 6]", "96"],
+        ["input (view)", "float32[2, 6]", "(shared)"],
+    ]
+
+
+def test_the_totals_are_those_of_each_kind():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    x = torch.randn(3, 4)
+    report = mb.saved(model, x)
+    found = report.to_dict()
+    assert found["parameter_bytes"] == report.parameter_bytes == 2 * 8 * 4
+    assert found["input_bytes"] == report.input_bytes == x.nbytes
+    assert found["activation_bytes"] == report.activation_bytes == 3 * 8 * 4
+    nothing = mb.saved(torch.sin, x)
+    assert nothing.parameter_bytes == nothing.input_bytes == 0
+    assert nothing.activation_bytes == nothing.total_bytes == 0

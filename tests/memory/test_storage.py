@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import membudget as mb
 
@@ -24,6 +26,33 @@ def test_an_expanded_tensor_costs_its_one_element():
 def test_sparse_tensors_count_indices_and_values():
     coo = torch.eye(3).to_sparse()
     assert mb.storage_bytes([coo]) == 2 * 3 * 8 + 3 * 4
+
+
+@pytest.mark.filterwarnings("ignore:Sparse [CB]S[CR] tensor support:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [
+        (torch.sparse_csr_tensor, torch.ones(3)),
+        (torch.sparse_csc_tensor, torch.ones(3)),
+        (torch.sparse_bsr_tensor, torch.ones(3, 2, 2)),
+        (torch.sparse_bsc_tensor, torch.ones(3, 2, 2)),
+    ],
+    ids=["csr", "csc", "bsr", "bsc"],
+)
+def test_compressed_tensors_count_both_kinds_of_indices_and_the_values(make, values):
+    pointers, indices = torch.tensor([0, 2, 2, 3]), torch.tensor([0, 1, 1])
+    compressed = make(pointers, indices, values, check_invariants=True)
+    found = mb.storage_bytes([compressed])
+    assert found == pointers.nbytes + indices.nbytes + values.nbytes
+
+
+def test_a_tensor_that_is_made_of_others_counts_what_it_is_made_of():
+    x = torch.zeros(10)
+    made = TwoTensor(x, x + 1)
+    assert mb.storage_bytes([made]) == 80
+    assert mb.storage_bytes([made, made.a]) == 80
+    nested = TwoTensor(made, TwoTensor(x + 2, x + 3))
+    assert mb.storage_bytes([nested]) == 160
 
 
 def test_nothing_costs_nothing():

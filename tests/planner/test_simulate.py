@@ -80,11 +80,26 @@ def test_the_workspace_of_what_runs_again_counts():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[4], workspace=10)
     draft.save(a)
-    draft.run(a, makes=[1])
-    graph = draft.finish()
-    found = simulate(graph, [Region(0, 2)])
-    assert (found.peak_bytes, found.peak_moment) == (14, 0)
+    (b,) = draft.run(a, makes=[8])
+    draft.hold(b)
+    found = simulate(draft.finish(), [Region(0, 2)])
     assert found.recomputed == (0,)
+    # While it runs again, the output is there, too: 8 + 4 + 10 bytes, not 4 + 10.
+    assert (found.peak_bytes, found.peak_moment) == (22, 3)
+    assert found.alive_bytes == (4, 12, 8, 12)
+
+
+def test_what_is_yet_to_be_read_is_copied_for_autograd():
+    # The backward asks for a first, and b, made from a, is still to come.
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    (b,) = draft.run(a, makes=[2])
+    draft.save(b)
+    draft.run(a, b, makes=[1])
+    draft.save(a)
+    found = simulate(draft.finish(), [Region(0, 3)])
+    assert found.alive_bytes == (4, 6, 7, 8, 2, 0)
+    assert found.recomputed == (0, 1)
 
 
 def test_an_output_that_nobody_wants_is_alive_only_while_its_operator_runs():

@@ -84,3 +84,16 @@ def test_a_device_of_the_table_is_whole(device):
 def test_this_processor_is_measured_once(monkeypatch):
     monkeypatch.setattr(devices, "this_processor", this_processor)
     assert this_processor() is this_processor() is device_of("CPU")
+
+
+def test_one_slow_run_of_a_busy_machine_does_not_count(monkeypatch):
+    durations = [1.0, 1.0, 50.0, 1.0, 2.0]
+    readings = iter([t for d in durations for t in (100.0, 100.0 + d)])
+    monkeypatch.setattr("time.perf_counter", lambda: next(readings))
+    runs: list[int] = []
+
+    seconds = devices._seconds_of(lambda: runs.append(1), repeats=len(durations))
+
+    assert seconds == 1.0
+    # One more, which is not timed: the first is slower than the others.
+    assert len(runs) == len(durations) + 1

@@ -62,7 +62,8 @@ def step(block: Block, call: Callable[..., Tensor]) -> list[Tensor]:
     block.zero_grad()
     loss = call(block, call(block, x)).square().mean()
     loss.backward()
-    return [loss.detach(), *(t.grad for t in (x, *block.parameters()) if t is not None)]
+    gradients = [t.grad for t in (x, *block.parameters())]
+    return [loss.detach(), *(g for g in gradients if g is not None)]
 
 
 @pytest.mark.parametrize("region", REGIONS)
@@ -107,7 +108,8 @@ def test_row_a01_a_fitted_step_is_the_plain_one():
         x.grad = None
         loss = model(x).square().mean()
         loss.backward()
-        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+        gradients = [p.grad for p in model.parameters()]
+        return [loss.detach(), *(g.clone() for g in gradients if g is not None)]
 
     wanted = run()
     with warnings.catch_warnings():
@@ -127,11 +129,13 @@ class Scaled(Tensor):
         )
 
     def __init__(self, inner: Tensor):
-        self.inner = inner
+        self.held = inner
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        args = [a.inner if isinstance(a, Scaled) else a for a in args]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func, types, args=(), kwargs=None
+    ):
+        args = [a.held if isinstance(a, Scaled) else a for a in args]
         output = func(*args, **(kwargs or {}))
         return Scaled(output) if isinstance(output, Tensor) else output
 

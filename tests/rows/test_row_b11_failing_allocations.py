@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import _torch, observer
+from membudget import _torch, _torch_observing, observer
 from membudget.engine.replay.frame import ReplayFrame
 
 
@@ -42,7 +42,7 @@ def thread_state() -> tuple[Any, ...]:
         _torch.dispatch_mode_count(),
         _torch.function_mode_count(),
         observer.observers(),
-        _torch.is_observing_excluded(),
+        _torch_observing.is_observing_excluded(),
         torch.is_grad_enabled(),
     )
 

@@ -237,7 +237,7 @@ class ReplayFrame:
 
     def note_backward_inside(self) -> None:
         """Tell a region around this one, which would run it again (its Rule 7)."""
-        owner = getattr(self._outer and self._outer[1], "__self__", None)
+        owner: Any = getattr(self._outer and self._outer[1], "__self__", None)
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
 

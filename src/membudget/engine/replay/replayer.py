@@ -338,8 +338,9 @@ class Replayer:
         for index, reference in operation.outputs:
             value = reference()
             # One of several outputs may be held, and stays what it is.
-            is_made = value is not None and value.operation is operation
-            if is_made and value.plan == self._plan and value.uses > 0:
+            if value is None or value.operation is not operation:
+                continue
+            if value.plan == self._plan and value.uses > 0:
                 root = written.get(index)
                 value.tensor = made[index] if root is None else bases[root]
                 self._memoised[value] = None
@@ -395,7 +396,5 @@ def _number(operation: Operation) -> int:
     return operation.number
 
 
-_FIRST_TASK = 3
-"""Backwards have numbers from -2 on, and what they become is below zero."""
-
+_FIRST_TASK = 3  # Backwards have numbers from -2 on; these become negative.
 _NO_BASES: dict[Any, Tensor] = {}

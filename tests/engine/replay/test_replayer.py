@@ -1,0 +1,130 @@
+"""How often each operator is replayed, with stages and without."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import membudget as mb
+from membudget.engine.policy import Candidate, Policy
+from membudget.engine.stages import Stages
+
+Outputs = set[tuple[int, int]]
+
+
+class Staged(Policy):
+    """Keeps nothing, and goes back by stages of two saved tensors."""
+
+    def __init__(self, *held: Outputs) -> None:
+        self.stages = Stages(range(0, 2 * len(held), 2), list(held))
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return False
+
+
+class Nothing(Policy):
+    """Keeps nothing, and goes back at once."""
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return False
+
+
+class Sines(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts sines."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += func is torch.ops.aten.sin.default
+        return func(*args, **(kwargs or {}))
+
+
+def six(x: Tensor) -> Tensor:
+    """Take six sines, each of which saves its input."""
+    for _ in range(6):
+        x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize(
+    ("policy", "count"),
+    [
+        # All five that lead to the inputs of the others, once.
+        (Nothing(), 5),
+        # The last stage asks for the fourth and the fifth, the next for the second and
+        # the third, and the first for the first one: each begins at the input.
+        (Staged(set(), set(), set()), 5 + 3 + 1),
+        # The last stage holds the second sine, where the next one goes on.
+        (Staged(set(), set(), {(2, 0)}), 5 + 1 + 1),
+        (Staged(set(), {(1, 0)}, {(2, 0)}), 5 + 1 + 1),
+        (Staged(set(), {(1, 0)}, {(1, 0), (2, 0)}), 5 + 1),
+        (Staged(set(), set(), {(2, 1), (9, 0)}), 5 + 3 + 1),
+    ],
+)
+def test_a_stage_begins_where_the_last_one_held_something(policy, count):
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    y = mb.checkpoint(six, x, engine="replay", keep=policy, verify=False)
+    with Sines() as sines:
+        (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(six(x).sum(), x)
+    assert torch.equal(found, expected)
+    assert sines.count == count
+
+
+def test_a_second_backward_replays_as_much_as_the_first():
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    policy = Staged(set(), set(), {(2, 0)})
+    y = mb.checkpoint(six, x, engine="replay", keep=policy, verify=False)
+    with Sines() as sines:
+        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(first, second)
+    assert sines.count == 2 * (5 + 1 + 1)
+
+
+class Living(torch.utils._python_dispatch.TorchDispatchMode):
+    """Notes before each sine which results of earlier ones live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[StorageWeakRef] = []
+        self.living: list[list[int]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is not torch.ops.aten.sin.default:
+            return func(*args, **(kwargs or {}))
+        alive = [n for n, ref in enumerate(self.results, 1) if not ref.expired()]
+        self.living.append(alive)
+        output = func(*args)
+        self.results.append(StorageWeakRef(output.untyped_storage()))
+        return output
+
+
+def test_what_a_stage_still_needs_is_gone_when_the_next_one_begins():
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        four = x
+        for _ in range(4):
+            four = four.sin()
+        # Its backward never comes, so the fourth sine stays wanted.
+        beside = four.tanh()
+        return four.sin().sin(), beside
+
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    policy = Staged()
+    policy.stages = Stages([0, 4], [set(), set()])
+    y, beside = mb.checkpoint(function, x, engine="replay", keep=policy, verify=False)
+    with Living() as living:
+        torch.autograd.grad(y.sum(), x)
+    assert len(living.results) == 5 + 3
+    assert living.living[5] == []
+    assert beside.requires_grad

@@ -1,0 +1,185 @@
+"""Sources of random numbers: noted, and brought back where they stood."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from membudget.engine import randomness
+from membudget.engine.randomness import (
+    Source,
+    bring_back,
+    global_sources,
+    note,
+    private_sources,
+    source_of,
+    torch_sources,
+)
+from membudget.engine.scope import Scope
+
+GENERATORS = {
+    "torch": (
+        lambda: torch.Generator().manual_seed(3),
+        lambda g: torch.rand(2, generator=g),
+    ),
+    "torch's own": (lambda: torch.default_generator, lambda g: torch.rand(2)),
+    "python": (lambda: random.Random(3), lambda g: g.random()),
+    "numpy": (lambda: np.random.default_rng(3), lambda g: g.random(2)),
+    "numpy's legacy": (lambda: np.random.RandomState(3), lambda g: g.random_sample(2)),
+    "numpy's legacy without a twister": (
+        lambda: np.random.RandomState(np.random.PCG64(3)),
+        lambda g: g.standard_normal(3),
+    ),
+}
+
+
+def numbers(drawn: Any) -> list[float]:
+    return np.asarray(drawn).ravel().tolist()
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_source_that_is_brought_back_draws_the_same_again(kind):
+    make, draw = GENERATORS[kind]
+    generator = make()
+    source = source_of(generator)
+    assert source is not None
+    draw(generator)
+    noted = source.note()
+    first = [numbers(draw(generator)) for _ in range(3)]
+    source.bring_back(noted)
+    assert [numbers(draw(generator)) for _ in range(3)] == first
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_a_source_from_which_nothing_was_drawn_is_noted_as_the_same_pair(kind):
+    make, draw = GENERATORS[kind]
+    generator = make()
+    source = source_of(generator)
+    assert source is not None
+    first = source.note()
+    assert source.note() is first
+    draw(generator)
+    assert source.note() is not first
+
+
+def test_a_generator_of_the_system_has_no_state():
+    assert source_of(random.SystemRandom()) is None
+
+
+def test_a_source_that_stands_where_it_was_is_not_written():
+    written: list[int] = []
+    state = [1]
+    source = Source(lambda: state[0], written.append, lambda: state[0])
+    noted = source.note()
+    source.bring_back(noted)
+    assert written == []
+    state[0] = 2
+    source.bring_back(noted)
+    assert written == [1]
+
+
+def test_without_a_mark_the_state_itself_is_compared():
+    state = [1]
+    written: list[int] = []
+    source = Source(lambda: state[0], written.append, None)
+    noted = source.note()
+    assert noted == ("1", 1)
+    source.bring_back(noted)
+    assert written == []
+    state[0] = 2
+    source.bring_back(noted)
+    assert written == [1]
+
+
+def test_sources_stand_where_they_stood_inside_a_scope_and_again_behind_it():
+    generators = [random.Random(1), random.Random(2)]
+    noted = note(source_of(g) for g in generators)  # type: ignore[misc]
+    first = [g.random() for g in generators]
+    after = [g.getstate() for g in generators]
+    with Scope() as scope:
+        bring_back(noted, scope)
+        assert [g.random() for g in generators] == first
+        generators[0].random()
+    assert [g.getstate() for g in generators] == after
+
+
+def test_global_sources_are_python_s_torch_s_and_numpy_s(monkeypatch):
+    found = global_sources()
+    assert len(found) == 3
+    noted = note(found)
+    first = (random.random(), torch.rand(2).tolist(), np.random.rand(2).tolist())  # noqa: NPY002
+    with Scope() as scope:
+        bring_back(noted, scope)
+        again = (random.random(), torch.rand(2).tolist(), np.random.rand(2).tolist())  # noqa: NPY002
+    assert again == first
+    assert global_sources() is found
+    without = global_sources(torch_too=False)
+    assert len(without) == 2
+    assert source_of(torch.default_generator) in found
+    assert source_of(torch.default_generator) not in without
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    assert len(global_sources()) == 2
+
+
+def test_private_sources_are_all_but_torch_s_own():
+    generators = [
+        *(torch.Generator(), torch.default_generator, random.Random(0)),
+        *(random.SystemRandom(), np.random.default_rng()),
+    ]
+    assert len(private_sources(generators, torch_too=True)) == 3
+    assert len(private_sources(generators, torch_too=False)) == 2
+    assert private_sources([], torch_too=True) == []
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Generator]]:
+    """Let two CUDA devices be in use; their generators lie on the CPU."""
+    generators = [torch.Generator().manual_seed(n) for n in range(2)]
+    monkeypatch.setattr(randomness, "_cuda_is_in_use", lambda: True)
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    randomness._cuda_source.cache_clear()
+    randomness._global_sources.cache_clear()
+    yield generators
+    randomness._cuda_source.cache_clear()
+    randomness._global_sources.cache_clear()
+
+
+def draws(generators: list[torch.Generator]) -> list[float]:
+    return [torch.rand(1, generator=g).item() for g in generators]
+
+
+def test_the_generators_of_every_device_in_use_are_global(devices):
+    found = global_sources()
+    assert len(found) == 5
+    assert len(global_sources(torch_too=False)) == 2
+    noted = note(found)
+    first = draws(devices)
+    with Scope() as scope:
+        bring_back(noted, scope)
+        assert draws(devices) == first
+
+
+def test_torch_brings_back_the_cpu_and_the_devices_of_the_arguments(devices):
+    assert len(torch_sources(list)) == 1
+    assert len(torch_sources(lambda: [1, 1, 0])) == 3
+    noted = note(torch_sources(lambda: [1]))
+    assert len(noted) == 2
+    zero, one = draws(devices)
+    with Scope() as scope:
+        bring_back(noted, scope)
+        first, second = draws(devices)
+    assert second == one
+    assert first != zero
+
+
+def test_without_devices_nobody_is_asked_for_them():
+    def fail() -> Any:
+        raise AssertionError
+
+    assert len(torch_sources(fail)) == 1

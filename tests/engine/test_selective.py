@@ -1,0 +1,162 @@
+"""Policies in torch's form: what they keep, and what is no policy."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    create_selective_checkpoint_contexts as torch_contexts,
+)
+
+import membudget as mb
+from membudget.compat import create_selective_checkpoint_contexts
+from membudget.engine.policy import Candidate, Policy
+from membudget.engine.selective import TorchPolicy
+from membudget.engine.selective import policy_of as carried_by
+
+aten = torch.ops.aten
+OUTPUT = torch.ones(2)
+
+
+def policy_of(given: Any) -> Any:
+    """Return the policy that the contexts carry."""
+    policy = carried_by(create_selective_checkpoint_contexts(given))
+    assert policy is not None
+    return policy
+
+
+def candidate(operator: Any, *args: Any, **kwargs: Any) -> Candidate:
+    return Candidate(operator, args, kwargs, OUTPUT, 1, 0, lambda: "")
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, frozenset])
+def test_a_list_keeps_the_overloads_it_names_and_all_of_a_packet(kind):
+    policy = policy_of(kind([aten.mm, aten.sum.dim_IntList]))
+    kept = {
+        aten.mm.default: True,
+        aten.mm.out: True,
+        aten.sum.dim_IntList: True,
+        aten.sum.default: False,
+        aten.addmm.default: False,
+    }
+    assert {o: policy.keeps(candidate(o)) for o in kept} == kept
+    assert {o: policy.by_operator(o) for o in kept} == kept
+    assert policy.expects_to_keep
+
+
+@pytest.mark.parametrize(
+    ("decision", "kept"),
+    [
+        (CheckpointPolicy.MUST_SAVE, True),
+        (CheckpointPolicy.PREFER_SAVE, True),
+        (CheckpointPolicy.MUST_RECOMPUTE, False),
+        (CheckpointPolicy.PREFER_RECOMPUTE, False),
+        (True, True),
+        (False, False),
+    ],
+)
+def test_a_function_is_asked_with_the_operator_and_its_arguments(decision, kept):
+    asked: list[Any] = []
+
+    def decide(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append((context.is_recompute, context.op_output, operator, args, kwargs))
+        return decision
+
+    policy = policy_of(decide)
+    assert policy.keeps(candidate(aten.mm.default, 1, 2, key=3)) is kept
+    assert asked == [(False, OUTPUT, aten.mm.default, (1, 2), {"key": 3})]
+    assert policy.by_operator(aten.mm.default) is None
+    assert policy.expects_to_keep
+
+
+def test_what_is_no_policy_is_refused():
+    with pytest.raises(
+        mb.OptionError, match=r"a policy is a function or a list.*got 3"
+    ):
+        policy_of(3)
+    with pytest.raises(
+        mb.OptionError, match=r"a list policy holds operators.*got 'mm'"
+    ):
+        policy_of([aten.mm, "mm"])
+
+
+def test_contexts_of_somebody_else_carry_no_policy():
+    assert carried_by((nullcontext(), nullcontext())) is None
+    theirs = torch_contexts([aten.mm.default])
+    assert carried_by(theirs) is None
+
+
+class Noting(Policy):
+    """Keeps the second output of each operator, and notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[Candidate] = []
+
+    def keeps(self, candidate: Candidate) -> bool:
+        self.asked.append(candidate)
+        return candidate.output_index == 1
+
+
+def context(*outputs: Any) -> SelectiveCheckpointContext:
+    output = outputs if len(outputs) > 1 else outputs[0]
+    return SelectiveCheckpointContext(is_recompute=False, op_output=output)
+
+
+def test_torch_asks_the_policy_for_each_output_and_numbers_the_operators():
+    policy = Noting()
+    asked = TorchPolicy(policy)
+    assert not asked(context(OUTPUT), aten.sin.default, 1, key=2)
+    assert asked(context(OUTPUT, OUTPUT + 1), aten.max.dim, 3)
+    found = [(c.index, c.output_index, c.operator) for c in policy.asked]
+    assert found == [
+        (1, 0, aten.sin.default),
+        (2, 0, aten.max.dim),
+        (2, 1, aten.max.dim),
+    ]
+    assert (policy.asked[0].args, policy.asked[0].kwargs) == ((1,), {"key": 2})
+    assert policy.asked[0].module_path == ""
+
+
+def test_views_are_not_kept_and_what_cannot_run_again_is():
+    policy = Noting()
+    asked = TorchPolicy(policy)
+    assert asked(context(OUTPUT), aten.t.default) is False
+    assert asked(context(OUTPUT), torch.ops.higher_order.cond) is True
+    assert policy.asked == []
+    asked(context(OUTPUT), aten.sin.default)
+    # Operators that are not asked about count all the same.
+    assert policy.asked[0].index == 3
+
+
+@pytest.mark.parametrize(
+    ("kept", "recomputed"),
+    [([aten.sin], (1, 1)), ([aten.exp], (1, 0)), ([aten.cos], (2, 1))],
+)
+def test_a_region_recomputes_what_the_contexts_do_not_keep(kept, recomputed):
+    ran: list[str] = []
+
+    class Noted(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            ran.append(func._schema.name.removeprefix("aten::"))
+            return func(*args, **(kwargs or {}))
+
+    def function(x: Tensor) -> Tensor:
+        return x.sin().exp().cos()
+
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    contexts = functools.partial(create_selective_checkpoint_contexts, kept)
+    y = mb.checkpoint(function, x, context_fn=contexts, verify=False)
+    with Noted():
+        (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(found, expected)
+    # The derivative of the cosine is one sine more.
+    assert (ran.count("sin"), ran.count("exp")) == recomputed

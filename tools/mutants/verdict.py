@@ -1,0 +1,107 @@
+"""Run the tests that can notice a mutant, until one does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tools.mutants.covering import Batch
+from tools.mutants.find import Mutant
+from tools.mutants.session import run_pytest
+from tools.mutants.trees import write
+
+# Covering tests took `seconds` under coverage; what takes this many times as long, and
+# then some for the imports, never ends.
+GENEROUS = 4
+IMPORTS_S = 20.0
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests say of one mutant.
+
+    Attributes:
+        mutant: The mutant.
+        caught_by: The test that failed, or why there is none, or None if none failed.
+        tests: How many tests can notice it.
+        seconds: CPU seconds it took.
+    """
+
+    mutant: Mutant
+    caught_by: str | None
+    tests: int
+    seconds: float
+
+
+class Chosen:
+    """A pytest plugin that runs some tests alone, in the order that is given."""
+
+    def __init__(self, tests: Sequence[str]) -> None:
+        """Choose tests by their node ids."""
+        self._order = {name: number for number, name in enumerate(tests)}
+        self.failed = ""
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        """Leave out the others."""
+        items[:] = [item for item in items if item.nodeid in self._order]
+        items.sort(key=lambda item: self._order[item.nodeid])
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Note the test that fails."""
+        if report.failed:
+            self.failed = report.nodeid
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The job that tries one mutant.
+
+    Attributes:
+        mutant: The mutant.
+        batches: The tests that can notice it.
+        note: Where the child writes which test failed.
+    """
+
+    mutant: Mutant
+    batches: Sequence[Batch]
+    note: Path
+
+    @property
+    def limit_s(self) -> float:
+        """The most CPU seconds it may take."""
+        return GENEROUS * sum(batch.seconds for batch in self.batches) + IMPORTS_S
+
+    def prepare(self, tree: Path) -> None:
+        """Plant the fault."""
+        write(tree, self.mutant.path, self.mutant.after)
+
+    def work(self) -> int:
+        """Run the tests; note the first that fails, and return 1 if one does."""
+        for batch in self.batches:
+            chosen = Chosen(batch.tests)
+            if run_pytest([batch.path, "-x", "--tb=short"], [chosen]):
+                failed = chosen.failed or f"collecting {batch.path}"
+                self.note.write_text(failed, encoding="utf-8")
+                return 1
+        return 0
+
+    def clean(self, tree: Path) -> None:
+        """Take the fault out again."""
+        write(tree, self.mutant.path, self.mutant.before)
+
+    def verdict(self, code: int, seconds: float) -> Verdict:
+        """Read how the child ended."""
+        tests = sum(len(batch.tests) for batch in self.batches)
+        caught_by = None
+        if code:
+            noted = self.note.exists()
+            caught_by = self.note.read_text("utf-8") if noted else died(code)
+        return Verdict(self.mutant, caught_by, tests, seconds)
+
+
+def died(code: int) -> str:
+    """Say how a child ended that could not note which test failed."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
