@@ -48,6 +48,8 @@ def ways() -> dict[str, Callable[[Chain], Chain]]:
         "torch, reentrant": of_torch(True),
         "membudget": mb.checkpoint(),
         "membudget, guards=False": mb.checkpoint(guards=False),
+        "membudget, verify=False": mb.checkpoint(verify=False),
+        "membudget, verified": mb.checkpoint(determinism_check="values"),
         "membudget, reentrant": mb.checkpoint(use_reentrant=True),
     }
 

@@ -54,10 +54,15 @@ class Span:
         if not torch.is_grad_enabled() or SWITCHES.disabled:
             return
         self._counted = isolation.enter()
-        self._frame = ReplayFrame(
-            self._owner, (self._name, *args), kwargs, self._options, self.statistics
-        )
-        self._frame.begin()
+        try:
+            frame = ReplayFrame(
+                self._owner, (self._name, *args), kwargs, self._options, self.statistics
+            )
+            frame.begin()
+        except BaseException:
+            self._close()
+            raise
+        self._frame = frame
         self._surroundings = _surroundings()
 
     def leave(self) -> None:

@@ -79,12 +79,6 @@ def likely_causes(
     return causes
 
 
-def name_of_container(function: Any, container: Any) -> str:
-    """Return what an error calls a list or dict that `function` reaches."""
-    names = reach(function, names=True).names or {}
-    return f"the {type(container).__name__} {names.get(id(container), '?')!r}"
-
-
 def _grown(function: Any, reads: Reads | None) -> list[str]:
     if reads is None:
         return []

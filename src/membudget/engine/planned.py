@@ -8,6 +8,7 @@ always right and never takes more memory, and the difference is counted.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from membudget.engine.policy import Candidate, Policy
 from membudget.engine.stages import Stages
@@ -41,7 +42,7 @@ class Planned(Policy):
     def keeps(self, candidate: Candidate) -> bool:
         """Tell whether the plan keeps the output, whatever else ran in the call."""
         expected = self._kept.get((candidate.index, candidate.output_index))
-        return expected == str(candidate.operator)
+        return expected is not None and _is(candidate.operator, expected)
 
 
 class _Call(Policy):
@@ -62,7 +63,7 @@ class _Call(Policy):
         expected = self._names.get(number)
         if expected is None:
             return False
-        if expected != str(candidate.operator):
+        if not _is(candidate.operator, expected):
             self._differ()
             return False
         self._awaited.discard(number)
@@ -75,3 +76,23 @@ class _Call(Policy):
     def _differ(self) -> None:
         self._has_differed = True
         self._plan.differences += 1
+
+
+def _is(operator: Any, expected: str) -> bool:
+    """Tell whether an operator is the one that a plan expects, perhaps in place.
+
+    A plan made of fake tensors, which are a subclass, expects `add` where torch then
+    writes in place.
+    """
+    name = str(operator)
+    return name == expected or in_place_or_not(name) == in_place_or_not(expected)
+
+
+def in_place_or_not(name: str) -> str:
+    """Return an operator's name without the mark of the variant that writes in place.
+
+    Example:
+        >>> in_place_or_not("aten.add_.Tensor"), in_place_or_not("aten.add.Tensor")
+        ('aten.add.Tensor', 'aten.add.Tensor')
+    """
+    return name.replace("_.", ".")

@@ -34,7 +34,6 @@ from membudget import _torch
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.bits import Fingerprint, content_of
 from membudget.engine.calls import Calls
-from membudget.engine.counters import Counters
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
@@ -155,10 +154,6 @@ class Reads:
             if versions[i] != self._versions[i]
         }
         self._versions = versions
-
-    def counters(self) -> Counters:
-        """Note the plain values in the containers that the function reaches."""
-        return Counters(held for held, _ in self._containers)
 
     def grown(self) -> list[tuple[Any, int, int]]:
         """Return the containers that grew in the forward, with both lengths."""

@@ -29,11 +29,9 @@ from membudget.engine.compare import (
     mismatch_error,
     same_metadata,
 )
-from membudget.engine.counters import Counters
 from membudget.engine.diagnosis import (
     likely_causes,
     module_names,
-    name_of_container,
 )
 from membudget.engine.fingerprints import Comparison
 from membudget.engine.nested import must_keep
@@ -104,7 +102,6 @@ class Rerun:
         recording = self._recording
         surroundings = recording.surroundings
         gradients_were_on = torch.is_grad_enabled()
-        counters = self._counters()
         try:
             set_grad_enabled(True)
             with Scope() as scope:
@@ -125,8 +122,6 @@ class Rerun:
                 raise self._failure
             if not self._stopped:
                 self._check_count()
-            if counters is not None:
-                self._check_counters(counters)
             if self._fingerprints is not None and recording.finished:
                 recording.note_verified(self._fingerprints.waited)
         except CheckpointError as error:
@@ -137,26 +132,6 @@ class Rerun:
             self._failure = None
             del self._recording, self._handles, self._metadata, self._fingerprints
             del self._trace
-
-    def _counters(self) -> Counters | None:
-        """Note, in a call that is verified, what the function may count."""
-        reads = self._recording.surroundings.reads
-        if self._fingerprints is None or reads is None:
-            return None
-        return reads.counters()
-
-    def _check_counters(self, counters: Counters) -> None:
-        moved = counters.put_back()
-        if moved is not None:
-            name = name_of_container(self._recording.function, moved)
-            raise mismatch_error(
-                None,
-                None,
-                f"{name} as the forward left it",
-                f"{name} moved on: the recompute counted again",
-                self._causes(None, None),
-                self._traces(),
-            )
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Call the function, to its end or until everything needed is there."""

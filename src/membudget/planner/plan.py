@@ -216,7 +216,7 @@ def _writers(graph: StepGraph, region: Region) -> tuple[dict[int, KeptOutput], i
     writers: dict[int, KeptOutput] = {}
     number = 0
     for operator in graph.operators[region.start : region.end]:
-        number += operator.name not in _NOT_NUMBERED
+        number += 1
         for value in (graph.values[position] for position in operator.outputs):
             if operator.is_view:
                 continue
@@ -224,10 +224,6 @@ def _writers(graph: StepGraph, region: Region) -> tuple[dict[int, KeptOutput], i
             if operator.is_pinned or not graph.storages[value.storage].bytes:
                 del writers[value.storage]
     return writers, number
-
-
-_NOT_NUMBERED = ("aten.detach.default", "aten.alias.default")
-"""The engine counts none: it does not see those of a real step."""
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:

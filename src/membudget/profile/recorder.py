@@ -153,8 +153,10 @@ class StepRecorder(Observer):
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator and note it."""
         facts = facts_of(operator)
-        # A region does not number queries either, and plans name operators by number.
-        if self._is_suspended or (facts is not None and facts.is_query):
+        # A region does not number these either, and plans name operators by number.
+        if self._is_suspended or (
+            facts is not None and (facts.is_query or not facts.is_numbered)
+        ):
             return operator(*args, **kwargs)
         index = len(self.operators)
         node = current_autograd_node()

@@ -8,10 +8,17 @@ all known ones and is verified from there on (Rule 8): beside its originals
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 from torch import Tensor
 
-from membudget.engine.bits import has_bits, is_subclass
+from membudget.engine.bits import (
+    Fingerprint,
+    content_of,
+    has_bits,
+    is_subclass,
+    sample_of,
+)
 from membudget.engine.identity import SavedVersion
 from membudget.engine.options import RegionOptions
 from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
@@ -141,16 +148,19 @@ class Checks:
 
     # What is made again.
 
-    def finish(self, recorder: Recorder, replayer: Replayer) -> bool:
+    def finish(
+        self, recorder: Recorder, replayer: Replayer
+    ) -> Callable[[Tensor], Fingerprint] | None:
         """Verify what the forward has dropped, or see to it that the backward does.
 
         Returns:
-            Whether the content of sources is to be checked whole.
+            How to take fingerprints of sources, if their content is to be compared:
+            whole beside originals, which take memory anyway, by a sample elsewhere.
         """
         verified = self._verified
         self.recorder = None
         if verified is None:
-            return False
+            return None
         recording = recorder.recording
         path = recording.path or tuple(recording.taken or ())
         originals, self._originals = self._originals, None
@@ -164,7 +174,9 @@ class Checks:
             verified.add(path)  # Nothing was dropped.
         elif path[: recording.number] not in verified.paths:
             verified.is_pending = True
-        return verified.is_sampled()
+        if originals is not None:
+            return content_of
+        return sample_of if verified.is_sampled() else None
 
     def check_inside(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
         """Check what a backward takes while the forward still runs."""

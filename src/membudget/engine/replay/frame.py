@@ -28,7 +28,7 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import content_of, is_subclass
+from membudget.engine.bits import is_subclass
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import stride_of
 from membudget.engine.identity import address_of, version_of
@@ -172,11 +172,11 @@ class ReplayFrame:
             _warn_that_nothing_is_kept(recording.number)
         policy.end()
         recording.tracker.clear()
-        is_sampled = self._checks.finish(recorder, self._replayer)
+        take = self._checks.finish(recorder, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
-                _settle(source, outer, is_sampled)
+                _settle(source, outer, take)
         if outer is not None:
             self._replayer.unpack = outer[1]
 
@@ -326,14 +326,16 @@ def _inexact_inside() -> CheckpointError:
     )
 
 
-def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:
+def _settle(
+    source: Value, outer: Hooks | None, take: Callable[[Tensor], Any] | None
+) -> None:
     """Note what tells whether a source is changed, or hand it to the hooks around.
 
     Args:
         source: The source.
         outer: The hooks around the region.
-        is_sampled: Whether its content is compared whole, because some writers raise no
-            version.
+        take: Takes a fingerprint of its content, where that is compared, too, because
+            some writers raise no version.
     """
     tensor = source.tensor
     assert tensor is not None
@@ -343,9 +345,9 @@ def _settle(source: Value, outer: Hooks | None, is_sampled: bool) -> None:
     if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
         source.version = version_of(tensor)
         source.address = address_of(tensor)
-        if is_sampled and not source.is_state:
+        if take is not None and not source.is_state:
             with without_dispatch_modes():
-                source.fingerprint = content_of(tensor)
+                source.content = take, take(tensor)
     else:
         source.packed = (outer[0](tensor.detach()), stride_of(tensor))
         source.tensor = None

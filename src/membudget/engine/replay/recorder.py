@@ -112,8 +112,6 @@ class Recorder(Observer):
             self._late.append((handle, tensor))
         else:
             handle.value = self.recording.tracker.mark_read(tensor, entry)
-        if self.fingerprinter is not None:
-            self.fingerprinter.add(handle, tensor)
         return handle
 
     def settle(self) -> None:

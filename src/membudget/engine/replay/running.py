@@ -38,10 +38,10 @@ def check_source(value: Value, tensor: Tensor) -> None:
     """
     if value.address is not None and address_of(tensor) != value.address:
         raise SourceChangedError(tensor)
-    if value.fingerprint is not None:
-        noted, value.fingerprint = value.fingerprint, None
+    if value.content is not None:
+        (take, noted), value.content = value.content, None
         with without_dispatch_modes():
-            if has_changed(tensor, noted):
+            if has_changed(tensor, noted, take):
                 raise SourceChangedError(tensor)
 
 

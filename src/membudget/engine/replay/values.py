@@ -7,6 +7,7 @@ holds: what no handle needs is gone. Nothing in it points back, so it has no cyc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -29,7 +30,8 @@ class Value:
         version: The version of a source's content at the end of the region; `None`
             while the region runs, and where nobody else can write it.
         address: Where a source's storage lay then, because `.data =` exchanges it.
-        fingerprint: Of a source's content then, where it is still to be compared.
+        content: Of a source, where it is still to be compared: how its fingerprint is
+            taken, and what that was then.
         is_used: Whether anything needs it, so that its content must not be lost.
         is_state: Whether it is a running statistic: a source of which a copy must be
             held, because every call of the region writes its memory anew.
@@ -46,7 +48,7 @@ class Value:
     __slots__ = (
         "__weakref__",
         "address",
-        "fingerprint",
+        "content",
         "index",
         "is_carried",
         "is_lent",
@@ -90,7 +92,7 @@ class Value:
         self.tensor = tensor
         self.version: int | None = None
         self.address: int | None = None
-        self.fingerprint: Fingerprint | None = None
+        self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
 
     def is_held(self) -> bool:
         """Tell whether the content is there for good."""
