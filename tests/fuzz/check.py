@@ -48,6 +48,7 @@ _RERUNS = frozenset({"rerun", "auto", "mixed"})
 REFUSALS: dict[str, frozenset[str]] = {
     "writes its input": _RERUNS,
     "python": _RERUNS,
+    "counts": _RERUNS,
     "history": _RERUNS,
     "hidden": _RERUNS | {"fingerprints"},
     "replaced": frozenset(ENGINES),
@@ -249,6 +250,8 @@ def _limit(program: Program, name: str) -> str:
         return "hidden, unverified"
     if "unseen between" in program.reasons:
         return "unseen between"
+    if "counts" in program.reasons and name in _RERUNS:
+        return "counter in a dict"  # The recompute moves it on, for the next step.
     if written_after_saved(program):
         return "saved memory written"
     return ""

@@ -24,6 +24,8 @@ Trait = Literal[
     "history",
     # Python's state outside of the random streams is advanced.
     "python",
+    # A number in a dict of a module is.
+    "counts",
 ]
 
 
@@ -272,7 +274,11 @@ KINDS: tuple[Kind, ...] = (
         2,
         "m.seen += 1\n{t} = {a} * m.seen",
         "({a}.detach() * m.scale).exp().sum().backward()\n{t} = {a} * m.scale.grad",
-        "m.stats['calls'] = m.stats.get('calls', 0) + 1\n{t} = {a} / m.stats['calls']",
         traits=("python",),
+    ),
+    *_several(
+        1,
+        "m.stats['calls'] = m.stats.get('calls', 0) + 1\n{t} = {a} / m.stats['calls']",
+        traits=("python", "counts"),
     ),
 )

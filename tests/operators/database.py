@@ -23,7 +23,10 @@ def _torch_left_alone() -> Iterator[None]:
     try:
         yield
     finally:
-        vars(torch.backends)["__allow_nonbracketed_mutation_flag"] = True
+        # `torch.backends` is an object that stands for the module, and has no names.
+        names = torch.backends.flags_frozen.__globals__
+        names["__allow_nonbracketed_mutation_flag"] = True
+        assert not torch.backends.flags_frozen()
         for owner, call in calls:
             owner.__call__ = call  # type: ignore[method-assign]
 

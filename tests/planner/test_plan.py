@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -235,17 +234,3 @@ def test_a_stage_is_named_by_the_first_tensor_that_it_serves():
     found = planned_region(graph, "m", Region(0, 3, frozenset(), stages))
     held = (KeptOutput(1, 0, "test.forward"),)
     assert found.stages == (PlannedStage(0, ()), PlannedStage(3, held))
-
-
-def test_the_numbers_of_a_plan_leave_out_detached_tensors():
-    draft = Draft()
-    (a,) = draft.run(draft.outside(), makes=[4])
-    draft.view(a)
-    (b,) = draft.run(a, makes=[2])
-    graph = draft.finish()
-    operators = list(graph.operators)
-    operators[1] = dataclasses.replace(operators[1], name="aten.detach.default")
-    graph = dataclasses.replace(graph, operators=tuple(operators))
-    storage = graph.values[b].storage
-    found = planned_region(graph, "m", Region(0, 3, frozenset({storage})))
-    assert (found.operators, found.kept[0].number) == (2, 2)
