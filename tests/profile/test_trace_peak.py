@@ -71,9 +71,6 @@ OTHER_OPERATORS = {
 }
 """Whose operators are others on fake tensors, and why."""
 
-OTHER_FOR_NOW = {}
-"""Whose operators should be the same on fake tensors, and are not, and why."""
-
 
 def expect_failure(request: pytest.FixtureRequest, reasons: dict[str, str]) -> str:
     """Mark the test if its case is among those that fail; return the case's name."""

@@ -202,7 +202,7 @@ def decompositions() -> Call:
 
 @operators(
     not_double="torch has no second derivative of the CTC loss",
-    not_again="a rerun around compares the parts of the CTC loss's table that it leaves",
+    not_again="a rerun around compares what the CTC loss leaves unfilled",
 )
 def losses() -> Call:
     def function(x: Tensor, labels: Tensor) -> list[Tensor]:
