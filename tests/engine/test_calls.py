@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import membudget as mb
 from membudget.engine import calls
 from membudget.engine.calls import Calls, calls_of
 
@@ -196,3 +197,14 @@ def test_no_more_is_known_than_a_bound(monkeypatch: pytest.MonkeyPatch):
         known(torch.sin, torch.ones(size))
 
     assert len(calls._KNOWN) == 3
+
+
+def test_calls_that_nobody_goes_backward_from_are_verified_for_a_while_alone():
+    def function(x):
+        return x.sin().exp()
+
+    x = torch.ones(3, requires_grad=True)
+    for _ in range(300):
+        mb.checkpoint(function, x, engine="rerun")
+    known = calls_of(function, (x,), {})
+    assert not any(known.begin() for _ in range(20))

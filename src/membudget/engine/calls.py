@@ -60,6 +60,7 @@ class Calls:
     __slots__ = (
         "_awaited",
         "_count",
+        "_given_up",
         "_is_settled",
         "_patience",
         "_refs",
@@ -81,6 +82,7 @@ class Calls:
         self._patience = _PATIENCE
         self._verified: set[int] = set()
         self._awaited: set[int] = set()
+        self._given_up: set[int] = set()  # Nobody went backward along these.
 
     def begin(self) -> bool:
         """Count a call, and tell whether to verify it."""
@@ -89,6 +91,7 @@ class Calls:
             return not count & (count - 1)
         self._patience -= 1
         if self._patience < 0:
+            self._given_up |= self._awaited
             self._awaited.clear()
             self._is_settled = True
         return True
@@ -96,7 +99,7 @@ class Calls:
     def end(self, path: Path) -> None:
         """Note what a call saved, if that is not `path`."""
         key = _hash_of(path)
-        if key in self._verified:
+        if key in self._verified or key in self._given_up:
             self.path = path
         elif key not in self._awaited and len(self._awaited) < _MOST_PATHS:
             self._awaited.add(key)

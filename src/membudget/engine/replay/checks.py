@@ -47,6 +47,7 @@ class Checks:
         "_comparison",
         "_is_strict",
         "_originals",
+        "_served",
         "_statistics",
         "_verified",
         "_verify",
@@ -74,6 +75,7 @@ class Checks:
         self._verified = verified
         self._statistics = statistics
         self._originals: Originals | None = None
+        self._served: Originals | None = None
         self._comparison: Comparison | None = None
         if verified is not None:
             self._begin(recorder, verified)
@@ -144,7 +146,11 @@ class Checks:
         if self._originals is not None:
             return self._originals.of(handle)
         fingerprinter = recorder.fingerprinter
-        return None if fingerprinter is None else fingerprinter.of(handle)
+        tensor = None if fingerprinter is None else fingerprinter.of(handle)
+        if tensor is not None:
+            self._served = self._served or Originals()
+            self._served.add(handle, tensor)
+        return tensor
 
     # What is made again.
 
@@ -164,6 +170,11 @@ class Checks:
         recording = recorder.recording
         path = recording.path or tuple(recording.taken or ())
         originals, self._originals = self._originals, None
+        served, self._served = self._served, None
+        if served is not None:
+            # No later backward may ask for these, and so compare them.
+            served.compare(replayer, recording.tracker, verified.pins)
+            self._count_pins(verified)
         if originals is not None:
             originals.compare(replayer, recording.tracker, verified.pins)
             self._count_pins(verified)
