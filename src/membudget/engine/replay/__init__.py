@@ -15,7 +15,8 @@ Rule 4. A write is a new value. What was saved or read before it keeps what it h
 Rule 5. What comes from outside is held by reference, with its version and its storage:
     a parameter, an input, a closed-over tensor that was written or exchanged since
     raises, with its name. In calls number 1, 2, 4, 8, ... of a signature its content is
-    compared, too, because some writers raise no version.
+    compared, too, because some writers raise no version: whole where originals are
+    held for verification, by a sample of 256 elements elsewhere.
 Rule 6. Running statistics, memory from outside that the region itself writes, are held
     as copies, because the next call writes them again.
 Rule 7. What nobody was seen to make is held: memory that is read though no operator

@@ -70,7 +70,7 @@ class Verified:
         return None
 
     def is_sampled(self) -> bool:
-        """Tell whether this call checks sources whole: calls number 1, 2, 4, 8, ..."""
+        """Tell whether this call compares sources: calls number 1, 2, 4, 8, ... do."""
         return self.calls & (self.calls - 1) == 0
 
 
