@@ -94,7 +94,7 @@ def test_a_path_that_comes_again_ends_the_waiting():
 
     of_sine.verified(path_of(X, X))
 
-    assert of_sine.path == path_of(X, X)
+    assert of_sine.paths[2] == path_of(X, X)
     assert of_sine.begin()  # The fourth.
     assert not of_sine.begin()
 

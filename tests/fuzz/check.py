@@ -246,7 +246,7 @@ def _reason(program: Program, name: str) -> str:
 
 def _limit(program: Program, name: str) -> str:
     """Return the documented reason for which a result may differ, if there is one."""
-    if "hidden" in program.reasons and name in ("unverified", "mixed"):
+    if program.reasons & {"hidden", "unseen"} and name in ("unverified", "mixed"):
         return "hidden, unverified"
     if "unseen between" in program.reasons:
         return "unseen between"

@@ -105,7 +105,8 @@ class Program:
     @cached_property
     def reasons(self) -> frozenset[str]:
         """Why a region may refuse this program, or differ from the plain step."""
-        found = set(_reasons(self.body, (), {"x": _Memory(()), "y": _Memory(())}))
+        known = {name: _Memory(()) for name in ("x", "y", _BUFFER)}
+        found = set(_reasons(self.body, (), known))
         return frozenset(found | {self.between_reason} - {""})
 
 
@@ -199,6 +200,10 @@ class _Memory:
     readers: set[str] = field(default_factory=set)
 
 
+# Regions read it, and one statement writes it in place.
+_BUFFER = "m.mean"
+
+
 def _reasons(
     nodes: Sequence[Node], path: tuple[str, ...], known: dict[str, _Memory]
 ) -> Iterator[str]:
@@ -207,25 +212,34 @@ def _reasons(
         if isinstance(node, Region):
             yield from _reasons(node.body, (*path, node.name), known)
             continue
-        for operand in node.operands:
+        text = node.kind.text if isinstance(node, Line) else ""
+        for operand in [*node.operands, *[_BUFFER] * (_BUFFER in text)]:
             memory = known[operand]
             memory.readers |= set(path[_shared(memory.path, path) :])
         if isinstance(node, Block):
             yield from _reasons(node.body, path, known)
             continue
-        traits = node.kind.traits
-        yield from traits - {"alias", "writes"}
-        if "writes" in traits:
-            memory = known[node.operands[0]]
-            if memory.path[: len(path)] != path:
-                yield "writes its input"
-            if memory.readers - set(path):
-                yield "written since"
-            if memory.path != path[: len(memory.path)]:
-                yield "result written since"
+        yield from _reasons_of_line(node, path, known)
         if node.target:
-            is_alias = "alias" in traits
+            is_alias = "alias" in node.kind.traits
             known[node.target] = known[node.operands[0]] if is_alias else _Memory(path)
+
+
+def _reasons_of_line(
+    line: Line, path: tuple[str, ...], known: dict[str, _Memory]
+) -> Iterator[str]:
+    traits = line.kind.traits
+    yield from traits - {"alias", "writes"}
+    if f"{_BUFFER}.mul_(" in line.kind.text and known[_BUFFER].readers - set(path):
+        yield "written since"
+    if "writes" in traits:
+        memory = known[line.operands[0]]
+        if memory.path[: len(path)] != path:
+            yield "writes its input"
+        if memory.readers - set(path):
+            yield "written since"
+        if memory.path != path[: len(memory.path)]:
+            yield "result written since"
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:

@@ -70,9 +70,13 @@ class HeldArguments:
         tensors: The tensors among them, nested ones included, in order.
         others: What is neither a tensor nor a container nor a plain value: modules,
             generators, functions, objects.
+        is_nested: Whether there is a container among them, or one value twice.
     """
 
-    __slots__ = ("_alone", "_args", "_kwargs", "_memo", "_nested", "others", "tensors")
+    __slots__ = (
+        *("_alone", "_args", "_kwargs", "_memo"),
+        *("is_nested", "others", "tensors"),
+    )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """Hold them; the innermost saved-tensor hooks of the caller are asked now."""
@@ -80,12 +84,12 @@ class HeldArguments:
         self.others: list[Any] = []
         self._alone = nothing_surrounds()
         self._memo: Memo = {}
-        self._nested = False
-        self._args: list[Any] = []
+        self.is_nested = False
         hold = self._hold
-        for i, value in enumerate(args):
-            leaf = type(value) in _LEAVES
-            self._args.append(value if leaf else hold(value, (None, i)))
+        self._args = [
+            value if type(value) in _LEAVES else hold(value, (None, i))
+            for i, value in enumerate(args)
+        ]
         self._kwargs = kwargs and {
             name: value if type(value) in _LEAVES else hold(value, (None, name))
             for name, value in kwargs.items()
@@ -95,7 +99,7 @@ class HeldArguments:
     def rebuild(self) -> tuple[list[Any], dict[str, Any]]:
         """Return fresh arguments for one recompute."""
         kwargs = self._kwargs
-        if not (self._nested or kwargs):
+        if not (self.is_nested or kwargs):
             return [
                 value.rebuild() if isinstance(value, HeldTensor) else value
                 for value in self._args
@@ -127,14 +131,14 @@ class HeldArguments:
         memo = self._memo
         key = id(value)
         if key in memo:
-            self._nested = True
+            self.is_nested = True
             return memo[key]
         if isinstance(value, Tensor):
             held = memo[key] = kind_of(value, self._alone)(value, place)
             self.tensors.append(held)
             return held
         if _is_container(value):
-            self._nested = True
+            self.is_nested = True
             memo[key] = held = self._hold_container(value, place)
             return held
         self.others.append(value)

@@ -34,15 +34,18 @@ class Owner:
 
     Attributes:
         differentiates: Whether it runs a backward of its own.
+        adds_gradients: Whether that adds to the gradients of what the function reaches.
+            A recompute finds none there, so that all its calls are verified: it might
+            read what had been added before.
         replays: Whether a rerun of it was found not to be exact, so that from then on
             regions whose engine is `"auto"` replay it.
     """
 
-    __slots__ = ("_refs", "differentiates", "replays")
+    __slots__ = ("_refs", "adds_gradients", "differentiates", "replays")
 
     def __init__(self, key: Key, parts: list[Any]):
         """Begin with nothing known, until one of `parts` dies."""
-        self.differentiates = self.replays = False
+        self.differentiates = self.adds_gradients = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
 
 
@@ -53,7 +56,8 @@ class Calls:
         owner: The function.
         fills_late: Whether an operator was found that fills a tensor only after it has
             saved it (RReLU its noise): a recompute must not stop there.
-        path: What the last call on a verified path saved.
+        paths: What calls on verified paths saved: the last one of each length, because
+            most calls are like it, and to compare is cheaper than to hash.
         writes_silently: Whether a call wrote a large buffer without its version rising.
     """
 
@@ -67,14 +71,14 @@ class Calls:
         "_verified",
         "fills_late",
         "owner",
-        "path",
+        "paths",
         "writes_silently",
     )
 
     def __init__(self, owner: Owner, key: Key, parts: list[Any]):
         """Begin before the first call."""
         self.owner = owner
-        self.path: Path | None = None
+        self.paths: dict[int, Path] = {}
         self.writes_silently = self.fills_late = False
         self._refs = _held_weakly(parts, _KNOWN, key)
         self._count = 0
@@ -88,7 +92,7 @@ class Calls:
         """Count a call, and tell whether to verify it."""
         self._count = count = self._count + 1
         if self._is_settled:
-            return not count & (count - 1)
+            return not count & (count - 1) or self.owner.adds_gradients
         self._patience -= 1
         if self._patience < 0:
             self._given_up |= self._awaited
@@ -97,10 +101,10 @@ class Calls:
         return True
 
     def end(self, path: Path) -> None:
-        """Note what a call saved, if that is not `path`."""
+        """Note what a call saved, if that is none of `paths`."""
         key = _hash_of(path)
         if key in self._verified or key in self._given_up:
-            self.path = path
+            self._remember(path)
         elif key not in self._awaited and len(self._awaited) < _MOST_PATHS:
             self._awaited.add(key)
             self._is_settled = False
@@ -114,8 +118,12 @@ class Calls:
         self._verified.add(key)
         self._awaited.discard(key)
         self._is_settled = not self._awaited
-        if self.path != path:
-            self.path = path
+        self._remember(path)
+
+    def _remember(self, path: Path) -> None:
+        if len(self.paths) >= _MOST_PATHS:
+            self.paths.clear()
+        self.paths[len(path)] = path
 
 
 def _hash_of(path: Path) -> int:

@@ -57,8 +57,11 @@ class Frame(Recording):
                 pop_saved_tensors_hooks()
         if self.handles:
             surroundings.finish(calls)
-            if calls is not None and self.metadata != calls.path:
-                calls.end(self.metadata)
+            if calls is not None:
+                self.nested_backward |= calls.owner.adds_gradients
+                path = self.metadata
+                if calls.paths.get(len(path)) != path:
+                    calls.end(path)
         if self.holds:
             self.empty()
         self.finished = True

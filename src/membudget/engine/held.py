@@ -99,7 +99,8 @@ class HeldTensor:
 
     def note_forward_end(self) -> None:
         """Notice whether the function wrote into its argument."""
-        self.changed_by_region = self.has_changed()
+        if version_of(self.alias) != self.version:
+            self.changed_by_region = True
 
     def has_changed(self) -> bool:
         """Tell whether the content is another than when the region began.

@@ -56,30 +56,14 @@ class Reached:
         module_names: Likewise the path of each module.
     """
 
-    __slots__ = (
-        "_seen",
-        "buffers",
-        "containers",
-        "generators",
-        "is_lazy",
-        "module_names",
-        "modules",
-        "names",
-        "runs_torchscript",
-        "silent",
-        "stateful_modules",
-        "tensors",
-        "writes_statistics",
-    )
+    # Most walks find next to nothing: what is false or empty until then costs nothing.
+    writes_statistics = runs_torchscript = is_lazy = False
 
     def __init__(self, names: bool = False):
         """Begin with nothing found."""
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
-        self.writes_statistics = False
-        self.runs_torchscript = False
-        self.is_lazy = False
         self.modules: list[Module] = []
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
@@ -171,9 +155,11 @@ class Reached:
             free = value.__code__.co_freevars
             for cell_name, cell in zip(free, closure, strict=True):
                 try:
-                    self.visit(cell.cell_contents, cell_name, depth)
+                    content = cell.cell_contents
                 except ValueError:  # The cell is still empty.
                     continue
+                if type(content) not in _INERT:
+                    self.visit(content, cell_name, depth)
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)

@@ -61,6 +61,7 @@ class Reads:
         "_addresses",
         "_containers",
         "_contents",
+        "_gradients",
         "_grown",
         "_modules",
         "_namespaces",
@@ -89,17 +90,26 @@ class Reads:
         self._grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
         self._contents: list[Fingerprint] | None = None
+        self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
         self._written: list[Tensor] = []
         self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
         """Take the fingerprint of everything, before the function runs."""
         self._contents = [content_of(tensor) for tensor in self._tensors]
+        self._gradients = [
+            (tensor, gradient, -1 if gradient is None else version_of(gradient))
+            for tensor in self._tensors
+            if tensor.requires_grad
+            for gradient in (tensor.grad,)
+        ]
 
     def finish(self, calls: Calls | None = None) -> None:
         """Notice, after the function ran, what it changed itself."""
         contents, self._contents = self._contents, None
         written = None if contents is None else self._silently_written(contents)
+        if contents is not None and calls is not None:
+            calls.owner.adds_gradients |= self._has_added_gradients()
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
@@ -139,6 +149,14 @@ class Reads:
                 and address_of(tensor) == address
                 and content_of(tensor) != content
             }
+
+    def _has_added_gradients(self) -> bool:
+        noted, self._gradients = self._gradients, []
+        return any(
+            tensor.grad is not before
+            or (before is not None and version_of(before) != version)
+            for tensor, before, version in noted
+        )
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
         """Return, by `id`, the buffers whose copies stay though no version says so."""

@@ -222,8 +222,10 @@ def _check_hidden(call: _Call) -> None:
 
 def _check_grown(call: _Call) -> None:
     """Refuse tensors that the function left in a container that it was given."""
-    before = call.surroundings.arguments.rebuild()
-    if _count_tensors((call.others, call.keywords)) > _count_tensors(before):
+    arguments = call.surroundings.arguments
+    if arguments.is_nested and _count_tensors(
+        (call.others, call.keywords)
+    ) > _count_tensors(arguments.rebuild()):
         raise ReentrantLimitError(
             "a region with use_reentrant=True put tensors into a list or dict that it "
             f"was given; no gradient would reach them. {_REMEDY}"

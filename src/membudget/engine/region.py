@@ -51,6 +51,7 @@ from dataclasses import replace
 from typing import Any, TypeVar, overload
 
 import torch
+from torch.compiler import is_compiling
 
 from membudget.engine import isolation
 from membudget.engine.calls import calls_of
@@ -129,7 +130,7 @@ def checkpoint(
         >>> torch.equal(gradient, plain)
         True
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return checkpoint_in_compiled_code(function, args, kwargs)
     options = take_options(kwargs)
     if function is None:
@@ -157,7 +158,7 @@ def run_region(
     Returns:
         What `function` returns.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return run_in_compiled_code(function, args, kwargs, options, statistics)
     return _run_eagerly(function, args, kwargs, options, statistics)
 

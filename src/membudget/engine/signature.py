@@ -40,7 +40,7 @@ def signature_of(
     """
     key: list[Any] = [is_any_autocast_enabled()]
     parts: list[Any] = []
-    _describe_callee(function, key, parts)
+    (_OF_CALLEES.get(type(function)) or _describe_callee)(function, key, parts)
     held = len(parts)
     for value in args:
         if type(value) is Tensor:
@@ -108,9 +108,10 @@ def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
         return
     for cell in closure:
         try:
-            _describe(cell.cell_contents, key, parts)
+            content = cell.cell_contents
         except ValueError:  # It is still empty.
             continue
+        (_DESCRIBERS.get(type(content)) or _describe)(content, key, parts)
 
 
 def _describe_builtin(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -150,6 +151,7 @@ Describer = Callable[[Any, list[Any], list[Any]], None]
 _DESCRIBERS: dict[type, Describer] = {
     Tensor: _describe_tensor,
     Parameter: _describe_tensor,
+    **dict.fromkeys((int, float), _describe_kind),
     **dict.fromkeys(
         (bool, str, type(None), torch.dtype, torch.device), _describe_value
     ),
@@ -163,6 +165,11 @@ _DESCRIBERS: dict[type, Describer] = {
 }
 
 
+# The callees that are most common, past `_describe_callee`.
+_OF_CALLEES: dict[type, Describer] = {
+    types.FunctionType: _describe_function,
+    types.MethodType: _describe_method,
+}
 _OF_CONTENT = (_describe_module, _describe_items, _describe_mapping)
 
 

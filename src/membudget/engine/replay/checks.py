@@ -108,14 +108,18 @@ class Checks:
             self._add(recorder, handle, tensor)
 
     def _verify_from_here(self, recorder: Recorder, by_fingerprints: bool) -> None:
-        tracker = recorder.recording.tracker
-        if by_fingerprints:
-            if recorder.fingerprinter is None:
-                recorder.fingerprinter = Fingerprinter()
-            tracker.writes = recorder.fingerprinter.before_write
-        else:
+        recorder.recording.tracker.writes = self._before_write
+        if not by_fingerprints:
             self._originals = Originals()
-            tracker.writes = self._originals.before_write
+        elif recorder.fingerprinter is None:
+            recorder.fingerprinter = Fingerprinter()
+
+    def _before_write(self, address: int) -> None:
+        """Note what lies in a storage that an operator is about to write."""
+        assert self.recorder is not None
+        for noted in (self._originals, self._served, self.recorder.fingerprinter):
+            if noted is not None:
+                noted.before_write(address)
 
     # What is saved.
 

@@ -219,7 +219,7 @@ class ReplayFrame:
             recorder = self._recorder
             if recorder is None:
                 self._checks.check_version(handle)
-                tensor = self._take(handle)
+                tensor = self._take(handle, bool(OPEN_GROUPS))
                 self._checks.check(handle, tensor, self._replayer)
                 return tensor
             # A backward of the function's own, while the forward still runs.
@@ -229,7 +229,8 @@ class ReplayFrame:
             with recorder.suspended():
                 recorder.settle()
                 original = self._checks.original(recorder, handle)
-                tensor = self._take(handle) if original is None else original
+                # An open group is that of a backward in which this forward is rerun.
+                tensor = self._take(handle, False) if original is None else original
                 if original is None:
                     self._checks.check_inside(handle, tensor, self._replayer)
                 recorder.recording.tracker.know(tensor, handle.value)
@@ -241,15 +242,15 @@ class ReplayFrame:
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
 
-    def _take(self, handle: Handle) -> Tensor:
+    def _take(self, handle: Handle, stays: bool) -> Tensor:
         replayer = self._replayer
         if replayer.is_ready(handle):
-            return replayer.take(handle, bool(OPEN_GROUPS))
+            return replayer.take(handle, stays)
         before = replayer.plans_run
         try:
             counted = isolation.enter()
             try:
-                tensor = replayer.take(handle, bool(OPEN_GROUPS))
+                tensor = replayer.take(handle, stays)
             finally:
                 if counted:
                     isolation.leave()
@@ -342,13 +343,17 @@ def _settle(
     if source.is_state:
         # The next call of the function writes it again, before the backward of this.
         tensor = source.tensor = copy_of(tensor)
+        source.address = None
     if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
         source.version = version_of(tensor)
-        source.address = address_of(tensor)
+        if source.address is None:
+            source.address = address_of(tensor)
         if take is not None and not source.is_state:
             with without_dispatch_modes():
                 source.content = take, take(tensor)
     else:
+        if source.address == address_of(tensor):
+            source.address = None  # The hooks may give back a copy.
         source.packed = (outer[0](tensor.detach()), stride_of(tensor))
         source.tensor = None
 

@@ -259,10 +259,15 @@ class Tracker:
 
     def _source(self, tensor: Tensor, memory: Memory) -> Value:
         source = Value(None)
-        source.hold(alias(tensor))
+        source.hold(held := alias(tensor))
+        if held is tensor:
+            source.address = address_of(tensor)  # The function may exchange it.
         # A parameter is no running state, though FSDP writes it anew in each forward.
+        # Of a view the base is asked, because `is_leaf` of a view renews its history,
+        # which raises where it was made and its base written in different grad modes.
+        base = tensor if tensor._base is None else tensor._base
         source.is_state = (
-            memory.is_state and tensor.is_leaf and not isinstance(tensor, Parameter)
+            memory.is_state and base.is_leaf and not isinstance(base, Parameter)
         )
         memory.sources.append(ref(source))
         return source
