@@ -218,6 +218,8 @@ def _reasons(
             memory.readers |= set(path[_shared(memory.path, path) :])
         if isinstance(node, Block):
             yield from _reasons(node.body, path, known)
+            if "no_grad" in node.header and any(map(_is_view, node.body)):
+                yield "history"  # torch says of it that it requires a gradient.
             continue
         yield from _reasons_of_line(node, path, known)
         if node.target:
@@ -240,6 +242,10 @@ def _reasons_of_line(
             yield "written since"
         if memory.path != path[: len(memory.path)]:
             yield "result written since"
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node, Line) and "alias" in node.kind.traits
 
 
 def _shared(one: Sequence[str], other: Sequence[str]) -> int:

@@ -20,7 +20,8 @@ Trait = Literal[
     "replaced",
     # A write that no operator makes.
     "hidden",
-    # A gradient is taken through the graph of `{a}`, which may begin outside.
+    # A gradient is taken through the graph of `{a}`, or of `{t}` with its hooks, which
+    # may begin outside.
     "history",
     # Python's state outside of the random streams is advanced.
     "python",
@@ -143,7 +144,7 @@ F.dropout({a}, 0.4)
 {a} * torch.zeros(4, 4).bernoulli_(0.5)
 {a}[torch.randperm(4)]
 {a}[torch.multinomial({b}.detach().softmax(1), 1)[:, 0]]
-F.alpha_dropout({a}, 0.3)
+F.alpha_dropout({a}, 0.3, training=True)
 F.gumbel_softmax({a})
 {a} * torch.rand(4, 4, generator=n.generator)
 {a} * random.random()
@@ -233,11 +234,14 @@ KINDS: tuple[Kind, ...] = (
         "    {t} = ({t} * 1.5).sin()",
         frozenset({"alias"}),
     ),
+    Kind(
+        "{t} = {a} * 1\nif {t}.requires_grad:\n"
+        "    {t}.register_hook(lambda grad: grad * 2)",
+        frozenset({"history"}),
+    ),
     *_several(
         5,
         "with torch.no_grad():\n    {t} = m.linear({a}).softmax(-1)\n{t} = {t} * {b}",
-        "{t} = {a} * 1\nif {t}.requires_grad:\n"
-        "    {t}.register_hook(lambda grad: grad * 2)",
         "{t} = {a}.detach().requires_grad_()\n"
         "{t} = {a} * torch.autograd.grad({t}.prod(0).sin().sum(), {t})[0]",
         "{t} = torch.empty(4, 4)\nwith torch.no_grad():\n"

@@ -458,3 +458,37 @@ def test_an_inner_gradient_may_be_rerun_within_an_execution_group() -> None:
 
     # `r1` is rerun, and `r2` replayed with some outputs kept.
     assert differences(step, "mixed", seed=904429001, trains=False).word == "equal"
+
+
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+def test_an_input_that_went_through_hooks_and_was_written_is_refused(
+    engine: str,
+) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(a: Tensor) -> Tensor:
+            return a * torch.bernoulli(a.sigmoid().detach())
+
+        with identity_hooks():
+            inner = x - m.mean
+            output = region(r1, inner)
+        inner.diagonal().mul_(200)
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine).word == "refused"
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_a_new_branch_that_writes_unseen_is_no_silent_error(engine: str) -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor) -> Tensor:
+            if m.seen == 2:
+                F.batch_norm(x * 2, m.stats["mean"], m.stats["var"], training=True)
+            return x.sin()
+
+        output = region(r1, x)
+        m.seen += 1
+        score(output).backward()
+        return (output,)
+
+    assert differences(step, engine, steps=3).word == "refused"

@@ -7,7 +7,8 @@ and calls number 2, 4, 8, 16, ... after it.
 A signature (see `signature`) is what is known before a call. A *path* is what is known
 after it: the dtypes and ranks of the saved tensors, in order. Once a call takes a path
 that none verified has taken, the next calls are verified until one has taken it, or
-`_PATIENCE` of them have not.
+`_PATIENCE` of them have not. That call itself was not: of it, the recompute is watched,
+whether it writes memory behind the version counters.
 
 All calls before the first backward are first calls. What goes unseen: a function that
 begins to be inexact, on a known path, between two calls that are verified.
@@ -100,15 +101,21 @@ class Calls:
             self._is_settled = True
         return True
 
-    def end(self, path: Path) -> None:
-        """Note what a call saved, if that is none of `paths`."""
+    def end(self, path: Path) -> bool:
+        """Note what a call saved, if that is none of `paths`.
+
+        Returns:
+            Whether it took a path that is still to be verified.
+        """
         key = _hash_of(path)
         if key in self._verified or key in self._given_up:
             self._remember(path)
-        elif key not in self._awaited and len(self._awaited) < _MOST_PATHS:
+            return False
+        if key not in self._awaited and len(self._awaited) < _MOST_PATHS:
             self._awaited.add(key)
             self._is_settled = False
             self._patience = _PATIENCE
+        return True
 
     def verified(self, path: Path) -> None:
         """Note that a call that saved this was recomputed bit for bit."""

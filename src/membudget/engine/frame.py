@@ -61,7 +61,7 @@ class Frame(Recording):
                 self.nested_backward |= calls.owner.adds_gradients
                 path = self.metadata
                 if calls.paths.get(len(path)) != path:
-                    calls.end(path)
+                    self.is_new = calls.end(path) and self.fingerprints is None
         if self.holds:
             self.empty()
         self.finished = True

@@ -8,6 +8,7 @@ one. Parameters are held as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -42,6 +43,30 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
         once.shape, stride, dtype=tensor.dtype, device=tensor.device
     )
     return laid_out.copy_(once).expand(tensor.shape)
+
+
+class Packed:
+    """A tensor that went through the saved-tensor hooks that surround a region.
+
+    Hooks may hold the tensor itself, or a copy. What they hand back is the tensor
+    itself if it has its storage, and then it must have its version, too.
+    """
+
+    __slots__ = ("_mark", "_packed", "_stride", "_version")
+
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]):
+        """Hand `tensor` to the hooks."""
+        self._mark = StorageMark(tensor)
+        self._version = version_of(tensor)
+        self._stride = stride_of(tensor)
+        self._packed = pack(tensor.detach())
+
+    def unpacked(self, unpack: Callable[[Any], Tensor]) -> tuple[Tensor, bool]:
+        """Return what the hooks hand back, and whether it was written since."""
+        tensor = unpack(self._packed)
+        # An alias made below autograd counts its own versions, from 0.
+        is_changed = version_of(tensor) > self._version and self._mark.is_of(tensor)
+        return with_stride(tensor, self._stride).detach(), is_changed
 
 
 def _place_name(place: Place) -> str:
@@ -167,27 +192,18 @@ class _HeldDual(HeldTensor):
 
 
 class _HeldPacked(HeldTensor):
-    """A tensor that went through the saved-tensor hooks that surround the region.
+    """A tensor that went through the saved-tensor hooks that surround the region."""
 
-    Hooks may hold the tensor itself, or a copy. What they hand back is the tensor
-    itself if it has its storage, and then it must have its version, too.
-    """
-
-    __slots__ = (
-        *("_device", "_given", "_mark", "_packed", "_requires_grad", "_stride"),
-        "_unpack",
-    )
+    __slots__ = ("_device", "_given", "_packed", "_requires_grad", "_unpack")
 
     def __init__(self, tensor: Tensor, place: Place):
         hooks = top_saved_tensors_hooks()
         assert hooks is not None, "kind_of chooses this class under hooks alone"
         pack, self._unpack = hooks
         self._device = tensor.device
-        self._stride = stride_of(tensor)
         self._requires_grad = tensor.requires_grad
-        self._packed = pack(tensor.detach())
+        self._packed = Packed(tensor, pack)
         self._given = ref(tensor)
-        self._mark = StorageMark(tensor)
         self.place = place
         self.version = version_of(tensor)
         self.changed_by_region = False
@@ -212,10 +228,9 @@ class _HeldPacked(HeldTensor):
 
     def rebuild(self) -> Tensor:
         """Return what the hooks hand back."""
-        unpacked = self._unpack(self._packed)
-        if version_of(unpacked) != self.version and self._mark.is_of(unpacked):
-            self.alias = unpacked.detach()  # Their storage is the same: no byte more.
-        tensor = with_stride(unpacked, self._stride).detach()
+        tensor, is_changed = self._packed.unpacked(self._unpack)
+        if is_changed:
+            self.alias = tensor.detach()  # Their storage is the same: no byte more.
         return tensor.requires_grad_(self._requires_grad)
 
 

@@ -30,10 +30,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from membudget import _torch
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.bits import Fingerprint, content_of
 from membudget.engine.calls import Calls
+from membudget.engine.contents import Contents
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
 from membudget.engine.scope import Scope
@@ -89,14 +89,14 @@ class Reads:
         self._containers = reached.containers
         self._grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
-        self._contents: list[Fingerprint] | None = None
+        self._contents: Contents | None = None
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
         self._written: list[Tensor] = []
         self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
         """Take the fingerprint of everything, before the function runs."""
-        self._contents = [content_of(tensor) for tensor in self._tensors]
+        self._contents = Contents(self._tensors)
         self._gradients = [
             (tensor, gradient, -1 if gradient is None else version_of(gradient))
             for tensor in self._tensors
@@ -104,10 +104,15 @@ class Reads:
             for gradient in (tensor.grad,)
         ]
 
+    def tensors(self) -> list[Tensor]:
+        """Return what a recompute reads and does not put back."""
+        state = {id(buffer) for buffer, _ in self._snapshots}
+        return [tensor for tensor in self._tensors if id(tensor) not in state]
+
     def finish(self, calls: Calls | None = None) -> None:
         """Notice, after the function ran, what it changed itself."""
         contents, self._contents = self._contents, None
-        written = None if contents is None else self._silently_written(contents)
+        written = set(map(id, contents.silently_written())) if contents else None
         if contents is not None and calls is not None:
             calls.owner.adds_gradients |= self._has_added_gradients()
         versions = [version_of(t) for t in self._tensors]
@@ -132,23 +137,6 @@ class Reads:
             self._written = [
                 t for t in self._tensors if id(t) in written and id(t) not in state
             ]
-
-    def _silently_written(self, contents: list[Fingerprint]) -> set[int]:
-        """Return, by `id`, what changed while its version and storage did not."""
-        with _torch.without_modes():
-            return {
-                id(tensor)
-                for tensor, content, version, address in zip(
-                    self._tensors,
-                    contents,
-                    self._versions,
-                    self._addresses,
-                    strict=True,
-                )
-                if version_of(tensor) == version
-                and address_of(tensor) == address
-                and content_of(tensor) != content
-            }
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []

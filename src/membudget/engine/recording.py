@@ -95,6 +95,7 @@ class Recording:
         metadata: Likewise its shape, dtype, device and stride.
         calls: What earlier calls of the function showed; `None` without verification.
         finished: Whether the forward has ended.
+        is_new: Whether it took a path that no verified call has taken, unverified.
         around: The region around this one, if it `holds` and there is one.
         holds: Whether what is saved stays until then, because the function is known, or
             may yet be found, to differentiate inside (Rule 7).
@@ -115,6 +116,7 @@ class Recording:
         "function",
         "handles",
         "holds",
+        "is_new",
         "lock",
         "metadata",
         "nested_backward",
@@ -143,7 +145,7 @@ class Recording:
         self.metadata: list[Metadata] = []
         self.calls = calls
         self.finished = False
-        self.holds = False
+        self.holds = self.is_new = False
         self.around: Surrounding | None = None
         self.nested_backward = False
         self.fingerprints: Fingerprints | None = None

@@ -16,6 +16,7 @@ from membudget.engine import isolation
 from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
+from membudget.engine.contents import Contents
 from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
 from membudget.engine.randomness import (
@@ -27,8 +28,9 @@ from membudget.engine.randomness import (
     torch_sources,
 )
 from membudget.engine.reach import Reached, reach
-from membudget.engine.reads import Externals, Reads
+from membudget.engine.reads import Externals, Reads, name_of, names_of
 from membudget.engine.scope import Scope
+from membudget.engine.watch import silently_written_error
 
 
 class Surroundings:
@@ -108,6 +110,13 @@ class Surroundings:
             What is not as it was in the forward, if there is anything.
         """
         return None
+
+    def contents(self) -> Contents | None:
+        """Take the fingerprints of what a recompute reads, if that is guarded."""
+        return None
+
+    def refuse_written(self, contents: Contents) -> None:
+        """Raise if a recompute has changed any of it behind the version counters."""
 
 
 class GuardedSurroundings(Surroundings):
@@ -204,3 +213,19 @@ class GuardedSurroundings(Surroundings):
                 return None
             reads = Reads(Reached())
         return reads.enter(scope, self._function, self.arguments, hide_gradients)
+
+    def contents(self) -> Contents:
+        """Take the fingerprints of what a recompute reads and does not put back."""
+        given = [held.given() for held in self.arguments.tensors]
+        held = [] if self.reads is None else self.reads.tensors()
+        return Contents([*held, *(t for t in given if t is not None)])
+
+    def refuse_written(self, contents: Contents) -> None:
+        """Raise if a recompute has changed any of it behind the version counters.
+
+        Raises:
+            ChangedSinceForwardError: With the names.
+        """
+        if written := contents.silently_written():
+            names = names_of(self._function, self.arguments.others)
+            raise silently_written_error([name_of(t, names) for t in written], True)

@@ -107,14 +107,22 @@ def rewritten_error(name: str) -> ChangedSinceForwardError:
     )
 
 
-def silently_written_error(names: list[str]) -> ChangedSinceForwardError:
-    """Return the error for what the region changes behind the version counters."""
+def silently_written_error(
+    names: list[str], by_recompute: bool = False
+) -> ChangedSinceForwardError:
+    """Return the error for what the region changes behind the version counters.
+
+    Args:
+        names: The names of what was written.
+        by_recompute: Whether a recompute has written it before that was known.
+    """
+    again = " The recompute that found it has done so." if by_recompute else ""
     return ChangedSinceForwardError(
         f"{' and '.join(names)} is written by the region itself, behind the version "
         "counters (`.data`, NumPy, a kernel such as batch_norm's): a recompute would "
-        "write it again, and start from what the forward left. Write it outside of the "
-        "region, or make the tensor a buffer of a module that the region calls: "
-        "buffers are put back before a recompute.",
+        f"write it again, and start from what the forward left.{again} Write it "
+        "outside of the region, or make the tensor a buffer of a module that the "
+        "region calls: buffers are put back before a recompute.",
         names,
         by_region=True,
     )

@@ -30,7 +30,7 @@ from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
 from membudget.engine.bits import is_subclass
 from membudget.engine.diagnosis import module_names
-from membudget.engine.held import stride_of
+from membudget.engine.held import Packed
 from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
@@ -354,7 +354,7 @@ def _settle(
     else:
         if source.address == address_of(tensor):
             source.address = None  # The hooks may give back a copy.
-        source.packed = (outer[0](tensor.detach()), stride_of(tensor))
+        source.packed = Packed(tensor, outer[0])
         source.tensor = None
 
 

@@ -25,7 +25,6 @@ from membudget._torch import (
     current_graph_task_id,
     set_grad_enabled,
 )
-from membudget.engine.held import with_stride
 from membudget.engine.identity import version_of
 from membudget.engine.replay.foreign import call_again
 from membudget.engine.replay.operators import flat_outputs
@@ -37,6 +36,7 @@ from membudget.engine.replay.running import (
     derived,
     is_freed,
     is_read_by,
+    unpacked,
 )
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Operation, Scratch, Value
@@ -381,9 +381,7 @@ class Replayer:
     def _content(self, value: Value) -> Tensor:
         tensor = value.tensor
         if tensor is None:
-            packed, stride = value.packed
-            tensor = with_stride(self.unpack(packed), stride).detach()
-            value.tensor = tensor
+            tensor = value.tensor = unpacked(value, self.unpack)
             self._memoised[value] = None
         elif value.version is not None and version_of(tensor) != value.version:
             raise SourceChangedError(tensor)

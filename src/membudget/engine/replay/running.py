@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,19 @@ def check_source(value: Value, tensor: Tensor) -> None:
         with without_dispatch_modes():
             if has_changed(tensor, noted, take):
                 raise SourceChangedError(tensor)
+
+
+def unpacked(value: Value, unpack: Callable[[Any], Tensor]) -> Tensor:
+    """Return a source that the hooks around the region have.
+
+    Raises:
+        SourceChangedError: If it was written since.
+    """
+    assert value.packed is not None
+    tensor, is_changed = value.packed.unpacked(unpack)
+    if is_changed:
+        raise SourceChangedError(tensor)
+    return tensor
 
 
 def is_freed(tensor: Tensor) -> bool:

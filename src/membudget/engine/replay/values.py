@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from membudget.engine.bits import Fingerprint
+from membudget.engine.held import Packed
 from membudget.engine.identity import SavedVersion
 
 
@@ -35,8 +36,7 @@ class Value:
         is_used: Whether anything needs it, so that its content must not be lost.
         is_state: Whether it is a running statistic: a source of which a copy must be
             held, because every call of the region writes its memory anew.
-        packed: What the saved-tensor hooks around the region made of a source, and the
-            stride that the source had; `None` if they made nothing.
+        packed: A source that went through the saved-tensor hooks around the region.
         plan: The number of the plan in which the following are meant.
         uses: How often it is still needed, by handles and by operations.
         view_uses: How often its views are still needed.
@@ -79,7 +79,7 @@ class Value:
         self.index = index
         self.root = root
         self.tensor: Tensor | None = None
-        self.packed: Any = None
+        self.packed: Packed | None = None
         self.is_used = False
         self.is_carried = False
         self.is_state = False
