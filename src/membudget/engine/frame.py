@@ -33,8 +33,6 @@ from membudget.errors import ChangedSinceForwardError, CheckpointError
 class Frame(Recording):
     """A recording that makes itself, and gives back what it dropped."""
 
-    __slots__ = ()
-
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
         calls, surroundings = self.calls, self.surroundings

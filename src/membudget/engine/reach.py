@@ -76,6 +76,15 @@ class Reached:
         """Tell whether anything was found that a forward or somebody may change."""
         return bool(self.tensors or self.modules or self.containers)
 
+    def needs_repair(self) -> bool:
+        """Tell whether a rerun would have to repair what its second run does again."""
+        return (
+            self.writes_statistics
+            or self.runs_torchscript
+            or self.is_lazy
+            or bool(self.generators)
+        )
+
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Take in one value and what it holds."""
         kind = type(value)

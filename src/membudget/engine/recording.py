@@ -106,25 +106,12 @@ class Recording:
         lock: Held while handles are filled or emptied.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "around",
-        "calls",
-        "contexts",
-        "fingerprints",
-        "finished",
-        "function",
-        "handles",
-        "holds",
-        "is_new",
-        "lock",
-        "metadata",
-        "nested_backward",
-        "options",
-        "statistics",
-        "surroundings",
-        "trace",
-    )
+    # No slots: what most calls leave as it is costs them nothing.
+    finished = holds = is_new = nested_backward = False
+    around: Surrounding | None = None
+    contexts: ContextPair | None = None
+    fingerprints: Fingerprints | None = None
+    trace: Trace | None = None
 
     def __init__(
         self,
@@ -144,13 +131,6 @@ class Recording:
         self.handles: list[ReferenceType[Handle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
-        self.finished = False
-        self.holds = self.is_new = False
-        self.around: Surrounding | None = None
-        self.nested_backward = False
-        self.fingerprints: Fingerprints | None = None
-        self.trace: Trace | None = None
-        self.contexts: ContextPair | None = None
         self.lock = RLock()
 
     @property

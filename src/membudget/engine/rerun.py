@@ -59,21 +59,12 @@ class Rerun:
     lets go of the region (Rule 10).
     """
 
-    __slots__ = (
-        "_cursor",
-        "_externals",
-        "_failure",
-        "_fingerprints",
-        "_handles",
-        "_is_guarded",
-        "_last_needed",
-        "_may_stop",
-        "_metadata",
-        "_recording",
-        "_site",
-        "_stopped",
-        "_trace",
-    )
+    _cursor = 0
+    _stopped = False
+    _failure: CheckpointError | None = None
+    _trace: Trace | None = None
+    _externals: Externals | None = None
+    _site: CallSite | None = None
 
     def __init__(self, recording: Recording):
         """Prepare to fill the handles of `recording`."""
@@ -81,12 +72,6 @@ class Rerun:
         self._handles = recording.handles
         self._metadata = recording.metadata
         self._last_needed = recording.last_needed()
-        self._cursor = 0
-        self._failure: CheckpointError | None = None
-        self._trace: Trace | None = None
-        self._externals: Externals | None = None
-        self._site: CallSite | None = None
-        self._stopped = False
         self._is_guarded = recording.options.guards
         forward = recording.fingerprints
         self._fingerprints = None if forward is None else Comparison(forward)
@@ -134,7 +119,7 @@ class Rerun:
             set_grad_enabled(gradients_were_on)
             self._failure = None
             del self._recording, self._handles, self._metadata, self._fingerprints
-            del self._trace
+            self._trace = None
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Call the function, to its end or until everything needed is there."""

@@ -51,8 +51,6 @@ class Surroundings:
         random_log: The random operators, where several threads run regions.
     """
 
-    __slots__ = ("_autocast", "_noted", "arguments")
-
     reads: Reads | None = None
     trainable = True
     random_log: RandomLog | None = None
@@ -122,17 +120,7 @@ class Surroundings:
 class GuardedSurroundings(Surroundings):
     """What one call of a region saw, all of it."""
 
-    __slots__ = (
-        "_ambient",
-        "_function",
-        "_is_checked",
-        "is_lazy",
-        "needs_repair",
-        "random_log",
-        "reads",
-        "runs_torchscript",
-        "trainable",
-    )
+    _is_checked = False
 
     def __init__(
         self,
@@ -143,24 +131,18 @@ class GuardedSurroundings(Surroundings):
     ):
         """Note everything; the function has not run yet."""
         self._function = function
-        self._is_checked = False
         self._autocast = Autocast() if is_any_autocast_enabled() else None
         self._ambient = Ambient()
         self.arguments = arguments = HeldArguments(args, kwargs)
         reached = reach(function, arguments.others)
-        self.runs_torchscript = reached.runs_torchscript
-        self.is_lazy = reached.is_lazy
-        self.needs_repair = (
-            reached.writes_statistics
-            or reached.runs_torchscript
-            or reached.is_lazy
-            or bool(reached.generators)
-        )
-        self.trainable = not options.use_reentrant or any(
-            t.requires_grad for t in reached.tensors
-        )
-        self.reads = Reads(reached) if reached.holds_state() else None
-        self.random_log = None
+        if reached.needs_repair():
+            self.needs_repair = True
+            self.runs_torchscript = reached.runs_torchscript
+            self.is_lazy = reached.is_lazy
+        if options.use_reentrant:
+            self.trainable = any(t.requires_grad for t in reached.tensors)
+        if reached.holds_state():
+            self.reads = Reads(reached)
         self._noted = []
         if options.preserve_rng_state:
             shared = isolation.is_shared()
