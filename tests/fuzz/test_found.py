@@ -17,6 +17,7 @@ from tests.fuzz.world import (
     Tanh,
     World,
     identity_hooks,
+    offload_hooks,
     pause,
     score,
     slope,
@@ -492,3 +493,18 @@ def test_a_new_branch_that_writes_unseen_is_no_silent_error(engine: str) -> None
         return (output,)
 
     assert differences(step, engine, steps=3).word == "refused"
+
+
+def test_what_is_read_by_its_place_in_a_storage_may_go_through_hooks() -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor) -> Tensor:
+            return x.as_strided((2, 2), (4, 1), 9).sin().exp()
+
+        part = (x * 2)[1:, 1:]
+        with offload_hooks():
+            output = region(r1, part)
+        score(output).backward()
+        return (output,)
+
+    for engine in REPLAYS:
+        assert differences(step, engine).word == "equal"

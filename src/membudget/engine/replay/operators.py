@@ -80,6 +80,8 @@ _OPAQUE = frozenset(
         *("aten::sparse_resize_and_clear_", "aten::copy_sparse_to_sparse_"),
         *("aten::_coalesced_", "aten::squeeze_", "aten::unsqueeze_", "aten::t_"),
         *("aten::transpose_", "aten::as_strided_", "aten::detach_", "aten::swapaxes_"),
+        # They count from where a storage begins, which may be another one later.
+        *("aten::as_strided_copy", "aten::as_strided_scatter"),
     )
 )
 

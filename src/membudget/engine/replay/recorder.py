@@ -31,7 +31,7 @@ from membudget.engine.replay.operators import (
     flat_outputs,
 )
 from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.tracker import EMPTY, is_empty
+from membudget.engine.replay.tracker import AS_STRIDED, EMPTY, is_empty
 from membudget.engine.replay.values import Handle
 from membudget.engine.replay.writing import run_in_place, run_special, written_by
 from membudget.observer import Observer
@@ -183,6 +183,10 @@ class Recorder(Observer):
             self._hold_outputs(output)
             return output
         output = func(*args, **kwargs)
+        if func is AS_STRIDED and entry.memory.root is None:
+            # It counts from where the storage begins, and hooks around the region may
+            # give a source back in another one. So what it shows is a source, too.
+            return output
         value, address = entry.value, entry.address
         operation = self.recording.operation(func, [value, *args[1:]], kwargs)
         if type(output) is Tensor and address_of(output) == address and address:

@@ -27,7 +27,7 @@ from membudget.engine.replay.values import Entry, Memory, Operation, Place, Valu
 
 # Memory without content is recorded by this operator, whichever made it.
 EMPTY: Any = torch.ops.aten.empty_strided.default
-_AS_STRIDED: Any = torch.ops.aten.as_strided.default
+AS_STRIDED: Any = torch.ops.aten.as_strided.default
 
 
 class Tracker:
@@ -250,7 +250,7 @@ class Tracker:
     def _as_strided(self, tensor: Tensor, root: Value) -> Value:
         """Return the value of a tensor that came to alias a memory unseen."""
         geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
-        return self.operation(_AS_STRIDED, geometry, {}).output(0, root)
+        return self.operation(AS_STRIDED, geometry, {}).output(0, root)
 
     def note_source(self, value: Value) -> None:
         """Note that a value has become a source."""
