@@ -508,3 +508,45 @@ def test_what_is_read_by_its_place_in_a_storage_may_go_through_hooks() -> None:
 
     for engine in REPLAYS:
         assert differences(step, engine).word == "equal"
+
+
+def test_an_input_written_by_an_alias_at_the_end_is_replayed_as_it_was() -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def r1(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+            v1 = torch.empty(4, 4)
+            with torch.no_grad():
+                torch.mul(x, y, out=v1)
+            v2 = y.detach()
+            v2.unbind(1)[0].fill_(0.2)
+            return v1 * x, v2
+
+        outputs: Outputs = region(r1, x, y)
+        score(*outputs).backward()
+        return outputs
+
+    for engine in REPLAYS:
+        assert differences(step, engine, steps=1).word == "equal"
+
+
+def test_regions_around_a_replay_that_differentiates_know_that_it_does() -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def replayed(x: Tensor) -> Tensor:
+            return x * slope(lambda h: m.linear(h).tanh() ** 2, x)
+
+        def inner(x: Tensor) -> Tensor:
+            output: Tensor = region(replayed, x.sin()).exp()
+            return output
+
+        def outer(x: Tensor) -> Tensor:
+            output: Tensor = region(inner, x.cos()).tanh()
+            return output
+
+        output = region(outer, x)
+        score(output).backward()
+        return (output,)
+
+    def region(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        name = "replay" if function.__name__ == "replayed" else "rerun"
+        return mb.checkpoint(function, *args, engine=name)
+
+    assert differences_under(step, region, steps=4).word == "equal"

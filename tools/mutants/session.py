@@ -1,8 +1,11 @@
-"""Run pytest in this process."""
+"""Run what `run.py test` runs: pytest in this process, and the type checker."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 # The plugins that are off would spread tests over processes or remember failures.
@@ -17,3 +20,12 @@ def run_pytest(arguments: Sequence[str], plugins: Sequence[Any] = ()) -> int:
 
     code = pytest.main([*OPTIONS, *FAST, *arguments], plugins=list(plugins))
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
+
+
+def first_type_error(folder: Path, *names: str) -> str:
+    """Return the first line that mypy says of some files in a folder, or nothing."""
+    command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", *names]
+    found = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, check=False
+    )
+    return (found.stdout or found.stderr).partition("\n")[0] if found.returncode else ""

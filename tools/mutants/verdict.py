@@ -1,4 +1,4 @@
-"""Run the tests that can notice a mutant, until one does."""
+"""Run the tests that can notice a mutant, until one does, and then the type checker."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ import pytest
 
 from tools.mutants.covering import Batch
 from tools.mutants.find import Mutant
-from tools.mutants.session import run_pytest
+from tools.mutants.session import first_type_error, run_pytest
 from tools.mutants.trees import write
 
 # Covering tests took `seconds` under coverage; what takes this many times as long, and
 # then some for the imports, never ends.
 GENEROUS = 4
 IMPORTS_S = 20.0
+# The first time in a copy; later ones look at what has changed.
+TYPES_S = 180.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Verdict:
 
     Attributes:
         mutant: The mutant.
-        caught_by: The test that failed, or why there is none, or None if none failed.
+        caught_by: The test that failed, what mypy said, or why there is neither; None
+            if nothing failed.
         tests: How many tests can notice it.
         seconds: CPU seconds it took.
     """
@@ -72,20 +75,23 @@ class Trial:
     @property
     def limit_s(self) -> float:
         """The most CPU seconds it may take."""
-        return GENEROUS * sum(batch.seconds for batch in self.batches) + IMPORTS_S
+        return GENEROUS * sum(b.seconds for b in self.batches) + IMPORTS_S + TYPES_S
 
     def prepare(self, tree: Path) -> None:
         """Plant the fault."""
         write(tree, self.mutant.path, self.mutant.after)
 
     def work(self) -> int:
-        """Run the tests; note the first that fails, and return 1 if one does."""
+        """Run the tests, then mypy; note what fails first, and return 1 if any does."""
         for batch in self.batches:
             chosen = Chosen(batch.tests)
             if run_pytest([batch.path, "-x", "--tb=short"], [chosen]):
                 failed = chosen.failed or f"collecting {batch.path}"
                 self.note.write_text(failed, encoding="utf-8")
                 return 1
+        if error := first_type_error(Path.cwd(), "src/membudget"):
+            self.note.write_text(f"mypy: {error}", encoding="utf-8")
+            return 1
         return 0
 
     def clean(self, tree: Path) -> None:

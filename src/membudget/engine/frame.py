@@ -21,7 +21,7 @@ from membudget._torch import (
 from membudget.engine import isolation, retention
 from membudget.engine.compare import mismatch_error
 from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.recording import Handle, Recording, region_around
+from membudget.engine.recording import Handle, Recording
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.scope import Scope
@@ -97,7 +97,6 @@ class Frame(Recording):
             self.fingerprints = Fingerprints()
         if self.fingerprints is not None or self.holds:
             pack = self.pack_checked
-            self.around = region_around()
         push_saved_tensors_hooks(pack, self._unpack)
         try:
             return self.function(*args, **kwargs)
@@ -124,15 +123,11 @@ class Frame(Recording):
     def note_backward_inside(self) -> None:
         """Note that the function differentiates inside (Rule 7).
 
-        A region around this one, which would run it again, must know.
+        A replay region inside of this one says so, too.
         """
-        if self.nested_backward:
-            return
         self.nested_backward = True
         if self.calls is not None:
             self.calls.owner.differentiates = True
-        if self.around is not None:
-            self.around.note_backward_inside()
 
     def _recomputed(self, handle: Handle) -> Tensor:
         with self.lock:

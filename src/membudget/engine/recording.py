@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import RLock
-from typing import Any, Protocol
+from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
-from membudget._torch import top_saved_tensors_hooks
 from membudget.engine.calls import Calls
 from membudget.engine.compare import Metadata, metadata
 from membudget.engine.fingerprints import Fingerprints
@@ -68,20 +67,6 @@ class Kept(Handle):
         """Do nothing: a handle is emptied when its tensor is taken, and this is not."""
 
 
-class Surrounding(Protocol):
-    """A region, of either engine, around another one."""
-
-    def note_backward_inside(self) -> None:
-        """Note that what it runs differentiates inside."""
-
-
-def region_around() -> Surrounding | None:
-    """Return the region whose saved-tensor hooks are the innermost ones now."""
-    hooks = top_saved_tensors_hooks()
-    owner: Any = None if hooks is None else getattr(hooks[1], "__self__", None)
-    return owner if hasattr(owner, "note_backward_inside") else None
-
-
 class Recording:
     """One call of a region: what it was asked, what it saw, what it saved.
 
@@ -96,7 +81,6 @@ class Recording:
         calls: What earlier calls of the function showed; `None` without verification.
         finished: Whether the forward has ended.
         is_new: Whether it took a path that no verified call has taken, unverified.
-        around: The region around this one, if it `holds` and there is one.
         holds: Whether what is saved stays until then, because the function is known, or
             may yet be found, to differentiate inside (Rule 7).
         nested_backward: Whether the function differentiates inside (Rule 7).
@@ -108,7 +92,6 @@ class Recording:
 
     # No slots: what most calls leave as it is costs them nothing.
     finished = holds = is_new = nested_backward = False
-    around: Surrounding | None = None
     contexts: ContextPair | None = None
     fingerprints: Fingerprints | None = None
     trace: Trace | None = None

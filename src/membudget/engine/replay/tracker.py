@@ -216,6 +216,7 @@ class Tracker:
                 source = reference()
                 if source is not None and source.is_used and source.tensor is not None:
                     source.tensor = copy_of(source.tensor)
+                    source.address = None
             memory.sources.clear()
         return memories
 
