@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from membudget._torch import without_modes
-from membudget.engine.bits import content_of
+from membudget.engine.bits import content_of, has_changed
 from membudget.engine.identity import address_of, version_of
 
 
@@ -36,5 +36,5 @@ class Contents:
                 for tensor, version, address, content in self._noted
                 if version_of(tensor) == version
                 and address_of(tensor) == address
-                and content_of(tensor) != content
+                and has_changed(tensor, content)
             ]

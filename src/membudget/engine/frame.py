@@ -58,8 +58,8 @@ class Frame(Recording):
             if calls is not None:
                 self.nested_backward |= calls.owner.adds_gradients
                 path = self.metadata
-                if calls.paths.get(len(path)) != path:
-                    self.is_new = calls.end(path) and self.fingerprints is None
+                if calls.paths.get(len(path)) != path and calls.end(path):
+                    self.is_new = self.fingerprints is None and self._may_verify()
         if self.holds:
             self.empty()
         self.finished = True
