@@ -159,3 +159,7 @@ def test_minus_zero_and_the_bits_of_a_nan_are_told_apart() -> None:
     assert one.isnan()
     assert other.isnan()
     assert fingerprint(one) != fingerprint(other)
+
+
+def test_bits_are_mixed_in_the_way_that_was_examined() -> None:
+    assert fingerprint(torch.arange(5.0)) == (-782699560626769926, 4299161600)

@@ -47,3 +47,20 @@ def test_row_a03_an_exchange_that_nobody_reads_changes_nothing():
     y.sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.ones(4).cos())
+
+
+@pytest.mark.parametrize("verify", [True, "fingerprints"])
+def test_row_a03_a_source_that_is_written_behind_its_version_is_found_by_its_content(
+    verify: bool | str,
+):
+    weight = torch.randn(3, 3, requires_grad=True)
+    x = torch.randn(2, 3, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return (x @ weight).sin()
+
+    loss = mb.checkpoint(function, x, engine="replay", verify=verify).sum()
+    weight.data.mul_(2)
+
+    with pytest.raises(mb.ChangedSinceForwardError, match="weight"):
+        loss.backward()

@@ -158,3 +158,12 @@ def test_outputs_and_arguments_are_flattened_in_order():
     assert nested == [1, 2, 3, None, 4]
     found = list(tensors_in([a, 1, [b, None, (c,)], "text", {"not": a}]))
     assert [id(t) for t in found] == [id(a), id(b), id(c)]
+
+
+def test_a_copy_on_the_host_of_what_lies_elsewhere_decides():
+    here, there = torch.ones(2), torch.ones(2, device="meta")
+
+    assert operators.leaves_device([there], here)
+    assert not operators.leaves_device([here], here)
+    assert not operators.leaves_device([here], there)
+    assert not operators.leaves_device([there], there)
