@@ -27,7 +27,7 @@ def measured(folder: Path, name: str, lines: dict[str, list[int]], **seconds: fl
         data.set_context(test)
         data.add_lines({HERE: run})
     data.write()
-    noted = {"collect_s": 1.0, "seconds": seconds}
+    noted = {"collect_s": 1.0, "seconds": seconds, "others": []}
     path.with_suffix(".json").write_text(json.dumps(noted))
     return Measured(f"tests/{name}.py", path)
 

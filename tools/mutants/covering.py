@@ -28,11 +28,14 @@ class Batch:
     Attributes:
         path: The file of tests, relative to the repository.
         tests: Their node ids.
+        others: The node ids of the other tests of the file. What it has beside both is
+            new, because tests are made of a table that has changed: all of it runs.
         seconds: CPU seconds that collecting the file and running these tests took.
     """
 
     path: str
     tests: tuple[str, ...]
+    others: frozenset[str]
     seconds: float
 
 
@@ -45,6 +48,7 @@ class Measured:
         self.path = path
         self.collect_s: float = noted["collect_s"]
         self.seconds: dict[str, float] = noted["seconds"]
+        self.others: list[str] = noted["others"]
         self._data = CoverageData(basename=str(data))
         self._data.read()
         self._lines = functools.cache(self._data.contexts_by_lineno)
@@ -76,6 +80,7 @@ def batches(
         Batch(
             file.path,
             tuple(test for _, test in tests),
+            frozenset(file.others).union(file.seconds) - {test for _, test in tests},
             file.collect_s + sum(seconds for seconds, _ in tests),
         )
         for file, tests in chosen.items()

@@ -17,11 +17,13 @@ class Recorder:
 
     Attributes:
         seconds: CPU seconds of each test that passed, by its node id.
+        others: The node ids of the other tests.
     """
 
     def __init__(self, source: Path, data: Path) -> None:
         """Watch the files under a folder; write coverage data to a file."""
         self.seconds: dict[str, float] = {}
+        self.others: set[str] = set()
         self._started = time.process_time()
         self._collect_s = 0.0
         self._data = data
@@ -56,12 +58,17 @@ class Recorder:
         """Forget a test that does not pass: it would notice any fault."""
         if not report.passed:
             self.seconds.pop(report.nodeid, None)
+            self.others.add(report.nodeid)
 
     def pytest_sessionfinish(self) -> None:
         """Write everything."""
         self._coverage.stop()
         self._coverage.save()
-        noted = {"collect_s": self._collect_s, "seconds": self.seconds}
+        noted = {
+            "collect_s": self._collect_s,
+            "seconds": self.seconds,
+            "others": sorted(self.others),
+        }
         partial = self._data.with_suffix(".partial")
         partial.write_text(json.dumps(noted), encoding="utf-8")
         # Last, and at once: a measurement without it did not end.

@@ -40,17 +40,18 @@ class Verdict:
 
 
 class Chosen:
-    """A pytest plugin that runs some tests alone, in the order that is given."""
+    """A pytest plugin that runs new tests, and then some others in their order."""
 
-    def __init__(self, tests: Sequence[str]) -> None:
-        """Choose tests by their node ids."""
-        self._order = {name: number for number, name in enumerate(tests)}
+    def __init__(self, batch: Batch) -> None:
+        """Choose the tests of a batch."""
+        self._others = batch.others
+        self._order = {name: number for number, name in enumerate(batch.tests)}
         self.failed = ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Leave out the others."""
-        items[:] = [item for item in items if item.nodeid in self._order]
-        items.sort(key=lambda item: self._order[item.nodeid])
+        items[:] = [item for item in items if item.nodeid not in self._others]
+        items.sort(key=lambda item: self._order.get(item.nodeid, -1))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note the test that fails."""
@@ -84,7 +85,7 @@ class Trial:
     def work(self) -> int:
         """Run the tests, then mypy; note what fails first, and return 1 if any does."""
         for batch in self.batches:
-            chosen = Chosen(batch.tests)
+            chosen = Chosen(batch)
             if run_pytest([batch.path, "-x", "--tb=short"], [chosen]):
                 failed = chosen.failed or f"collecting {batch.path}"
                 self.note.write_text(failed, encoding="utf-8")

@@ -1,0 +1,23 @@
+"""Which tests of a file run for a mutant."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tools.mutants.covering import Batch
+from tools.mutants.verdict import Chosen
+
+
+def test_new_tests_run_before_the_chosen_ones_and_the_others_do_not():
+    batch = Batch("test_a.py", ("slow", "quick"), frozenset({"unrelated"}), 1.0)
+    items: Any = [
+        SimpleNamespace(nodeid=name)
+        for name in ("quick", "unrelated", "slow", "of a table that has changed")
+    ]
+
+    Chosen(batch).pytest_collection_modifyitems(items)
+
+    assert [item.nodeid for item in items] == [
+        *("of a table that has changed", "slow", "quick"),
+    ]
