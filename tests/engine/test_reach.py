@@ -297,3 +297,10 @@ def test_what_holds_nothing_holds_no_state():
     assert reach(Record([])).holds_state()
     assert reach(Record(torch.ones(1))).holds_state()
     assert reach(nn.Tanh()).holds_state()
+
+
+def test_objects_of_a_library_are_not_walked():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(3))])
+
+    assert reach(lambda: optimizer).tensors == []
+    assert reach(lambda: optimizer).containers == []

@@ -267,3 +267,17 @@ def test_a_sparse_tensor_that_is_changed_after_it_was_saved_is_refused():
     loss = mb.checkpoint(function, leaf(), engine="rerun").sum()
     with pytest.raises(mb.ChangedSinceForwardError, match=r"shape \(2, 2\)"):
         loss.backward()
+
+
+def test_an_inner_backward_refuses_what_was_overwritten_as_plain_does():
+    def function(x):
+        y = x.exp()
+        inner = y.sum()
+        y.mul_(2)
+        return torch.autograd.grad(inner, x, create_graph=True)[0] * x
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        function(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        mb.checkpoint(function, x, engine="rerun")
