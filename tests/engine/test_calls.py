@@ -208,3 +208,16 @@ def test_calls_that_nobody_goes_backward_from_are_verified_for_a_while_alone():
         mb.checkpoint(function, x, engine="rerun")
     known = calls_of(function, (x,), {})
     assert not any(known.begin() for _ in range(20))
+
+
+def test_no_more_paths_are_known_than_a_bound(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(calls, "_MOST_PATHS", 3)
+    of_sine = known(torch.sin, X)
+
+    for number in range(10):
+        of_sine.verified(path_of(*[X] * number))
+        of_sine.end(path_of(*[X] * (number + 20)))
+
+    assert len(of_sine._verified) <= 3
+    assert len(of_sine._awaited) <= 3
+    assert len(of_sine.paths) <= 3

@@ -304,3 +304,13 @@ def test_objects_of_a_library_are_not_walked():
 
     assert reach(lambda: optimizer).tensors == []
     assert reach(lambda: optimizer).containers == []
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace.* is deprecated")
+def test_buffers_beside_what_torchscript_runs_are_found():
+    plain = nn.BatchNorm1d(2).eval()
+    traced = torch.jit.trace(nn.BatchNorm1d(2).eval(), torch.ones(1, 2))
+
+    found = reach(lambda: (plain, traced)).buffers
+
+    assert {id(buffer) for buffer in plain.buffers()} < {id(b) for b in found}
