@@ -5,6 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
+pytest.importorskip("coverage")
+pytest.importorskip("libcst")
+pytest.importorskip("mutmut")
+
 from tools.mutants.covering import Batch
 from tools.mutants.verdict import Chosen
 
