@@ -64,3 +64,17 @@ def test_row_a03_a_source_that_is_written_behind_its_version_is_found_by_its_con
 
     with pytest.raises(mb.ChangedSinceForwardError, match="weight"):
         loss.backward()
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+def test_row_a03_a_region_that_exchanges_its_own_argument_is_told_so(engine: str):
+    parameter = torch.nn.Parameter(torch.ones(4))
+
+    def function(parameter: Tensor) -> Tensor:
+        y = parameter.sin()
+        parameter.data = parameter.data + 5
+        return y.exp()
+
+    y = mb.checkpoint(function, parameter, engine=engine)
+    with pytest.raises(mb.ChangedSinceForwardError, match="by the region itself"):
+        y.sum().backward()

@@ -124,8 +124,7 @@ class HeldTensor:
 
     def note_forward_end(self) -> None:
         """Notice whether the function wrote into its argument."""
-        if version_of(self.alias) != self.version:
-            self.changed_by_region = True
+        self.changed_by_region = self.has_changed()
 
     def has_changed(self) -> bool:
         """Tell whether the content is another than when the region began.
