@@ -40,7 +40,7 @@ def signature_of(
     """
     key: list[Any] = [is_any_autocast_enabled()]
     parts: list[Any] = []
-    (_OF_CALLEES.get(type(function)) or _describe_callee)(function, key, parts)
+    _describe_callee(function, key, parts)
     held = len(parts)
     for value in args:
         if type(value) is Tensor:
@@ -87,7 +87,7 @@ def _describe_tensor(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_value(value: Any, key: list[Any], parts: list[Any]) -> None:
-    key += (type(value), value)
+    key.append(value)
 
 
 def _describe_kind(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -111,7 +111,7 @@ def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
             content = cell.cell_contents
         except ValueError:  # It is still empty.
             continue
-        (_DESCRIBERS.get(type(content)) or _describe)(content, key, parts)
+        _describe(content, key, parts)
 
 
 def _describe_builtin(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -165,11 +165,6 @@ _DESCRIBERS: dict[type, Describer] = {
 }
 
 
-# The callees that are most common, past `_describe_callee`.
-_OF_CALLEES: dict[type, Describer] = {
-    types.FunctionType: _describe_function,
-    types.MethodType: _describe_method,
-}
 _OF_CONTENT = (_describe_module, _describe_items, _describe_mapping)
 
 
