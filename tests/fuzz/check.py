@@ -181,11 +181,14 @@ def engine(name: str, seed: int) -> Caller:
     return mb.checkpoint
 
 
+def run_program(program: Program, region: Caller) -> Record:
+    """Run a program from its seed, calling what is to run as a region by `region`."""
+    return run(program.compiled(), program.seed, program.steps, region, program.trains)
+
+
 def plain(program: Program) -> Record:
     """Run the plain step."""
-    return run(
-        program.compiled(), program.seed, program.steps, merely_call, program.trains
-    )
+    return run_program(program, merely_call)
 
 
 def check(program: Program, name: str, expected: Record | None = None) -> Verdict:
@@ -197,8 +200,7 @@ def check(program: Program, name: str, expected: Record | None = None) -> Verdic
         expected: What the plain step left, where that is known.
     """
     expected = expected or plain(program)
-    region = engine(name, program.seed)
-    found = run(program.compiled(), program.seed, program.steps, region, program.trains)
+    found = run_program(program, engine(name, program.seed))
     verdict = compared(expected, found)
     if verdict.is_failure and differs(expected, plain(program)):
         return Verdict("unstable", "two plain runs differ")
@@ -211,8 +213,7 @@ def check(program: Program, name: str, expected: Record | None = None) -> Verdic
 
 
 def _is_wrong(program: Program, region: Caller, expected: Record) -> bool:
-    found = run(program.compiled(), program.seed, program.steps, region, program.trains)
-    return compared(expected, found).word == "wrong"
+    return compared(expected, run_program(program, region)).word == "wrong"
 
 
 def compared(expected: Record, found: Record) -> Verdict:
@@ -280,5 +281,5 @@ def written_after_saved(program: Program) -> bool:
         with saved_tensors_hooks(lambda t: (t, t.detach().clone()), unpack):
             return function(*args, **kwargs)
 
-    run(program.compiled(), program.seed, program.steps, region, program.trains)
+    run_program(program, region)
     return any(changed)
