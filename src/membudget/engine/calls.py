@@ -7,8 +7,8 @@ and calls number 2, 4, 8, 16, ... after it.
 A signature (see `signature`) is what is known before a call. A *path* is what is known
 after it: the dtypes and ranks of the saved tensors, in order. Once a call takes a path
 that none verified has taken, the next calls are verified until one has taken it, or
-`_PATIENCE` of them have not. That call itself was not: of it, the recompute is watched,
-whether it writes memory behind the version counters.
+`_PATIENCE` of them have not. The call that found the path went unverified, so its
+recompute is checked for writes behind the version counters.
 
 All calls before the first backward are first calls. What goes unseen: a function that
 begins to be inexact, on a known path, between two calls that are verified.
@@ -35,9 +35,9 @@ class Owner:
 
     Attributes:
         differentiates: Whether it runs a backward of its own.
-        adds_gradients: Whether that adds to the gradients of what the function reaches.
-            A recompute finds none there, so that all its calls are verified: it might
-            read what had been added before.
+        adds_gradients: Whether that backward adds to `.grad` of tensors that the
+            function reaches. A recompute starts with `.grad` unset there, which shows
+            if the function reads it: so all its calls are verified.
         replays: Whether a rerun of it was found not to be exact, so that from then on
             regions whose engine is `"auto"` replay it.
     """

@@ -104,10 +104,14 @@ class Reads:
             for gradient in (tensor.grad,)
         ]
 
-    def tensors(self) -> list[Tensor]:
-        """Return what a recompute reads and does not put back."""
-        state = {id(buffer) for buffer, _ in self._snapshots}
+    def not_put_back(self) -> list[Tensor]:
+        """Return what a recompute reads as it finds it."""
+        state = self._put_back()
         return [tensor for tensor in self._tensors if id(tensor) not in state]
+
+    def _put_back(self) -> set[int]:
+        """Return, by `id`, the buffers that a recompute finds as the forward did."""
+        return {id(buffer) for buffer, _ in self._snapshots}
 
     def finish(self, calls: Calls | None = None) -> None:
         """Notice, after the function ran, what it changed itself."""
@@ -133,10 +137,7 @@ class Reads:
                 if is_small(buffer) or id(buffer) in moved or id(buffer) in self._silent
             ]
         if written:
-            state = {id(buffer) for buffer, _ in self._snapshots}
-            self._written = [
-                t for t in self._tensors if id(t) in written and id(t) not in state
-            ]
+            self._written = [t for t in self.not_put_back() if id(t) in written]
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
@@ -148,12 +149,12 @@ class Reads:
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
         """Return, by `id`, the buffers whose copies stay though no version says so."""
-        copied = {id(buffer) for buffer, _ in self._snapshots}
+        copied = self._put_back()
         calls.writes_silently |= bool(written & copied)
         return copied if calls.writes_silently else set()
 
     def _note_rewritten(self, versions: list[int]) -> None:
-        state = {id(buffer) for buffer, _ in self._snapshots}
+        state = self._put_back()
         self._rewritten = {
             i: None if id(tensor) in state else content_of(tensor)
             for i, tensor in enumerate(self._tensors)
@@ -207,7 +208,7 @@ class Reads:
         changed = self._changed()
         if not (changed or self._rewritten or moved):
             return None
-        state = {id(buffer) for buffer, _ in self._snapshots}
+        state = self._put_back()
         names = names_of(function, arguments.others)
         watched = {address_of(t): name_of(t, names) for t in changed}
         for held in moved:

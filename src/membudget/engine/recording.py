@@ -80,7 +80,8 @@ class Recording:
         metadata: Likewise its shape, dtype, device and stride.
         calls: What earlier calls of the function showed; `None` without verification.
         finished: Whether the forward has ended.
-        is_new: Whether it took a path that no verified call has taken, unverified.
+        is_new: Whether the call went unverified, along a path that no verified call
+            has taken.
         holds: Whether what is saved stays until then, because the function is known, or
             may yet be found, to differentiate inside (Rule 7).
         nested_backward: Whether the function differentiates inside (Rule 7).

@@ -100,10 +100,11 @@ class Rerun:
                     scope.enter_context(self._trace)
                 if recording.contexts is not None:
                     scope.enter_context(recording.contexts[1])
-                contents = surroundings.contents() if recording.is_new else None
-                self._call(args, kwargs)
-                if contents is not None:
-                    surroundings.refuse_written(contents)
+                if recording.is_new:
+                    with surroundings.refusing_silent_writes():
+                        self._call(args, kwargs)
+                else:
+                    self._call(args, kwargs)
             if self._failure is not None:
                 # Raised again, in case the function caught it. A local name for it
                 # would tie its traceback into a reference cycle.

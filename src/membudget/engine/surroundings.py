@@ -8,7 +8,8 @@ Bringing back ends with a `Scope`; that gradients are on is the caller's to see 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from membudget._torch import is_any_autocast_enabled, without_modes
@@ -109,12 +110,9 @@ class Surroundings:
         """
         return None
 
-    def contents(self) -> Contents | None:
-        """Take the fingerprints of what a recompute reads, if that is guarded."""
-        return None
-
-    def refuse_written(self, contents: Contents) -> None:
-        """Raise if a recompute has changed any of it behind the version counters."""
+    def refusing_silent_writes(self) -> AbstractContextManager[None]:
+        """Return what raises at its end if a recompute wrote memory unseen."""
+        return nullcontext()
 
 
 class GuardedSurroundings(Surroundings):
@@ -196,18 +194,20 @@ class GuardedSurroundings(Surroundings):
             reads = Reads(Reached())
         return reads.enter(scope, self._function, self.arguments, hide_gradients)
 
-    def contents(self) -> Contents:
-        """Take the fingerprints of what a recompute reads and does not put back."""
-        given = [held.given() for held in self.arguments.tensors]
-        held = [] if self.reads is None else self.reads.tensors()
-        return Contents([*held, *(t for t in given if t is not None)])
-
-    def refuse_written(self, contents: Contents) -> None:
-        """Raise if a recompute has changed any of it behind the version counters.
+    @contextmanager
+    def refusing_silent_writes(self) -> Iterator[None]:
+        """Fingerprint what a recompute reads and does not put back, before and after.
 
         Raises:
-            ChangedSinceForwardError: With the names.
+            ChangedSinceForwardError: If any of it was written while its version counter
+                stood still; with the names.
         """
+        given = [held.given() for held in self.arguments.tensors]
+        found = [] if self.reads is None else self.reads.not_put_back()
+        contents = Contents([*found, *(t for t in given if t is not None)])
+        yield
         if written := contents.silently_written():
             names = names_of(self._function, self.arguments.others)
-            raise silently_written_error([name_of(t, names) for t in written], True)
+            raise silently_written_error(
+                [name_of(t, names) for t in written], by_recompute=True
+            )

@@ -114,15 +114,15 @@ def silently_written_error(
 
     Args:
         names: The names of what was written.
-        by_recompute: Whether a recompute has written it before that was known.
+        by_recompute: Whether a recompute wrote it before this was known.
     """
-    again = " The recompute that found it has done so." if by_recompute else ""
+    again = "has written" if by_recompute else "would write"
     return ChangedSinceForwardError(
-        f"{' and '.join(names)} is written by the region itself, behind the version "
-        "counters (`.data`, NumPy, a kernel such as batch_norm's): a recompute would "
-        f"write it again, and start from what the forward left.{again} Write it "
-        "outside of the region, or make the tensor a buffer of a module that the "
-        "region calls: buffers are put back before a recompute.",
+        "A region writes memory behind the version counters (`.data`, NumPy, a kernel "
+        f"such as batch_norm's): {', '.join(names)}. A recompute reads what the "
+        f"forward left there, not what it found, and {again} it again. Move the "
+        "write out of the region, or make the tensor a buffer of a module that the "
+        "region calls: buffers are restored before a recompute.",
         names,
         by_region=True,
     )
