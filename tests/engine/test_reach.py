@@ -213,6 +213,14 @@ def test_parameters_buffers_and_attributes_of_a_model_are_found():
     assert not found.writes_statistics
 
 
+def test_a_module_that_is_kept_from_the_list_of_submodules_is_found():
+    model, kept = nn.Linear(1, 1), nn.BatchNorm1d(2)
+    model.__dict__["teacher"] = kept
+    found = reach(model)
+    assert [id(m) for m in found.modules] == [id(model), id(kept)]
+    assert found.writes_statistics
+
+
 def test_an_attribute_that_becomes_a_tensor_is_found():
     model = Model()
     reach(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -89,6 +90,34 @@ def test_row_a05_statistics_in_buffers_of_any_size_are_advanced_once(
 
     for _ in range(3):
         assert are_equal(step(one, region), step(other, plain))
+
+
+class Guided(nn.Module):
+    """Calls a module that it hides from its own list of submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.__dict__["teacher"] = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.teacher(self.inner(x)).sin().sum()
+
+
+@pytest.mark.parametrize("engine", ["auto", "rerun", "replay"])
+def test_row_a05_statistics_of_a_module_that_is_no_submodule_are_advanced_once(
+    engine: str,
+):
+    found: list[list[Tensor]] = []
+    for region in (partial(mb.checkpoint, engine=engine), plain):
+        torch.manual_seed(0)
+        module = Guided()
+        for _ in range(3):
+            region(module, torch.randn(8, 4)).backward()
+        state = module.teacher.state_dict()
+        found.append([p.grad for p in module.parameters()] + list(state.values()))
+
+    assert are_equal(*found)
 
 
 @pytest.mark.parametrize("features", [16, 20_000])

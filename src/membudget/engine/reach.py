@@ -306,9 +306,7 @@ def _extras(module: Module, attributes: dict[str, Any]) -> list[str]:
     names = [
         key
         for key, item in attributes.items()
-        if key not in _MODULE_INTERNALS
-        and (item is None or type(item) not in _INERT)
-        and not (isinstance(item, Module))
+        if key not in _MODULE_INTERNALS and (item is None or type(item) not in _INERT)
     ]
     _EXTRAS[module] = (len(attributes), names)
     return names
