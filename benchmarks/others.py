@@ -47,7 +47,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import membudget as mb
 from membudget.planner.segments import equal_segments
-from membudget.profile.step import Step
+from membudget.step import Step
 
 SEGMENTS = (2, 3, 4, 6)
 COMPILE_BUDGETS = (0.8, 0.5, 0.2)

@@ -29,7 +29,7 @@ from profiled import MODELS
 from rich.console import Console
 
 import membudget as mb
-from membudget.profile.step import Step
+from membudget.step import Step
 
 DOCS = Path(__file__).parents[1] / "docs" / "profile-peaks.md"
 BATCHES = (1, 8)

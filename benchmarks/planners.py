@@ -42,7 +42,7 @@ from torch.nn import functional as F
 
 import membudget as mb
 from membudget.planning import make_plan, planner_of
-from membudget.profile.step import Step
+from membudget.step import Step
 
 SHARES = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 # Seconds after which the first step of another tool is given up.

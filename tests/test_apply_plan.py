@@ -21,7 +21,7 @@ from membudget.planner.choose import Planner
 from membudget.planner.plan import Plan, planned_region
 from membudget.planner.regions import Region, made_in
 from membudget.planning import make_plan
-from membudget.profile.step import Step
+from membudget.step import Step
 from tests.planner.models import MODELS, Made
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from membudget.audit.compare import Comparison, Outcome, Results, compare
-from membudget.audit.held import hold
+from membudget.state.copies import hold
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 

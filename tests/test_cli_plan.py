@@ -266,7 +266,7 @@ def test_the_steps_of_a_fit_leave_the_model_as_it_was():
     from torch import nn
 
     from membudget.fit import fit
-    from membudget.profile.step import Step
+    from membudget.step import Step
     from membudget.trial import try_steps
 
     layers = [nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 1)]

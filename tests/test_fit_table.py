@@ -12,7 +12,7 @@ import membudget as mb
 from membudget.errors import BudgetError
 from membudget.fit import Fitted, fit
 from membudget.memory import peak
-from membudget.profile.step import Step
+from membudget.step import Step
 from tests.planner.models import measured_peak
 from tests.table_models import TABLE
 

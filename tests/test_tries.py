@@ -15,7 +15,7 @@ from membudget.carrier import has_region
 from membudget.errors import PinnedWarning, RecomputeMismatchError
 from membudget.fit import fit
 from membudget.memory import peak
-from membudget.profile.step import Step
+from membudget.step import Step
 from tests.model_state import state_of
 from tests.planner.models import MODELS, gpt, mlp
 

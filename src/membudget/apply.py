@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -20,8 +19,9 @@ from membudget.engine.options import checked_options
 from membudget.engine.planned import Planned
 from membudget.engine.stages import Stages
 from membudget.engine.statistics import Statistics
-from membudget.errors import OptionError, PlanError, SelectionError
+from membudget.errors import PlanError, SelectionError
 from membudget.planner.plan import Plan, PlannedRegion, fingerprint_of
+from membudget.selection import select_modules
 from membudget.spans import put_spans
 
 
@@ -190,7 +190,7 @@ def apply(
         if blocks is not None or names is not None or where is not None:
             raise SelectionError("give spans, or blocks, names and where; not both")
         return Applied(*put_spans(model, spans, checked))
-    modules = _select(model, blocks, names, where, every)
+    modules = select_modules(model, blocks, names, where, every)
     for name, module in modules.items():
         check_can_carry(name, module)
     statistics = {
@@ -251,62 +251,4 @@ def model_fingerprint(model: Module) -> str:
     return fingerprint_of(
         (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
         for name, p in model.named_parameters()
-    )
-
-
-def _select(
-    model: Module,
-    blocks: type[Module] | tuple[type[Module], ...] | None,
-    names: str | Iterable[str] | None,
-    where: Callable[[str, Module], bool] | None,
-    every: int,
-) -> dict[str, Module]:
-    if every < 1:
-        raise OptionError(f"every must be at least 1; got {every}")
-    if blocks is None and names is None and where is None:
-        raise SelectionError(
-            "say which modules get a region: blocks=BlockClass, names='h.*' or "
-            "where=lambda name, module: ..."
-        )
-    patterns = [names] if isinstance(names, str) else names and list(names)
-    matching = {
-        name: module
-        for name, module in model.named_modules()
-        if (blocks is None or isinstance(module, blocks))
-        and (patterns is None or any(_matches(name, p) for p in patterns))
-        and (where is None or where(name, module))
-    }
-    if not matching:
-        asked = {"blocks": blocks, "names": patterns, "where": where}
-        given = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
-        some = [name for name, _ in model.named_modules() if name][:8]
-        raise SelectionError(
-            f"no module of {type(model).__name__} matches {given}. It has "
-            f"{', '.join(map(repr, some)) or 'no submodules'}"
-            f"{' and more' if len(some) == 8 else ''}."
-        )
-    return dict(list(matching.items())[::every])
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Match a dotted name part by part.
-
-    Example:
-        >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*")
-        (True, False)
-        >>> _matches("a.b.c", "**.c")
-        True
-    """
-    return bool(name) and _parts_match(name.split("."), pattern.split("."))
-
-
-def _parts_match(parts: list[str], patterns: list[str]) -> bool:
-    if not patterns:
-        return not parts
-    if patterns[0] == "**":
-        return any(_parts_match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
-    return (
-        bool(parts)
-        and fnmatchcase(parts[0], patterns[0])
-        and _parts_match(parts[1:], patterns[1:])
     )

@@ -146,7 +146,7 @@ def _fit(options: argparse.Namespace) -> int:
         raise OptionError(f"--steps must be at least 1; got {options.steps}")
     model, batch, loss = _made(options, on_meta=False)
     from membudget.fit import fit
-    from membudget.profile.step import Step
+    from membudget.step import Step
     from membudget.trial import try_steps
 
     keywords = {

@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from membudget.apply import Applied, Status
 from membudget.audit import AuditReport, audit
-from membudget.audit.step import LossFunction
 from membudget.carrier import has_region
 from membudget.errors import OptionError
 from membudget.fit_text import region_table
@@ -26,7 +25,7 @@ from membudget.planner.plan import Plan
 from membudget.planning import check_budget, limit_of
 from membudget.profile import Device, Profile, profile
 from membudget.profile.optimizer import OptimizerLike
-from membudget.profile.step import Step, check_arguments
+from membudget.step import LossFunction, Step, check_arguments
 from membudget.tries import Measured, Task, try_mode, try_plans
 
 

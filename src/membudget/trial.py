@@ -12,7 +12,7 @@ from membudget.fit import Fitted
 from membudget.memory import peak
 from membudget.profile.cost import synchronised_clock
 from membudget.profile.run import state_kept
-from membudget.profile.step import Step
+from membudget.step import Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import membudget as mb
 from membudget import _torch_settings
 from membudget.engine.ambient import Ambient, Autocast, enter_autocast
-from membudget.engine.scope import Scope
+from membudget.scope import Scope
 from tests.settings import EXPRESSIONS, change, kept
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from membudget.engine.bits import fingerprint
 from membudget.engine.fingerprints import Fingerprints
+from membudget.state.bits import fingerprint
 
 
 def prints_of(saving: list[Tensor], x: Tensor) -> list[tuple[int, int]]:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from membudget.engine.randomness import Source
 from membudget.engine.replay.frame import ReplayFrame
+from membudget.state.rng import Source
 from tests.operators.checks import SHARE_COMPARISON, as_they_come
 from tests.operators.database import differentiable_operators
 from tests.operators.variants import Extent, variants_of

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from membudget.memory import peak
-from membudget.profile.step import Step
+from membudget.step import Step
 
 Made = tuple[nn.Module, Any]
 

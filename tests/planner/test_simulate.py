@@ -20,7 +20,7 @@ from membudget.planner.simulate import (
     simulate,
 )
 from membudget.planner.timeline import timeline
-from membudget.profile.step import Step
+from membudget.step import Step
 from tests.oracles import CountedOperators
 from tests.planner import models
 from tests.planner.drafts import Draft, chain_of, drafts

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
-from membudget.audit.step import call_model, find_loss
+from membudget.step import call_model, find_loss
 from tests.planner.models import Calls
 from tests.zoo.case import Call
 

@@ -13,7 +13,7 @@ import membudget as mb
 from membudget.graph import StepGraph
 from membudget.planner.plan import Plan, planned_region
 from membudget.planner.regions import keeping, region_of
-from membudget.profile.step import Step
+from membudget.step import Step
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget._torch import dispatch_modes, top_saved_tensors_hooks
-from membudget.audit.streams import frozen, global_streams
 from membudget.profile import profile
+from membudget.state.streams import frozen, global_streams
 from tests.untidy import Untidy
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import policies
-from membudget.engine import bits
-from membudget.engine.bits import fingerprint
 from membudget.engine.options import Verify
 from membudget.engine.replay import fingerprinted, signature
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
+from membudget.state import bits
+from membudget.state.bits import fingerprint
 from tests.keeps import replay, replayed
 from tests.oracles import assert_same_step, backward_once, plain, run_step
 from tests.replay.operators import OPERATORS, OperatorCase

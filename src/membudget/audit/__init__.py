@@ -17,7 +17,7 @@ buffers: an audit that did could not find it wrong.
 
 from membudget.audit.compare import Difference
 from membudget.audit.forms import audit
-from membudget.audit.regions import default_names
 from membudget.audit.report import AuditReport, Compared
+from membudget.selection import default_names
 
 __all__ = ["AuditReport", "Compared", "Difference", "audit", "default_names"]

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from membudget.audit.held import HeldTensor, first_difference, hold, is_same
-from membudget.audit.state import State
-from membudget.audit.streams import frozen, global_streams
-from membudget.audit.walk import walk
+from membudget.state.copies import HeldTensor, first_difference, hold, is_same
+from membudget.state.restore import State
+from membudget.state.streams import frozen, global_streams
+from membudget.state.walk import walk
 
 Kind = Literal[
     "loss",

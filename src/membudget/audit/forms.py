@@ -13,9 +13,9 @@ from membudget.audit.compare import Outcome, Results, compare
 from membudget.audit.regions import counting, regions_for
 from membudget.audit.report import AuditReport
 from membudget.audit.run import Run, compare_runs
-from membudget.audit.state import State
-from membudget.audit.step import LossFunction, TrainingStep
 from membudget.errors import OptionError
+from membudget.state.restore import State
+from membudget.step import LossFunction, Step
 
 V = TypeVar("V")
 
@@ -159,13 +159,21 @@ def _audit_model(
 ) -> AuditReport:
     if not isinstance(model, Module):
         raise OptionError(f"the model must be a Module; got {type(model).__name__}")
-    step = TrainingStep(model, batch, loss_fn)
+    step = Step(model, batch, loss_fn)
+
+    def run() -> Results:
+        results = Results()
+        loss = step.forward(partial(results.hold, "output"))
+        results.hold("loss", loss)
+        loss.backward()
+        return results
+
     roots = {"": model, "batch": batch}
     if loss_fn is not None:
         roots["loss_fn"] = loss_fn
     report = compare_runs(
-        Run("the plain run", step.run, roots),
-        Run("the budgeted run", step.run, roots, regions_for(model, selection)),
+        Run("the plain run", run, roots),
+        Run("the budgeted run", run, roots, regions_for(model, selection)),
     )
     return replace(report, loss_from=step.loss_from)
 

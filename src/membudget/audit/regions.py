@@ -8,78 +8,13 @@ from functools import partial
 from operator import sub
 from typing import Any
 
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Module
 
 from membudget.apply import RegionStatus, apply
 from membudget.carrier import has_region, statistics_of
 from membudget.engine.statistics import Statistics
-from membudget.errors import OptionError, SelectionError
-
-
-def default_names(model: Module) -> list[str]:
-    """Return the names of the modules that get a region if nobody says which.
-
-    They are the children of the longest `ModuleList` or `Sequential` in the model, the
-    outermost of those that are equally long. The blocks of a list of like blocks are
-    not searched for a longer one: a region inside one block of many is not what is
-    meant. A child without a `forward`, such as a list of lists, stands for its own
-    children. A model without such a list gets a region on each direct child that has
-    parameters.
-
-    Args:
-        model: Any module; it is left as it is.
-
-    Returns:
-        Names as in `model.named_modules()`, never empty.
-
-    Raises:
-        SelectionError: If the model has nothing to choose from.
-
-    Example:
-        >>> from torch.nn import Linear, Sequential
-        >>> body = Sequential(*(Linear(4, 4) for _ in range(3)))
-        >>> default_names(Sequential(body, Linear(4, 1)))
-        ['0.0', '0.1', '0.2']
-    """
-    lists = list(_lists(model, ""))
-    if lists:
-        name, longest = max(lists, key=lambda item: len(item[1]))
-        return list(_callable_children(longest, name))
-    names = [
-        name
-        for name, child in model.named_children()
-        if any(True for _ in child.parameters())
-    ]
-    if not names:
-        raise SelectionError(
-            f"{type(model).__name__} has no ModuleList, no Sequential and no child "
-            f"with parameters, so there is nothing to put a region on by default. Say "
-            f"which modules get one: blocks=BlockClass, names='h.*' or where=..."
-        )
-    return names
-
-
-def _lists(module: Module, name: str) -> Iterator[tuple[str, ModuleList | Sequential]]:
-    """Yield the lists in which blocks may stand, outermost first."""
-    if isinstance(module, ModuleList | Sequential) and len(module):
-        yield name, module
-        kinds = {type(child) for child in module.children()}
-        if len(module) > 1 and len(kinds) == 1:
-            return
-    for key, child in module.named_children():
-        yield from _lists(child, _join(name, key))
-
-
-def _callable_children(module: Module, name: str) -> Iterator[str]:
-    for key, child in module.named_children():
-        if isinstance(child, ModuleList | ModuleDict):
-            yield from _callable_children(child, _join(name, key))
-        else:
-            yield _join(name, key)
-
-
-def _join(owner: str, key: str) -> str:
-    return f"{owner}.{key}" if owner else key
+from membudget.errors import OptionError
+from membudget.selection import default_names
 
 
 class RegionCounts:

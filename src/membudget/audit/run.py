@@ -18,11 +18,11 @@ from typing import Any
 import torch
 
 from membudget.audit.compare import Outcome, Results, compare
-from membudget.audit.held import first_value, is_zero
 from membudget.audit.regions import RegionCounts, counting
 from membudget.audit.report import AuditReport, Compared
-from membudget.audit.state import State
 from membudget.engine.switches import disable_checkpointing
+from membudget.state.copies import first_value, is_zero
+from membudget.state.restore import State
 
 Regions = Callable[[], AbstractContextManager[RegionCounts]]
 

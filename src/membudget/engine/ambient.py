@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from membudget import _torch, _torch_settings
-from membudget.engine.scope import Scope
+from membudget.scope import Scope
 
 
 class Autocast:

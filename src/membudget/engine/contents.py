@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from membudget._torch import without_modes
-from membudget.engine.bits import content_of, has_changed
-from membudget.engine.identity import address_of, version_of
+from membudget.state.bits import content_of, has_changed
+from membudget.state.identity import address_of, version_of
 
 
 class Contents:

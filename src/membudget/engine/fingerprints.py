@@ -14,7 +14,7 @@ from types import CodeType
 from torch import Tensor
 
 from membudget._torch import node_sequence_number, without_modes
-from membudget.engine.bits import SKIPPED, Fingerprint, content_of, may_be_a_workspace
+from membudget.state.bits import SKIPPED, Fingerprint, content_of, may_be_a_workspace
 
 # Operators that save memory of which they leave parts unfilled, or all: RReLU its noise
 # in evaluation, lstsq the residuals of a singular system, the CTC loss its table.

@@ -24,10 +24,10 @@ from membudget.engine.fingerprints import Fingerprints
 from membudget.engine.recording import Handle, Recording
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
-from membudget.engine.scope import Scope
 from membudget.engine.switches import RECOMPUTING
 from membudget.engine.trace import Trace
 from membudget.errors import ChangedSinceForwardError, CheckpointError
+from membudget.scope import Scope
 
 
 class Frame(Recording):

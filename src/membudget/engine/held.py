@@ -18,8 +18,8 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.nn import Parameter
 
 from membudget._torch import is_forward_ad_on, top_saved_tensors_hooks
-from membudget.engine.bits import SKIPPED, Fingerprint, content_of
-from membudget.engine.identity import StorageMark, address_of, version_of
+from membudget.state.bits import SKIPPED, Fingerprint, content_of
+from membudget.state.identity import StorageMark, address_of, version_of
 
 Place = tuple[Any, Any]
 

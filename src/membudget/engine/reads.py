@@ -31,14 +31,14 @@ import torch
 from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
-from membudget.engine.bits import Fingerprint, content_of
 from membudget.engine.calls import Calls
 from membudget.engine.contents import Contents
-from membudget.engine.identity import address_of, version_of
 from membudget.engine.reach import Reached, reach
-from membudget.engine.scope import Scope
-from membudget.engine.snapshots import enter_snapshots, is_small, take_snapshots
 from membudget.engine.watch import Watch, rewritten_error, silently_written_error
+from membudget.scope import Scope
+from membudget.state.bits import Fingerprint, content_of
+from membudget.state.identity import address_of, version_of
+from membudget.state.snapshots import enter_snapshots, is_small, take_snapshots
 
 
 class Externals(NamedTuple):

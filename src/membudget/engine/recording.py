@@ -12,13 +12,13 @@ from torch import Tensor
 from membudget.engine.calls import Calls
 from membudget.engine.compare import Metadata, metadata
 from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.identity import address_of
 from membudget.engine.nested import must_keep
 from membudget.engine.options import ContextPair, RegionOptions
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.trace import Trace
 from membudget.errors import CheckpointError, RecomputeMismatchError
+from membudget.state.identity import address_of
 
 # An iterator at its end, a key that is there already. No lack of memory, which is a
 # RuntimeError of torch's.

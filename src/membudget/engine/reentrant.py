@@ -27,14 +27,14 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
-from membudget.engine.identity import version_of
 from membudget.engine.options import RegionOptions
-from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.switches import RECOMPUTING
 from membudget.engine.watch import rewritten_error
 from membudget.errors import ReentrantLimitError
+from membudget.scope import Scope
+from membudget.state.identity import version_of
 
 _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 

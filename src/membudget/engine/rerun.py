@@ -37,10 +37,10 @@ from membudget.engine.fingerprints import Comparison
 from membudget.engine.nested import must_keep
 from membudget.engine.reads import Externals
 from membudget.engine.recording import Handle, Recording
-from membudget.engine.scope import Scope
 from membudget.engine.trace import Trace, side_by_side
 from membudget.engine.watch import changed_error
 from membudget.errors import CheckpointError
+from membudget.scope import Scope
 
 
 class _StopRecompute(BaseException):

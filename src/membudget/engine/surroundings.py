@@ -20,7 +20,11 @@ from membudget.engine.calls import Calls
 from membudget.engine.contents import Contents
 from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
-from membudget.engine.randomness import (
+from membudget.engine.reach import Reached, reach
+from membudget.engine.reads import Externals, Reads, name_of, names_of
+from membudget.engine.watch import silently_written_error
+from membudget.scope import Scope
+from membudget.state.rng import (
     Noted,
     bring_back,
     global_sources,
@@ -28,10 +32,6 @@ from membudget.engine.randomness import (
     private_sources,
     torch_sources,
 )
-from membudget.engine.reach import Reached, reach
-from membudget.engine.reads import Externals, Reads, name_of, names_of
-from membudget.engine.scope import Scope
-from membudget.engine.watch import silently_written_error
 
 
 class Surroundings:

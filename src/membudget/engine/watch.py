@@ -23,9 +23,9 @@ from membudget._torch import (
     tree_iter,
     written_arguments,
 )
-from membudget.engine.identity import address_of
 from membudget.errors import ChangedSinceForwardError
 from membudget.observer import Observer
+from membudget.state.identity import address_of
 
 Names = dict[int, str]
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from membudget.engine.replay.operators import decides, facts_of
 from membudget.graph import (
     Operator,
     Saved,
@@ -16,6 +15,7 @@ from membudget.graph import (
     Storage,
     Value,
 )
+from membudget.ops import decides, facts_of
 from membudget.profile.recorder import StepRecorder
 from membudget.profile.records import (
     RecordedOperator,

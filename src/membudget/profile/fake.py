@@ -27,7 +27,7 @@ from membudget._torch import (
     without_fake_mode,
     written_arguments,
 )
-from membudget.engine.replay.operators import facts_of
+from membudget.ops import facts_of
 
 MOST_REAL_BYTES = 1 << 26
 """An integer tensor larger than this is fake, too."""

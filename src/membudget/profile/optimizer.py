@@ -19,7 +19,7 @@ from membudget.errors import OptionError
 from membudget.memory.storage import storage_bytes
 from membudget.profile.fake import AnyNumber, twin
 from membudget.profile.recorder import StepRecorder
-from membudget.profile.step import Step
+from membudget.step import Step
 
 OptimizerLike = Optimizer | type[Optimizer] | None
 

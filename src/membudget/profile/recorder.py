@@ -33,9 +33,9 @@ from membudget._torch import (
     written_arguments,
 )
 from membudget.callsite import place_of
-from membudget.engine.replay.operators import OperatorFacts, facts_of, flat_outputs
 from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
+from membudget.ops import OperatorFacts, facts_of, flat_outputs
 from membudget.profile.flops import flops_of
 from membudget.profile.lifetimes import Lifetimes
 from membudget.profile.records import (

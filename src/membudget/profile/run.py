@@ -11,9 +11,6 @@ import torch
 from torch.nn import Module
 
 from membudget._torch import fake_errors, is_fake, is_profiling
-from membudget.audit.regions import default_names
-from membudget.audit.state import State
-from membudget.audit.step import LossFunction
 from membudget.callsite import user_line
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
@@ -31,8 +28,10 @@ from membudget.profile.fake import fake_tensors, without_meta
 from membudget.profile.optimizer import OptimizerLike, record_optimizer
 from membudget.profile.recorder import StepRecorder
 from membudget.profile.result import Profile
-from membudget.profile.step import CallableStep, Step, check_arguments
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
+from membudget.selection import default_names
+from membudget.state.restore import State
+from membudget.step import CallableStep, LossFunction, Step, check_arguments
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15
 _TIMED_S = 0.5

@@ -29,9 +29,9 @@ from membudget._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from membudget.engine.replay.operators import facts_of
 from membudget.memory.events import recorded_events
 from membudget.memory.storage import plain_parts, storage_bytes
+from membudget.ops import facts_of
 from membudget.profile.recorder import MARK, StepRecorder
 from membudget.profile.records import RecordedCall, TensorSpec
 

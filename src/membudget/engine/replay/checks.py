@@ -12,14 +12,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from membudget.engine.bits import (
-    Fingerprint,
-    content_of,
-    has_bits,
-    is_subclass,
-    sample_of,
-)
-from membudget.engine.identity import SavedVersion
 from membudget.engine.options import RegionOptions
 from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
 from membudget.engine.replay.recorder import Recorder
@@ -29,6 +21,14 @@ from membudget.engine.replay.values import Handle
 from membudget.engine.replay.verify import Originals
 from membudget.engine.statistics import Statistics
 from membudget.errors import ChangedSinceForwardError, OverwrittenWarning
+from membudget.state.bits import (
+    Fingerprint,
+    content_of,
+    has_bits,
+    is_subclass,
+    sample_of,
+)
+from membudget.state.identity import SavedVersion
 
 _OVERWRITTEN = (
     "one of the variables needed for gradient computation has been modified by an "

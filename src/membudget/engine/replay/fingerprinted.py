@@ -27,18 +27,18 @@ from membudget._torch import (
     storage_uses,
     without_dispatch_modes,
 )
-from membudget.engine.bits import (
-    content_of,
-    has_bits,
-    has_changed,
-    may_be_a_workspace,
-)
-from membudget.engine.identity import address_of
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.signature import Path, Verified
 from membudget.engine.replay.values import Handle, Value
 from membudget.engine.replay.verify import is_made_again, pin
 from membudget.errors import RecomputeMismatchError
+from membudget.state.bits import (
+    content_of,
+    has_bits,
+    has_changed,
+    may_be_a_workspace,
+)
+from membudget.state.identity import address_of
 
 
 class Fingerprinter:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from membudget._torch import tree_iter, tree_map_only, without_dispatch_modes
-from membudget.engine.bits import fingerprint
-from membudget.engine.randomness import bring_back, global_sources, note
-from membudget.engine.scope import Scope
+from membudget.scope import Scope
+from membudget.state.bits import fingerprint
+from membudget.state.rng import bring_back, global_sources, note
 
 FAULTY: set[Any] = set()
 """Operators that wrote an argument that they do not declare."""

@@ -28,14 +28,11 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.bits import is_subclass
 from membudget.engine.diagnosis import module_names
 from membudget.engine.held import Packed
-from membudget.engine.identity import address_of, version_of
 from membudget.engine.options import RegionOptions
 from membudget.engine.reads import name_of, names_of
 from membudget.engine.replay.checks import Checks
-from membudget.engine.replay.operators import tensors_in
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.replayer import Replayer
@@ -44,13 +41,16 @@ from membudget.engine.replay.signature import verified
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Value
 from membudget.engine.retention import OPEN_GROUPS
-from membudget.engine.scope import Scope
 from membudget.engine.statistics import Statistics
 from membudget.engine.watch import changed_error
 from membudget.errors import (
     ChangedSinceForwardError,
     CheckpointError,
 )
+from membudget.ops import tensors_in
+from membudget.scope import Scope
+from membudget.state.bits import is_subclass
+from membudget.state.identity import address_of, version_of
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 

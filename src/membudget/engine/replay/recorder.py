@@ -22,19 +22,19 @@ from membudget._torch import (
     is_fake,
     is_fake_mode_active,
 )
-from membudget.engine.identity import address_of
 from membudget.engine.replay.fingerprinted import Fingerprinter
 from membudget.engine.replay.foreign import FAULTY
-from membudget.engine.replay.operators import (
-    OperatorFacts,
-    facts_of,
-    flat_outputs,
-)
 from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.tracker import AS_STRIDED, EMPTY, is_empty
 from membudget.engine.replay.values import Handle
 from membudget.engine.replay.writing import run_in_place, run_special, written_by
 from membudget.observer import Observer
+from membudget.ops import (
+    OperatorFacts,
+    facts_of,
+    flat_outputs,
+)
+from membudget.state.identity import address_of
 
 
 class Recorder(Observer):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from membudget.engine import isolation
-from membudget.engine.identity import address_of
 from membudget.engine.nested import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
-from membudget.engine.randomness import source_of
 from membudget.engine.replay.foreign import call_noting_draws
-from membudget.engine.replay.operators import (
+from membudget.engine.replay.signature import Path, Pins
+from membudget.engine.replay.tracker import Tracker
+from membudget.engine.replay.values import Handle, Operation
+from membudget.ops import (
     WHOLE,
     OperatorFacts,
     decides,
@@ -25,9 +26,8 @@ from membudget.engine.replay.operators import (
     leaves_device,
     tensors_in,
 )
-from membudget.engine.replay.signature import Path, Pins
-from membudget.engine.replay.tracker import Tracker
-from membudget.engine.replay.values import Handle, Operation
+from membudget.state.identity import address_of
+from membudget.state.rng import source_of
 
 
 class OperatorRecording:

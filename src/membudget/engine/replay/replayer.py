@@ -25,9 +25,7 @@ from membudget._torch import (
     current_graph_task_id,
     set_grad_enabled,
 )
-from membudget.engine.identity import version_of
 from membudget.engine.replay.foreign import call_again
-from membudget.engine.replay.operators import flat_outputs
 from membudget.engine.replay.running import (
     SourceChangedError,
     SourceFreedError,
@@ -40,8 +38,10 @@ from membudget.engine.replay.running import (
 )
 from membudget.engine.replay.tracker import copy_of
 from membudget.engine.replay.values import Handle, Operation, Scratch, Value
-from membudget.engine.scope import Scope
 from membudget.engine.stages import Stages
+from membudget.ops import flat_outputs
+from membudget.scope import Scope
+from membudget.state.identity import version_of
 
 
 class Replayer:

@@ -10,9 +10,9 @@ from torch.nn import Parameter
 
 from membudget._torch import without_dispatch_modes
 from membudget.engine import isolation
-from membudget.engine.bits import has_changed
-from membudget.engine.identity import address_of
 from membudget.engine.replay.values import Operation, Value
+from membudget.state.bits import has_changed
+from membudget.state.identity import address_of
 
 
 class SourceChangedError(Exception):

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import detach_with_version, is_fake, negative_view
-from membudget.engine.identity import address_of, storage_of
 from membudget.engine.replay.values import Entry, Memory, Operation, Place, Value
+from membudget.state.identity import address_of, storage_of
 
 # Memory without content is recorded by this operator, whichever made it.
 EMPTY: Any = torch.ops.aten.empty_strided.default

@@ -14,9 +14,9 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
-from membudget.engine.bits import Fingerprint
 from membudget.engine.held import Packed
-from membudget.engine.identity import SavedVersion
+from membudget.state.bits import Fingerprint
+from membudget.state.identity import SavedVersion
 
 
 class Value:

@@ -20,14 +20,14 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_fake, without_dispatch_modes
-from membudget.engine.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
-from membudget.engine.identity import address_of
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.running import SourceFreedError, is_freed
 from membudget.engine.replay.signature import Pins
 from membudget.engine.replay.tracker import Tracker, alias, copy_of
 from membudget.engine.replay.values import Handle, Value
 from membudget.errors import PinnedWarning
+from membudget.state.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
+from membudget.state.identity import address_of
 
 
 class Originals:

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from membudget.engine.identity import address_of
-from membudget.engine.replay.operators import (
+from membudget.engine.replay.recording import OperatorRecording
+from membudget.engine.replay.values import Operation, Scratch
+from membudget.ops import (
     OperatorFacts,
     flat_outputs,
     tensors_in,
 )
-from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.values import Operation, Scratch
+from membudget.state.identity import address_of
 
 
 def run_in_place(

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import Module
 
-from membudget.audit.streams import Stream, private_stream
+from membudget.state.streams import Stream, private_stream
 
 TensorKind = Literal["parameter", "buffer", "attribute", "output"]
 # A dict, list, set or deque, or a dataclass whose fields are slots.

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Generator
 
-from membudget.engine.marks import mark_of
-from membudget.engine.scope import Scope
+from membudget.scope import Scope
+from membudget.state.marks import mark_of
 
 Noted = list[tuple["Source", tuple[Any, Any]]]
 

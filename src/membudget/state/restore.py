@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget.audit.held import HeldTensor, hold, is_same, write
-from membudget.audit.streams import Stream, frozen, global_streams
-from membudget.audit.walk import Holder, copy_of, put_back, walk
 from membudget.errors import MembudgetError, OptionError
+from membudget.state.copies import HeldTensor, hold, is_same, write
+from membudget.state.streams import Stream, frozen, global_streams
+from membudget.state.walk import Holder, copy_of, put_back, walk
 
 
 @dataclass

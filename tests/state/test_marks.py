@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membudget.engine import marks
-from membudget.engine.marks import mark_of
+from membudget.state import marks
+from membudget.state.marks import mark_of
 
 Draw = Callable[[Any], object]
 

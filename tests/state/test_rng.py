@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from membudget.engine import randomness
-from membudget.engine.randomness import (
+from membudget.scope import Scope
+from membudget.state import rng
+from membudget.state.rng import (
     Source,
     bring_back,
     global_sources,
@@ -21,7 +22,6 @@ from membudget.engine.randomness import (
     source_of,
     torch_sources,
 )
-from membudget.engine.scope import Scope
 
 GENERATORS = {
     "torch": (
@@ -141,13 +141,13 @@ def test_private_sources_are_all_but_torch_s_own():
 def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Generator]]:
     """Let two CUDA devices be in use; their generators lie on the CPU."""
     generators = [torch.Generator().manual_seed(n) for n in range(2)]
-    monkeypatch.setattr(randomness, "_cuda_is_in_use", lambda: True)
+    monkeypatch.setattr(rng, "_cuda_is_in_use", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    randomness._cuda_source.cache_clear()
-    randomness._global_sources.cache_clear()
+    rng._cuda_source.cache_clear()
+    rng._global_sources.cache_clear()
     yield generators
-    randomness._cuda_source.cache_clear()
-    randomness._global_sources.cache_clear()
+    rng._cuda_source.cache_clear()
+    rng._global_sources.cache_clear()
 
 
 def draws(generators: list[torch.Generator]) -> list[float]:

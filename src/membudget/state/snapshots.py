@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from membudget import _torch
-from membudget.engine.identity import version_of
-from membudget.engine.scope import Scope
+from membudget.scope import Scope
+from membudget.state.identity import version_of
 
 _SMALL_BYTES = 64 * 1024
 

@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from membudget.engine.scope import Scope
+from membudget.scope import Scope
 
 
 def test_what_was_entered_is_left_newest_first():

@@ -1,23 +1,74 @@
-"""One training step that can be run many times: forward, loss, backward.
+"""One training step: call the model on a batch, make a loss, run the backward pass.
 
-The step is what a user's loop does: the model is called, a loss is made, the output is
-let go, and the loss goes backward. Gradients are `None` before, as `zero_grad()` leaves
-them.
+The step does what a user's loop does, and can be run many times. The output is let go
+before the backward pass; gradients are `None` before it, as `zero_grad()` leaves them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget.audit.state import State
-from membudget.audit.step import LossFunction, call_model, find_loss
-from membudget.audit.walk import walk
 from membudget.errors import OptionError
+from membudget.state.restore import State
+from membudget.state.walk import walk
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def call_model(model: Module, batch: Any) -> Any:
+    """Call a model on a batch: a tuple as arguments, a mapping as keywords.
+
+    Anything else is the one argument: a tensor, a list, a dataclass, a named tuple.
+    """
+    if isinstance(batch, Mapping) and not dataclasses.is_dataclass(batch):
+        return model(**batch)
+    if type(batch) is tuple:
+        return model(*batch)
+    return model(batch)
+
+
+def find_loss(output: Any) -> tuple[Tensor, str]:
+    """Return a loss for an output, where the user gave no loss function.
+
+    Returns:
+        The loss, and where it comes from, in words.
+
+    Raises:
+        OptionError: If the output holds no floating tensor.
+    """
+    if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
+        return output, "the model's output"
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    where = "output['loss']"
+    if loss is None:
+        loss, where = getattr(output, "loss", None), "output.loss"
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.reshape(()), where
+    tensors = [
+        tensor
+        for _, tensor in walk([("output", output)], "output").tensors.values()
+        if tensor.is_floating_point()
+    ]
+    if not tensors:
+        raise OptionError(
+            f"the model returned no floating tensor to make a loss of, but "
+            f"{type(output).__name__}; pass loss_fn(output, batch)"
+        )
+    total = torch.stack(
+        [tensor.float().sum().to(tensors[0].device) for tensor in tensors]
+    )
+    plural = "" if len(tensors) == 1 else "s"
+    return (
+        total.sum(),
+        f"the sum of the output's {len(tensors)} floating tensor{plural}, "
+        f"for want of a loss_fn",
+    )
 
 
 class Step:
@@ -41,13 +92,12 @@ class Step:
         """Run the step and return the loss.
 
         Args:
-            before_backward: Called between the forward and the backward.
+            before_backward: Called between the forward and the backward pass.
 
         Raises:
-            OptionError: If the loss is not one number, or nothing in it requires a
-                gradient.
+            OptionError: As `forward` does.
         """
-        loss = self._forward()
+        loss = self.forward()
         if before_backward is not None:
             before_backward()
         loss.backward()
@@ -57,8 +107,19 @@ class Step:
         """Let each run begin with the batch and the random streams as they are now."""
         self._batch_state = State([("batch", self.batch)])
 
-    def _forward(self) -> Tensor:
+    def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:
+        """Run the forward alone and return the loss.
+
+        Args:
+            on_output: Called with the model's output, before the loss function can
+                write into it.
+
+        Raises:
+            OptionError: If the loss is not one number, or requires no gradient.
+        """
         output = call_model(self.model, self.batch)
+        if on_output is not None:
+            on_output(output)
         if self.loss_fn is None:
             loss, self.loss_from = find_loss(output)
         else:
@@ -72,8 +133,8 @@ class Step:
             )
         if not loss.requires_grad:
             raise OptionError(
-                "the loss does not require a gradient, so there is no backward to "
-                "profile: every parameter is frozen, or the forward ran under no_grad"
+                "the loss does not require a gradient, so there is no backward pass: "
+                "every parameter is frozen, or the forward ran under no_grad"
             )
         return loss
 
@@ -128,12 +189,11 @@ def check_arguments(model: Any) -> None:
     """
     if not isinstance(model, Module):
         raise OptionError(
-            "a profile needs a torch.nn.Module and its batch; got "
-            f"{type(model).__name__}"
+            f"expected a torch.nn.Module and its batch; got {type(model).__name__}"
         )
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise OptionError(
                 f"{name!r} has no shape yet, because its module is lazy: run the model "
-                "once, then profile it"
+                "once first"
             )

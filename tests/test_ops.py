@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from membudget.engine.replay import operators
-from membudget.engine.replay.operators import (
+from membudget import ops
+from membudget.ops import (
     facts_of,
     flat_outputs,
     tensors_in,
@@ -32,9 +32,9 @@ UNKNOWN = {"aten::rename_"}
 
 def listed_names() -> set[str]:
     """Return every operator and namespace that a table of the module names."""
-    tables = [t for t in vars(operators).values() if isinstance(t, frozenset)]
+    tables = [t for t in vars(ops).values() if isinstance(t, frozenset)]
     names = {name for table in tables for name in table if isinstance(name, str)}
-    return names.union(operators._STATISTICS) - UNKNOWN
+    return names.union(ops._STATISTICS) - UNKNOWN
 
 
 @pytest.mark.parametrize("name", sorted(n for n in listed_names() if "::" not in n))
@@ -163,7 +163,7 @@ def test_outputs_and_arguments_are_flattened_in_order():
 def test_a_copy_on_the_host_of_what_lies_elsewhere_decides():
     here, there = torch.ones(2), torch.ones(2, device="meta")
 
-    assert operators.leaves_device([there], here)
-    assert not operators.leaves_device([here], here)
-    assert not operators.leaves_device([here], there)
-    assert not operators.leaves_device([there], there)
+    assert ops.leaves_device([there], here)
+    assert not ops.leaves_device([here], here)
+    assert not ops.leaves_device([here], there)
+    assert not ops.leaves_device([there], there)

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import membudget as mb
 from membudget.audit import audit
 from membudget.audit.compare import Outcome
-from membudget.audit.state import State
-from membudget.audit.streams import frozen, global_streams
+from membudget.state.restore import State
+from membudget.state.streams import frozen, global_streams
 from tests.untidy import Untidy
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import membudget as mb
-from membudget.engine.bits import (
+from membudget.state.bits import (
     SKIPPED,
     fingerprint,
     has_bits,

@@ -1,0 +1,148 @@
+"""Which modules of a model get a region: those the user names, or the likely blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from fnmatch import fnmatchcase
+
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
+
+from membudget.errors import OptionError, SelectionError
+
+
+def select_modules(
+    model: Module,
+    blocks: type[Module] | tuple[type[Module], ...] | None,
+    names: str | Iterable[str] | None,
+    where: Callable[[str, Module], bool] | None,
+    every: int = 1,
+) -> dict[str, Module]:
+    """Return the modules that match everything that is given, by name, in order.
+
+    Args:
+        model: Where they are looked for; it is left as it is.
+        blocks: A class, or several.
+        names: One pattern of a dotted name, or several: `*` stands for one part, or a
+            piece of it, and `**` for any number of parts.
+        where: A predicate over name and module.
+        every: Take every n-th match, beginning with the first.
+
+    Raises:
+        SelectionError: If nothing is given, or nothing matches.
+        OptionError: If `every` is less than 1.
+    """
+    if every < 1:
+        raise OptionError(f"every must be at least 1; got {every}")
+    if blocks is None and names is None and where is None:
+        raise SelectionError(
+            "say which modules get a region: blocks=BlockClass, names='h.*' or "
+            "where=lambda name, module: ..."
+        )
+    patterns = [names] if isinstance(names, str) else names and list(names)
+    matching = {
+        name: module
+        for name, module in model.named_modules()
+        if (blocks is None or isinstance(module, blocks))
+        and (patterns is None or any(_matches(name, p) for p in patterns))
+        and (where is None or where(name, module))
+    }
+    if not matching:
+        asked = {"blocks": blocks, "names": patterns, "where": where}
+        given = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
+        some = [name for name, _ in model.named_modules() if name][:8]
+        raise SelectionError(
+            f"no module of {type(model).__name__} matches {given}. It has "
+            f"{', '.join(map(repr, some)) or 'no submodules'}"
+            f"{' and more' if len(some) == 8 else ''}."
+        )
+    return dict(list(matching.items())[::every])
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Match a dotted name part by part.
+
+    Example:
+        >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*")
+        (True, False)
+        >>> _matches("a.b.c", "**.c")
+        True
+    """
+    return bool(name) and _parts_match(name.split("."), pattern.split("."))
+
+
+def _parts_match(parts: list[str], patterns: list[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        return any(_parts_match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
+    return (
+        bool(parts)
+        and fnmatchcase(parts[0], patterns[0])
+        and _parts_match(parts[1:], patterns[1:])
+    )
+
+
+def default_names(model: Module) -> list[str]:
+    """Return the names of the modules that get a region if nobody says which.
+
+    They are the children of the longest `ModuleList` or `Sequential` in the model, the
+    outermost of those that are equally long. The blocks of a list of like blocks are
+    not searched for a longer one: a region inside one block of many is not what is
+    meant. A child without a `forward`, such as a list of lists, stands for its own
+    children. A model without such a list gets a region on each direct child that has
+    parameters.
+
+    Args:
+        model: Any module; it is left as it is.
+
+    Returns:
+        Names as in `model.named_modules()`, never empty.
+
+    Raises:
+        SelectionError: If the model has nothing to choose from.
+
+    Example:
+        >>> from torch.nn import Linear, Sequential
+        >>> body = Sequential(*(Linear(4, 4) for _ in range(3)))
+        >>> default_names(Sequential(body, Linear(4, 1)))
+        ['0.0', '0.1', '0.2']
+    """
+    lists = list(_lists(model, ""))
+    if lists:
+        name, longest = max(lists, key=lambda item: len(item[1]))
+        return list(_callable_children(longest, name))
+    names = [
+        name
+        for name, child in model.named_children()
+        if any(True for _ in child.parameters())
+    ]
+    if not names:
+        raise SelectionError(
+            f"{type(model).__name__} has no ModuleList, no Sequential and no child "
+            f"with parameters, so there is nothing to put a region on by default. Say "
+            f"which modules get one: blocks=BlockClass, names='h.*' or where=..."
+        )
+    return names
+
+
+def _lists(module: Module, name: str) -> Iterator[tuple[str, ModuleList | Sequential]]:
+    """Yield the lists in which blocks may stand, outermost first."""
+    if isinstance(module, ModuleList | Sequential) and len(module):
+        yield name, module
+        kinds = {type(child) for child in module.children()}
+        if len(module) > 1 and len(kinds) == 1:
+            return
+    for key, child in module.named_children():
+        yield from _lists(child, _join(name, key))
+
+
+def _callable_children(module: Module, name: str) -> Iterator[str]:
+    for key, child in module.named_children():
+        if isinstance(child, ModuleList | ModuleDict):
+            yield from _callable_children(child, _join(name, key))
+        else:
+            yield _join(name, key)
+
+
+def _join(owner: str, key: str) -> str:
+    return f"{owner}.{key}" if owner else key
