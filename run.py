@@ -5,6 +5,7 @@
     python3 run.py check             lint and types only
     python3 run.py bench NAME ...    one benchmark, such as region_cost
     python3 run.py mutants ...       plant faults at random, print what the tests miss
+    python3 run.py sentences ...     docstring sentences at random, to be read aloud
     python3 run.py help              this text
 
 The first use makes `.venv` and installs what `constraints.txt` pins; later ones find it
@@ -47,7 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     if cpu:
         arguments.pop(0)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
-    commands = {f.__name__: f for f in (demo, test, check, bench, mutants)}
+    commands = {f.__name__: f for f in (demo, test, check, bench, mutants, sentences)}
     if command not in commands:
         print(__doc__)
         return 0 if command in {"help", "--help", "-h"} else 2
@@ -122,6 +123,11 @@ def mutants(arguments: Sequence[str]) -> int:
     """Test the tests: `run.py mutants --help` lists the options."""
     install_for("mutants")
     return run_python("-m", "tools.mutants", *arguments)
+
+
+def sentences(arguments: Sequence[str]) -> int:
+    """Print docstring sentences: `run.py sentences --help` lists the options."""
+    return run_python("-m", "tools.sentences", *arguments)
 
 
 def install_for(name: str) -> None:

@@ -8,24 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tools.map import FLOORS, PAGE, page_with_map
+
 SOURCE = Path(__file__).parents[1] / "src" / "membudget"
 
-# The floors, from the top. Imports only point down, or stay on the floor; no circle.
-FLOORS = (
-    "__init__",
-    "cli cli_plan cli_options",
-    "compat policies tradeoff trial",
-    "fit tries planning modes",
-    "fit_text plan_text",
-    "audit free limit",
-    "apply spans carrier",
-    "planner profile memory",
-    "engine",
-    "step selection state scope ops observer graph",
-    "callsite files sizes tables target",
-    "_torch _torch_observing _torch_precision _torch_settings errors",
-)
-FLOOR_OF = {unit: n for n, units in enumerate(FLOORS) for unit in units.split()}
+FLOOR_OF = {unit: n for n, (_, units) in enumerate(FLOORS) for unit in units.split()}
 # What a plan is made of is numbers, so that it can be made anywhere.
 PLANNER_MAY = {"planner", "graph", "errors"}
 
@@ -94,6 +81,15 @@ def test_imports_point_down(path: Path):
 def test_the_planner_imports_the_graph_and_nothing_else():
     paths = [path for path in FILES if unit_of(module_name(path)) == "planner"]
     assert {unit_of(name) for path in paths for name in ours(path)} <= PLANNER_MAY
+
+
+def test_every_module_stands_on_a_floor():
+    assert {unit_of(module_name(path)) for path in FILES} == FLOOR_OF.keys()
+
+
+def test_the_map_in_contributing_is_that_of_the_tree():
+    page = PAGE.read_text(encoding="utf-8")
+    assert page == page_with_map(page), "run: .venv/bin/python -m tools.map --write"
 
 
 def unit_of(name: str) -> str:
