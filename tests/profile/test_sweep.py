@@ -210,6 +210,14 @@ def test_a_larger_budget_never_gives_a_smaller_size(totals, one, other):
     assert sizes == sorted(sizes)
 
 
+def test_a_budget_of_a_sweep_is_bytes_with_or_without_a_unit():
+    found = of_totals(1024, 2048, 4096)
+    assert found.largest("2KiB") == found.largest(2048)
+    with pytest.raises(mb.OptionError, match="a number of bytes"):
+        found.largest("2 Kib of")
+
+
+
 @given(st.lists(st.integers(0, 1 << 40), min_size=2, max_size=6), BUDGETS)
 def test_the_largest_size_fits_and_the_next_does_not(totals, budget):
     totals.sort()

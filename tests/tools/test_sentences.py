@@ -6,7 +6,7 @@ import pytest
 
 from tools.sentences import main, sentences_of
 
-DOCSTRING = '''Do this, e.g. that. Then (perhaps) more!
+DOCSTRING = """Do this, e.g. that. Then (perhaps) more!
 
     code = drawn + here
 
@@ -21,7 +21,7 @@ Args:
 Example:
     >>> is_a("sentence")
     No sentence.
-'''
+"""
 
 
 def test_sentences_end_where_they_end_and_code_is_none():

@@ -30,7 +30,7 @@ from membudget.profile.polynomial import (
 )
 from membudget.profile.run import profile
 from membudget.profile.text import aligned
-from membudget.sizes import format_bytes
+from membudget.sizes import format_bytes, parse_bytes
 from membudget.target import call_make
 
 
@@ -104,18 +104,20 @@ class Sweep:
         peak = evaluate(self._at_peak(size), size)
         return round(peak + evaluate(self.static.coefficients, size))
 
-    def largest(self, budget_bytes: int) -> Largest:
+    def largest(self, budget: int | str) -> Largest:
         """Return the largest size whose total fits; more bytes never give a smaller.
 
         The measured sizes have the last word; between and beyond them, the polynomials
         of the moments.
 
         Args:
-            budget_bytes: For the total: parameters and optimizer too.
+            budget: Bytes for the total, parameters and optimizer too: a number, or
+                `"80GiB"`.
 
         Raises:
-            OptionError: If the total does not grow with the size, and all of them fit.
+            OptionError: If the budget is no number of bytes, or the total does not grow with the size, and all of them fit.
         """
+        budget_bytes = parse_bytes(budget)
         fitting = [p.size for p in self.points if p.total_bytes <= budget_bytes]
         above = [p.size for p in self.points if p.total_bytes > budget_bytes]
         ends = [min(above) - 1] if above else []
