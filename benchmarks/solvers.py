@@ -30,7 +30,6 @@ from rich.table import Table
 from solvers_models import SUBJECTS, step_graph
 
 from membudget.errors import BudgetError
-from membudget.graph import StepGraph
 from membudget.planner import choose, improve, simulate
 from membudget.planner.choose import Planner
 
@@ -125,10 +124,11 @@ def table(results: dict[str, Any], title: str) -> Table:
 
 def worse(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Return every number of a profile that rose, in words."""
-    rose = []
-    for key in ("least_bytes", "candidates", "operators"):
-        if after[key] > before[key]:
-            rose.append(f"{key} rose from {before[key]:,} to {after[key]:,}")
+    rose = [
+        f"{key} rose from {before[key]:,} to {after[key]:,}"
+        for key in ("least_bytes", "candidates", "operators")
+        if after[key] > before[key]
+    ]
     for share, row in before["rows"].items():
         was, now = row["slowdown"], after["rows"][share]["slowdown"]
         if was is not None and (now is None or now > was + 1e-6):

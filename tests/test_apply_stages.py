@@ -11,12 +11,14 @@ import torch
 import membudget as mb
 from membudget.apply import model_fingerprint
 from membudget.graph import StepGraph
-from membudget.planner.choose import Planner
+from membudget.planner.answers import simulated
 from membudget.planner.keep import choices
 from membudget.planner.plan import Plan, planned_region
 from membudget.planner.regions import Region, Stage, made_in, saved_in, storages_of
 from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from membudget.planning import make_plan
+from tests.oracles.exact import exact
 from tests.planner.models import MODELS, measured_peak
 from tests.seconds import DEADLOCK_S
 from tests.test_apply_plan import check_same, facts_of_step
@@ -88,16 +90,19 @@ def test_a_stage_makes_again_what_an_earlier_one_let_go():
     assert in_two.peak_bytes < at_once.peak_bytes
 
 
-def test_a_schedule_that_a_search_found_runs_as_it_was_simulated():
+def test_an_optimal_schedule_runs_as_it_was_simulated():
     torch.manual_seed(0)
     model, batch = MODELS["unet"]()
     found = mb.profile(model, batch, fake=True)
-    planner = Planner(found.graph)
-    budget = planner.plain_peak_bytes * 6 // 10
-    chosen = planner.choose(budget, exact_s=DEADLOCK_S)
-    searched = copy.deepcopy(model)
-    plan = make_plan(found, planner.graph, chosen, model, budget)
-    applied = mb.apply(searched, plan)
-    check_same(facts_of_step(model, batch), facts_of_step(searched, batch))
+    budget = timeline(found.graph).peak_bytes * 6 // 10
+    (call,) = (call for call in found.graph.calls if call.path == "")
+    whole = Region(call.start, call.end)
+    best = exact(found.graph, budget, DEADLOCK_S, region=whole)
+    assert best.region is not None
+    chosen = simulated(found.graph, (call,), (best.region,))
+    optimal = copy.deepcopy(model)
+    plan = make_plan(found, found.graph, chosen, model, budget)
+    applied = mb.apply(optimal, plan)
+    check_same(facts_of_step(model, batch), facts_of_step(optimal, batch))
     assert applied.status().regions[0].differences == 0
-    assert measured_peak(searched, batch) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert measured_peak(optimal, batch) == pytest.approx(plan.peak_bytes, rel=0.01)

@@ -23,11 +23,7 @@ from membudget.sizes import parse_bytes
 
 
 def plan_for(
-    profile: Profile,
-    model: Module,
-    budget: int | str,
-    mode: str = AUTO,
-    exact_s: float = 0.0,
+    profile: Profile, model: Module, budget: int | str, mode: str = AUTO
 ) -> Plan:
     """Return the fastest plan whose predicted peak fits.
 
@@ -39,7 +35,6 @@ def plan_for(
         model: The model.
         budget: As for `fit`; bytes or a share.
         mode: As for `fit`.
-        exact_s: As for `fit`.
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
@@ -55,7 +50,7 @@ def plan_for(
     check_mode(mode)
     limit = limit_of(profile, budget)
     if mode == AUTO:
-        graph, chosen = choose(profile, limit, exact_s)
+        graph, chosen = choose(profile, limit)
     else:
         graph, chosen = choose_mode(profile, mode)
         peak_bytes = chosen.simulation.peak_bytes
@@ -69,9 +64,7 @@ def planner_of(profile: Profile) -> Planner:
     return Planner(profile.graph, overheads_of(profile))
 
 
-def choose(
-    profile: Profile, limit: Limit, exact_s: float = 0.0
-) -> tuple[StepGraph, Chosen]:
+def choose(profile: Profile, limit: Limit) -> tuple[StepGraph, Chosen]:
     """Return the planner's choice.
 
     The planner is gone when this returns: its tables are the host's memory, too.
@@ -79,7 +72,6 @@ def choose(
     Args:
         profile: The plain step.
         limit: What it may allocate.
-        exact_s: How long to search all schedules.
 
     Returns:
         The plain step, with the seconds that count, and the choice.
@@ -89,7 +81,7 @@ def choose(
     """
     planner = planner_of(profile)
     try:
-        return planner.graph, planner.choose(limit.budget_bytes, exact_s)
+        return planner.graph, planner.choose(limit.budget_bytes)
     except BudgetError as error:
         raise limit.refused(
             f"no plan fits into {limit}", with_margin(error.least_bytes)

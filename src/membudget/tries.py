@@ -48,13 +48,11 @@ class Task:
         step: The step.
         profile: The plain step, recorded.
         limit: What it may allocate.
-        exact_s: How long to search all schedules for a plan.
     """
 
     step: Step
     profile: Profile
     limit: Limit
-    exact_s: float = 0.0
 
     def put_on(self, graph: StepGraph, chosen: Chosen) -> tuple[Measured, Applied]:
         """Put a choice on the model, and verify and measure a step.
@@ -82,7 +80,7 @@ def try_plans(task: Task) -> tuple[list[Measured], Applied]:
     Raises:
         BudgetError: If no plan fits, or none of several was measured to fit.
     """
-    graph, chosen = choose(task.profile, task.limit, task.exact_s)
+    graph, chosen = choose(task.profile, task.limit)
     tries: list[Measured] = []
     while True:
         measured, applied = task.put_on(graph, chosen)
@@ -99,7 +97,7 @@ def _choose_less(task: Task, tries: Sequence[Measured], budget_bytes: int) -> Ch
     cause = None
     if len(tries) < MOST_PLANS:
         try:
-            return planner_of(task.profile).choose(budget_bytes, task.exact_s)
+            return planner_of(task.profile).choose(budget_bytes)
         except BudgetError as error:
             cause = error
     peaks = [measured.peak_bytes for measured in tries]

@@ -306,3 +306,26 @@ def lower_hull(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 def _is_above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
     """Tell whether `b` lies on or above the line from `a` to `c`."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def region_of(graph: StepGraph, module_path: str) -> Region:
+    """Return the region of the operators that ran in the one call of a module."""
+    (call,) = (call for call in graph.calls if call.path == module_path)
+    return Region(call.start, call.end)
+
+
+def keeping(graph: StepGraph, region: Region, operators: Iterable[str]) -> Region:
+    """Return the region with the outputs of some operators kept.
+
+    Args:
+        graph: The step.
+        region: The region.
+        operators: Overloads, such as `"aten.addmm.default"`.
+    """
+    names = frozenset(operators)
+    kept = frozenset(
+        storage
+        for storage in made_in(graph, region)
+        if graph.operators[graph.storages[storage].birth].name in names
+    )
+    return Region(region.start, region.end, region.kept | kept)

@@ -11,17 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import membudget as mb
-from membudget.errors import BudgetError, MembudgetError, SearchWarning
+from membudget.errors import BudgetError, MembudgetError
 from membudget.graph import StepGraph
 from membudget.planner.answers import Chosen
 from membudget.planner.choose import Planner
 from membudget.planner.overhead import Overheads
 from membudget.planner.seconds import smoothed
 from membudget.planner.simulate import simulate
-from tests.planner.architectures import unet
 from tests.planner.drafts import chain_of
 from tests.planner.models import MODELS
-from tests.seconds import DEADLOCK_S
 
 REAL = ("mlp", "gpt", "unet")
 
@@ -187,30 +185,6 @@ def test_seconds_that_cannot_be_are_refused(wrong):
     graph = with_seconds(graph_of("mlp"), 1e-3, wrong, 1e-3)
     with pytest.raises(MembudgetError, match="seconds"):
         Planner(graph)
-
-
-def test_a_search_of_all_schedules_is_faster_where_a_step_is_no_chain():
-    planner = Planner(unet())
-    budget = planner.plain_peak_bytes * 6 // 10
-    found = planner.choose(budget)
-    searched = planner.choose(budget, exact_s=DEADLOCK_S)
-    assert searched.simulation.peak_bytes <= budget
-    assert searched.seconds < found.seconds
-
-
-def test_a_search_that_is_too_large_is_not_skipped_in_silence(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    monkeypatch.setattr("membudget.planner.exact.MOST_VARIABLES", 10)
-    planner = Planner(graph_of("unet"))
-    with pytest.warns(SearchWarning, match="not tried with more than"):
-        planner.choose(planner.plain_peak_bytes * 6 // 10, exact_s=1.0)
-
-
-def test_a_search_without_time_says_that_it_found_nothing():
-    planner = Planner(graph_of("unet"))
-    with pytest.warns(SearchWarning, match="give more seconds"):
-        planner.choose(planner.plain_peak_bytes * 6 // 10, exact_s=1e-9)
 
 
 def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():

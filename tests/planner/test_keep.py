@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
-from membudget.planner.keep import corners
+from membudget.planner.keep import Choice, problem
 from membudget.planner.regions import Region
 from tests.planner.drafts import (
     Draft,
@@ -23,6 +23,12 @@ many = settings(max_examples=40, deadline=None)
 
 def whole(graph: StepGraph) -> Region:
     return Region(0, graph.backward_start)
+
+
+def corners(graph: StepGraph, region: Region) -> list[Choice]:
+    """Return the corners of the hull, the most bytes first."""
+    found = problem(graph, region).hull()
+    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
 
 
 def trades(graph: StepGraph, region: Region) -> list[tuple[int, float]]:

@@ -13,7 +13,7 @@ import membudget as mb
 from membudget import policies
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, keeping, region_of
+from membudget.planner.regions import Region
 from membudget.planner.simulate import (
     Simulation,
     own,
@@ -23,7 +23,7 @@ from membudget.planner.timeline import timeline
 from membudget.profile.step import Step
 from tests.oracles import CountedOperators
 from tests.planner import models
-from tests.planner.drafts import Draft, chain_of, drafts
+from tests.planner.drafts import Draft, drafts, keeping, region_of
 from tests.planner.models import Made, measured_peak
 
 
@@ -195,13 +195,6 @@ def test_a_region_alone_and_the_rest_add_up_to_the_step(graph):
     alone = own(graph, region)
     for moment, alive in zip(alone.moments, alone.alive_bytes, strict=True):
         assert alive == whole[moment]
-
-
-def test_a_module_that_is_called_twice_is_no_region():
-    graph = chain_of([1, 1], [1.0, 1.0], per_call=1)
-    assert region_of(graph, "h.1") == Region(1, 2)
-    with pytest.raises(OptionError, match="called 0 times"):
-        region_of(graph, "h.2")
 
 
 # Beside the meter.

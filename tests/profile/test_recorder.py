@@ -12,8 +12,8 @@ from torch.autograd.profiler import record_function
 import membudget as mb
 from membudget.graph import StepGraph
 from membudget.planner.plan import Plan, planned_region
-from membudget.planner.regions import keeping, region_of
 from membudget.profile.step import Step
+from tests.planner.drafts import keeping, region_of
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 

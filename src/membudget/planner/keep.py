@@ -57,7 +57,7 @@ def choices(
 ) -> list[Choice]:
     """Return the choices on the convex hull, and some between, the most bytes first.
 
-    See `corners`. Where many storages have one price (the outputs of like layers), the
+    Where many storages have one price (the outputs of like layers), the
     hull leaps from all of them to none; there, choices between are added.
 
     Args:
@@ -71,21 +71,6 @@ def choices(
         cut.fill(found)
     ordered = sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
     return [replace(choice, kept=choice.kept | kept_anyway) for choice in ordered]
-
-
-def corners(graph: StepGraph, region: Region) -> list[Choice]:
-    """Return the choices on the convex hull, the most bytes first.
-
-    Args:
-        graph: The step.
-        region: The region; what it keeps already is not read.
-
-    Returns:
-        At least one choice; the first keeps all that the backward asks for, the last
-        as little as it can.
-    """
-    found = problem(graph, region).hull()
-    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
 
 
 def problem(

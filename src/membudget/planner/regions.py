@@ -6,7 +6,6 @@ from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from membudget.errors import OptionError
 from membudget.graph import Saved, StepGraph
 
 
@@ -81,35 +80,3 @@ def _moment_of(saved: Saved) -> int:
 def storages_of(graph: StepGraph, values: Iterable[int]) -> list[int]:
     """Return the storages of values, each once, in order."""
     return list(dict.fromkeys(graph.values[value].storage for value in values))
-
-
-def region_of(graph: StepGraph, module_path: str) -> Region:
-    """Return the region of the operators that ran in one call of a module.
-
-    Raises:
-        OptionError: If it was not called, or more than once.
-    """
-    calls = [call for call in graph.calls if call.path == module_path]
-    if len(calls) != 1:
-        raise OptionError(
-            f"{module_path!r} was called {len(calls)} times in the step; a region "
-            "needs a module that is called once"
-        )
-    return Region(calls[0].start, calls[0].end)
-
-
-def keeping(graph: StepGraph, region: Region, operators: Iterable[str]) -> Region:
-    """Return the region with the outputs of some operators kept.
-
-    Args:
-        graph: The step.
-        region: The region.
-        operators: Overloads, such as `"aten.addmm.default"`.
-    """
-    names = frozenset(operators)
-    kept = frozenset(
-        storage
-        for storage in made_in(graph, region)
-        if graph.operators[graph.storages[storage].birth].name in names
-    )
-    return Region(region.start, region.end, region.kept | kept)

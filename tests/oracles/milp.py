@@ -27,8 +27,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from membudget.planner.problem import Problem
-from membudget.planner.programme import ONE, Programme, Sum, added
+from tests.oracles.problem import Problem
+from tests.oracles.programme import ONE, Programme, Sum, added
 
 
 class Choices:

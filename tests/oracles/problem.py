@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from membudget.graph import StepGraph
-from membudget.planner.makers import Grouping, Maker
 from membudget.planner.regions import Region, saved_in
 from membudget.planner.timeline import lifetimes, of_intervals
+from tests.oracles.makers import Grouping, Maker
 
 
 @dataclass(frozen=True)

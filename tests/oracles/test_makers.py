@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from membudget.planner.makers import Grouping, Maker
 from membudget.planner.regions import Region
+from tests.oracles.makers import Grouping, Maker
 from tests.planner.drafts import Draft
 
 

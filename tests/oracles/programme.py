@@ -13,8 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 import numpy as np
-
-from membudget.errors import MissingExtraError
+from scipy import optimize, sparse  # type: ignore[import-untyped]
 
 Sum = Mapping[int, float]
 """Coefficients, by variable."""
@@ -83,14 +82,7 @@ class Programme:
 
         Args:
             limit_s: How long to look.
-
-        Raises:
-            MissingExtraError: If SciPy is not installed.
         """
-        try:
-            from scipy import optimize, sparse  # type: ignore[import-untyped]
-        except ImportError as error:
-            raise MissingExtraError("scipy", "exact", "an exact plan") from error
         if not self._costs:
             is_met = all(bound >= 0 for _, bound in self._rows)
             return Answer("optimal" if is_met else "infeasible", (), 0.0)

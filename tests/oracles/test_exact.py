@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from itertools import product
 
@@ -10,14 +9,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from membudget.errors import MissingExtraError
 from membudget.graph import StepGraph
-from membudget.planner import exact as exact_module
-from membudget.planner.exact import Exact, exact
-from membudget.planner.problem import reduced
 from membudget.planner.regions import Region, Stage
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
+from tests.oracles import exact as exact_module
+from tests.oracles.exact import Exact, exact
+from tests.oracles.problem import reduced
 from tests.planner.drafts import Draft, chain_of, drafts, subsets
 from tests.planner.test_bound import steps, with_gradients
 from tests.seconds import DEADLOCK_S
@@ -250,12 +248,6 @@ def test_a_step_with_too_many_choices_is_refused(monkeypatch):
     found = exact(chain_of([1] * 8, [1.0] * 8), 3, LIMIT_S)
     assert (found.status, found.bound_s) == ("too large", 0.0)
     assert found.variables > 20
-
-
-def test_without_scipy_the_extra_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(MissingExtraError, match=r'pip install "membudget\[exact\]"'):
-        exact(chain_of([1] * 3, [1.0] * 3), 2, LIMIT_S)
 
 
 @pytest.mark.xfail(reason=MISSED, strict=True)

