@@ -18,8 +18,8 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -30,76 +30,46 @@ from rich.table import Table
 from solvers_models import SUBJECTS, step_graph
 
 from membudget.errors import BudgetError
-from membudget.planner import choose, improve, simulate
-from membudget.planner.choose import Planner
+from membudget.planner import search
+from membudget.planner.planner import SOLVERS, Planner
 
 SHARES = (0.8, 0.6, 0.4, 0.2)
 CACHE = Path("/tmp/membudget-solvers")
 # What is put in the place of each solver to leave it out.
-SOLVERS: dict[str, tuple[object, str, Any]] = {
-    "by_module": (choose, "by_module", lambda *_: []),
-    "staged": (choose, "staged", lambda *_: []),
-    "priced": (choose, "priced", lambda *_: []),
-    "fill": (improve, "filled", lambda _, regions, found, __: (regions, found)),
-    "anneal": (improve, "annealed", lambda *_: None),
-}
+# Names of solvers and searches that `--without` leaves out.
+PARTS = ("by_block", "nested", "priced", "fill", "anneal")
 
 
-class Count:
-    """Simulations, and the operators that they went through."""
-
-    def __init__(self) -> None:
-        """Begin at nought."""
-        self.candidates = self.operators = 0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count what is simulated in the block."""
-        run = simulate._Machine.run
-
-        def counted(machine: Any) -> Any:
-            found = run(machine)
-            self.candidates += 1
-            self.operators += len(machine.graph.operators) + len(found.recomputed)
-            return found
-
-        with patch.object(simulate._Machine, "run", counted):
-            yield
-
-
-def measure(name: str) -> dict[str, Any]:
+def measure(name: str, without: str | None) -> dict[str, Any]:
     """Return a row for each share, and the least budget that any plan fits into."""
     graph = step_graph(name, CACHE)
     start = time.process_time()
-    count = Count()
-    with count.counting():
-        planner = Planner(graph, SUBJECTS[name].overheads)
+    solvers = [make for make in SOLVERS if make.__name__ != without]
+    planner = Planner(graph, SUBJECTS[name].overheads, solvers)
     gradients = sum(s.bytes for s in graph.storages if s.kind == "gradient")
     above = planner.plain_peak_bytes - gradients
-    found: dict[str, Any] = {"plain_peak_bytes": planner.plain_peak_bytes}
-    rows = found["rows"] = {}
-    for share in SHARES:
-        with count.counting():
-            rows[str(share)] = _row(planner, gradients + int(share * above))
-    with count.counting():
-        least = planner.least_bytes()
-    found |= {
-        "least_bytes": least,
-        "least_share": round((least - gradients) / above, 4),
+    rows = {
+        str(share): _row(planner, gradients + int(share * above)) for share in SHARES
     }
-    found |= {"candidates": count.candidates, "operators": count.operators}
-    found["seconds"] = time.process_time() - start
-    return found
+    least_bytes = planner.least_bytes()
+    return {
+        "plain_peak_bytes": planner.plain_peak_bytes,
+        "rows": rows,
+        "least_bytes": least_bytes,
+        "least_share": round((least_bytes - gradients) / above, 4),
+        "candidates": planner.simulator.candidates,
+        "operators": planner.simulator.operators,
+        "seconds": time.process_time() - start,
+    }
 
 
 def _row(planner: Planner, budget_bytes: int) -> dict[str, Any]:
     row: dict[str, Any] = {"budget_bytes": budget_bytes}
     try:
-        chosen = planner.choose(budget_bytes)
+        found = planner.fastest(budget_bytes)
     except BudgetError:
         return row | {"slowdown": None, "peak_bytes": None}
-    peak_bytes = chosen.simulation.peak_bytes
-    return row | {"slowdown": round(chosen.slowdown, 6), "peak_bytes": peak_bytes}
+    return row | {"slowdown": round(found.slowdown, 6), "peak_bytes": found.peak_bytes}
 
 
 def table(results: dict[str, Any], title: str) -> Table:
@@ -136,29 +106,28 @@ def worse(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     return rose
 
 
-@contextmanager
-def _without(solver: str | None) -> Iterator[None]:
-    if solver is None:
-        yield
-        return
-    owner, name, instead = SOLVERS[solver]
-    with patch.object(owner, name, instead):
-        yield
+def _left_out(part: str | None) -> AbstractContextManager[object]:
+    """Return a patch that leaves one of the searches out."""
+    if part == "fill":
+        return patch.object(search, "fill", lambda _, schedule, __: schedule)
+    if part == "anneal":
+        return patch.object(search, "anneal", lambda *_: None)
+    return nullcontext()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print the table, write the figures, compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=SUBJECTS)
-    parser.add_argument("--without", choices=SOLVERS)
+    parser.add_argument("--without", choices=PARTS)
     parser.add_argument("--save", metavar="NAME")
     parser.add_argument("--before", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
     names = [options.model] if options.model else list(SUBJECTS)
     results: dict[str, Any] = {}
-    with _without(options.without):
+    with _left_out(options.without):
         for name in names:
-            results[name] = measure(name)
+            results[name] = measure(name, options.without)
             print(name, f"{results[name]['seconds']:.1f} s", file=sys.stderr)
     show(Console(), table(results, f"without {options.without}"))
     for found in results.values():

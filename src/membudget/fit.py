@@ -101,7 +101,7 @@ class Fitted:
             )
         regions = PLAIN_FITS
         if self.plan.regions:
-            regions = region_table(self.profile.graph, last.chosen)
+            regions = region_table(self.profile.graph, last.schedule)
         return "\n".join([*lines, "", regions])
 
     __str__ = report

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, Stage
+from membudget.planner.choice import Choice, Stage
 from membudget.planner.simulate import Simulation, simulate
 from tests.oracles.alive import Room
 from tests.oracles.milp import Choices
@@ -57,7 +57,7 @@ class Exact:
     """
 
     status: Status
-    region: Region | None
+    region: Choice | None
     simulation: Simulation | None
     seconds: float
     bound_s: float
@@ -76,7 +76,7 @@ def exact(
     budget_bytes: int,
     limit_s: float,
     incumbent_s: float = float("inf"),
-    region: Region | None = None,
+    region: Choice | None = None,
 ) -> Exact:
     """Find the schedule that runs operators again for the fewest seconds.
 
@@ -88,7 +88,7 @@ def exact(
             looked for that take no more.
         region: What is gone back through; the whole forward if `None`.
     """
-    whole = region or Region(0, graph.backward_start)
+    whole = region or Choice(0, graph.backward_start)
     problem, end = reduced(graph, whole), time.monotonic() + limit_s
     inner_bytes = budget_bytes
     first: Exact | None = None
@@ -122,7 +122,7 @@ def _search(
     problem: Problem,
     budget_bytes: int,
     end: float,
-    known: tuple[float, Region],
+    known: tuple[float, Choice],
 ) -> Exact:
     incumbent_s, whole = known
     unit_s = graph.seconds or 1.0
@@ -146,7 +146,7 @@ def _search(
     return Exact(answer.status, region, simulation, seconds, bound_s, programme.size)
 
 
-def _region(whole: Region, choices: Choices, answer: Answer) -> Region:
+def _region(whole: Choice, choices: Choices, answer: Answer) -> Choice:
     """Return the schedule that an answer means."""
     problem = choices.problem
     chosen = {v for v, value in enumerate(answer.values) if value > 0.5}
@@ -161,7 +161,7 @@ def _region(whole: Region, choices: Choices, answer: Answer) -> Region:
         for moment in moments:
             of_stage |= there[sum(d.moment <= moment for d in problem.demands)]
     stages = tuple(Stage(start, frozenset(held[start])) for start in sorted(held))
-    return Region(whole.start, whole.end, problem.always | kept, stages)
+    return Choice(whole.start, whole.end, problem.always | kept, stages)
 
 
 def _found_held(choices: Choices, chosen: set[int]) -> list[set[int]]:
@@ -178,7 +178,7 @@ def _found_held(choices: Choices, chosen: set[int]) -> list[set[int]]:
     return found[::-1]
 
 
-def _fewer_stages(graph: StepGraph, region: Region) -> Region:
+def _fewer_stages(graph: StepGraph, region: Choice) -> Choice:
     """Join neighbouring stages where the same runs again, within no more bytes."""
     before = simulate(graph, [region])
     for stage in region.stages[1:]:

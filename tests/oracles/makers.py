@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, made_in
-from membudget.planner.ways import ways_back
+from membudget.planner.choice import Choice, made_in
+from membudget.planner.recompute import slice_of_saved
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Grouping:
         freed: The first moment at which autograd frees what it saved in the region.
     """
 
-    def __init__(self, graph: StepGraph, region: Region, always: frozenset[int]):
+    def __init__(self, graph: StepGraph, region: Choice, always: frozenset[int]):
         """Find them.
 
         Args:
@@ -67,8 +67,9 @@ class Grouping:
         self._graph = graph
         self._region = region
         made = made_in(graph, region) - always
-        ways = ways_back(graph, region, made)
-        self.freed, self.until, self.writers = ways.freed, ways.until, ways.writers
+        ways = slice_of_saved(graph, region, made)
+        self.freed, self.until = ways.targets, ways.needed_until
+        self.writers = ways.writers
         self.reads = {
             index: [storage for storage in read if storage in made]
             for index, read in ways.reads.items()
@@ -95,7 +96,7 @@ class Grouping:
         return Maker(
             tuple(operators),
             sum(graph.operators[index].seconds for index in operators),
-            any(graph.operators[index].is_pinned for index in operators),
+            any(graph.operators[index].must_keep for index in operators),
             tuple(sorted(makes)),
             tuple(sorted(reads)),
             tuple(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, saved_in
+from membudget.planner.choice import Choice, saved_in
 from membudget.planner.timeline import lifetimes, of_intervals
 from tests.oracles.makers import Grouping, Maker
 
@@ -93,14 +93,14 @@ class Problem:
     always: frozenset[int]
 
 
-def reduced(graph: StepGraph, region: Region | None = None) -> Problem:
+def reduced(graph: StepGraph, region: Choice | None = None) -> Problem:
     """Reduce a step to what schedules of the way back through a region differ in.
 
     Args:
         graph: The step.
         region: The region; the whole forward if `None`.
     """
-    region = region or Region(0, graph.backward_start)
+    region = region or Choice(0, graph.backward_start)
     always = _always(graph, region)
     grouping = Grouping(graph, region, always)
     makers = grouping.joined(grouping.grouped())
@@ -115,7 +115,7 @@ def reduced(graph: StepGraph, region: Region | None = None) -> Problem:
     return Problem(items, sources, makers, demands, idle, fixed, always)
 
 
-def _always(graph: StepGraph, region: Region) -> frozenset[int]:
+def _always(graph: StepGraph, region: Choice) -> frozenset[int]:
     last = max((saved.freed for saved in graph.saved), default=0)
     return frozenset(
         index
@@ -126,7 +126,7 @@ def _always(graph: StepGraph, region: Region) -> frozenset[int]:
 
 
 def _demands(
-    graph: StepGraph, region: Region, items: Mapping[int, Item]
+    graph: StepGraph, region: Choice, items: Mapping[int, Item]
 ) -> tuple[list[Demand], dict[int, list[int]]]:
     """Return the demands, with a stage for each operator that saved something.
 

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, Stage
+from membudget.planner.choice import Choice, Stage
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
 from tests.oracles import exact as exact_module
@@ -28,11 +28,11 @@ LIMIT_S = DEADLOCK_S
 some = settings(max_examples=60, deadline=None, derandomize=True)
 
 
-def whole(graph: StepGraph) -> Region:
-    return Region(0, graph.backward_start)
+def whole(graph: StepGraph) -> Choice:
+    return Choice(0, graph.backward_start)
 
 
-def schedules(graph: StepGraph, region: Region, starts: list[int]) -> Iterator[Region]:
+def schedules(graph: StepGraph, region: Choice, starts: list[int]) -> Iterator[Choice]:
     """Yield every choice of what the forward keeps and each stage holds."""
     made = [
         index
@@ -45,17 +45,17 @@ def schedules(graph: StepGraph, region: Region, starts: list[int]) -> Iterator[R
     for kept, *held in product(subsets(made), repeat=1 + rest):
         rows = zip(starts, [frozenset[int](), *held], strict=False)
         stages = tuple(Stage(*row) for row in rows)
-        yield Region(region.start, region.end, kept, stages)
+        yield Choice(region.start, region.end, kept, stages)
 
 
-def fastest(graph: StepGraph, region: Region) -> dict[int, float]:
+def fastest(graph: StepGraph, region: Choice) -> dict[int, float]:
     """Return the fewest seconds of running again, within each peak that occurs."""
     problem = reduced(graph, region)
     starts = sorted({*problem.idle, *(demand.stage for demand in problem.demands)})
     found: dict[int, float] = {}
     for schedule in schedules(graph, region, starts):
         simulation = simulate(graph, [schedule])
-        if not any(graph.operators[i].is_pinned for i in simulation.recomputed):
+        if not any(graph.operators[i].must_keep for i in simulation.recomputed):
             seconds = sum(graph.operators[i].seconds for i in simulation.recomputed)
             peak = simulation.peak_bytes
             found[peak] = min(found.get(peak, seconds), seconds)
@@ -65,7 +65,7 @@ def fastest(graph: StepGraph, region: Region) -> dict[int, float]:
     return found
 
 
-def check(graph: StepGraph, region: Region) -> None:
+def check(graph: StepGraph, region: Choice) -> None:
     known = fastest(graph, region)
     least = min(known)
     assert exact(graph, least - 1, LIMIT_S, region=region).status == "infeasible"
@@ -142,7 +142,7 @@ def test_no_schedule_of_layers_with_skips_is_faster(graph):
 @given(st.one_of(nets(), drafts(most=5)), st.data())
 def test_no_schedule_of_a_part_of_the_forward_is_faster(graph, data):
     start = data.draw(st.integers(0, graph.backward_start - 1))
-    check(graph, Region(start, data.draw(st.integers(start, graph.backward_start))))
+    check(graph, Choice(start, data.draw(st.integers(start, graph.backward_start))))
 
 
 MISSED = "a storage that a joined stage asks for is not shared with a later stage"
@@ -154,7 +154,7 @@ MISSED = "a storage that a joined stage asks for is not shared with a later stag
 @given(st.one_of(nets(), drafts(most=5), steps().filter(is_plain)), st.data())
 def test_no_schedule_of_many_small_steps_is_faster(graph, data):
     start = data.draw(st.integers(0, graph.backward_start - 1))
-    check(graph, Region(start, data.draw(st.integers(start, graph.backward_start))))
+    check(graph, Choice(start, data.draw(st.integers(start, graph.backward_start))))
     check(graph, whole(graph))
 
 
@@ -204,7 +204,7 @@ def test_what_was_made_before_a_region_stays_for_what_the_region_drops():
     (b,) = draft.run(a, makes=[6])
     draft.save(b)
     draft.run(makes=[8])
-    graph, region = draft.finish(), Region(1, 3)
+    graph, region = draft.finish(), Choice(1, 3)
     # Beside the last output stand b, kept, or a, which b comes of.
     assert exact(graph, 12, LIMIT_S, region=region).seconds == 1.0
     assert exact(graph, 11, LIMIT_S, region=region).status == "infeasible"
@@ -221,7 +221,7 @@ def test_a_schedule_without_anything_held_has_one_stage():
 
 def test_what_pinned_operators_make_is_kept():
     draft = Draft()
-    (a,) = draft.run(draft.outside(), makes=[4], is_pinned=True)
+    (a,) = draft.run(draft.outside(), makes=[4], must_keep=True)
     draft.save(a)
     draft.run(draft.outside(), makes=[4])
     graph = draft.finish()

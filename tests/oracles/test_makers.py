@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from membudget.planner.regions import Region
+from membudget.planner.choice import Choice
 from tests.oracles.makers import Grouping, Maker
 from tests.planner.drafts import Draft
 
 
 def makers(draft: Draft) -> list[Maker]:
     graph = draft.finish()
-    grouping = Grouping(graph, Region(0, graph.backward_start), frozenset())
+    grouping = Grouping(graph, Choice(0, graph.backward_start), frozenset())
     return grouping.joined(grouping.grouped())
 
 

@@ -10,7 +10,7 @@ from _pytest.mark import ParameterSet
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.planner.bound import least_seconds
-from membudget.planner.choose import Planner
+from membudget.planner.planner import Planner
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
 from tests.oracles.exact import Exact, exact
@@ -141,10 +141,10 @@ def check_answer(name: str, share: float) -> None:
     graph, best = graph_of(name), best_of(name, share)
     budget = budget_of(graph, share)
     if best.status == "infeasible":
-        with pytest.raises(BudgetError, match="no plan fits into"):
-            Planner(graph).choose(budget)
+        with pytest.raises(BudgetError, match="no plan fits in"):
+            Planner(graph).fastest(budget)
         return
-    found = Planner(graph).choose(budget)
+    found = Planner(graph).fastest(budget)
     assert found.simulation.peak_bytes <= budget
     if best.status == "optimal":
         assert found.seconds <= CLOSE * (graph.seconds + best.seconds)

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
-from membudget.planner.keep import Choice, problem
-from membudget.planner.regions import Region
+from membudget.planner import frontier
+from membudget.planner.choice import Choice
+from membudget.planner.frontier import Front, Fronts
 from tests.planner.drafts import (
     Draft,
     chain_of,
@@ -21,29 +22,23 @@ from tests.planner.drafts import (
 many = settings(max_examples=40, deadline=None)
 
 
-def whole(graph: StepGraph) -> Region:
-    return Region(0, graph.backward_start)
+def whole(graph: StepGraph) -> Choice:
+    return Choice(0, graph.backward_start)
 
 
-def corners(graph: StepGraph, region: Region) -> list[Choice]:
-    """Return the corners of the hull, the most bytes first."""
-    found = problem(graph, region).hull()
-    return sorted(found.values(), key=lambda c: (-c.kept_bytes, c.seconds))
+def trades(graph: StepGraph, region: Choice) -> list[tuple[int, float]]:
+    return [(c.kept_bytes, c.seconds) for c in Front(graph, region).hull()]
 
 
-def trades(graph: StepGraph, region: Region) -> list[tuple[int, float]]:
-    return [(c.kept_bytes, c.seconds) for c in corners(graph, region)]
-
-
-def check_hull(graph: StepGraph, region: Region) -> None:
+def check_hull(graph: StepGraph, region: Choice) -> None:
     assert trades(graph, region) == lower_hull(every_trade(graph, region))
 
 
-def check_simulation(graph: StepGraph, region: Region) -> None:
-    for choice in corners(graph, region):
+def check_simulation(graph: StepGraph, region: Choice) -> None:
+    for choice in Front(graph, region).hull():
         sizes = [graph.storages[s].bytes for s in choice.kept]
         assert choice.kept_bytes == sum(sizes)
-        again = Region(region.start, region.end, choice.kept)
+        again = Choice(region.start, region.end, choice.kept)
         assert choice.seconds == extra_seconds(graph, again)
 
 
@@ -71,7 +66,7 @@ def test_choices_with_writes_in_place_are_the_corners_of_the_hull(graph):
 def test_choices_of_a_part_of_the_forward_are_the_corners_of_its_hull(graph, data):
     start = data.draw(st.integers(0, graph.backward_start))
     end = data.draw(st.integers(start, graph.backward_start))
-    check_hull(graph, Region(start, end))
+    check_hull(graph, Choice(start, end))
 
 
 @many
@@ -89,7 +84,7 @@ def test_each_choice_with_writes_in_place_costs_what_simulation_says(graph):
 @many
 @given(drafts(in_place=False))
 def test_the_first_choice_runs_nothing_again_and_the_last_keeps_least(graph):
-    found = corners(graph, whole(graph))
+    found = Front(graph, whole(graph)).hull()
     points = every_trade(graph, whole(graph))
     assert found[0].seconds == 0
     assert found[-1].kept_bytes == min(size for size, _ in points)
@@ -134,7 +129,7 @@ def test_what_is_dear_to_make_and_small_is_kept_longest():
 def test_what_a_pinned_operator_makes_is_kept_in_every_choice():
     draft = Draft()
     x = draft.outside()
-    (a,) = draft.run(x, makes=[4], is_pinned=True)
+    (a,) = draft.run(x, makes=[4], must_keep=True)
     (b,) = draft.run(a, makes=[2])
     draft.save(b)
     graph = draft.finish()
@@ -144,7 +139,7 @@ def test_what_a_pinned_operator_makes_is_kept_in_every_choice():
 def test_a_pinned_source_is_kept_where_what_comes_of_it_is_larger():
     draft = Draft()
     x = draft.outside()
-    (a,) = draft.run(x, makes=[2], is_pinned=True)
+    (a,) = draft.run(x, makes=[2], must_keep=True)
     (b,) = draft.run(a, makes=[5])
     draft.save(b)
     graph = draft.finish()
@@ -175,12 +170,12 @@ def test_a_view_that_was_saved_keeps_its_storage():
 
 def test_an_empty_region_has_one_choice_which_keeps_nothing():
     graph = two_saved()[0].finish()
-    assert trades(graph, Region(1, 1)) == [(0, 0.0)]
+    assert trades(graph, Choice(1, 1)) == [(0, 0.0)]
 
 
 def test_what_was_saved_outside_of_the_region_is_not_its_own():
     graph = two_saved()[0].finish()
-    assert trades(graph, Region(0, 1)) == [(0, 0.0)]
+    assert trades(graph, Choice(0, 1)) == [(0, 0.0)]
 
 
 def test_what_takes_no_time_is_dropped_without_a_trade():
@@ -197,7 +192,7 @@ def test_what_the_user_holds_costs_no_bytes_and_no_seconds():
 
 def check_hull_without_held(graph: StepGraph, held: set[int]) -> None:
     """Compare seconds only: bytes of what the user holds are there in any case."""
-    for choice in corners(graph, whole(graph)):
+    for choice in Front(graph, whole(graph)).hull():
         assert not choice.kept & held
     check_simulation(graph, whole(graph))
 
@@ -212,7 +207,7 @@ def test_what_is_saved_and_never_asked_for_costs_no_seconds():
 
 ALL_WRITERS = pytest.mark.xfail(
     strict=True,
-    reason="keep._makers takes all writers of a storage for one: what was read before "
+    reason="frontier takes all writers of a storage for one: what was read before "
     "a write costs the write, too, which neither simulate nor the engine runs",
 )
 
@@ -238,3 +233,30 @@ def test_a_write_into_one_of_two_outputs_is_no_cost_of_the_other():
     draft.save(b)
     graph = draft.finish()
     check_simulation(graph, whole(graph))
+
+
+def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch):
+    graph = chain_of([3, 5] * 4, [1.0, 2.0] * 4)
+    solved = []
+
+    def counted(*arguments):
+        solved.append(arguments)
+        return Front(*arguments)
+
+    monkeypatch.setattr(frontier, "Front", counted)
+    known = Fronts(graph)
+    regions = [Choice(start, start + 2) for start in (2, 4)]
+    found = [known.of(region) for region in regions]
+    assert len(solved) == 1
+    assert found == [Front(graph, region).keep_sets() for region in regions]
+
+
+@given(drafts())
+@settings(deadline=None)
+def test_the_keep_sets_of_a_block_are_those_of_its_front(graph):
+    known = Fronts(graph)
+    count = graph.backward_start
+    for start in range(count):
+        region = Choice(start, count)
+        assert known.of(region) == Front(graph, region).keep_sets()
+        assert known.of(region) == Front(graph, region).keep_sets()

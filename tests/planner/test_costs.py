@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from membudget.planner.seconds import smoothed
+from membudget.planner.costs import smoothed
 from tests.planner.drafts import chain_of
 
 

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import membudget as mb
 from membudget.errors import BudgetError, MembudgetError
 from membudget.graph import StepGraph
-from membudget.planner.answers import Chosen
-from membudget.planner.choose import Planner
-from membudget.planner.overhead import Overheads
-from membudget.planner.seconds import smoothed
+from membudget.planner.costs import Overheads, smoothed
+from membudget.planner.planner import Planner
+from membudget.planner.schedule import Schedule
 from membudget.planner.simulate import simulate
 from tests.planner.drafts import chain_of
 from tests.planner.models import MODELS
@@ -29,12 +28,12 @@ def graph_of(name: str) -> StepGraph:
     return mb.profile(*MODELS[name](), fake=True).graph
 
 
-def answers(planner: Planner, budgets: list[int]) -> list[Chosen | None]:
-    found: list[Chosen | None] = []
+def answers(planner: Planner, budgets: list[int]) -> list[Schedule | None]:
+    found: list[Schedule | None] = []
     refused: list[tuple[int, BudgetError]] = []
     for budget in budgets:
         try:
-            found.append(planner.choose(budget))
+            found.append(planner.fastest(budget))
         except BudgetError as error:
             refused.append((budget, error))
             found.append(None)
@@ -55,7 +54,7 @@ def check_ladder(graph: StepGraph) -> None:
     for budget, chosen in zip(budgets, found, strict=True):
         assert chosen is not None, budget
         assert chosen.simulation.peak_bytes <= budget
-        again = simulate(smoothed(graph), chosen.regions)
+        again = simulate(smoothed(graph), chosen.choices)
         assert again == chosen.simulation
         assert chosen.simulation.seconds <= before * (1 + 1e-9)
         before = chosen.simulation.seconds
@@ -100,8 +99,8 @@ def test_plans_of_chains_with_more_bytes_are_never_slower(rows, per_call):
 @pytest.mark.parametrize("name", REAL)
 def test_the_plain_peak_needs_no_regions(name):
     planner = Planner(graph_of(name))
-    chosen = planner.choose(planner.plain_peak_bytes)
-    assert chosen.regions == ()
+    chosen = planner.fastest(planner.plain_peak_bytes)
+    assert chosen.choices == ()
     assert chosen.calls == ()
     assert chosen.simulation.recomputed == ()
     assert chosen.simulation.peak_bytes == planner.plain_peak_bytes
@@ -118,39 +117,39 @@ def test_the_plain_peak_needs_no_regions(name):
 def test_a_byte_less_than_the_plain_peak_is_planned(name):
     planner = Planner(graph_of(name))
     budget = planner.plain_peak_bytes - 1
-    assert planner.choose(budget).simulation.peak_bytes <= budget
+    assert planner.fastest(budget).simulation.peak_bytes <= budget
 
 
 def test_no_plan_takes_less_than_the_least():
     planner = Planner(graph_of("shared_modules"))
-    chosen = planner.choose(planner.plain_peak_bytes * 9 // 10)
+    chosen = planner.fastest(planner.plain_peak_bytes * 9 // 10)
     assert planner.least_bytes() <= chosen.simulation.peak_bytes
 
 
 @pytest.mark.parametrize("name", REAL_LEAST)
 def test_what_is_too_little_is_refused_with_the_least_that_is_enough(name):
     planner = Planner(graph_of(name))
-    with pytest.raises(BudgetError, match="no plan fits into 1,000 bytes") as raised:
-        planner.choose(1000)
+    with pytest.raises(BudgetError, match="no plan fits in 1,000 bytes") as raised:
+        planner.fastest(1000)
     assert raised.value.asked_bytes == 1000
     assert raised.value.least_bytes == planner.least_bytes()
     least = raised.value.least_bytes
-    assert planner.choose(least).simulation.peak_bytes <= least
+    assert planner.fastest(least).simulation.peak_bytes <= least
 
 
 @pytest.mark.parametrize("budget", [0, -1, -(1 << 40)])
 def test_budgets_of_nothing_are_refused(budget):
     planner = Planner(graph_of("mlp"))
     with pytest.raises(BudgetError, match="no plan fits") as raised:
-        planner.choose(budget)
+        planner.fastest(budget)
     assert raised.value.asked_bytes == budget
 
 
 def test_each_region_stands_beside_its_call():
     planner = Planner(graph_of("mlp"))
-    chosen = planner.choose(planner.plain_peak_bytes * 2 // 3)
+    chosen = planner.fastest(planner.plain_peak_bytes * 2 // 3)
     assert chosen.calls
-    for call, region in zip(chosen.calls, chosen.regions, strict=True):
+    for call, region in zip(chosen.calls, chosen.choices, strict=True):
         assert (call.start, call.end) == (region.start, region.end)
 
 
@@ -159,7 +158,7 @@ def test_a_step_without_modules_has_the_plain_plan_alone():
     planner = Planner(graph)
     assert planner.least_bytes() == planner.plain_peak_bytes
     with pytest.raises(BudgetError, match="no plan fits"):
-        planner.choose(planner.plain_peak_bytes - 1)
+        planner.fastest(planner.plain_peak_bytes - 1)
 
 
 def with_seconds(graph: StepGraph, *seconds: float) -> StepGraph:
@@ -174,10 +173,10 @@ def test_a_step_that_takes_no_time_is_planned():
     planner = Planner(with_seconds(graph_of("mlp"), 0.0))
     least = planner.least_bytes()
     for budget in ladder(planner):
-        chosen = planner.choose(budget)
+        chosen = planner.fastest(budget)
         assert chosen.simulation.seconds == 0
         assert chosen.simulation.peak_bytes <= budget
-    assert planner.choose(least).simulation.peak_bytes <= least
+    assert planner.fastest(least).simulation.peak_bytes <= least
 
 
 @pytest.mark.parametrize("wrong", [math.nan, -1e-3, math.inf])
@@ -191,10 +190,10 @@ def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
     graph = graph_of("gpt")
     plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0))
     budget = plain.plain_peak_bytes * 7 // 10
-    chosen = paid.choose(budget)
-    recorded = sum(region.end - region.start for region in chosen.regions)
+    chosen = paid.fastest(budget)
+    recorded = sum(region.end - region.start for region in chosen.choices)
     operators = recorded + len(chosen.simulation.recomputed)
-    assert chosen.own_s == pytest.approx(operators * 1e-3)
-    assert chosen.simulation == simulate(paid.graph, chosen.regions)
-    assert chosen.plain_seconds == paid.graph.seconds == plain.graph.seconds
+    assert chosen.overhead_s == pytest.approx(operators * 1e-3)
+    assert chosen.simulation == simulate(paid.graph, chosen.choices)
+    assert chosen.plain_s == paid.graph.seconds == plain.graph.seconds
     assert paid.least_seconds(budget) == pytest.approx(chosen.seconds, rel=0.05)
