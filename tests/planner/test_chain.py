@@ -30,34 +30,34 @@ def chain_by_operator(graph: StepGraph) -> ChainNumbers:
     return ChainNumbers(graph, whole, pieces)
 
 
-def stagings(
+def nests(
     i: int, j: int, held: tuple[Checkpoint, ...]
 ) -> Iterator[dict[int, SegmentChoice]]:
     """Yield every way to go back through the segment from i to j."""
     if i == j:
         yield {i: SegmentChoice(None, -1, held)}
         return
-    for rest in stagings(i + 1, j, (*held, Checkpoint(i, i, is_saved_set=True))):
+    for rest in nests(i + 1, j, (*held, Checkpoint(i, i, is_saved_set=True))):
         yield {i: SegmentChoice(None, -1, held), **rest}
     for c in range(i + 1, j + 1):
-        for right in stagings(c, j, (*held, Checkpoint(i, c - 1))):
-            for left in stagings(i, c - 1, held):
+        for right in nests(c, j, (*held, Checkpoint(i, c - 1))):
+            for left in nests(i, c - 1, held):
                 yield {**left, **right}
 
 
-def treatments(
+def solutions(
     links: ChainNumbers, count: int, start: int = 0
 ) -> Iterator[list[SegmentChoice]]:
     """Yield every solution of a chain."""
     if start == count:
         yield []
         return
-    for rest in treatments(links, count, start + 1):
+    for rest in solutions(links, count, start + 1):
         for option in range(len(links.keep_sets[start])):
             yield [SegmentChoice(option, start), *rest]
     for end in range(start, count):
-        for rest in treatments(links, count, end + 1):
-            for staged in stagings(start, end, ()):
+        for rest in solutions(links, count, end + 1):
+            for staged in nests(start, end, ()):
                 segment = [
                     SegmentChoice(None, end, staged[p].checkpoints)
                     for p in range(start, end + 1)
@@ -67,7 +67,7 @@ def treatments(
 
 def of_each_solution(graph: StepGraph) -> list[Simulation]:
     links = chain_by_operator(graph)
-    found = {links.choice(t) for t in treatments(links, graph.backward_start)}
+    found = {links.choice(t) for t in solutions(links, graph.backward_start)}
     return [simulate(graph, [region]) for region in found]
 
 

@@ -56,7 +56,7 @@ class Planner:
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
         self.simulator = Simulator(overheads.added_to_forward(self.graph))
-        self._solvers = [s for make in solvers for s in make(self.simulator, overheads)]
+        self._kinds = [make(self.simulator, overheads) for make in solvers]
         self._found: list[Schedule] = []
 
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
@@ -88,14 +88,17 @@ class Planner:
         return self._with_plain_times(min(known, key=_seconds))
 
     def _fitting(self, budget_bytes: int, quickly: bool) -> list[Schedule]:
-        starts = [list(s.schedules(budget_bytes)) for s in self._solvers]
-        if all(s.peak_bytes > budget_bytes for of in starts for s in of):
-            starts = [
-                [*of, *s.least] for of, s in zip(starts, self._solvers, strict=True)
-            ]
-        return improved(
-            self.simulator, [s for of in starts for s in of], budget_bytes, quickly
-        )
+        kinds = [
+            [s for solver in kind for s in solver.schedules(budget_bytes)]
+            for kind in self._kinds
+        ]
+        if all(s.peak_bytes > budget_bytes for of in kinds for s in of):
+            kinds.append(self._least)
+        return improved(self.simulator, kinds, budget_bytes, quickly)
+
+    @property
+    def _least(self) -> list[Schedule]:
+        return [s for kind in self._kinds for solver in kind for s in solver.least]
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
         """Return a schedule with the step's own time, and the overhead apart."""
@@ -117,14 +120,17 @@ class Planner:
         """
         if self.plain_peak_bytes <= budget_bytes:
             return self.graph.seconds
-        bounds = (solver.least_seconds(budget_bytes) for solver in self._solvers)
+        bounds = (
+            solver.least_seconds(budget_bytes)
+            for kind in self._kinds
+            for solver in kind
+        )
         added_s = self.simulator.graph.seconds - self.graph.seconds
         return min(bounds, default=math.inf) - added_s
 
     def least_bytes(self) -> int:
         """Return the smallest budget that some schedule is known to fit."""
-        peaks = [s.peak_bytes for solver in self._solvers for s in solver.least]
-        return min([self.plain_peak_bytes, *peaks])
+        return min([self.plain_peak_bytes, *(s.peak_bytes for s in self._least)])
 
 
 def _seconds(schedule: Schedule) -> float:
