@@ -166,17 +166,30 @@ def fill(
     for place, storage in _by_worth(graph, schedule)[:tries]:
         if simulator.operators >= limit:
             break
-        again = schedule.simulation.recomputed
-        turn = schedule.simulation.alive_bytes[graph.backward_start - 1]
-        size = graph.storages[storage].bytes
-        if graph.storages[storage].birth not in again or turn + size > budget_bytes:
-            continue  # It would save no time, or not fit at the end of the forward.
+        if not _may_pay(graph, schedule, storage, budget_bytes):
+            continue
         choices = [*schedule.choices]
         choices[place] = replace(choices[place], kept=choices[place].kept | {storage})
         fuller = simulator.changed(schedule, choices)
         if fuller.peak_bytes <= budget_bytes and fuller.seconds < schedule.seconds:
             schedule = fuller
     return schedule
+
+
+def _may_pay(
+    graph: StepGraph, schedule: Schedule, storage: int, budget_bytes: int
+) -> bool:
+    """Tell whether keeping a storage may save time, and may fit.
+
+    It saves none if nothing recomputes it any more. It does not fit if it is dropped
+    before the end of the forward and its bytes do not fit there.
+    """
+    facts, turn = graph.storages[storage], graph.backward_start - 1
+    if facts.birth not in schedule.simulation.recomputed:
+        return False
+    is_live = (facts.death if facts.released is None else facts.released) > turn
+    turn_bytes = schedule.simulation.alive_bytes[turn]
+    return is_live or turn_bytes + facts.bytes <= budget_bytes
 
 
 def _by_worth(graph: StepGraph, schedule: Schedule) -> list[tuple[int, int]]:
