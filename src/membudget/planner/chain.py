@@ -1,9 +1,9 @@
 """Nested recomputation along a chain of segments: an exact dynamic programme.
 
-Segments 0 to L - 1 run one after the other. Each is either *flat*, its choice keeps
-some of what it makes and recomputes the rest once; or part of a *nest* i..j, of which
-the forward keeps nothing but what crosses its end, and which the backward pass
-recomputes in stages, each of which may retain a checkpoint for later ones.
+Each of the segments 0 to L - 1 is either *flat*, its choice keeps some of what it makes
+and recomputes the rest once; or part of a *nest* i..j, of which the forward keeps only
+what crosses its end, and which the backward pass recomputes in stages, each of which
+may retain a checkpoint for later ones.
 
     forward     0   1   2   3 │ backward of the nest 0..3, with a checkpoint before 2
     kept                      ▌ run 0, 1 ▌ run 2 ▌ 3 ▌ 2 ▌ run 0 ▌ 1 ▌ 0
@@ -20,18 +20,16 @@ With m the bytes that are free beside what is retained before the nest:
 where every run must fit when it takes place. This is the persistent schedule of
 Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
 heterogeneous chains: how to train deep neural networks with limited memory" (2019),
-known as rotor. Rotor pays for running a nest forward even where the backward pass needs
-less: here `again_s` counts only the recompute slice of what autograd saved (the *region
-transition*). Without it, plans cost 2 to 7 % of a step more. In the forward, with h the
-retained bytes and B the budget:
+known as rotor. Rotor runs all of a segment again; here `again_s` counts the recompute
+slice of what autograd saved (the *region transition*), which saves 2 to 7 % of a step.
+In the forward, with h the retained bytes and B the budget:
 
     E(0, 0) = 0
     E(i + 1, h + retained(o)) = E(i, h) + seconds(o)                 choices o of i
     E(j + 1, h + crossing(i, j + 1)) = E(i, h) + D(i, j, B - h)      nests i..j
 
-D does not depend on B, so one table serves all budgets. Bytes are rounded up to a
-quantum of which most sizes are multiples: rounding never breaks the budget, and loses
-little.
+D does not depend on B, so one table serves all budgets. Most sizes are multiples of the
+quantum, so that rounding loses little.
 """
 
 from __future__ import annotations
@@ -42,15 +40,14 @@ from functools import cached_property
 
 import numpy as np
 
-from membudget.planner.knapsack import ChoiceCost, Quantum
+from membudget.planner.knapsack import ChoiceCost, Quantum, best_quantum, relax
 
-FINEST, COARSEST = 6000, 1500
-"""The plain peak is divided into at most and at least so many quanta."""
+FINEST, COARSEST = 6000, 1500  # Quanta in the plain peak, at most and at least.
 
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """One segment, as the dynamic programme sees it.
+    """The numbers of one segment.
 
     Attributes:
         choices: The cost of each of its keep-sets.
@@ -58,10 +55,9 @@ class SegmentCosts:
         saving_s: Time to recompute what it saves, too.
         again_s: Time to recompute what it saves alone.
         saved_bytes: What it saves, and what crosses its end.
-        pass_peak_bytes: Peak of the segment's own tensors while it recomputes what
-            crosses its end.
-        saving_peak_bytes: Peak of the segment's own tensors while it recomputes what
-            crosses its end and everything it saves.
+        pass_peak_bytes: Peak of its own tensors while it recomputes what crosses.
+        saving_peak_bytes: Peak of its own tensors while it recomputes what crosses its
+            end and everything it saves.
         again_peak_bytes: Peak in its backward if all that it saves is recomputed there,
             tensors outside the chain included.
         outside_bytes: Live outside the chain when its backward starts.
@@ -85,8 +81,8 @@ class Checkpoint:
     """What a stage retains: what crosses the end of a run of segments, or more.
 
     Attributes:
-        first: The first segment of the run.
-        last: The last segment of the run.
+        first: First segment of the run.
+        last: Last segment of the run.
         is_saved_set: Whether all that `first` saved is retained, too.
     """
 
@@ -101,8 +97,8 @@ class SegmentChoice:
 
     Attributes:
         keep_set: Which of its keep-sets; `None` in a nest.
-        nest_end: The last segment of its nest; itself outside of one.
-        checkpoints: In a nest, what its stage retains for later ones.
+        nest_end: The last segment of its nest, or itself.
+        checkpoints: In a nest, what its stage retains.
     """
 
     keep_set: int | None
@@ -125,8 +121,7 @@ class Chain:
 
         Args:
             segments: The segments.
-            crossing_bytes: For i < c, what segments i to c - 1 made and crosses the
-                start of c.
+            crossing_bytes: For i < c, what i to c - 1 made and crosses the start of c.
             forward_bytes: For i ≤ j, the peak while j runs forward if nothing is kept
                 from i on, without what segments before i made.
             most_bytes: The largest budget that will be asked for.
@@ -135,8 +130,12 @@ class Chain:
         self._segments = segments
         self._crossing = crossing_bytes
         self._forward = forward_bytes
-        best_bytes = _best_quantum(segments, crossing_bytes, most_bytes)
-        self._quantum = Quantum(best_bytes, rounds_up)
+        sizes = [choice.retained_bytes for s in segments for choice in s.choices]
+        sizes += [segment.saved_bytes for segment in segments]
+        sizes += [size for row in crossing_bytes for size in row]
+        finest, coarsest = (max(1, most_bytes // n) for n in (FINEST, COARSEST))
+        quantum_bytes = best_quantum(sizes, finest, coarsest)
+        self._quantum = Quantum(quantum_bytes, rounds_up)
         self._size = self._quantum.room(most_bytes) + 1
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
@@ -170,7 +169,8 @@ class Chain:
         for number, cost in enumerate(self._segments[i].choices):
             room = self._quantum.room(budget_bytes - cost.peak_bytes)
             need = self._quantum.need(cost.retained_bytes)
-            _relax(best, taken, (i, i + 1), need, room, cost.seconds, (i, number))
+            rows = best[i], best[i + 1], taken[i + 1]
+            relax(*rows, need, room, cost.seconds, (i, number))
 
     def _add_nests(
         self, i: int, best: np.ndarray, taken: np.ndarray, budget_bytes: int
@@ -182,14 +182,14 @@ class Chain:
             forward = max(forward, self._forward[i][j])
             room = self._quantum.room(budget_bytes - forward)
             need = self._quantum.need(self._crossing[i][j + 1] + must_keep)
-            # What is free beside h retained quanta.
             free = self._quantum.room(budget_bytes - must_keep)
             seconds = np.full(size, np.inf)
             count = min(free + 1, size)
             if count > 0:
-                rows = np.minimum(free - np.arange(count), self._size - 1)
-                seconds[:count] = self._nests[0][i, j][rows]
-            _relax(best, taken, (i, j + 1), need, room, seconds, (i, -1))
+                left = np.minimum(free - np.arange(count), self._size - 1)
+                seconds[:count] = self._nests[0][i, j][left]
+            rows = best[i], best[j + 1], taken[j + 1]
+            relax(*rows, need, room, seconds, (i, -1))
 
     def _trace(
         self, best: np.ndarray, taken: np.ndarray, budget_bytes: int
@@ -218,7 +218,7 @@ class Chain:
 
     @cached_property
     def _nests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return D, and the way to each entry: 0 to retain the saved set, else c."""
+        """Return D, and the way to each entry: 0 for the saved set, else c."""
         count, size = len(self._segments), self._size
         table = np.full((count, count, size), np.inf, dtype=np.float32)
         how = np.full((count, count, size), -1, dtype=np.int16)
@@ -258,13 +258,13 @@ class Chain:
         """Improve an entry of D by one way to split the nest.
 
         Args:
-            entry: The entry's times and ways, by free quanta.
+            entry: Times and ways by free quanta.
             number: The way.
-            need_bytes: What its run needs.
-            retained_bytes: What the run retains while the later part goes backward.
-            seconds: What the run takes.
+            need_bytes: The peak of its run.
+            retained_bytes: What it retains while the later part goes backward.
+            seconds: The time of its run.
             later: D of the later part, which goes backward first.
-            earlier: D of the earlier part, with nothing retained any more.
+            earlier: D of the earlier part.
         """
         best, how = entry
         retained = self._quantum.need(retained_bytes)
@@ -298,47 +298,3 @@ class Chain:
                 pending.append((c, j, less, (*points, Checkpoint(i, c - 1))))
                 pending.append((i, c - 1, m, points))
         return found
-
-
-def _relax(
-    best: np.ndarray,
-    taken: np.ndarray,
-    step: tuple[int, int],
-    need: int,
-    room: int,
-    seconds: float | np.ndarray,
-    by: tuple[int, int],
-) -> None:
-    """Improve row `step[1]` of E from row `step[0]`, shifted by the retained quanta."""
-    count = min(room + 1, best.shape[1] - need)
-    if count <= 0:
-        return
-    paid = seconds[:count] if isinstance(seconds, np.ndarray) else seconds
-    total = best[step[0], :count] + paid
-    target = best[step[1], need : need + count]
-    better = total < target
-    target[better] = total[better]
-    taken[step[1], need : need + count][better] = by
-
-
-def _best_quantum(
-    segments: Sequence[SegmentCosts],
-    crossing_bytes: Sequence[Sequence[int]],
-    most_bytes: int,
-) -> int:
-    """Return the quantum to which rounding up the sizes adds least."""
-    sizes = [choice.retained_bytes for s in segments for choice in s.choices]
-    sizes += [segment.saved_bytes for segment in segments]
-    sizes += [size for row in crossing_bytes for size in row]
-    finest, coarsest = max(1, most_bytes // FINEST), max(1, most_bytes // COARSEST)
-    fitting = {finest}
-    for size in set(sizes):
-        parts = -(-size // coarsest)
-        if parts and size // parts >= finest:
-            fitting.add(size // parts)
-    all_sizes = np.array(sizes, dtype=np.int64)
-
-    def rounding(quantum: int) -> int:
-        return int((-(-all_sizes // quantum) * quantum - all_sizes).sum())
-
-    return min(sorted(fitting), key=rounding)

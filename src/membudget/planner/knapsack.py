@@ -56,6 +56,27 @@ class Quantum:
         return -(-left_bytes // self.bytes)
 
 
+def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> int:
+    """Return the quantum to which rounding up some sizes adds least.
+
+    Args:
+        sizes: The sizes, in bytes.
+        finest: No quantum is smaller.
+        coarsest: No quantum is larger.
+    """
+    fitting = {finest}
+    for size in set(sizes):
+        parts = -(-size // coarsest)
+        if parts and size // parts >= finest:
+            fitting.add(size // parts)
+    all_sizes = np.array(sizes, dtype=np.int64)
+
+    def rounding(quantum: int) -> int:
+        return int((-(-all_sizes // quantum) * quantum - all_sizes).sum())
+
+    return min(sorted(fitting), key=rounding)
+
+
 @dataclass(frozen=True)
 class ChoiceCost:
     """What one choice for a block costs.
@@ -116,18 +137,42 @@ def _add_block(
     after = np.full(size, np.inf)
     by = np.full(size, -1, dtype=np.int32)
     for index, choice in enumerate(choices):
-        retained = quantum.need(choice.retained_bytes)
         # The blocks before it may retain what fits beside its peak.
         room = quantum.room(budget_bytes - choice.peak_bytes)
-        count = min(room + 1, size - retained)
-        if count <= 0:
-            continue
-        total = best[:count] + choice.seconds
-        target = after[retained : retained + count]
-        better = total < target
-        target[better] = total[better]
-        by[retained : retained + count][better] = index
+        need = quantum.need(choice.retained_bytes)
+        relax(best, after, by, need, room, choice.seconds, index)
     return after, by
+
+
+def relax(
+    before: np.ndarray,
+    after: np.ndarray,
+    by: np.ndarray,
+    need: int,
+    room: int,
+    seconds: float | np.ndarray,
+    label: int | tuple[int, int],
+) -> None:
+    """Improve a row of a table from the row before it.
+
+    Args:
+        before: The least seconds for each number of retained quanta.
+        after: The same with one more block; it is improved.
+        by: What reached each entry of `after`; it is updated.
+        need: How many quanta the block retains.
+        room: How many quanta may be retained before it.
+        seconds: What it takes; an array if that depends on the quanta before it.
+        label: What stands in `by`.
+    """
+    count = min(room + 1, len(after) - need)
+    if count <= 0:
+        return
+    paid = seconds[:count] if isinstance(seconds, np.ndarray) else seconds
+    total = before[:count] + paid
+    target = after[need : need + count]
+    better = total < target
+    target[better] = total[better]
+    by[need : need + count][better] = label
 
 
 def _trace(
