@@ -30,7 +30,7 @@ class Maker:
     Attributes:
         operators: Them, in order.
         seconds: What they take.
-        is_pinned: Whether they must not run again.
+        must_keep: Whether they must not run again.
         makes: The items that they make.
         reads: The items that they need.
         passing: Operators and bytes of what they make beside items: those bytes are
@@ -39,7 +39,7 @@ class Maker:
 
     operators: tuple[int, ...]
     seconds: float
-    is_pinned: bool
+    must_keep: bool
     makes: tuple[int, ...]
     reads: tuple[int, ...]
     passing: tuple[tuple[int, int], ...]
@@ -162,7 +162,7 @@ class Grouping:
         return Maker(
             operators,
             first.seconds + then.seconds,
-            first.is_pinned or then.is_pinned,
+            first.must_keep or then.must_keep,
             then.makes,
             tuple(sorted({*first.reads, *then.reads} - {storage})),
             (*first.passing, *then.passing, *((index, size) for index in alive)),

@@ -73,7 +73,7 @@ class Choices:
         pending, useful = [demand.item], {demand.item}
         while pending:
             k = problem.items[pending.pop()].maker
-            if problem.makers[k].is_pinned or (d, k) in self.run:
+            if problem.makers[k].must_keep or (d, k) in self.run:
                 continue
             cost = problem.makers[k].seconds / unit_s
             self.run[d, k] = self.programme.variable(cost)

@@ -220,7 +220,7 @@ def drafts(
     """Make a small random step.
 
     What an operator writes in place was read by none before it, and is the only output
-    of what made it: see the tests of `keep` that are expected to fail.
+    of what made it: see the tests of `frontier` that are expected to fail.
     """
     draft = Draft()
     draft.run()  # Nothing: its backward, the last moment, is after all others.

@@ -56,8 +56,7 @@ class SegmentCosts:
         again_s: Time to recompute what it saves alone.
         saved_bytes: What it saves, and what crosses its end.
         pass_peak_bytes: Peak of its own tensors while it recomputes what crosses.
-        saving_peak_bytes: Peak of its own tensors while it recomputes what crosses its
-            end and everything it saves.
+        saving_peak_bytes: Peak of its own tensors while it recomputes both.
         again_peak_bytes: Peak in its backward if all that it saves is recomputed there,
             tensors outside the chain included.
         outside_bytes: Live outside the chain when its backward starts.

@@ -60,7 +60,7 @@ FIRST_PRICE = 0.5
 
 HOPELESS = 1.02
 """A run that is so many times as slow as the best known at half time is given up; so
-is one that fits nothing after a quarter. No slowdown in `benchmarks/solvers.py` rose."""
+is one in which nothing fits after a quarter. In `benchmarks/solvers.py` none pays."""
 
 PRICES = (0.05, 50.0)
 RATE = 1.03
