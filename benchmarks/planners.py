@@ -163,7 +163,7 @@ def _planned(
     planner = planner_of(found)
     cut_s = time.process_time() - start
     try:
-        chosen = planner.choose(budget)
+        chosen = planner.fastest(budget)
     except mb.BudgetError as error:
         return None, {"least_share": _share_of(found, error.least_bytes)}
     plan = make_plan(found, planner.graph, chosen, model, budget)
@@ -225,7 +225,7 @@ def _others(
             continue
         row["share"] = _share_of(found, row["peak_bytes"])
         try:
-            row["plan_slowdown"] = planner.choose(row["peak_bytes"]).slowdown
+            row["plan_slowdown"] = planner.fastest(row["peak_bytes"]).slowdown
         except mb.BudgetError:
             row["plan_slowdown"] = None
     # The ILP counts the parameters among what its budget is for.

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.apply import model_fingerprint
 from membudget.errors import BudgetError, MembudgetError, PlanError, SelectionError
-from membudget.planner.choose import Planner
-from membudget.planner.plan import Plan, planned_region
-from membudget.planner.regions import Region, made_in
+from membudget.planner.choice import Choice, made_in
+from membudget.planner.plan import Plan, region_plan
+from membudget.planner.planner import Planner
 from membudget.planning import make_plan
 from membudget.step import Step
 from tests.planner.models import MODELS, Made
@@ -32,7 +32,7 @@ def plan_of(model: nn.Module, batch: Any, percent: int = 60) -> Plan:
     for more in range(percent, 100, 5):
         budget = planner.plain_peak_bytes * more // 100
         with suppress(BudgetError):
-            chosen = planner.choose(budget)
+            chosen = planner.fastest(budget)
             return make_plan(found, planner.graph, chosen, model, budget)
     raise AssertionError("nothing fits")
 
@@ -245,9 +245,9 @@ def test_what_the_engine_keeps_anyway_is_not_in_a_plan():
     model, batch = nn.Sequential(Routed(), Routed()), torch.randn(64, 16)
     graph = mb.profile(model, batch, fake=True).graph
     (call,) = (call for call in graph.calls if call.path == "")
-    region = Region(call.start, call.end)
+    region = Choice(call.start, call.end)
     kept = frozenset(made_in(graph, region))
-    everything = planned_region(graph, "", Region(region.start, region.end, kept))
+    everything = region_plan(graph, "", Choice(region.start, region.end, kept))
     assert not any("topk" in output.operator for output in everything.kept)
     plan = Plan(
         "Sequential", model_fingerprint(model), 0, 0, 0, 1, 1, "", (everything,)

@@ -11,22 +11,24 @@ import torch
 import membudget as mb
 from membudget.apply import model_fingerprint
 from membudget.graph import StepGraph
-from membudget.planner.choose import Planner
-from membudget.planner.keep import choices
-from membudget.planner.plan import Plan, planned_region
-from membudget.planner.regions import Region, Stage, made_in, saved_in, storages_of
+from membudget.planner.choice import Choice, Stage, made_in, saved_in, storages_of
+from membudget.planner.frontier import Front
+from membudget.planner.plan import Plan, region_plan
+from membudget.planner.schedule import Simulator
 from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from membudget.planning import make_plan
+from tests.oracles.exact import exact
 from tests.planner.models import MODELS, measured_peak
 from tests.seconds import DEADLOCK_S
 from tests.test_apply_plan import check_same, facts_of_step
 
 
-def needed_before(graph: StepGraph, region: Region, end: int) -> set[int]:
+def needed_before(graph: StepGraph, region: Choice, end: int) -> set[int]:
     """Return what making what was saved before an operator again may read."""
     found = {
         graph.values[graph.saved[index].value].storage
-        for index in saved_in(graph, Region(region.start, end))
+        for index in saved_in(graph, Choice(region.start, end))
     }
     for index in range(region.end - 1, region.start - 1, -1):
         operator = graph.operators[index]
@@ -35,12 +37,12 @@ def needed_before(graph: StepGraph, region: Region, end: int) -> set[int]:
     return found
 
 
-def some_region(graph: StepGraph, seed: int) -> Region:
+def some_region(graph: StepGraph, seed: int) -> Choice:
     """Return the whole model as a region, with stages that somebody might want."""
     chance = random.Random(seed)
     (call,) = (call for call in graph.calls if call.path == "")
-    whole = Region(call.start, call.end)
-    found = choices(graph, whole)
+    whole = Choice(call.start, call.end)
+    found = Front(graph, whole).keep_sets()
     kept = chance.choice(found[len(found) // 2 :]).kept
     starts = sorted(chance.sample(range(call.start + 1, call.end), 4))
     candidates = made_in(graph, whole) - kept
@@ -49,7 +51,7 @@ def some_region(graph: StepGraph, seed: int) -> Region:
         useful = sorted(candidates & needed_before(graph, whole, start))
         held = frozenset(s for s in useful if chance.random() < 0.3)
         stages.append(Stage(start, held))
-    return Region(call.start, call.end, kept, tuple(stages))
+    return Choice(call.start, call.end, kept, tuple(stages))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -62,7 +64,7 @@ def test_stages_change_no_bit_and_cost_what_is_simulated(name, seed):
     found = simulate(graph, [region])
     assert len(found.recomputed) > 0
     staged = copy.deepcopy(model)
-    regions = (planned_region(graph, "", region),)
+    regions = (region_plan(graph, "", region),)
     plan = Plan(
         type(model).__name__, model_fingerprint(model), 0, 0, 0, 1, 1, "", regions
     )
@@ -82,22 +84,25 @@ def test_a_stage_makes_again_what_an_earlier_one_let_go():
     (call,) = (call for call in graph.calls if call.path == "")
     middle = (call.start + call.end) // 2
     stages = (Stage(call.start), Stage(middle))
-    at_once = simulate(graph, [Region(call.start, call.end)])
-    in_two = simulate(graph, [Region(call.start, call.end, frozenset(), stages)])
+    at_once = simulate(graph, [Choice(call.start, call.end)])
+    in_two = simulate(graph, [Choice(call.start, call.end, frozenset(), stages)])
     assert len(in_two.recomputed) > len(at_once.recomputed)
     assert in_two.peak_bytes < at_once.peak_bytes
 
 
-def test_a_schedule_that_a_search_found_runs_as_it_was_simulated():
+def test_an_optimal_schedule_runs_as_it_was_simulated():
     torch.manual_seed(0)
     model, batch = MODELS["unet"]()
     found = mb.profile(model, batch, fake=True)
-    planner = Planner(found.graph)
-    budget = planner.plain_peak_bytes * 6 // 10
-    chosen = planner.choose(budget, exact_s=DEADLOCK_S)
-    searched = copy.deepcopy(model)
-    plan = make_plan(found, planner.graph, chosen, model, budget)
-    applied = mb.apply(searched, plan)
-    check_same(facts_of_step(model, batch), facts_of_step(searched, batch))
+    budget = timeline(found.graph).peak_bytes * 6 // 10
+    (call,) = (call for call in found.graph.calls if call.path == "")
+    whole = Choice(call.start, call.end)
+    best = exact(found.graph, budget, DEADLOCK_S, region=whole)
+    assert best.region is not None
+    chosen = Simulator(found.graph).schedule((call,), (best.region,))
+    optimal = copy.deepcopy(model)
+    plan = make_plan(found, found.graph, chosen, model, budget)
+    applied = mb.apply(optimal, plan)
+    check_same(facts_of_step(model, batch), facts_of_step(optimal, batch))
     assert applied.status().regions[0].differences == 0
-    assert measured_peak(searched, batch) == pytest.approx(plan.peak_bytes, rel=0.01)
+    assert measured_peak(optimal, batch) == pytest.approx(plan.peak_bytes, rel=0.01)

@@ -14,7 +14,7 @@ import pytest
 import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
 from membudget.plan_text import described, differences, kept_text
-from membudget.planner.plan import VERSION, KeptOutput, Plan, PlannedRegion
+from membudget.planner.plan import VERSION, KeptOutput, Plan, RegionPlan
 from tests.commands import without_torch
 from tests.planner import drafts
 
@@ -319,11 +319,11 @@ def test_a_picture_is_drawn(step, tmp_path):
 # membudget diff
 
 KEPT = KeptOutput(1, 0, "aten.addmm.default")
-REGIONS = (PlannedRegion("h.0", 3, (KEPT,)), PlannedRegion("h.1", 3, ()))
+REGIONS = (RegionPlan("h.0", 3, (KEPT,)), RegionPlan("h.1", 3, ()))
 PLAN = dataclasses.replace(drafts.PLAN, model="GPT", regions=REGIONS)
 
 
-def with_regions(*regions: PlannedRegion) -> Plan:
+def with_regions(*regions: RegionPlan) -> Plan:
     return dataclasses.replace(PLAN, regions=regions)
 
 
@@ -345,19 +345,19 @@ CHANGES: dict[str, tuple[Plan, str]] = {
     "cost": (dataclasses.replace(PLAN, cost="L4"), "seconds: measured -> L4"),
     "gone": (with_regions(FIRST), "region 'h.1': in the first plan alone, keeps noth"),
     "new": (
-        with_regions(FIRST, SECOND, PlannedRegion("h.2", 3, (KEPT,))),
+        with_regions(FIRST, SECOND, RegionPlan("h.2", 3, (KEPT,))),
         "region 'h.2': in the second plan alone, keeps addmm #1",
     ),
     "less": (
-        with_regions(PlannedRegion("h.0", 3, ()), SECOND),
+        with_regions(RegionPlan("h.0", 3, ()), SECOND),
         "region 'h.0': the first alone keeps addmm #1",
     ),
     "more": (
-        with_regions(FIRST, PlannedRegion("h.1", 3, (KeptOutput(2, 1, "aten.max"),))),
+        with_regions(FIRST, RegionPlan("h.1", 3, (KeptOutput(2, 1, "aten.max"),))),
         "region 'h.1': the second alone keeps max #2 (output 1)",
     ),
     "operators": (
-        with_regions(FIRST, PlannedRegion("h.1", 4, ())),
+        with_regions(FIRST, RegionPlan("h.1", 4, ())),
         "region 'h.1': 3 operators -> 4 operators",
     ),
     "order": (with_regions(SECOND, FIRST), "the regions stand in another order"),
@@ -429,6 +429,6 @@ def test_many_operators_of_one_name_are_cut():
 
 
 def test_a_region_on_the_whole_model_has_a_name():
-    text = described(with_regions(PlannedRegion("", 9, (KEPT,))))
+    text = described(with_regions(RegionPlan("", 9, (KEPT,))))
     assert "GPT: 1 region, seconds measured" in text
     assert "(the model)" in text

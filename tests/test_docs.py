@@ -53,7 +53,7 @@ def loss_of(output: Tensor, batch: Tensor) -> Tensor:
     return (output - batch).square().mean()
 
 
-def make(batch: int = 8) -> tuple[nn.Module, Tensor, Any]:
+def make(batch: int = 8) -> tuple[nn.Sequential, Tensor, Any]:
     return nn.Sequential(Block(), Block(), Block()), torch.randn(batch, 64, 32), loss_of
 
 

@@ -217,7 +217,7 @@ def test_the_report_shows_predicted_beside_measured_and_what_each_region_keeps()
     assert f"{plan.slowdown:.3f}  predicted; no schedule is below {plan.bound:.3f}" in (
         text
     )
-    assert text.endswith(region_table(fitted.profile.graph, fitted.tries[-1].chosen))
+    assert text.endswith(region_table(fitted.profile.graph, fitted.tries[-1].schedule))
 
 
 def test_the_report_of_a_step_that_fits_plain_says_so():

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.fit_text import region_table
 from membudget.graph import ModuleCall
-from membudget.planner.answers import Chosen, simulated
-from membudget.planner.regions import Region, keeping
+from membudget.planner.choice import Choice
+from membudget.planner.schedule import Schedule, Simulator
+from tests.planner.drafts import keeping
 
 
 class Block(nn.Module):
@@ -31,16 +32,16 @@ def found() -> mb.Profile:
     return mb.profile(model, torch.randn(64, 32), fake=True, device="h100")
 
 
-def chosen(found: mb.Profile, keeps: dict[str, tuple[str, ...]]) -> Chosen:
+def chosen(found: mb.Profile, keeps: dict[str, tuple[str, ...]]) -> Schedule:
     """Return regions on modules, with the operators whose outputs each keeps."""
     graph = found.graph
     calls = {call.path: call for call in graph.calls}
     picked: list[ModuleCall] = [calls[path] for path in keeps]
     regions = [
-        keeping(graph, Region(call.start, call.end), keeps[call.path])
+        keeping(graph, Choice(call.start, call.end), keeps[call.path])
         for call in picked
     ]
-    return simulated(graph, picked, regions, 0.5 * graph.seconds)
+    return Simulator(graph).schedule(picked, regions, 0.5 * graph.seconds)
 
 
 def rows_of(table: str) -> list[list[str]]:
@@ -91,7 +92,7 @@ def test_what_is_kept_and_not_needed_is_not_counted(found):
     graph = found.graph
     all_kept = chosen(found, {"0": ("aten.addmm.default", "aten.sin.default")})
     # The sine's output is saved by the next block, not in this one.
-    assert len(all_kept.regions[0].kept) == 2
+    assert len(all_kept.choices[0].kept) == 2
 
     ((_, keeps, _, _, kept, _),) = rows_of(region_table(graph, all_kept))
 

@@ -14,7 +14,7 @@ from membudget import planning, tries
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.modes import MODES, check_mode, choose_by_mode
-from membudget.planner.overhead import NO_OVERHEADS, Overheads
+from membudget.planner.costs import NO_OVERHEADS, Overheads
 from membudget.planning import plan_for
 from tests.planner.models import MODELS, gpt
 
@@ -138,10 +138,10 @@ def test_a_routing_decision_is_kept_in_every_mode(mode):
     model, batch = nn.Sequential(*(Routed() for _ in range(4))), torch.randn(32, 16)
     with fit(model, batch, "1GiB", mode=mode, fake=True) as fitted:
         assert fitted.audit().equal
-        graph, chosen = fitted.profile.graph, fitted.tries[-1].chosen
+        graph, chosen = fitted.profile.graph, fitted.tries[-1].schedule
         names = [
             {graph.operators[graph.storages[s].birth].name for s in region.kept}
-            for region in chosen.regions
+            for region in chosen.choices
         ]
         assert all("aten.topk.default" in kept for kept in names)
         # The engine keeps them without being told.

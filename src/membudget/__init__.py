@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         PlanError,
         RecomputeMismatchError,
         ReentrantLimitError,
-        SearchWarning,
         SelectionError,
     )
     from membudget.fit import Fitted, fit
@@ -76,7 +75,6 @@ __all__ = [
     "Regions",
     "SavedReport",
     "SavedTensor",
-    "SearchWarning",
     "SelectionError",
     "Status",
     "StepGraph",

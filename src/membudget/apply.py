@@ -20,7 +20,7 @@ from membudget.engine.planned import Planned
 from membudget.engine.stages import Stages
 from membudget.engine.statistics import Statistics
 from membudget.errors import PlanError, SelectionError
-from membudget.planner.plan import Plan, PlannedRegion, fingerprint_of
+from membudget.planner.plan import Plan, RegionPlan, fingerprint_of
 from membudget.selection import select_modules
 from membudget.spans import put_spans
 
@@ -232,7 +232,7 @@ def _apply_plan(
     return Applied(modules, statistics, policies)
 
 
-def _policy(region: PlannedRegion) -> Planned:
+def _policy(region: RegionPlan) -> Planned:
     stages = Stages(
         [stage.first_saved for stage in region.stages],
         [

@@ -116,13 +116,6 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "nothing; selective: every block keeps products, convolutions and attention; "
         "every_2, every_3, ...: each such block keeps nothing",
     )
-    parser.add_argument(
-        "--exact",
-        metavar="SECONDS",
-        type=float,
-        default=0.0,
-        help="search all schedules for so long; needs pip install membudget[exact]",
-    )
     parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there")
 
 
@@ -134,7 +127,7 @@ def _plan(options: argparse.Namespace) -> int:
     from membudget.profile import profile
 
     found = profile(model, batch, loss, **profiling_of(options))
-    plan = plan_for(found, model, options.budget, options.mode, options.exact)
+    plan = plan_for(found, model, options.budget, options.mode)
     print(described(plan))
     _write_plan(options.output, plan)
     return OK
@@ -153,7 +146,6 @@ def _fit(options: argparse.Namespace) -> int:
         **profiling_of(options),
         "fake": options.fake,
         "mode": options.mode,
-        "exact_s": options.exact,
     }
     with fit(model, batch, options.budget, loss, **keywords) as fitted:
         step = Step(model, batch, loss)

@@ -14,7 +14,6 @@
         └── ReentrantLimitError           a limit of the classic, reentrant variant
     OverwrittenWarning (UserWarning)      a saved tensor was written before the backward
     PinnedWarning (UserWarning)           a value did not come back and is kept
-    SearchWarning (UserWarning)           a search of all schedules gave no answer
 
 Each message says what was asked, what was found and what to do; the facts are
 attributes. This module must not import torch.
@@ -161,7 +160,3 @@ class OverwrittenWarning(UserWarning):
 
 class PinnedWarning(UserWarning):
     """A value of a replay region did not come back bit for bit, and is kept."""
-
-
-class SearchWarning(UserWarning):
-    """The search of all schedules that was asked for gave no answer."""

@@ -100,7 +100,7 @@ class Fitted:
             )
         regions = PLAIN_FITS
         if self.plan.regions:
-            regions = region_table(self.profile.graph, last.chosen)
+            regions = region_table(self.profile.graph, last.schedule)
         return "\n".join([*lines, "", regions])
 
     __str__ = report
@@ -130,7 +130,6 @@ def fit(
     loss_fn: LossFunction | None = None,
     *,
     mode: str = AUTO,
-    exact_s: float = 0.0,
     optimizer: OptimizerLike = None,
     fake: bool = False,
     device: str | Device | None = None,
@@ -154,9 +153,6 @@ def fit(
             has no regions, `"full"` keeps nothing in any block, `"selective"` keeps
             the outputs of matrix products, convolutions and attention, and `"every_2"`
             keeps nothing in every second block, `"every_3"` in every third.
-        exact_s: How long, in seconds, to search all schedules for a faster plan: worth
-            it for a model that is no chain of like blocks (a U-Net, a ResNet). Needs
-            SciPy: `pip install membudget[exact]`.
         optimizer: Whose state counts as being there.
         fake: Whether to profile on fake tensors, for a model whose plain step does not
             fit; seconds are then estimated.
@@ -170,11 +166,9 @@ def fit(
         OptionError: If the budget is no number of bytes, there is no such mode, or the
             model carries regions already.
         RecomputeMismatchError: If what is made again differs, whatever is kept for it.
-        MissingExtraError: If SciPy is wanted for `exact_s` and not installed.
 
     Warns:
         PinnedWarning: If something did not come back bit for bit, and is kept for it.
-        SearchWarning: If the search of `exact_s` gave no answer.
 
     Example:
         >>> import torch
@@ -196,7 +190,7 @@ def fit(
     )
     if budget is None:
         budget = budget_in_all(found.graph.static, optimizer, usable)
-    task = Task(step, found, limit_of(found, budget), exact_s)
+    task = Task(step, found, limit_of(found, budget))
     tries, applied = try_plans(task) if mode == AUTO else try_mode(task, mode)
     return Fitted(mode, step, found, tries, applied)
 

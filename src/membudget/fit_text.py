@@ -9,8 +9,8 @@ from itertools import groupby
 
 from membudget.graph import StepGraph
 from membudget.plan_text import short_name
-from membudget.planner.answers import Chosen
-from membudget.planner.regions import Region, saved_storages, storages_of
+from membudget.planner.choice import Choice, saved_storages, storages_of
+from membudget.planner.schedule import Schedule
 from membudget.sizes import format_bytes
 from membudget.tables import rendered
 
@@ -18,22 +18,22 @@ MOST = 3
 """How many kinds of operators a cell names; the plan holds them all."""
 
 
-def region_table(graph: StepGraph, chosen: Chosen) -> str:
+def region_table(graph: StepGraph, schedule: Schedule) -> str:
     """Return a table of what each region keeps and makes again.
 
     Neighbours that do the same share a line, with the sum of their bytes and seconds.
 
     Args:
         graph: The plain step.
-        chosen: The regions of a plan, and what comes of them.
+        schedule: The choices of a plan, simulated.
     """
-    pairs = zip(chosen.calls, chosen.regions, strict=True)
-    again = chosen.simulation.recomputed
+    pairs = zip(schedule.calls, schedule.choices, strict=True)
+    again = schedule.simulation.recomputed
     regions = [_described(graph, call.path, region, again) for call, region in pairs]
     rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
     titles = ("region", "keeps", "makes again", "operators", "kept", "of the step")
     makes = _share(sum(region.seconds for region in regions), graph)
-    own = _share(chosen.seconds - chosen.simulation.seconds, graph)
+    own = _share(schedule.seconds - schedule.simulation.seconds, graph)
     return (
         f"{rendered(titles, rows, left=3)}\n\nof the plain step's time, what is made "
         f"again takes {makes}, and the regions themselves take {own}"
@@ -66,13 +66,13 @@ def _content(region: _Described) -> tuple[object, ...]:
 
 
 def _described(
-    graph: StepGraph, path: str, region: Region, recomputed: Iterable[int]
+    graph: StepGraph, path: str, choice: Choice, recomputed: Iterable[int]
 ) -> _Described:
-    again = [index for index in recomputed if region.start <= index < region.end]
-    kept = region.kept & _needed(graph, region, again)
+    again = [index for index in recomputed if choice.start <= index < choice.end]
+    kept = choice.kept & _needed(graph, choice, again)
     return _Described(
         path or "(the model)",
-        region.end - region.start,
+        choice.end - choice.start,
         _counted(graph, sorted({graph.storages[storage].birth for storage in kept})),
         sum(graph.storages[storage].bytes for storage in kept),
         _counted(graph, again),
@@ -80,10 +80,10 @@ def _described(
     )
 
 
-def _needed(graph: StepGraph, region: Region, again: Iterable[int]) -> set[int]:
+def _needed(graph: StepGraph, choice: Choice, again: Iterable[int]) -> set[int]:
     """Return the storages that must stay for the region's backward."""
     read = [value for index in again for value in graph.operators[index].inputs]
-    return {*saved_storages(graph, region), *storages_of(graph, read)}
+    return {*saved_storages(graph, choice), *storages_of(graph, read)}
 
 
 def _counted(graph: StepGraph, operators: Iterable[int]) -> str:

@@ -46,7 +46,7 @@ class Operator:
         seconds: What it takes, by the cost model that the profile was made with.
         is_view: Whether it moves no data: its outputs lie where its input does.
         is_random: Whether it draws random numbers.
-        is_pinned: Whether a replay cannot or must not run it again, so that what it
+        must_keep: Whether a replay cannot or must not run it again, so that what it
             makes is always kept: routing decisions, communication, changes of storage.
     """
 
@@ -63,7 +63,7 @@ class Operator:
     seconds: float
     is_view: bool
     is_random: bool
-    is_pinned: bool
+    must_keep: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +255,9 @@ class StepGraph:
             raise OptionError(f"the profile is not whole: {error!r}") from error
 
 
+_COLUMNS = {"must_keep": "is_pinned"}
+"""Names in files of version 1, where they differ."""
+
 _TABLES: tuple[tuple[str, type], ...] = (
     ("operators", Operator),
     ("values", Value),
@@ -267,12 +270,15 @@ _TABLES: tuple[tuple[str, type], ...] = (
 def _to_table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
     """Return the records by columns: a name for each field stands once in the file."""
     names = [field.name for field in dataclasses.fields(kind)]
-    return {name: [getattr(record, name) for record in records] for name in names}
+    return {
+        _COLUMNS.get(name, name): [getattr(record, name) for record in records]
+        for name in names
+    }
 
 
 def _from_table(table: Mapping[str, Any], kind: Any) -> tuple[Any, ...]:
     names = [field.name for field in dataclasses.fields(kind)]
-    columns = [map(_tuples, table[name]) for name in names]
+    columns = [map(_tuples, table[_COLUMNS.get(name, name)]) for name in names]
     return tuple(kind(*row) for row in zip(*columns, strict=True))
 
 

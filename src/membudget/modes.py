@@ -24,10 +24,10 @@ import torch
 from membudget.engine.policy import attention, convolutions, matmuls
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, Operator, StepGraph
-from membudget.planner.answers import Chosen, simulated
-from membudget.planner.overhead import Overheads
-from membudget.planner.pieces import pieces
-from membudget.planner.regions import Region, made_in, saved_storages
+from membudget.planner.blocks import module_blocks
+from membudget.planner.choice import Block, Choice, made_in, saved_storages
+from membudget.planner.costs import Overheads
+from membudget.planner.schedule import Schedule, Simulator
 
 AUTO = "auto"
 """The mode in which the planner chooses."""
@@ -57,7 +57,7 @@ def check_mode(mode: str) -> None:
         )
 
 
-def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
+def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Schedule:
     """Return the regions of a mode other than `auto`, and what comes of them.
 
     Args:
@@ -71,11 +71,11 @@ def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Chosen:
     check_mode(mode)
     keeps = _keeps_dear if mode == "selective" else _keeps_nothing
     calls = _calls(mode, graph)
-    regions = tuple(_region(graph, call, keeps) for call in calls)
-    chosen = simulated(graph, calls, regions)
-    own_s = sum(overheads.seconds(graph, region) for region in regions)
-    own_s += overheads.again(graph, chosen.simulation.recomputed)
-    return replace(chosen, own_s=own_s)
+    choices = tuple(_choice(graph, call, keeps) for call in calls)
+    schedule = Simulator(graph).schedule(calls, choices)
+    overhead_s = sum(overheads.recording_s(graph, choice) for choice in choices)
+    overhead_s += overheads.again_s(graph, schedule.simulation.recomputed)
+    return replace(schedule, overhead_s=overhead_s)
 
 
 def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
@@ -83,36 +83,35 @@ def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
         return ()
     every = _EVERY.fullmatch(mode)
     step = 1 if every is None else int(every[1])
-    blocks = [
-        call for call in pieces(graph, BLOCK_SHARE) if _saves_its_own(graph, call)
-    ]
+    calls = module_blocks(graph, BLOCK_SHARE)
+    blocks = [call for call in calls if _saves_its_own(graph, call)]
     return tuple(blocks[::step])
 
 
 def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
     """Tell whether autograd keeps, for the call, something that the call makes."""
-    region = Region(call.start, call.end)
-    return not made_in(graph, region).isdisjoint(saved_storages(graph, region))
+    block = Block(call.start, call.end)
+    return not made_in(graph, block).isdisjoint(saved_storages(graph, block))
 
 
-def _region(
+def _choice(
     graph: StepGraph, call: ModuleCall, keeps: Callable[[Operator], bool]
-) -> Region:
-    region = Region(call.start, call.end)
+) -> Choice:
+    block = Block(call.start, call.end)
     kept = frozenset(
         storage
-        for storage in made_in(graph, region)
+        for storage in made_in(graph, block)
         if keeps(graph.operators[graph.storages[storage].birth])
     )
-    return Region(region.start, region.end, kept)
+    return Choice(block.start, block.end, kept)
 
 
 def _keeps_nothing(operator: Operator) -> bool:
-    return operator.is_pinned
+    return operator.must_keep
 
 
 def _keeps_dear(operator: Operator) -> bool:
-    return operator.is_pinned or _is_dear(operator.name)
+    return operator.must_keep or _is_dear(operator.name)
 
 
 def _is_dear(name: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from membudget.planner.plan import KeptOutput, Plan, PlannedRegion
+from membudget.planner.plan import KeptOutput, Plan, RegionPlan
 from membudget.sizes import format_bytes
 from membudget.tables import rendered
 
@@ -148,7 +148,7 @@ def _output(kept: KeptOutput) -> str:
 
 
 def _regions(
-    first: Iterable[PlannedRegion], second: Iterable[PlannedRegion]
+    first: Iterable[RegionPlan], second: Iterable[RegionPlan]
 ) -> Iterator[str]:
     before = {region.path: region for region in first}
     after = {region.path: region for region in second}

@@ -11,23 +11,24 @@ from membudget.errors import BudgetError, OptionError
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.modes import AUTO, check_mode, choose_by_mode
-from membudget.planner.answers import Chosen
 from membudget.planner.bound import least_seconds
-from membudget.planner.choose import Planner
-from membudget.planner.overhead import CPU_OVERHEADS, NO_OVERHEADS, Overheads
-from membudget.planner.plan import Plan, planned_region
-from membudget.planner.seconds import check_seconds, smoothed
+from membudget.planner.costs import (
+    CPU_OVERHEADS,
+    NO_OVERHEADS,
+    Overheads,
+    check_seconds,
+    smoothed,
+)
+from membudget.planner.plan import Plan, region_plan
+from membudget.planner.planner import Planner
+from membudget.planner.schedule import Schedule
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.sizes import parse_bytes
 
 
 def plan_for(
-    profile: Profile,
-    model: Module,
-    budget: int | str,
-    mode: str = AUTO,
-    exact_s: float = 0.0,
+    profile: Profile, model: Module, budget: int | str, mode: str = AUTO
 ) -> Plan:
     """Return the fastest plan whose predicted peak fits.
 
@@ -39,7 +40,6 @@ def plan_for(
         model: The model.
         budget: As for `fit`; bytes or a share.
         mode: As for `fit`.
-        exact_s: As for `fit`.
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
@@ -55,13 +55,13 @@ def plan_for(
     check_mode(mode)
     limit = limit_of(profile, budget)
     if mode == AUTO:
-        graph, chosen = choose(profile, limit, exact_s)
+        graph, schedule = choose(profile, limit)
     else:
-        graph, chosen = choose_mode(profile, mode)
-        peak_bytes = chosen.simulation.peak_bytes
+        graph, schedule = choose_mode(profile, mode)
+        peak_bytes = schedule.peak_bytes
         if peak_bytes > limit.budget_bytes:
             raise mode_is_over(profile, limit, mode, peak_bytes, "predicted")
-    return make_plan(profile, graph, chosen, model, limit.budget_bytes)
+    return make_plan(profile, graph, schedule, model, limit.budget_bytes)
 
 
 def planner_of(profile: Profile) -> Planner:
@@ -69,27 +69,24 @@ def planner_of(profile: Profile) -> Planner:
     return Planner(profile.graph, overheads_of(profile))
 
 
-def choose(
-    profile: Profile, limit: Limit, exact_s: float = 0.0
-) -> tuple[StepGraph, Chosen]:
-    """Return the planner's choice.
+def choose(profile: Profile, limit: Limit) -> tuple[StepGraph, Schedule]:
+    """Return the planner's schedule.
 
     The planner is gone when this returns: its tables are the host's memory, too.
 
     Args:
         profile: The plain step.
         limit: What it may allocate.
-        exact_s: How long to search all schedules.
 
     Returns:
-        The plain step, with the seconds that count, and the choice.
+        The plain step, with the seconds that count, and the schedule.
 
     Raises:
         BudgetError: If no plan fits; it says the least budget that one fits into.
     """
     planner = planner_of(profile)
     try:
-        return planner.graph, planner.choose(limit.budget_bytes, exact_s)
+        return planner.graph, planner.fastest(limit.budget_bytes)
     except BudgetError as error:
         raise limit.refused(
             f"no plan fits into {limit}", with_margin(error.least_bytes)
@@ -104,11 +101,11 @@ def with_margin(least_bytes: int) -> int:
     return least_bytes + least_bytes // 100
 
 
-def choose_mode(profile: Profile, mode: str) -> tuple[StepGraph, Chosen]:
-    """Return the choice of a mode other than `auto`, whatever it takes.
+def choose_mode(profile: Profile, mode: str) -> tuple[StepGraph, Schedule]:
+    """Return the schedule of a mode other than `auto`, whatever it takes.
 
     Returns:
-        The plain step, with the seconds that count, and the choice.
+        The plain step, with the seconds that count, and the schedule.
     """
     check_seconds(profile.graph)
     graph = smoothed(profile.graph)
@@ -181,14 +178,18 @@ def _share(budget: int | str) -> float | None:
 
 
 def make_plan(
-    profile: Profile, graph: StepGraph, chosen: Chosen, model: Module, budget_bytes: int
+    profile: Profile,
+    graph: StepGraph,
+    schedule: Schedule,
+    model: Module,
+    budget_bytes: int,
 ) -> Plan:
-    """Return the plan that realises what was chosen.
+    """Return the plan that realises a schedule.
 
     Args:
         profile: The plain step.
-        graph: It, with the seconds by which the choice was made; see `smoothed`.
-        chosen: The choice.
+        graph: It, with the seconds by which the schedule was chosen; see `smoothed`.
+        schedule: The schedule.
         model: The model.
         budget_bytes: What the step may allocate.
     """
@@ -197,13 +198,13 @@ def make_plan(
         fingerprint=model_fingerprint(model),
         budget_bytes=budget_bytes,
         plain_peak_bytes=profile.peak_bytes,
-        peak_bytes=chosen.simulation.peak_bytes,
-        slowdown=chosen.slowdown,
+        peak_bytes=schedule.peak_bytes,
+        slowdown=schedule.slowdown,
         bound=_bound(graph, budget_bytes),
         cost=profile.cost,
         regions=tuple(
-            planned_region(graph, call.path, region)
-            for call, region in zip(chosen.calls, chosen.regions, strict=True)
+            region_plan(graph, call.path, choice)
+            for call, choice in zip(schedule.calls, schedule.choices, strict=True)
         ),
     )
 

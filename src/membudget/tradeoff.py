@@ -136,10 +136,10 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
     planner = planner_of(profile)
     rows = []
     for budget in _spaced(planner.least_bytes(), planner.plain_peak_bytes, budgets):
-        chosen = planner.choose(budget, quickly=True)
-        peak_bytes = chosen.simulation.peak_bytes
-        regions = len(chosen.regions)
-        rows.append(TradeoffRow(budget, peak_bytes, chosen.slowdown, regions))
+        schedule = planner.fastest(budget, quickly=True)
+        peak_bytes = schedule.peak_bytes
+        regions = len(schedule.choices)
+        rows.append(TradeoffRow(budget, peak_bytes, schedule.slowdown, regions))
     return Tradeoff(profile.model, profile.cost, graph.static.total, tuple(rows))
 
 

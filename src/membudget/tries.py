@@ -11,8 +11,8 @@ from membudget.errors import BudgetError, PinnedWarning, RecomputeMismatchError
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.memory import peak
-from membudget.planner.answers import Chosen
 from membudget.planner.plan import Plan
+from membudget.planner.schedule import Schedule
 from membudget.planning import choose, choose_mode, make_plan, mode_is_over, planner_of
 from membudget.profile import Profile
 from membudget.profile.run import state_kept
@@ -22,7 +22,7 @@ MOST_PLANS = 4
 """The first plan, and three that know better."""
 
 FAR_OVER = 1.05
-"""A choice whose predicted peak is so many times the budget is not tried out."""
+"""A schedule whose predicted peak is so many times the budget is not tried out."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Measured:
 
     Attributes:
         plan: The plan.
-        chosen: The plan as the planner sees it.
+        schedule: The plan as the planner sees it.
         peak_bytes: The measured peak of what a step allocates.
     """
 
     plan: Plan
-    chosen: Chosen
+    schedule: Schedule
     peak_bytes: int
 
 
@@ -48,33 +48,31 @@ class Task:
         step: The step.
         profile: The plain step, recorded.
         limit: What it may allocate.
-        exact_s: How long to search all schedules for a plan.
     """
 
     step: Step
     profile: Profile
     limit: Limit
-    exact_s: float = 0.0
 
-    def put_on(self, graph: StepGraph, chosen: Chosen) -> tuple[Measured, Applied]:
-        """Put a choice on the model, and verify and measure a step.
+    def put_on(self, graph: StepGraph, schedule: Schedule) -> tuple[Measured, Applied]:
+        """Put a schedule on the model, and verify and measure a step.
 
         Args:
-            graph: The plain step, with the seconds by which the choice was made.
-            chosen: The choice.
+            graph: The plain step, with the seconds by which the schedule was chosen.
+            schedule: The schedule.
         """
         step, budget_bytes = self.step, self.limit.budget_bytes
-        plan = make_plan(self.profile, graph, chosen, step.model, budget_bytes)
+        plan = make_plan(self.profile, graph, schedule, step.model, budget_bytes)
         applied = apply(step.model, plan) if plan.regions else Applied({}, {})
         try:
-            return Measured(plan, chosen, measured_peak(step, applied)), applied
+            return Measured(plan, schedule, measured_peak(step, applied)), applied
         except BaseException:
             applied.remove()
             raise
 
 
 def try_plans(task: Task) -> tuple[list[Measured], Applied]:
-    """Put the planner's choice on the model; choose again while it takes too much.
+    """Put the planner's schedule on the model; plan again while it takes too much.
 
     Returns:
         What was measured of each plan, and the regions of the last, which is on.
@@ -82,24 +80,24 @@ def try_plans(task: Task) -> tuple[list[Measured], Applied]:
     Raises:
         BudgetError: If no plan fits, or none of several was measured to fit.
     """
-    graph, chosen = choose(task.profile, task.limit, task.exact_s)
+    graph, schedule = choose(task.profile, task.limit)
     tries: list[Measured] = []
     while True:
-        measured, applied = task.put_on(graph, chosen)
+        measured, applied = task.put_on(graph, schedule)
         tries.append(measured)
         over = measured.peak_bytes - task.limit.budget_bytes
         if over <= 0:
             return tries, applied
         applied.remove()
         # The prediction was too low: the next one may be so, too, by as much.
-        chosen = _choose_less(task, tries, measured.plan.peak_bytes - over)
+        schedule = _plan_less(task, tries, measured.plan.peak_bytes - over)
 
 
-def _choose_less(task: Task, tries: Sequence[Measured], budget_bytes: int) -> Chosen:
+def _plan_less(task: Task, tries: Sequence[Measured], budget_bytes: int) -> Schedule:
     cause = None
     if len(tries) < MOST_PLANS:
         try:
-            return planner_of(task.profile).choose(budget_bytes, task.exact_s)
+            return planner_of(task.profile).fastest(budget_bytes)
         except BudgetError as error:
             cause = error
     peaks = [measured.peak_bytes for measured in tries]
@@ -121,11 +119,11 @@ def try_mode(task: Task, mode: str) -> tuple[list[Measured], Applied]:
             `auto` needs.
     """
     profile, limit = task.profile, task.limit
-    graph, chosen = choose_mode(profile, mode)
-    predicted = chosen.simulation.peak_bytes
+    graph, schedule = choose_mode(profile, mode)
+    predicted = schedule.peak_bytes
     if predicted > FAR_OVER * limit.budget_bytes:
         raise mode_is_over(profile, limit, mode, predicted, "predicted")
-    measured, applied = task.put_on(graph, chosen)
+    measured, applied = task.put_on(graph, schedule)
     if measured.peak_bytes > limit.budget_bytes:
         applied.remove()
         raise mode_is_over(profile, limit, mode, measured.peak_bytes, "measured")

@@ -32,7 +32,7 @@ ROWS: dict[str, Callable[..., Any]] = {
 pytestmark = as_they_come
 
 
-@pytest.mark.parametrize("name", list(filter(is_in_share, ROWS)))
+@pytest.mark.parametrize("name", [name for name in ROWS if is_in_share(name)])
 def test_a_row_of_the_share_is_bit_for_bit_as_plain(
     name: str, record_property: Callable[[str, object], None]
 ):

@@ -17,8 +17,8 @@ from membudget.graph import (
     Storage,
     Value,
 )
-from membudget.planner.plan import KeptOutput, Plan, PlannedRegion
-from membudget.planner.regions import Region, made_in
+from membudget.planner.choice import Choice, made_in
+from membudget.planner.plan import KeptOutput, Plan, RegionPlan
 from membudget.planner.simulate import simulate
 
 PLAN = Plan(
@@ -31,8 +31,8 @@ PLAN = Plan(
     bound=1.0,
     cost="measured",
     regions=(
-        PlannedRegion("0", 3, (KeptOutput(1, 0, "aten.addmm.default"),)),
-        PlannedRegion("1", 3, ()),
+        RegionPlan("0", 3, (KeptOutput(1, 0, "aten.addmm.default"),)),
+        RegionPlan("1", 3, ()),
     ),
 )
 """A plan that says little."""
@@ -54,7 +54,7 @@ def operator(phase: str, seconds: float) -> Operator:
         seconds=seconds,
         is_view=False,
         is_random=False,
-        is_pinned=False,
+        must_keep=False,
     )
 
 
@@ -84,7 +84,7 @@ class Draft:
         writes: Sequence[int] = (),
         seconds: float = 1.0,
         workspace: int = 0,
-        is_pinned: bool = False,
+        must_keep: bool = False,
         is_view: bool = False,
     ) -> list[int]:
         """Run an operator; return its values, those that it wrote last."""
@@ -100,7 +100,7 @@ class Draft:
                 outputs=tuple(outputs),
                 written_bytes=sum(makes),
                 workspace_bytes=workspace,
-                is_pinned=is_pinned,
+                must_keep=must_keep,
                 is_view=is_view,
             )
         )
@@ -220,7 +220,7 @@ def drafts(
     """Make a small random step.
 
     What an operator writes in place was read by none before it, and is the only output
-    of what made it: see the tests of `keep` that are expected to fail.
+    of what made it: see the tests of `frontier` that are expected to fail.
     """
     draft = Draft()
     draft.run()  # Nothing: its backward, the last moment, is after all others.
@@ -246,7 +246,7 @@ def drafts(
             makes=makes,
             writes=writes,
             seconds=float(draw(st.integers(1, 9))),
-            is_pinned=pinned and draw(st.integers(0, 5)) == 0,
+            must_keep=pinned and draw(st.integers(0, 5)) == 0,
         )
         known = [v for v in known if v not in writes] + outputs
         candidates = sorted({*inputs, *outputs})
@@ -267,26 +267,26 @@ def subsets(members: Iterable[int]) -> list[frozenset[int]]:
 
 def fastest_s(graph: StepGraph, budget_bytes: int) -> float:
     """Return the seconds of the fastest single region that fits, of all."""
-    region = Region(0, graph.backward_start)
+    region = Choice(0, graph.backward_start)
     kept = subsets(made_in(graph, region))
-    found = [simulate(graph, [Region(0, region.end, k)]) for k in kept]
+    found = [simulate(graph, [Choice(0, region.end, k)]) for k in kept]
     return min(s.seconds for s in found if s.peak_bytes <= budget_bytes)
 
 
-def extra_seconds(graph: StepGraph, region: Region) -> float:
+def extra_seconds(graph: StepGraph, region: Choice) -> float:
     """Return what a step under one region takes more, by `simulate`."""
     again = simulate(graph, [region]).recomputed
-    if any(graph.operators[i].is_pinned for i in again):
+    if any(graph.operators[i].must_keep for i in again):
         return float("inf")
     return sum(graph.operators[i].seconds for i in again)
 
 
-def every_trade(graph: StepGraph, region: Region) -> set[tuple[int, float]]:
+def every_trade(graph: StepGraph, region: Choice) -> set[tuple[int, float]]:
     """Return bytes and seconds of every subset of what a region makes."""
     found = set()
     for kept in subsets(made_in(graph, region)):
         size = sum(graph.storages[index].bytes for index in kept)
-        candidate = Region(region.start, region.end, kept)
+        candidate = Choice(region.start, region.end, kept)
         found.add((size, extra_seconds(graph, candidate)))
     return {(size, seconds) for size, seconds in found if seconds < float("inf")}
 
@@ -306,3 +306,26 @@ def lower_hull(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 def _is_above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
     """Tell whether `b` lies on or above the line from `a` to `c`."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
+
+
+def region_of(graph: StepGraph, module_path: str) -> Choice:
+    """Return the region of the operators that ran in the one call of a module."""
+    (call,) = (call for call in graph.calls if call.path == module_path)
+    return Choice(call.start, call.end)
+
+
+def keeping(graph: StepGraph, region: Choice, operators: Iterable[str]) -> Choice:
+    """Return the region with the outputs of some operators kept.
+
+    Args:
+        graph: The step.
+        region: The region.
+        operators: Overloads, such as `"aten.addmm.default"`.
+    """
+    names = frozenset(operators)
+    kept = frozenset(
+        storage
+        for storage in made_in(graph, region)
+        if graph.operators[graph.storages[storage].birth].name in names
+    )
+    return Choice(region.start, region.end, region.kept | kept)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from membudget.errors import OptionError
 from membudget.graph import StepGraph, Storage
 from membudget.planner.bound import least_seconds
-from membudget.planner.regions import Region
+from membudget.planner.choice import Choice
 from membudget.planner.simulate import Simulation, simulate
 from tests.planner.drafts import Draft, chain_of, drafts
 
@@ -43,7 +43,7 @@ def steps(draw: st.DrawFn) -> StepGraph:
                 writes=writes,
                 seconds=draw(st.integers(0, 9)) / 7,
                 workspace=draw(st.sampled_from([0, 0, 1, 5])),
-                is_pinned=draw(st.integers(0, 7)) == 0,
+                must_keep=draw(st.integers(0, 7)) == 0,
             )
             known = [v for v in known if v not in writes]
         known += outputs
@@ -92,11 +92,11 @@ def every_schedule(
     found = []
     for kept in subsets(own[:9]):
         rest = kept | always | frozenset(own[9:])
-        found.append(simulate(graph, [Region(a, b, rest) for a, b in cuts if a < b]))
+        found.append(simulate(graph, [Choice(a, b, rest) for a, b in cuts if a < b]))
     return [
         simulation
         for simulation in found
-        if not any(graph.operators[i].is_pinned for i in simulation.recomputed)
+        if not any(graph.operators[i].must_keep for i in simulation.recomputed)
     ]
 
 
@@ -112,7 +112,7 @@ def read_across(graph: StepGraph, borders: list[int]) -> frozenset[int]:
 
 
 def check(graph: StepGraph, simulations: Iterable[Simulation]) -> None:
-    """Hold the bound at each peak against the fastest schedule with that peak."""
+    """Checkpoint the bound at each peak against the fastest schedule with that peak."""
     fastest: dict[int, float] = {}
     for simulation in simulations:
         peak, seconds = simulation.peak_bytes, simulation.seconds
@@ -149,7 +149,7 @@ def test_what_a_region_drops_and_a_later_one_reads_is_there_when_it_is_asked_for
     (b,) = draft.run(a, makes=[1])
     draft.save(b)
     graph = draft.finish()
-    simulation = simulate(graph, [Region(0, 2), Region(2, 3)])
+    simulation = simulate(graph, [Choice(0, 2), Choice(2, 3)])
     assert graph.saved[0].asked == (4,)
     assert simulation.alive_bytes[4] == 2
 
@@ -197,12 +197,12 @@ def test_a_chain_pays_for_what_is_over_the_budget_when_the_backward_begins():
     assert least_seconds(graph, 8) == 13.0
 
 
-def two_outputs(is_pinned: bool = False) -> StepGraph:
+def two_outputs(must_keep: bool = False) -> StepGraph:
     """Return a step that saves both outputs of an operator that takes 6 seconds."""
     draft = Draft()
     draft.run()
     small, large = draft.run(
-        draft.outside(), makes=[2, 4], seconds=6.0, is_pinned=is_pinned
+        draft.outside(), makes=[2, 4], seconds=6.0, must_keep=must_keep
     )
     draft.save(small, large)
     draft.run()
@@ -223,7 +223,7 @@ def test_an_operator_with_two_outputs_is_paid_once():
 
 
 def test_what_a_pinned_operator_makes_stays():
-    graph = two_outputs(is_pinned=True)
+    graph = two_outputs(must_keep=True)
     gradient = Storage(6, "gradient", "", 3, 4, None)
     crowded = replace(graph, storages=(*graph.storages, gradient))
     assert least_seconds(crowded, 12) == graph.seconds

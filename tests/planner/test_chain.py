@@ -9,60 +9,65 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
-from membudget.planner.chain import Hold, Treatment
-from membudget.planner.cuts import Piece
-from membudget.planner.links import Links
-from membudget.planner.regions import Region
+from membudget.planner.blocks import Segment
+from membudget.planner.chain import Checkpoint, SegmentChoice
+from membudget.planner.choice import Choice
+from membudget.planner.nested import ChainNumbers
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import timeline
 from tests.planner.drafts import chain_of
 
 
-def chain_by_operator(graph: StepGraph) -> Links:
+def chain_by_operator(graph: StepGraph) -> ChainNumbers:
     """Return the chain whose pieces are the operators."""
     count = graph.backward_start
-    whole = Region(0, count)
+    whole = Choice(0, count)
     made = [graph.born_at.get(i, ()) for i in range(count)]
     pieces = [
-        Piece(i, i + 1, frozenset(made[i]) if i + 1 < count else frozenset())
+        Segment(i, i + 1, frozenset(made[i]) if i + 1 < count else frozenset())
         for i in range(count)
     ]
-    return Links(graph, whole, pieces)
+    return ChainNumbers(graph, whole, pieces)
 
 
-def stagings(i: int, j: int, held: tuple[Hold, ...]) -> Iterator[dict[int, Treatment]]:
+def nests(
+    i: int, j: int, held: tuple[Checkpoint, ...]
+) -> Iterator[dict[int, SegmentChoice]]:
     """Yield every way to go back through the segment from i to j."""
     if i == j:
-        yield {i: Treatment(None, -1, held)}
+        yield {i: SegmentChoice(None, -1, held)}
         return
-    for rest in stagings(i + 1, j, (*held, Hold(i, i, is_tape=True))):
-        yield {i: Treatment(None, -1, held), **rest}
+    for rest in nests(i + 1, j, (*held, Checkpoint(i, i, is_saved_set=True))):
+        yield {i: SegmentChoice(None, -1, held), **rest}
     for c in range(i + 1, j + 1):
-        for right in stagings(c, j, (*held, Hold(i, c - 1))):
-            for left in stagings(i, c - 1, held):
+        for right in nests(c, j, (*held, Checkpoint(i, c - 1))):
+            for left in nests(i, c - 1, held):
                 yield {**left, **right}
 
 
-def treatments(links: Links, count: int, start: int = 0) -> Iterator[list[Treatment]]:
+def solutions(
+    links: ChainNumbers, count: int, start: int = 0
+) -> Iterator[list[SegmentChoice]]:
     """Yield every solution of a chain."""
     if start == count:
         yield []
         return
-    for rest in treatments(links, count, start + 1):
-        for option in range(len(links.choices[start])):
-            yield [Treatment(option, start), *rest]
+    for rest in solutions(links, count, start + 1):
+        for option in range(len(links.keep_sets[start])):
+            yield [SegmentChoice(option, start), *rest]
     for end in range(start, count):
-        for rest in treatments(links, count, end + 1):
-            for staged in stagings(start, end, ()):
+        for rest in solutions(links, count, end + 1):
+            for staged in nests(start, end, ()):
                 segment = [
-                    Treatment(None, end, staged[p].holds) for p in range(start, end + 1)
+                    SegmentChoice(None, end, staged[p].checkpoints)
+                    for p in range(start, end + 1)
                 ]
                 yield [*segment, *rest]
 
 
 def of_each_solution(graph: StepGraph) -> list[Simulation]:
     links = chain_by_operator(graph)
-    found = {links.region(t) for t in treatments(links, graph.backward_start)}
+    found = {links.choice(t) for t in solutions(links, graph.backward_start)}
     return [simulate(graph, [region]) for region in found]
 
 
@@ -88,7 +93,7 @@ def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
         if answer is None:
             assert fitting == []
             continue
-        found = simulate(graph, [links.region(answer)])
+        found = simulate(graph, [links.choice(answer)])
         assert found.peak_bytes <= budget
         assert found.seconds == pytest.approx(min(fitting))
 
@@ -102,5 +107,5 @@ def test_rounded_down_no_answer_costs_less(graph):
     for budget in range(1, plain + 1):
         assert down.least_seconds(budget) <= up.least_seconds(budget)
         if (answer := up.solve(budget)) is not None:
-            again = simulate(graph, [links.region(answer)]).seconds - graph.seconds
+            again = simulate(graph, [links.choice(answer)]).seconds - graph.seconds
             assert up.least_seconds(budget) == pytest.approx(again)

@@ -12,25 +12,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.errors import PlanError
+from membudget.planner.choice import Choice, Stage
 from membudget.planner.plan import (
     VERSION,
     KeptOutput,
     Plan,
-    PlannedRegion,
-    PlannedStage,
+    RegionPlan,
+    StagePlan,
     fingerprint_of,
-    planned_region,
+    region_plan,
 )
-from membudget.planner.regions import Region, Stage
 from tests.planner.drafts import PLAN, Draft
 
 sizes = st.integers(-(1 << 62), 1 << 62)
 texts = st.text(st.characters(codec="utf-8"), max_size=9)
 kept_outputs = st.builds(KeptOutput, sizes, sizes, texts)
 outputs = st.lists(kept_outputs, max_size=3).map(tuple)
-stages = st.builds(PlannedStage, sizes, outputs)
+stages = st.builds(StagePlan, sizes, outputs)
 regions = st.builds(
-    PlannedRegion, texts, sizes, outputs, st.lists(stages, max_size=3).map(tuple)
+    RegionPlan, texts, sizes, outputs, st.lists(stages, max_size=3).map(tuple)
 )
 floats = st.floats(allow_nan=False, allow_infinity=False)
 plans = st.builds(
@@ -191,7 +191,7 @@ def test_outputs_are_named_by_their_number_in_the_region_and_place():
     draft.view(c)
     graph = draft.finish()
     kept = frozenset(draft.values[v].storage for v in (b, c))
-    found = planned_region(graph, "h", Region(1, 3, kept))
+    found = region_plan(graph, "h", Choice(1, 3, kept))
     assert found.path == "h"
     assert found.operators == 2
     assert [(k.number, k.output) for k in found.kept] == [(1, 0), (1, 1)]
@@ -203,7 +203,7 @@ def test_a_storage_is_kept_as_its_last_writer_leaves_it():
     (a,) = draft.run(draft.outside(), makes=[1])
     draft.run(writes=[a])
     graph = draft.finish()
-    found = planned_region(graph, "h", Region(0, 2, frozenset({1})))
+    found = region_plan(graph, "h", Choice(0, 2, frozenset({1})))
     assert [k.number for k in found.kept] == [2]
 
 
@@ -231,6 +231,6 @@ def test_a_stage_is_named_by_the_first_tensor_that_it_serves():
     draft.save(b)
     graph = draft.finish()
     stages = (Stage(0), Stage(2, frozenset({1})))
-    found = planned_region(graph, "m", Region(0, 3, frozenset(), stages))
+    found = region_plan(graph, "m", Choice(0, 3, frozenset(), stages))
     held = (KeptOutput(1, 0, "test.forward"),)
-    assert found.stages == (PlannedStage(0, ()), PlannedStage(3, held))
+    assert found.stages == (StagePlan(0, ()), StagePlan(3, held))

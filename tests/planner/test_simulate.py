@@ -13,17 +13,17 @@ import membudget as mb
 from membudget import policies
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, keeping, region_of
+from membudget.planner.choice import Choice
 from membudget.planner.simulate import (
     Simulation,
-    own,
     simulate,
+    simulate_block,
 )
 from membudget.planner.timeline import timeline
 from membudget.step import Step
 from tests.oracles import CountedOperators
 from tests.planner import models
-from tests.planner.drafts import Draft, chain_of, drafts
+from tests.planner.drafts import Draft, drafts, keeping, region_of
 from tests.planner.models import Made, measured_peak
 
 
@@ -61,7 +61,7 @@ def test_a_step_without_regions_is_the_plain_timeline():
 )
 def test_what_is_dropped_is_made_when_the_backward_asks(kept, alive, peak, again):
     graph = two_saved()
-    found = simulate(graph, [Region(0, 3, frozenset(kept))])
+    found = simulate(graph, [Choice(0, 3, frozenset(kept))])
     seconds = graph.seconds + sum(graph.operators[i].seconds for i in again)
     assert found.alive_bytes == alive
     assert found.peak_bytes == peak
@@ -71,7 +71,7 @@ def test_what_is_dropped_is_made_when_the_backward_asks(kept, alive, peak, again
 
 def test_the_output_of_one_region_stays_as_the_source_of_the_next():
     # g saved a in the second region, which did not make it: a stays.
-    found = simulate(two_saved(), [Region(0, 1), Region(1, 3)])
+    found = simulate(two_saved(), [Choice(0, 1), Choice(1, 3)])
     assert found.recomputed == (1,)
     assert found.alive_bytes == (4, 6, 7, 6, 4, 0)
 
@@ -82,7 +82,7 @@ def test_the_workspace_of_what_runs_again_counts():
     draft.save(a)
     (b,) = draft.run(a, makes=[8])
     draft.hold(b)
-    found = simulate(draft.finish(), [Region(0, 2)])
+    found = simulate(draft.finish(), [Choice(0, 2)])
     assert found.recomputed == (0,)
     # While it runs again, the output is there, too: 8 + 4 + 10 bytes, not 4 + 10.
     assert (found.peak_bytes, found.peak_moment) == (22, 3)
@@ -97,7 +97,7 @@ def test_what_is_yet_to_be_read_is_copied_for_autograd():
     draft.save(b)
     draft.run(a, b, makes=[1])
     draft.save(a)
-    found = simulate(draft.finish(), [Region(0, 3)])
+    found = simulate(draft.finish(), [Choice(0, 3)])
     assert found.alive_bytes == (4, 6, 7, 8, 2, 0)
     assert found.recomputed == (0, 1)
 
@@ -108,7 +108,7 @@ def test_an_output_that_nobody_wants_is_alive_only_while_its_operator_runs():
     draft.run(a, makes=[1])
     draft.save(a)
     draft.run(makes=[50])
-    found = simulate(draft.finish(), [Region(0, 3)])
+    found = simulate(draft.finish(), [Choice(0, 3)])
     assert found.alive_bytes == (104, 5, 50, 0, 4, 0)
     assert found.peak_bytes == 104
 
@@ -119,7 +119,7 @@ def test_a_storage_that_is_written_in_place_is_made_by_all_its_writers():
     (b,) = draft.run(writes=[a])
     draft.run(b, makes=[1])
     draft.save(b)
-    assert simulate(draft.finish(), [Region(0, 3)]).recomputed == (0, 1)
+    assert simulate(draft.finish(), [Choice(0, 3)]).recomputed == (0, 1)
 
 
 def test_what_was_read_before_a_write_is_made_without_the_write():
@@ -129,7 +129,7 @@ def test_what_was_read_before_a_write_is_made_without_the_write():
     draft.run(writes=[a])
     draft.run(b, makes=[1])
     draft.save(b)
-    assert simulate(draft.finish(), [Region(0, 4)]).recomputed == (0, 1)
+    assert simulate(draft.finish(), [Choice(0, 4)]).recomputed == (0, 1)
 
 
 def test_a_view_costs_nothing_and_keeps_its_storage():
@@ -138,7 +138,7 @@ def test_a_view_costs_nothing_and_keeps_its_storage():
     view = draft.view(a)
     draft.run(view, makes=[1])
     draft.save(view)
-    found = simulate(draft.finish(), [Region(0, 3)])
+    found = simulate(draft.finish(), [Choice(0, 3)])
     assert found.recomputed == (0,)
 
 
@@ -149,7 +149,7 @@ def test_what_the_user_holds_is_neither_dropped_nor_made_again():
     draft.save(a)
     draft.hold(a)
     graph = draft.finish()
-    found = simulate(graph, [Region(0, 2)])
+    found = simulate(graph, [Choice(0, 2)])
     assert found.recomputed == ()
     assert found.alive_bytes == simulate(graph, []).alive_bytes
 
@@ -157,10 +157,10 @@ def test_what_the_user_holds_is_neither_dropped_nor_made_again():
 @pytest.mark.parametrize(
     "regions",
     [
-        [Region(0, 2), Region(1, 3)],
-        [Region(0, 4)],
-        [Region(2, 1)],
-        [Region(-1, 2)],
+        [Choice(0, 2), Choice(1, 3)],
+        [Choice(0, 4)],
+        [Choice(2, 1)],
+        [Choice(-1, 2)],
     ],
     ids=["overlap", "into-the-backward", "reversed", "negative"],
 )
@@ -173,7 +173,7 @@ def test_regions_that_overlap_or_leave_the_forward_are_refused(regions):
 @given(drafts(pinned=False))
 def test_no_operator_runs_again_twice_and_none_of_the_backward_does(graph):
     count = graph.backward_start
-    again = simulate(graph, [Region(0, count)]).recomputed
+    again = simulate(graph, [Choice(0, count)]).recomputed
     assert len(set(again)) == len(again)
     assert all(0 <= index < count for index in again)
 
@@ -182,7 +182,7 @@ def test_no_operator_runs_again_twice_and_none_of_the_backward_does(graph):
 @given(drafts(pinned=False))
 def test_nothing_is_alive_after_the_step(graph):
     middle = graph.backward_start // 2
-    regions = [Region(0, middle), Region(middle, graph.backward_start)]
+    regions = [Choice(0, middle), Choice(middle, graph.backward_start)]
     assert simulate(graph, regions).alive_bytes[-1] == 0
 
 
@@ -190,18 +190,11 @@ def test_nothing_is_alive_after_the_step(graph):
 @given(drafts(pinned=False))
 def test_a_region_alone_and_the_rest_add_up_to_the_step(graph):
     """Where nothing outside was made, the region alone is the whole step."""
-    region = Region(0, graph.backward_start)
+    region = Choice(0, graph.backward_start)
     whole = simulate(graph, [region]).alive_bytes
-    alone = own(graph, region)
+    alone = simulate_block(graph, region)
     for moment, alive in zip(alone.moments, alone.alive_bytes, strict=True):
         assert alive == whole[moment]
-
-
-def test_a_module_that_is_called_twice_is_no_region():
-    graph = chain_of([1, 1], [1.0, 1.0], per_call=1)
-    assert region_of(graph, "h.1") == Region(1, 2)
-    with pytest.raises(OptionError, match="called 0 times"):
-        region_of(graph, "h.2")
 
 
 # Beside the meter.

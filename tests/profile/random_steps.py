@@ -97,7 +97,7 @@ def _operator(
         seconds=draw(st.sampled_from([0.0, 0.1, 3e-7])),
         is_view=False,
         is_random=False,
-        is_pinned=False,
+        must_keep=False,
     )
 
 

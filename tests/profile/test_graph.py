@@ -100,7 +100,7 @@ def test_calls_and_pins_are_read_as_they_were_written():
     operator: dict[str, Any] = {
         "name": "aten.topk.default",
         "phase": "forward",
-        "is_pinned": True,
+        "must_keep": True,
     }
     for field in dataclasses.fields(Operator):
         whole["operators"][field.name] = [operator.get(field.name, 0)]
@@ -108,7 +108,7 @@ def test_calls_and_pins_are_read_as_they_were_written():
 
     graph = StepGraph.from_dict(json.loads(json.dumps(whole)))
 
-    assert graph.operators[0].is_pinned is True
+    assert graph.operators[0].must_keep is True
     assert graph.calls == (ModuleCall("", 0, 1), ModuleCall("0", 0, 0))
 
 

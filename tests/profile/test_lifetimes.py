@@ -237,9 +237,9 @@ def test_routing_is_pinned_and_arithmetic_is_not(fake):
 
     graph = graph_of(Of(function), torch.randn(100), fake)
 
-    pinned = [o.name.split(".")[1] for o in graph.operators if o.is_pinned]
+    pinned = [o.name.split(".")[1] for o in graph.operators if o.must_keep]
     assert pinned == ["topk", "sort", "argmax"]
-    assert all(type(o.is_pinned) is bool for o in graph.operators)
+    assert all(type(o.must_keep) is bool for o in graph.operators)
 
 
 class Shared(nn.Module):

@@ -11,9 +11,9 @@ from torch.autograd.profiler import record_function
 
 import membudget as mb
 from membudget.graph import StepGraph
-from membudget.planner.plan import Plan, planned_region
-from membudget.planner.regions import keeping, region_of
+from membudget.planner.plan import Plan, region_plan
 from membudget.step import Step
+from tests.planner.drafts import keeping, region_of
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
@@ -42,7 +42,7 @@ def plan_that_keeps(graph: StepGraph, model: nn.Module, operator: str) -> Plan:
     with mb.fit(model, torch.randn(5, 4), "100%", fake=True) as fitted:
         plan = fitted.plan
     regions = [
-        planned_region(graph, path, keeping(graph, region_of(graph, path), [operator]))
+        region_plan(graph, path, keeping(graph, region_of(graph, path), [operator]))
         for path, _ in model.named_children()
     ]
     return dataclasses.replace(plan, regions=tuple(regions))

@@ -217,7 +217,6 @@ def test_a_budget_of_a_sweep_is_bytes_with_or_without_a_unit():
         found.largest("2 Kib of")
 
 
-
 @given(st.lists(st.integers(0, 1 << 40), min_size=2, max_size=6), BUDGETS)
 def test_the_largest_size_fits_and_the_next_does_not(totals, budget):
     totals.sort()

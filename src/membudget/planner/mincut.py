@@ -1,4 +1,4 @@
-"""A minimum cut by Dinic's algorithm (1970), for graphs of some hundred nodes."""
+"""A minimum cut by Dinic's algorithm (1970), for networks of some hundred nodes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A plan: what each region of a model keeps, as data.
+"""A plan: the schedule of a step as data, in terms of the model.
 
-A plan names modules, and of each the outputs that stay, by the number of the operator
-in the module's call. It is for one model, known by its parameters, and says what it
-predicts.
+A plan names modules, and for each the outputs to keep, by the number of their operator
+in the module's call. It is made for one model, identified by its parameters, and states
+its predictions.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, saved_in
+from membudget.planner.choice import Block, Choice, saved_in
 
 VERSION = 2
-"""Of the JSON form; it rises when an older reader would misread a newer plan."""
+"""Of the JSON; it rises when an older reader would misread a newer plan."""
 
 
 @dataclass(frozen=True)
 class KeptOutput:
-    """An output that stays.
+    """An output to keep.
 
     Attributes:
-        number: The operator, from 1, among those that run in the module's call.
-        output: Which of its outputs; what it writes comes after them.
-        operator: Its overload, which is compared when it runs.
+        number: The operator's number in the module's call, from 1.
+        output: Which of its outputs; tensors that it writes in place come after them.
+        operator: Its overload, checked against the one that runs.
     """
 
     number: int
@@ -40,13 +40,13 @@ class KeptOutput:
 
 
 @dataclass(frozen=True)
-class PlannedStage:
-    """A part of a region's way back; see `planner.regions.Stage`.
+class StagePlan:
+    """A part of a region's backward pass; see `planner.choice.Stage`.
 
     Attributes:
         first_saved: The first saved tensor that it serves, by its number from 0 among
             those that the module's call saves.
-        held: The outputs that stay for later stages.
+        held: The outputs that stay live for stages still to come.
     """
 
     first_saved: int
@@ -54,37 +54,36 @@ class PlannedStage:
 
 
 @dataclass(frozen=True)
-class PlannedRegion:
+class RegionPlan:
     """What one module keeps.
 
     Attributes:
         path: The module.
-        operators: How many operators run in its call.
-        kept: The outputs that stay.
-        stages: How the way back is divided; none for one stage.
+        operators: The number of operators in its call.
+        kept: The outputs to keep; others that autograd saved are recomputed.
+        stages: The stages of its backward pass; empty for a single one.
     """
 
     path: str
     operators: int
     kept: tuple[KeptOutput, ...]
-    stages: tuple[PlannedStage, ...] = ()
+    stages: tuple[StagePlan, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What each region of a model keeps, and what that is expected to cost.
+    """What each region of a model keeps, and the predictions.
 
     Attributes:
         model: The class of the model.
-        fingerprint: Of its parameters: names, shapes, dtypes.
-        budget_bytes: What the step was to fit into, above what is there before it.
+        fingerprint: A hash of its parameters' names, shapes and dtypes.
+        budget_bytes: The budget, above what is in use before the step.
         plain_peak_bytes: The peak of the plain step, likewise.
         peak_bytes: The predicted peak, likewise.
-        slowdown: The predicted time of a step, of the plain one.
-        bound: The least slowdown of any schedule, by the same seconds; see
-            `planner.bound`.
-        cost: Where the seconds came from.
-        regions: The regions, in the order of the forward.
+        slowdown: The predicted time of a step, relative to the plain one.
+        bound: A lower bound on the slowdown of any schedule; see `planner.bound`.
+        cost: Where operator times came from.
+        regions: The regions, in forward order.
     """
 
     model: str
@@ -95,10 +94,10 @@ class Plan:
     slowdown: float
     bound: float
     cost: str
-    regions: tuple[PlannedRegion, ...]
+    regions: tuple[RegionPlan, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
+        """Return the plan as plain data, for JSON."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     def to_json(self) -> str:
@@ -110,7 +109,8 @@ class Plan:
         """Read what `to_dict` returned.
 
         Raises:
-            PlanError: If it is of a newer version or not whole; the message says where.
+            PlanError: If the version is another, or a field is missing or of another
+                type; the message says which.
         """
         version = _get(data, "version", int, "plan")
         if version != VERSION:
@@ -130,10 +130,13 @@ class Plan:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Plan:
-        """Read a plan: a JSON text, or the path of a file.
+        """Read a plan from JSON.
+
+        Args:
+            source: The text, or the path of a file.
 
         Raises:
-            PlanError: If there is no such file, or it holds no plan.
+            PlanError: If the file cannot be read, or holds no plan.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
@@ -143,13 +146,13 @@ class Plan:
         return cls.from_dict(data)
 
 
-def _region(data: Any, where: str) -> PlannedRegion:
-    return PlannedRegion(
+def _region(data: Any, where: str) -> RegionPlan:
+    return RegionPlan(
         _get(data, "path", str, where),
         _get(data, "operators", int, where),
         _outputs(data, "kept", where),
         tuple(
-            PlannedStage(
+            StagePlan(
                 _get(stage, "first_saved", int, f"{where}.stages[{i}]"),
                 _outputs(stage, "held", f"{where}.stages[{i}]"),
             )
@@ -185,49 +188,49 @@ def _get(data: Any, name: str, kind: Any, where: str) -> Any:
     return value
 
 
-def planned_region(graph: StepGraph, path: str, region: Region) -> PlannedRegion:
-    """Say what a region keeps by the numbers of its operators.
+def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
+    """Return a choice in terms of the operators of a module's call.
 
-    A storage is kept as the last operator of the region leaves it that writes it.
+    A storage is kept as the last operator of the block that writes it leaves it.
     """
-    writers, number = _writers(graph, region)
+    last_writers, count = _last_writers(graph, choice)
 
     def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
-        found = [writers[s] for s in storages if s in writers]
+        found = [last_writers[s] for s in storages if s in last_writers]
         return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
 
-    first = saved_in(graph, region).start
+    first = saved_in(graph, choice).start
     stages = tuple(
-        PlannedStage(
-            saved_in(graph, Region(stage.start, region.end)).start - first,
-            outputs(stage.held),
+        StagePlan(
+            saved_in(graph, Block(stage.start, choice.end)).start - first,
+            outputs(stage.retained),
         )
-        for stage in region.stages
+        for stage in choice.stages
     )
-    kept = outputs(region.kept)
-    return PlannedRegion(path, number, kept, stages)
+    return RegionPlan(path, count, outputs(choice.kept), stages)
 
 
-def _writers(graph: StepGraph, region: Region) -> tuple[dict[int, KeptOutput], int]:
-    """Return what leaves each storage as it is, and how many operators have numbers.
+def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
+    """Return what writes each storage last, and the number of operators.
 
-    No policy is asked about what has no bytes, or what the engine keeps anyway.
+    Storages without bytes are left out, and those that the engine keeps anyway.
     """
-    writers: dict[int, KeptOutput] = {}
-    number = 0
-    for operator in graph.operators[region.start : region.end]:
-        number += 1
-        for value in (graph.values[position] for position in operator.outputs):
-            if operator.is_view:
-                continue
-            writers[value.storage] = KeptOutput(number, value.output, operator.name)
-            if operator.is_pinned or not graph.storages[value.storage].bytes:
-                del writers[value.storage]
-    return writers, number
+    found: dict[int, KeptOutput] = {}
+    operators = graph.operators[block.start : block.end]
+    for number, operator in enumerate(operators, start=1):
+        if operator.is_view:
+            continue
+        for value in (graph.values[index] for index in operator.outputs):
+            if operator.must_keep or not graph.storages[value.storage].bytes:
+                found.pop(value.storage, None)
+            else:
+                kept = KeptOutput(number, value.output, operator.name)
+                found[value.storage] = kept
+    return found, len(operators)
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return what tells one model from another: its parameters.
+    """Return a hash that tells one model from another, by its parameters.
 
     Args:
         parameters: Name, shape and dtype of each.

@@ -1,70 +1,77 @@
-"""Which outputs to keep, by minimum cuts under a price for each moment.
+"""Solver: prices of a byte at each op index, and the cheapest keep-set at those prices.
 
-The problem: memory is short at some moments only, and what is kept takes its bytes only
-while it would be gone otherwise: from its last use in the forward to the first need of
-the backward. So a byte has a price at each moment (Lagrange multipliers, Everett 1963),
-which rises while the simulated step takes more than the budget there, and falls while
-it takes less. At given prices the cheapest choice is a minimum cut (`keep`).
+Memory is short at some operators only, and a kept storage costs its bytes only while it
+would not be live otherwise: from its last use in the forward to its first need in the
+backward pass. So each op index t has a price λ(t) of a byte, and keeping s costs
+bytes(s) · Σ λ(t) over that gap. At given prices the cheapest keep-set is a minimum cut
+(`frontier`). The prices are Lagrange multipliers (Everett 1963, "Generalized Lagrange
+multiplier method"): they rise where the simulated step exceeds the budget and fall
+where it stays below.
 
-Like layers have like prices, and would all change at once. In later rounds the prices
-of storages differ a little at random, by a generator with a known seed.
+    forward            │ backward
+    s ├──uses──┤ · · · · · · · · ├──needed──┤        the gap is dotted
+    λ ▁▁▁▁▁▁▂▂▃▅▇█▇▆▅▃▂▁▁▁
 
-No price is for the memory that making again takes. A choice that makes much at once may
-not fit, however little it keeps; it is a start for `anneal` all the same.
+Like layers have like prices, and would all flip at once; in later rounds the sizes get
+random factors, from a generator with a fixed seed. No price stands for the memory that
+recomputation itself needs: a keep-set that recomputes much at once may not fit, however
+little it keeps. It is a start for `search` all the same.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.answers import Answers, Chosen, simulated
-from membudget.planner.keep import Problem, problem
-from membudget.planner.overhead import Overheads
-from membudget.planner.regions import Region, saved_in
-from membudget.planner.simulate import Simulation, simulate
-from membudget.planner.staged import largest_call
+from membudget.planner.blocks import largest_call
+from membudget.planner.choice import Block, Choice, saved_in
+from membudget.planner.costs import Overheads
+from membudget.planner.frontier import Front
+from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.simulate import Simulation
 from membudget.planner.timeline import timeline
 
 MOST_OPERATORS = 1000
-"""A step of more operators is left out: its minimum cuts would take seconds."""
+"""Larger steps are left out: their minimum cuts would take seconds."""
 
 ROUNDS, STEPS = 4, 40
 NOISE = 0.3
-"""By how much the logarithm of a price differs at random, at most."""
+"""The logarithm of a size differs by at most this."""
 
 RATE = 8.0
-"""How fast prices follow what is over the budget, as a share of it, at first."""
+"""How fast prices follow the relative excess over the budget, at first."""
 
 _LOW_PRICE = 1e-3
-"""At moments that fit in the plain step, of the price at the others, at first."""
+"""First price where the plain step fits, relative to the price where it does not."""
 
 
-def priced(graph: StepGraph, overheads: Overheads) -> list[Answers]:
-    """Return a way to plan what the largest module keeps, if it is not too large."""
-    largest = largest_call(graph)
-    if largest is None or len(graph.operators) > MOST_OPERATORS:
+def priced(simulator: Simulator, overheads: Overheads) -> list[Solver]:
+    """Return a solver for the largest module call, unless the step is too large."""
+    graph = simulator.graph
+    call = largest_call(graph)
+    if call is None or len(graph.operators) > MOST_OPERATORS:
         return []
-    own_s = overheads.seconds(graph, Region(largest.start, largest.end))
-    return [_Priced(graph, largest, own_s)]
+    overhead_s = overheads.recording_s(graph, Block(call.start, call.end))
+    return [_Priced(simulator, call, overhead_s)]
 
 
-class _Priced(Answers):
-    """What one module keeps."""
+class _Priced(Solver):
+    """Keep-sets of one module call; a solution is one of them."""
 
-    def __init__(self, graph: StepGraph, call: ModuleCall, own_s: float):
-        super().__init__(graph)
+    def __init__(self, simulator: Simulator, call: ModuleCall, overhead_s: float):
+        super().__init__(simulator)
+        graph = simulator.graph
         self._call = call
-        self._own_s = own_s
-        self._region = Region(call.start, call.end)
-        self._problem = problem(graph, self._region)
-        self._gaps = _gaps(graph, self._region, self._problem)
+        self._overhead_s = overhead_s
+        block = Block(call.start, call.end)
+        self._front = Front(graph, block)
+        self._gaps = _gaps(graph, block, self._front)
         self._plain_bytes = timeline(graph).alive_bytes
         self._workspaces = [o.workspace_bytes for o in graph.operators]
-        # What was tried for any budget.
+        # For any budget so far.
         self._tried: dict[frozenset[int], Simulation] = {}
 
     def solve(self, budget_bytes: int) -> frozenset[int] | None:
@@ -73,65 +80,67 @@ class _Priced(Answers):
         return min(fitting, key=lambda kept: self._tried[kept].seconds, default=None)
 
     def least_seconds(self, budget_bytes: int) -> float:
-        return math.inf  # It is no bound; the other ways have one for this class, too.
+        return math.inf  # It proves no bound; the other solvers do for its choices.
 
     def smallest(self) -> None:
         return None
 
-    def simulated(self, answer: frozenset[int]) -> Chosen:
-        region = Region(self._region.start, self._region.end, answer)
-        return simulated(self._graph, [self._call], [region], self._own_s)
+    def schedule(self, solution: frozenset[int]) -> Schedule:
+        choice = Choice(self._call.start, self._call.end, solution)
+        return self._simulator.schedule([self._call], [choice], self._overhead_s)
 
-    def candidates(self, budget_bytes: int) -> list[Chosen]:
-        """Return the fastest choice that fits, and one that nearly does, if faster."""
+    def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
+        """Yield the fastest that fits, and a faster one that nearly does."""
         fitting = self.solve(budget_bytes)
 
-        def over(kept: frozenset[int]) -> float:
+        def penalised(kept: frozenset[int]) -> float:
             found = self._tried[kept]
-            return found.seconds + found.share_over(budget_bytes) * self._graph.seconds
+            over = found.share_over(budget_bytes)
+            return found.seconds + over * self._simulator.graph.seconds
 
-        nearest = min(self._tried, key=over)
-        return [self.simulated(k) for k in {fitting, nearest} if k is not None]
+        nearest = min(self._tried, key=penalised)
+        return (self.schedule(k) for k in {fitting, nearest} if k is not None)
 
     def _try(self, budget_bytes: int) -> None:
         generator = random.Random(0)
         for round_ in range(ROUNDS):
             noise = NOISE if round_ else 0.0
-            weights = {
+            sizes = {
                 storage: size * math.exp(generator.uniform(-noise, noise))
-                for storage, size in self._problem.bytes.items()
+                for storage, size in self._front.bytes.items()
             }
             prices = self._first_prices(budget_bytes)
             for step in range(STEPS):
                 rate = RATE / (1 + step / 20)
-                found = self._at(prices, weights)
+                found = self._at(prices, sizes)
                 self._follow(prices, found, budget_bytes, rate)
 
     def _first_prices(self, budget_bytes: int) -> list[float]:
         alive = zip(self._plain_bytes, self._workspaces, strict=True)
         over = [sum(both) > budget_bytes for both in alive]
-        seconds = self._graph.seconds or 1.0
+        seconds = self._simulator.graph.seconds or 1.0
         price = seconds / max(1, *self._plain_bytes) / max(1, sum(over))
         return [price if is_over else price * _LOW_PRICE for is_over in over]
 
-    def _at(self, prices: Sequence[float], weights: Mapping[int, float]) -> Simulation:
-        """Return what comes of the cheapest choice."""
+    def _at(self, prices: Sequence[float], sizes: Mapping[int, float]) -> Simulation:
+        """Simulate the cheapest keep-set at some prices."""
         until = list(accumulate(prices, initial=0.0))
         costs = {
-            storage: weight * (until[end] - until[start])
-            for storage, weight in weights.items()
+            storage: size * (until[end] - until[start])
+            for storage, size in sizes.items()
             for start, end in [self._gaps[storage]]
         }
-        kept = self._problem.cheapest(costs).kept
+        kept = self._front.cheapest(costs).kept
         found = self._tried.get(kept)
         if found is None:
-            region = Region(self._region.start, self._region.end, kept)
-            found = self._tried[kept] = simulate(self._graph, [region])
+            choice = Choice(self._call.start, self._call.end, kept)
+            found = self._tried[kept] = self._simulator.simulate([choice])
         return found
 
     def _follow(
         self, prices: list[float], found: Simulation, budget_bytes: int, rate: float
     ) -> None:
+        """Move each price with the excess at its op index, by a factor of at most e."""
         for moment, alive in enumerate(found.alive_bytes):
             most = alive + self._workspaces[moment]
             if moment == found.peak_moment:
@@ -140,22 +149,22 @@ class _Priced(Answers):
             prices[moment] *= math.exp(max(-1.0, min(1.0, change)))
 
 
-def _gaps(graph: StepGraph, region: Region, cut: Problem) -> dict[int, tuple[int, int]]:
-    """Return from when to when each storage is there only if it is kept."""
-    first: dict[int, int] = {}
-    for saved in (graph.saved[index] for index in saved_in(graph, region)):
+def _gaps(graph: StepGraph, block: Block, front: Front) -> dict[int, tuple[int, int]]:
+    """Return the op indices between which each storage is live only if it is kept."""
+    needed: dict[int, int] = {}
+    for saved in (graph.saved[index] for index in saved_in(graph, block)):
         if saved.asked:
             storage = graph.values[saved.value].storage
-            first[storage] = min(first.get(storage, saved.asked[0]), saved.asked[0])
-    births = [graph.storages[storage].birth for storage in cut.bytes]
-    for _, storage in sorted(zip(births, cut.bytes, strict=True), reverse=True):
-        if storage in first:
-            for read in cut.inputs(storage):
-                first[read] = min(first.get(read, first[storage]), first[storage])
+            needed[storage] = min(needed.get(storage, saved.asked[0]), saved.asked[0])
+    births = [graph.storages[storage].birth for storage in front.bytes]
+    for _, storage in sorted(zip(births, front.bytes, strict=True), reverse=True):
+        if storage in needed:
+            for read in front.inputs(storage):
+                needed[read] = min(needed.get(read, needed[storage]), needed[storage])
     gaps = {}
-    for storage in cut.bytes:
+    for storage in front.bytes:
         facts = graph.storages[storage]
         end = facts.death if facts.released is None else facts.released
         start = min(end, graph.backward_start)
-        gaps[storage] = start, max(start, first.get(storage, start))
+        gaps[storage] = start, max(start, needed.get(storage, start))
     return gaps

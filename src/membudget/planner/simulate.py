@@ -1,23 +1,22 @@
-"""The definition: peak bytes and seconds of a step under regions.
+"""Peak bytes and seconds of a step under some choices: the definition of both.
 
-Every planner is held against this, and it is held against the meter. A region is a run
-of operators of the forward. What autograd saves in it and the region made is dropped,
-unless it is kept; the replay engine (`engine.replay`) makes it again when the backward
-first asks for it, as `replayed` says. The rules are the engine's:
+Every solver is tested against this simulation, and the simulation against the meter.
+What autograd saves in a block and the block made is dropped unless the choice keeps it;
+the replay engine (`engine.replay`) recomputes it when the backward pass first unpacks
+it, as `backward` says. The rules are the engine's:
 
-1. A storage lives while the user's code holds it, while autograd keeps a saved tensor
-   in it that is not dropped, and while a dropped tensor that is still wanted comes of
-   it: kept storages and inputs of a region are sources.
-2. When the backward asks for a dropped tensor that is not there, the operators on the
-   way to it from what is there are run, in the order of the forward, and each at most
-   once in a stage.
-3. What such a run makes stays as long as something that the stage serves needs it:
-   another saved tensor, or an operator that has yet to run; and until the next stage
-   begins where the stage holds it.
-4. Views cost nothing. A storage that is written in place is made by all operators that
-   write it.
-5. Autograd may write into what it is given: it gets a copy of what an operator of the
-   stage has yet to read, or of another stage where this one holds it.
+1. A storage is live while the user's code holds it, while autograd holds a saved tensor
+   in it that is not dropped, and while it is a source of a dropped tensor that is still
+   wanted: kept storages and inputs of a block are sources.
+2. When the backward pass unpacks a dropped tensor that is not live, the missing part of
+   its recompute slice runs, in the order of the forward, each operator at most once in
+   a stage.
+3. A recomputed storage stays live as long as something that the stage serves needs it,
+   another saved tensor or an operator that has yet to run, and until the next stage
+   begins where the stage retains it.
+4. Views cost nothing. A storage written in place is made by all that write it.
+5. Autograd may write into what it unpacks: it gets a copy of what an operator of the
+   stage has yet to read, or of another stage where this one retains it.
 """
 
 from __future__ import annotations
@@ -27,19 +26,19 @@ from dataclasses import dataclass
 
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
-from membudget.planner.regions import Region, made_in
-from membudget.planner.replayed import Replay
+from membudget.planner.backward import BlockBackward, Ledger
+from membudget.planner.choice import Choice, made_in
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A step under regions.
+    """A step under some choices.
 
     Attributes:
-        peak_bytes: The most bytes alive at once of what the step allocates.
-        peak_moment: When.
-        alive_bytes: At the end of each moment, without workspace.
-        seconds: Of the step, what runs again included.
+        peak_bytes: The maximum of live bytes that the step allocated.
+        peak_moment: The op index of the peak.
+        alive_bytes: Live bytes after each operator, without workspace.
+        seconds: Time of the step, recomputation included.
         recomputed: The operators that ran again, in the order in which they did.
     """
 
@@ -50,33 +49,18 @@ class Simulation:
     recomputed: tuple[int, ...]
 
     def share_over(self, budget_bytes: int) -> float:
-        """Return by how much the peak is over a budget, as a share of it."""
+        """Return by how much the peak exceeds a budget, relative to the budget."""
         return max(0, self.peak_bytes - budget_bytes) / max(1, budget_bytes)
 
 
-def simulate(graph: StepGraph, regions: Iterable[Region]) -> Simulation:
-    """Run a step under regions on paper.
-
-    Args:
-        graph: The plain step.
-        regions: The regions; they do not overlap.
-
-    Raises:
-        OptionError: If they do, or reach beyond the forward.
-    """
-    ordered = sorted(regions, key=lambda region: region.start)
-    _check(graph, ordered)
-    return _Machine(graph, ordered).run()
-
-
 @dataclass(frozen=True)
-class Own:
-    """What a region's own storages do, at the moments at which anything does.
+class BlockTimeline:
+    """The live ranges of one block's own storages, as steps between events.
 
     Attributes:
-        moments: Those moments, in order.
-        alive_bytes: At the end of each; it stays so up to the next.
-        peak_bytes: The most within each, the workspace of its operator included.
+        moments: The op indices at which anything changes, in order.
+        alive_bytes: Live bytes after each; unchanged up to the next.
+        peak_bytes: The maximum within each, the operator's workspace included.
     """
 
     moments: tuple[int, ...]
@@ -84,119 +68,106 @@ class Own:
     peak_bytes: tuple[int, ...]
 
 
-def own(graph: StepGraph, region: Region) -> Own:
-    """Simulate one region alone: the storages that it makes, and no others."""
-    return _Machine(graph, [region]).run_alone(region)
+def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
+    """Simulate a step under some choices.
+
+    Args:
+        graph: The plain step.
+        choices: What to keep of each block; blocks do not overlap.
+
+    Raises:
+        OptionError: If blocks overlap, or reach beyond the forward.
+    """
+    ordered = sorted(choices, key=lambda choice: choice.start)
+    _check(graph, ordered)
+    return _Machine(graph, ordered).run()
 
 
-def _check(graph: StepGraph, regions: Sequence[Region]) -> None:
-    before = 0
-    for region in regions:
-        if not before <= region.start <= region.end <= graph.backward_start:
+def simulate_block(graph: StepGraph, choice: Choice) -> BlockTimeline:
+    """Simulate one block alone, counting the storages that it makes and no others."""
+    return _Machine(graph, [choice]).run_block(choice)
+
+
+def _check(graph: StepGraph, choices: Sequence[Choice]) -> None:
+    end_before = 0
+    for choice in choices:
+        if not end_before <= choice.start <= choice.end <= graph.backward_start:
             raise OptionError(
-                f"the region of operators {region.start} to {region.end} overlaps the "
+                f"the block of operators {choice.start} to {choice.end} overlaps the "
                 f"one before it or leaves the forward, which ends at "
                 f"{graph.backward_start}"
             )
-        before = region.end
+        end_before = choice.end
 
 
 class _Machine:
-    """The state of a simulated step."""
+    """Plays a step, operator by operator."""
 
-    def __init__(self, graph: StepGraph, regions: Sequence[Region]):
+    def __init__(self, graph: StepGraph, choices: Sequence[Choice]):
         self.graph = graph
-        self.replays = [Replay(graph, region, self) for region in regions]
-        # Where it is another than in the plain step.
-        self.ends: dict[int, int] = {}
-        for replay in self.replays:
-            replay.move_ends(self.ends)
+        self.ledger = Ledger(graph)
+        blocks = [BlockBackward(self.ledger, choice) for choice in choices]
+        for block in blocks:
+            block.move_ends()
+        # Events by op index: storages allocated and freed, saved tensors unpacked and
+        # freed.
         self.births: dict[int, list[int]] = {}
         self.deaths: dict[int, list[int]] = {}
-        self.asks: dict[int, list[tuple[Replay, int]]] = {}
-        self.frees: dict[int, list[tuple[Replay, int]]] = {}
-        for replay in self.replays:
-            for index in replay.dropped_saved:
+        self.unpacks: dict[int, list[tuple[BlockBackward, int]]] = {}
+        self.frees: dict[int, list[tuple[BlockBackward, int]]] = {}
+        for block in blocks:
+            for index in block.dropped_saved:
                 saved = graph.saved[index]
                 if saved.asked:
-                    self.asks.setdefault(saved.asked[0], []).append((replay, index))
-                self.frees.setdefault(saved.freed, []).append((replay, index))
-        self.recomputed: list[int] = []
-        self.alive = self.peak = self.peak_moment = 0
-        self.moment = 0
+                    self.unpacks.setdefault(saved.asked[0], []).append((block, index))
+                self.frees.setdefault(saved.freed, []).append((block, index))
 
     def run(self) -> Simulation:
-        graph = self.graph
-        self._expect(range(len(graph.storages)))
+        graph, ledger = self.graph, self.ledger
+        self._schedule(range(len(graph.storages)))
         alive_bytes = []
         for moment in range(len(graph.operators)):
-            self._pass(moment)
-            alive_bytes.append(self.alive)
-        again = sum(graph.operators[index].seconds for index in self.recomputed)
+            self._step(moment)
+            alive_bytes.append(ledger.live_bytes)
+        again_s = sum(graph.operators[index].seconds for index in ledger.recomputed)
         return Simulation(
-            self.peak,
-            self.peak_moment,
+            ledger.peak_bytes,
+            ledger.peak_moment,
             tuple(alive_bytes),
-            graph.seconds + again,
-            tuple(self.recomputed),
+            graph.seconds + again_s,
+            tuple(ledger.recomputed),
         )
 
-    def run_alone(self, region: Region) -> Own:
-        self._expect(made_in(self.graph, region))
-        events = {*self.births, *self.deaths, *self.frees, *self.asks}
-        events |= set(range(region.start, region.end))
+    def run_block(self, choice: Choice) -> BlockTimeline:
+        self._schedule(made_in(self.graph, choice))
+        events = {*self.births, *self.deaths, *self.frees, *self.unpacks}
+        events |= set(range(choice.start, choice.end))
         rows = []
         for moment in sorted(events):
             if moment < len(self.graph.operators):
-                self.peak = 0
-                self._pass(moment)
-                rows.append((moment, self.alive, self.peak))
+                self.ledger.peak_bytes = 0
+                self._step(moment)
+                rows.append((moment, self.ledger.live_bytes, self.ledger.peak_bytes))
         moments, alive, peaks = zip(*rows, strict=True) if rows else ((), (), ())
-        return Own(moments, alive, peaks)
+        return BlockTimeline(moments, alive, peaks)
 
-    def _expect(self, storages: Iterable[int]) -> None:
+    def _schedule(self, storages: Iterable[int]) -> None:
+        """Enter allocations and frees of the forward's storages."""
         for index in storages:
             birth = self.graph.storages[index].birth
             if birth >= 0:
                 self.births.setdefault(birth, []).append(index)
-                self.deaths.setdefault(self._end(index), []).append(index)
+                self.deaths.setdefault(self.ledger.end_of(index), []).append(index)
 
-    def _end(self, storage: int) -> int:
-        end = self.ends.get(storage)
-        return self.graph.storages[storage].death if end is None else end
-
-    def _pass(self, moment: int) -> None:
-        self.moment = moment
+    def _step(self, moment: int) -> None:
+        ledger = self.ledger
+        ledger.moment = moment
         for storage in self.deaths.get(moment, ()):
-            self.let_go(storage)
-        for replay, index in self.frees.get(moment, ()):
-            replay.free(index)
-        for replay, index in self.asks.get(moment, ()):
-            replay.ask(index)
+            ledger.release(storage)
+        for block, index in self.frees.get(moment, ()):
+            block.free(index)
+        for block, index in self.unpacks.get(moment, ()):
+            block.unpack(index)
         for storage in self.births.get(moment, ()):
-            self.take(storage)
-        self.note(moment)
-
-    # What a replay does to the timeline.
-
-    def is_first_life(self, storage: int) -> bool:
-        """Tell whether what the forward made is still there."""
-        return self.moment < self._end(storage)
-
-    def take(self, storage: int) -> None:
-        """A storage is made."""
-        self.alive += self.graph.storages[storage].bytes
-
-    def let_go(self, storage: int) -> None:
-        """A storage goes."""
-        self.alive -= self.graph.storages[storage].bytes
-
-    def run_again(self, operator: int) -> None:
-        """An operator runs for another time."""
-        self.recomputed.append(operator)
-
-    def note(self, operator: int) -> None:
-        """What is alive while an operator runs is a peak or not."""
-        most = self.alive + self.graph.operators[operator].workspace_bytes
-        if most > self.peak:
-            self.peak, self.peak_moment = most, self.moment
+            ledger.allocate(storage)
+        ledger.update_peak(moment)

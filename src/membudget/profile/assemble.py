@@ -148,7 +148,7 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         seconds=recorded.nanoseconds * 1e-9,
         is_view=is_view,
         is_random=facts is not None and facts.is_random,
-        is_pinned=facts is None
+        must_keep=facts is None
         or facts.is_opaque
         or facts.is_routing
         or decides(

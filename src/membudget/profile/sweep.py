@@ -115,7 +115,8 @@ class Sweep:
                 `"80GiB"`.
 
         Raises:
-            OptionError: If the budget is no number of bytes, or the total does not grow with the size, and all of them fit.
+            OptionError: If the budget is no number of bytes, or the total does not grow
+                with the size, and all of them fit.
         """
         budget_bytes = parse_bytes(budget)
         fitting = [p.size for p in self.points if p.total_bytes <= budget_bytes]

@@ -1,0 +1,271 @@
+"""The backward pass of one block, simulated: what is recomputed, and when it is freed.
+
+The counts are those of the engine (`engine.replay`). When the backward pass unpacks the
+first saved tensor of a stage, the recompute slice of everything that the stage will
+serve is computed from what is live then, and each storage of the slice gets a use
+count: the operators and saved tensors that need it. At zero it is freed.
+
+    stage serves: b, c      slice: 0 → a, 1 → b, 2 → c      (1 and 2 read a)
+
+    unpack c    run 0, 2       uses  a: 2 → 1    c: 1 → 0, autograd holds it
+    unpack b    run 1          uses  a: 1 → 0, freed        b: 1 → 0
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from membudget.graph import StepGraph
+from membudget.planner.choice import Choice, made_in, saved_in
+from membudget.planner.recompute import slice_of_saved
+
+
+class Ledger:
+    """Live bytes of a simulated step, their peak, and what was recomputed.
+
+    Attributes:
+        graph: The plain step.
+        ends: The op index at which a storage is freed, where that differs from the
+            plain step.
+        moment: The operator that runs now, by index.
+        live_bytes: What is live now, without workspace.
+        peak_bytes: The maximum so far, workspaces included.
+        peak_moment: When that was.
+        recomputed: The operators that ran again, in order.
+    """
+
+    def __init__(self, graph: StepGraph):
+        """Start with nothing live."""
+        self.graph = graph
+        self.ends: dict[int, int] = {}
+        self.moment = self.live_bytes = self.peak_bytes = self.peak_moment = 0
+        self.recomputed: list[int] = []
+
+    def end_of(self, storage: int) -> int:
+        """Return the op index at which the forward's copy of a storage is freed."""
+        end = self.ends.get(storage)
+        return self.graph.storages[storage].death if end is None else end
+
+    def is_live_from_forward(self, storage: int) -> bool:
+        """Tell whether the forward's copy of a storage is still live."""
+        return self.moment < self.end_of(storage)
+
+    def allocate(self, storage: int) -> None:
+        """Count a storage."""
+        self.live_bytes += self.graph.storages[storage].bytes
+
+    def release(self, storage: int) -> None:
+        """Stop counting a storage."""
+        self.live_bytes -= self.graph.storages[storage].bytes
+
+    def update_peak(self, operator: int) -> None:
+        """Take the peak at an operator that is running, its workspace included."""
+        total = self.live_bytes + self.graph.operators[operator].workspace_bytes
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_moment = total, self.moment
+
+
+@dataclass
+class _Copy:
+    """A recomputed storage, with the number of its holders: the block, autograd."""
+
+    holders: int = 0
+
+
+class BlockBackward:
+    """The state of one block in the backward pass.
+
+    Attributes:
+        dropped_saved: The saved tensors that have to be recomputed, by index.
+    """
+
+    def __init__(self, ledger: Ledger, choice: Choice):
+        """Find what the choice drops, and the recompute slice of that."""
+        self._graph = graph = ledger.graph
+        self._ledger = ledger
+        self._starts = [stage.start for stage in choice.stages]
+        self._retained = [s.retained for s in choice.stages] or [frozenset[int]()]
+        dropped = made_in(graph, choice) - choice.kept
+        self.dropped_saved = [
+            index
+            for index in saved_in(graph, choice)
+            if graph.values[graph.saved[index].value].storage in dropped
+        ]
+        self._slice = slice_of_saved(graph, choice, dropped)
+        self._writers, self._reads = self._slice.writers, self._slice.reads
+        self._by_stage: dict[int, list[int]] = {}
+        for index in self.dropped_saved:
+            self._by_stage.setdefault(self._stage_of(index), []).append(index)
+        self._served: set[int] = set()
+        self._freed: set[int] = set()
+        self._live: dict[int, _Copy] = {}
+        self._lent: dict[int, _Copy] = {}  # To autograd, by saved tensor.
+        self._begin(-1)
+
+    def _storage(self, saved: int) -> int:
+        return self._graph.values[self._graph.saved[saved].value].storage
+
+    def _stage_of(self, saved: int) -> int:
+        moment = self._graph.saved[saved].moment
+        return max(0, bisect_right(self._starts, moment) - 1)
+
+    def move_ends(self) -> None:
+        """Write into the ledger which of the forward's storages end at another op.
+
+        A dropped storage ends when nothing but autograd holds it; a source of the
+        recompute slice stays until the last target that needs it.
+        """
+        graph, ends = self._graph, self._ledger.ends
+        saved_here: dict[int, list[int]] = {}
+        for index in self.dropped_saved:
+            saved_here.setdefault(self._storage(index), []).append(index)
+        for storage, indices in saved_here.items():
+            released = graph.storages[storage].released
+            if released is not None:
+                others = [i for i in graph.saved_on[storage] if i not in indices]
+                ends[storage] = max(
+                    [released, *(graph.saved[index].freed for index in others)]
+                )
+        for storage, moment in self._slice.needed_until.items():
+            if storage not in self._writers:
+                end = ends.get(storage, graph.storages[storage].death)
+                ends[storage] = max(end, moment)
+
+    def unpack(self, saved: int) -> None:
+        """Autograd asks for a saved tensor."""
+        if self._stage_of(saved) != self._stage:
+            self._begin(self._stage_of(saved))
+        storage = self._storage(saved)
+        if self._is_missing(storage):
+            missing = self._missing_slice(storage)
+            if not self._ran.isdisjoint(missing):
+                # The stage freed something that is needed after all.
+                self._begin(self._stage)
+            for operator in sorted(missing):
+                self._run(operator)
+        self._served.add(saved)
+        self._uses[storage] -= 1
+        copy = self._live.get(storage)
+        if copy is not None:
+            if self._reads_to_come[storage] or self._is_read_in_other_stage(storage):
+                # Autograd may write into what it gets: it gets a copy of its own.
+                copy = _Copy()
+                self._ledger.allocate(storage)
+            copy.holders += 1
+            self._lent[saved] = copy
+        self._free_unused([storage])
+
+    def free(self, saved: int) -> None:
+        """Autograd frees a saved tensor."""
+        storage = self._storage(saved)
+        self._freed.add(saved)
+        if saved not in self._served:
+            self._served.add(saved)
+            if self._stage_of(saved) == self._stage:
+                self._uses[storage] -= 1
+                self._free_unused([storage])
+        copy = self._lent.pop(saved, None)
+        if copy is not None:
+            self._drop(storage, copy)
+
+    def _begin(self, stage: int) -> None:
+        """Count the uses of each storage in a stage, starting from what is live."""
+        self._stage = stage
+        self._ran: set[int] = set()
+        self._uses: Counter[int] = Counter()
+        self._reads_to_come: Counter[int] = Counter()
+        pending = []
+        for index in self._by_stage.get(stage, ()):
+            if index not in self._served:
+                self._uses[self._storage(index)] += 1
+                pending.append(self._storage(index))
+        planned: set[int] = set()
+        while pending:
+            storage = pending.pop()
+            if not self._is_missing(storage):
+                continue
+            for operator in self._writers[storage]:
+                if operator not in planned:
+                    planned.add(operator)
+                    for read in self._reads[operator]:
+                        self._uses[read] += 1
+                        self._reads_to_come[read] += 1
+                        pending.append(read)
+        if stage >= 0:
+            for storage in self._retained[stage]:
+                self._uses[storage] += 1
+        self._free_unused(list(self._live))
+
+    def _is_read_in_other_stage(self, storage: int) -> bool:
+        """Tell whether another stage reads a storage that this one retains."""
+        retained = self._retained[self._stage]
+        if storage not in retained:
+            return False
+        pending = [
+            self._storage(index)
+            for stage, indices in self._by_stage.items()
+            if stage != self._stage
+            for index in indices
+            if index not in self._freed
+        ]
+        seen: set[int] = set()
+        while pending:
+            wanted = pending.pop()
+            if wanted in seen or (wanted in retained and wanted in self._live):
+                continue
+            seen.add(wanted)
+            for operator in self._writers.get(wanted, ()):
+                if storage in self._reads[operator]:
+                    return True
+                pending += self._reads[operator]
+        return False
+
+    def _is_missing(self, storage: int) -> bool:
+        return (
+            storage in self._writers
+            and storage not in self._live
+            and not self._ledger.is_live_from_forward(storage)
+        )
+
+    def _missing_slice(self, storage: int) -> set[int]:
+        """Return the part of the recompute slice that a missing storage needs now."""
+        found: set[int] = set()
+        pending = [storage]
+        while pending:
+            for index in self._writers[pending.pop()]:
+                if index not in found:
+                    found.add(index)
+                    pending += [s for s in self._reads[index] if self._is_missing(s)]
+        return found
+
+    def _run(self, operator: int) -> None:
+        self._ran.add(operator)
+        self._ledger.recomputed.append(operator)
+        discarded = []
+        for storage in self._slice.writes[operator]:
+            if self._graph.storages[storage].birth == operator:
+                self._ledger.allocate(storage)
+                if storage in self._writers and storage not in self._live:
+                    self._live[storage] = _Copy(1)
+                else:
+                    discarded.append(storage)  # It is live already, or not wanted.
+        self._ledger.update_peak(operator)
+        for storage in discarded:
+            self._ledger.release(storage)
+        for storage in self._reads[operator]:
+            self._uses[storage] -= 1
+            self._reads_to_come[storage] -= 1
+        self._free_unused([*self._slice.writes[operator], *self._reads[operator]])
+
+    def _free_unused(self, storages: Iterable[int]) -> None:
+        for storage in storages:
+            if storage in self._live and self._uses[storage] <= 0:
+                self._drop(storage, self._live.pop(storage))
+
+    def _drop(self, storage: int, copy: _Copy) -> None:
+        copy.holders -= 1
+        if not copy.holders:
+            self._ledger.release(storage)

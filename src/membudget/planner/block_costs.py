@@ -1,0 +1,162 @@
+"""What each choice of a block retains, and its peaks beside the rest of the step.
+
+Live bytes are a sum over storages, and a block's choice moves only the storages that
+the block makes. So the timeline of a step under any choices is that of the storages
+outside all blocks, which keep the live ranges of the plain step, plus one timeline for
+each block:
+
+    outside      ▂▂▂▂▂▂▂▂▃▃▃▂▂▂▂▂▂▂▂▂▂▂▂▂
+    block 0      ▃▆▄▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▄▆▃
+    block 1          ▃▆▄▁▁▁▁▁▁▁▁▄▆▃
+                 forward     │ backward
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+
+from membudget.graph import StepGraph
+from membudget.planner.choice import Block, Choice, made_in, saved_in
+from membudget.planner.frontier import Fronts
+from membudget.planner.knapsack import ChoiceCost
+from membudget.planner.simulate import BlockTimeline, simulate_block
+from membudget.planner.timeline import lifetimes, of_intervals
+
+
+class BlockCosts:
+    """The keep-sets of some blocks of a step, and their costs.
+
+    Attributes:
+        blocks: The blocks, in forward order; they do not overlap.
+        keep_sets: The keep-sets of each block, the most bytes first.
+        outside_bytes: At each operator, what is live outside all blocks.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        blocks: Sequence[Block],
+        always: Sequence[frozenset[int]] = (),
+    ):
+        """Find the keep-sets.
+
+        Args:
+            graph: The step.
+            blocks: The blocks.
+            always: For each of them, storages that every choice keeps; none if empty.
+        """
+        self._graph = graph
+        self.blocks = list(blocks)
+        kept = always or [frozenset[int]()] * len(self.blocks)
+        fronts = Fronts(graph)
+        self.keep_sets = [
+            fronts.of(block, k) for block, k in zip(self.blocks, kept, strict=True)
+        ]
+        moved = {s for block in self.blocks for s in made_in(graph, block)}
+        outside = of_intervals(graph, lifetimes(graph, without=moved))
+        self.outside_bytes = outside.alive_bytes
+        self._starts = sorted(self.backward_start(block) for block in self.blocks)
+
+    def costs(self) -> list[list[ChoiceCost]]:
+        """Return the cost of each keep-set of each block, in their order."""
+        timelines = [
+            [
+                simulate_block(self._graph, Choice(block.start, block.end, keep.kept))
+                for keep in of_block
+            ]
+            for block, of_block in zip(self.blocks, self.keep_sets, strict=True)
+        ]
+        between = self._peaks_between_blocks(timelines)
+        return [
+            [
+                self._cost(keep.seconds, block, of_choice, peak_bytes)
+                for keep, of_choice in zip(of_block, of_timelines, strict=True)
+            ]
+            for of_block, of_timelines, block, peak_bytes in zip(
+                self.keep_sets, timelines, self.blocks, between, strict=True
+            )
+        ]
+
+    def backward_start(self, block: Block) -> int:
+        """Return the op index at which the backward pass first needs a block."""
+        saved = (self._graph.saved[i] for i in saved_in(self._graph, block))
+        asked = [s.asked[0] for s in saved if s.asked]
+        return min(asked, default=len(self.outside_bytes))
+
+    def next_backward(self, moment: int) -> int:
+        """Return when the backward of the next block starts, after an op index."""
+        later = bisect_right(self._starts, moment)
+        return [*self._starts, len(self.outside_bytes)][later]
+
+    def _cost(
+        self, seconds: float, block: Block, own: BlockTimeline, between_bytes: int
+    ) -> ChoiceCost:
+        start = self.backward_start(block)
+        retained = peak = 0
+        for moment, end, alive, most in self._steps(own):
+            if moment < start and end > self._graph.backward_start:
+                retained = max(retained, alive)
+            if moment < block.end or moment >= start:
+                peak = max(peak, self.outside_bytes[moment] + most)
+            if moment >= start and alive:
+                peak = max(peak, alive + self._outside_peak(moment + 1, end))
+        peak = max(peak, self.peak_between(own, start, self.next_backward(start)))
+        return ChoiceCost(retained, max(peak, retained + between_bytes), seconds)
+
+    def _steps(self, own: BlockTimeline) -> Iterator[tuple[int, int, int, int]]:
+        """Yield start, end, live bytes and peak of each step of a block's timeline."""
+        ends = [*own.moments[1:], len(self.outside_bytes)]
+        return zip(own.moments, ends, own.alive_bytes, own.peak_bytes, strict=False)
+
+    def _peaks_between_blocks(
+        self, timelines: Sequence[Sequence[BlockTimeline]]
+    ) -> list[int]:
+        """Return, for each block, the outside peak while no block runs.
+
+        An operator of the forward counts for the block before it, one of the backward
+        for the block whose backward comes next: what that block and those before it
+        retain is live there.
+        """
+        starts = [self.backward_start(block) for block in self.blocks]
+        count, turn = len(self.outside_bytes), self._graph.backward_start
+        busy = [False] * count
+        for block, start, of_block in zip(self.blocks, starts, timelines, strict=True):
+            end = max((m + 1 for own in of_block for m in own.moments), default=start)
+            for first, last in ((block.start, block.end), (start, end)):
+                busy[first:last] = [True] * (min(last, count) - first)
+        peaks = [0] * len(self.blocks)
+        after = {block.end: i for i, block in enumerate(self.blocks)}
+        before = {start: i for i, start in enumerate(starts)}
+        for moments, table in (
+            (range(turn), after),
+            (range(count - 1, turn - 1, -1), before),
+        ):
+            current = None
+            for moment in moments:
+                current = table.get(moment, current)
+                if current is not None and not busy[moment]:
+                    outside = self._outside_peak(moment, moment + 1)
+                    peaks[current] = max(peaks[current], outside)
+        return peaks
+
+    def peak_between(self, own: BlockTimeline, first: int, last: int) -> int:
+        """Return the peak of a block beside the outside, over a range of operators."""
+        peak = self._outside_peak(first, min(last, next(iter(own.moments), last)))
+        for moment, end, alive, most in self._steps(own):
+            start, stop = max(moment, first), min(end, last)
+            if start < stop:
+                peak = max(peak, alive + self._outside_peak(start, stop))
+            if first <= moment < last:
+                peak = max(peak, self.outside_bytes[moment] + most)
+        return peak
+
+    def _outside_peak(self, start: int, end: int) -> int:
+        operators = self._graph.operators
+        return max(
+            (
+                self.outside_bytes[m] + operators[m].workspace_bytes
+                for m in range(start, end)
+            ),
+            default=0,
+        )

@@ -1,0 +1,235 @@
+"""Where to cut the forward into blocks: at module calls, or where few bytes cross.
+
+`module_blocks` cuts at the calls of modules that run once: what a region can be put on.
+From the model downwards, a call is replaced by the calls inside it while it saves more
+than its share and they cover most of what it saves. So a model falls into its layers,
+whatever it calls them.
+
+`segments` cuts one such call into a chain for nested recomputation. To start over from
+a cut, everything that crosses it must be live: storages made before and read after it.
+A skip connection crosses every cut that it spans. The heaviest segment by saved bytes
+is cut first, between its fifths, where the fewest bytes cross; so equal layers are cut
+alike.
+
+    operators    0   1 │ 2   3   4 │ 5        crossing the first cut: b, the skip
+    b                ├─┼───┤       │
+    skip         ├─────┼───────────┼─┤        crossing the second: d, the skip
+    d                  │       ├───┼─┤
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.choice import Block, made_in, saved_storages, storages_of
+from membudget.planner.timeline import live_bytes
+
+LEAST_COVERED = 0.6
+"""The share of a call's saved bytes that the calls inside must cover to replace it."""
+
+
+def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
+    """Return disjoint module calls that cover most of the forward, in its order.
+
+    Args:
+        graph: The step.
+        most_share: A call that saves a larger share of the step's saved bytes is
+            replaced by the calls inside it, if they cover most of it.
+    """
+    tree = _Calls(graph, most_share)
+    found = [block for call in tree.outermost() for block in tree.cut(call)]
+    return [block for block in found if tree.saved_bytes(block)]
+
+
+def largest_call(graph: StepGraph) -> ModuleCall | None:
+    """Return the outermost call with the most operators; `None` without any."""
+    calls = module_blocks(graph, 1.0)
+    return max(calls, key=lambda call: call.end - call.start, default=None)
+
+
+class _Calls:
+    """The tree of module calls, and what each saves."""
+
+    def __init__(self, graph: StepGraph, most_share: float):
+        times = Counter(call.path for call in graph.calls)
+        once = [call for call in graph.calls if times[call.path] == 1]
+        self._calls = sorted(once, key=_start)
+        sizes = sorted(_saved_sizes(graph))
+        self._births = [birth for birth, _ in sizes]
+        self._saved_before = [0, *accumulate(size for _, size in sizes)]
+        self._most_bytes = most_share * self._saved_before[-1]
+
+    def outermost(self) -> list[ModuleCall]:
+        """Return the calls that are inside no other."""
+        return self._inside(None)
+
+    def saved_bytes(self, call: ModuleCall) -> int:
+        """Return how many bytes made in a call autograd saves."""
+        first, end = (bisect_left(self._births, m) for m in (call.start, call.end))
+        return self._saved_before[end] - self._saved_before[first]
+
+    def cut(self, call: ModuleCall) -> list[ModuleCall]:
+        """Return the call, or the blocks inside it."""
+        saved = self.saved_bytes(call)
+        inner = self._inside(call)
+        covered = sum(map(self.saved_bytes, inner))
+        if saved <= self._most_bytes or covered < LEAST_COVERED * saved:
+            return [call]
+        return [block for inside in inner for block in self.cut(inside)]
+
+    def _inside(self, outer: ModuleCall | None) -> list[ModuleCall]:
+        """Return the calls directly inside another, skipping those of equal extent."""
+        found: list[ModuleCall] = []
+        end = 0
+        first, last = 0, len(self._calls)
+        if outer is not None:
+            first = bisect_left(self._calls, outer.start, key=_start)
+            last = bisect_left(self._calls, outer.end, key=_start)
+        for call in self._calls[first:last]:
+            if outer is not None and not _is_inside(call, outer):
+                continue
+            if call.end > call.start >= end:
+                found.append(call)
+                end = call.end
+        return found
+
+
+def _start(call: ModuleCall) -> int:
+    return call.start
+
+
+def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
+    same = (call.start, call.end) == (outer.start, outer.end)
+    deeper = call.path != outer.path and (
+        not outer.path or call.path.startswith(outer.path + ".")
+    )
+    return deeper and outer.start <= call.start and call.end <= outer.end and not same
+
+
+def _saved_sizes(graph: StepGraph) -> list[tuple[int, int]]:
+    """Return birth and size of each storage that autograd saves."""
+    storages = {graph.values[saved.value].storage for saved in graph.saved}
+    found = [graph.storages[index] for index in sorted(storages)]
+    return [(storage.birth, storage.bytes) for storage in found if storage.birth >= 0]
+
+
+@dataclass(frozen=True)
+class Segment(Block):
+    """A block of a chain.
+
+    Attributes:
+        crossing: The storages, by index, made in this segment or before it and read
+            after it; empty for the last.
+    """
+
+    crossing: frozenset[int]
+
+
+def segments(graph: StepGraph, block: Block, most: int) -> list[Segment]:
+    """Cut a block into a chain of at most `most` segments, in forward order."""
+    cuts = _Cuts(graph, block)
+    borders = [block.start, block.end]
+    uncuttable: set[int] = set()
+    while len(borders) <= most:
+        parts = [
+            (cuts.saved_bytes(start, end), start, end)
+            for start, end in pairwise(borders)
+            if start not in uncuttable
+        ]
+        if not parts:
+            break
+        _, start, end = max(parts)
+        place = cuts.best(start, end)
+        if place is None:
+            uncuttable.add(start)
+        else:
+            borders = sorted([*borders, place])
+    return [Segment(start, end, cuts.crossing(end)) for start, end in pairwise(borders)]
+
+
+class _Cuts:
+    """What crosses each place of a block, and what is saved before it.
+
+    A cut at place p separates operator p - 1 from operator p.
+    """
+
+    def __init__(self, graph: StepGraph, block: Block):
+        self._graph = graph
+        self._block = block
+        self._last_read: dict[int, int] = {}
+        self._births = {s: graph.storages[s].birth for s in made_in(graph, block)}
+        last_write = dict(self._births)
+        for index in range(block.start, block.end):
+            operator = graph.operators[index]
+            if not operator.is_view:
+                for storage in storages_of(graph, operator.inputs):
+                    self._last_read[storage] = index
+                for storage in storages_of(graph, operator.outputs):
+                    last_write[storage] = index
+        # Between two writes of a storage there is no cut: the old content is lost.
+        self._is_open = [True] * (block.end - block.start)
+        for storage, birth in self._births.items():
+            for place in range(birth + 1, last_write[storage] + 1):
+                self._is_open[place - block.start] = False
+        wanted = self._births.keys() & saved_storages(graph, block)
+        self._crossing_bytes = self._count_crossing(wanted)
+        self._saved = self._count_saved(wanted)
+
+    def _count_crossing(self, wanted: set[int]) -> list[int]:
+        start = self._block.start
+        ranges = []
+        for storage, birth in self._births.items():
+            last = self._last_read.get(storage, birth)
+            # What autograd saves is wanted anyway; the rest is held for the cut alone.
+            size = self._graph.storages[storage].bytes * (1 if storage in wanted else 2)
+            ranges.append((birth + 1 - start, last + 1 - start, size))
+        return live_bytes(self._block.end - start + 1, ranges)
+
+    def _count_saved(self, wanted: set[int]) -> list[int]:
+        start, count = self._block.start, self._block.end - self._block.start + 1
+        return live_bytes(
+            count,
+            [
+                (self._births[s] + 1 - start, count, self._graph.storages[s].bytes)
+                for s in wanted
+            ],
+        )
+
+    def saved_bytes(self, start: int, end: int) -> int:
+        """Return the saved bytes that a part makes."""
+        first = self._block.start
+        return self._saved[end - first] - self._saved[start - first]
+
+    def best(self, start: int, end: int) -> int | None:
+        """Return where to cut a part; `None` if there is no place."""
+        first = self._block.start
+        places = [p for p in range(start + 1, end) if self._is_open[p - first]]
+        operators = self._graph.operators
+        # Before or after a view is the same cut; the earlier place is enough.
+        places = [p for p in places if not operators[p - 1].is_view]
+        if not places:
+            return None
+        whole = self.saved_bytes(start, end)
+        inner = [
+            p for p in places if whole <= 5 * self.saved_bytes(start, p) <= 4 * whole
+        ]
+
+        def cost(place: int) -> tuple[int, int]:
+            imbalance = abs(2 * self.saved_bytes(start, place) - whole)
+            return self._crossing_bytes[place - first], imbalance
+
+        return min(inner or places, key=cost)
+
+    def crossing(self, place: int) -> frozenset[int]:
+        """Return the storages that cross a place."""
+        if place == self._block.end:
+            return frozenset()
+        return frozenset(
+            storage
+            for storage, birth in self._births.items()
+            if birth < place <= self._last_read.get(storage, birth)
+        )

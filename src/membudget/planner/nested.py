@@ -1,0 +1,253 @@
+"""Solver: nested recomputation of the largest module call, cut into a chain.
+
+It takes the numbers of `chain` from the step. To start over from a segment, what
+crosses its start must be live. What must be kept of a segment is kept in every choice.
+Nesting buys no speed that flat choices do not have, but reaches budgets that they
+cannot: it recomputes one part of the call at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.block_costs import BlockCosts
+from membudget.planner.blocks import Segment, largest_call, segments
+from membudget.planner.chain import Chain, Checkpoint, SegmentChoice, SegmentCosts
+from membudget.planner.choice import (
+    Block,
+    Choice,
+    Stage,
+    bytes_of,
+    made_in,
+    storages_of,
+    wanted_in,
+)
+from membudget.planner.costs import Overheads
+from membudget.planner.knapsack import ChoiceCost
+from membudget.planner.recompute import slice_of
+from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.simulate import simulate_block
+from membudget.planner.timeline import live_bytes, peak_of_run, timeline
+
+LENGTHS = (12, 24, 48)
+"""Lengths of the chains: few segments retain less, many need less at once."""
+
+
+def nested(simulator: Simulator, overheads: Overheads) -> list[Solver]:
+    """Return a solver for each length of chain."""
+    graph = simulator.graph
+    call = largest_call(graph)
+    if call is None:
+        return []
+    block = Block(call.start, call.end)
+    chains: list[list[Segment]] = []
+    for length in LENGTHS:
+        chain = segments(graph, block, length)
+        if chain not in chains:
+            chains.append(chain)
+    overhead_s = overheads.recording_s(graph, block)
+    return [_Nested(simulator, call, chain, overhead_s) for chain in chains]
+
+
+class _Nested(Solver):
+    """One chain."""
+
+    def __init__(
+        self,
+        simulator: Simulator,
+        call: ModuleCall,
+        chain: list[Segment],
+        overhead_s: float,
+    ):
+        super().__init__(simulator)
+        self._call = call
+        self._overhead_s = overhead_s
+        block = Block(call.start, call.end)
+        self._numbers = ChainNumbers(simulator.graph, block, chain)
+        self._most_bytes = timeline(simulator.graph).peak_bytes
+        self._chain = self._numbers.chain(self._most_bytes)
+
+    @cached_property
+    def _rounded_down(self) -> Chain:
+        return self._numbers.chain(self._most_bytes, rounds_up=False)
+
+    def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
+        return self._chain.solve(budget_bytes)
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        again_s = self._rounded_down.least_seconds(budget_bytes)
+        return self._simulator.graph.seconds + again_s + self._overhead_s
+
+    def smallest(self) -> None:
+        return None
+
+    def schedule(self, solution: list[SegmentChoice]) -> Schedule:
+        choice = self._numbers.choice(solution)
+        return self._simulator.schedule([self._call], [choice], self._overhead_s)
+
+
+class ChainNumbers:
+    """What each segment of a block makes, saves, passes on and takes.
+
+    Attributes:
+        keep_sets: The keep-sets of each segment.
+    """
+
+    def __init__(self, graph: StepGraph, block: Block, chain: Sequence[Segment]):
+        """Find the storages of each segment, and its keep-sets."""
+        self._graph = graph
+        self._block = block
+        self._chain = chain
+        self._made = [frozenset(made_in(graph, segment)) for segment in chain]
+        self._must_keep = [self._must_keep_of(i) for i in range(len(chain))]
+        self._saved = [
+            made & wanted_in(graph, segment)
+            for segment, made in zip(chain, self._made, strict=True)
+        ]
+        always = [
+            (segment.crossing & made) | must_keep
+            for segment, made, must_keep in zip(
+                chain, self._made, self._must_keep, strict=True
+            )
+        ]
+        self._costs = BlockCosts(graph, chain, always)
+        self.keep_sets = self._costs.keep_sets
+
+    def _must_keep_of(self, i: int) -> frozenset[int]:
+        segment = self._chain[i]
+        operators = self._graph.operators[segment.start : segment.end]
+        values = (
+            v for o in operators if o.must_keep and not o.is_view for v in o.outputs
+        )
+        return self._made[i].intersection(storages_of(self._graph, values))
+
+    def chain(self, most_bytes: int, rounds_up: bool = True) -> Chain:
+        """Return the chain.
+
+        Args:
+            most_bytes: The largest budget that will be asked for.
+            rounds_up: See `chain.Chain`.
+        """
+        crossing, forward = self._crossing_bytes, self._forward_bytes
+        return Chain(self._segments, crossing, forward, most_bytes, rounds_up)
+
+    @cached_property
+    def _segments(self) -> list[SegmentCosts]:
+        return [
+            self._segment(i, choices) for i, choices in enumerate(self._costs.costs())
+        ]
+
+    def _segment(self, i: int, choices: Sequence[ChoiceCost]) -> SegmentCosts:
+        graph, segment, must_keep = self._graph, self._chain[i], self._must_keep[i]
+        crossing = (segment.crossing & self._made[i]) - must_keep
+        again = self._saved[i] - must_keep
+        pass_s, pass_peak_bytes = self._run(i, crossing)
+        saving_s, saving_peak_bytes = self._run(i, crossing | again)
+        again_s, _ = self._run(i, again)
+        alone = simulate_block(graph, Choice(segment.start, segment.end, must_keep))
+        start = self._costs.backward_start(segment)
+        end = self._costs.next_backward(start)
+        return SegmentCosts(
+            tuple(self._with_crossing(i, choice) for choice in choices),
+            pass_s,
+            saving_s,
+            again_s,
+            bytes_of(graph, crossing | again),
+            pass_peak_bytes,
+            saving_peak_bytes,
+            self._costs.peak_between(alone, start, end),
+            self._costs.outside_bytes[start] if start < end else 0,
+            bytes_of(graph, must_keep),
+        )
+
+    def _with_crossing(self, i: int, cost: ChoiceCost) -> ChoiceCost:
+        """Add what crosses a segment's end and dies in the plain forward."""
+        until, storages = self._graph.backward_start, self._graph.storages
+        crossing = self._chain[i].crossing & self._made[i]
+        more = bytes_of(
+            self._graph, (s for s in crossing if storages[s].death <= until)
+        )
+        return ChoiceCost(cost.retained_bytes + more, cost.peak_bytes, cost.seconds)
+
+    def _run(self, i: int, targets: frozenset[int]) -> tuple[float, int]:
+        """Return time and peak of recomputing storages from what enters a segment."""
+        graph, made = self._graph, self._made[i] - self._must_keep[i]
+        found = slice_of(graph, self._chain[i], made, dict.fromkeys(targets, 0))
+        run = sorted(found.writes)
+        seconds = sum(graph.operators[index].seconds for index in run)
+        touched = {n: (*found.reads[n], *found.writes[n]) for n in run}
+        return seconds, peak_of_run(graph, run, touched, targets)
+
+    @cached_property
+    def _crossing_bytes(self) -> list[list[int]]:
+        count = len(self._chain)
+        table = [[0] * (count + 1) for _ in range(count)]
+        for i in range(count):
+            made: frozenset[int] = frozenset()
+            for c in range(i + 1, count + 1):
+                made |= self._made[c - 1] - self._must_keep[c - 1]
+                table[i][c] = bytes_of(self._graph, made & self._chain[c - 1].crossing)
+        return table
+
+    @cached_property
+    def _forward_bytes(self) -> list[list[int]]:
+        """Return the peak of each segment's forward, by where keeping nothing began."""
+        graph, outside = self._graph, self._costs.outside_bytes
+        table = []
+        for first in self._chain:
+            ranges = []
+            for storage in made_in(graph, Block(first.start, self._block.end)):
+                facts = graph.storages[storage]
+                end = facts.death if facts.released is None else facts.released
+                ranges.append((facts.birth, end, facts.bytes))
+            live = live_bytes(graph.backward_start, ranges)
+            peaks = [
+                live[m] + outside[m] + graph.operators[m].workspace_bytes
+                for m in range(self._block.start, self._block.end)
+            ]
+            start = self._block.start
+            table.append(
+                [max(peaks[s.start - start : s.end - start]) for s in self._chain]
+            )
+        return table
+
+    # What a solution means.
+
+    def choice(self, solution: Sequence[SegmentChoice]) -> Choice:
+        """Return the block's choice: what it keeps, and its stages."""
+        kept: set[int] = set()
+        stages = []
+        first_of: dict[int, int] = {}  # First segments of nests, by the last.
+        for i, (segment, chosen) in enumerate(zip(self._chain, solution, strict=True)):
+            kept |= self._must_keep[i]
+            if chosen.keep_set is not None:
+                kept |= self.keep_sets[i][chosen.keep_set].kept
+            else:
+                first = first_of.setdefault(chosen.nest_end, i)
+                if chosen.nest_end == i:
+                    kept |= self._crossing(first, i)
+            retained = (s for point in chosen.checkpoints for s in self._at(point, i))
+            stages.append(Stage(segment.start, frozenset(retained)))
+        return Choice(
+            self._block.start,
+            self._block.end,
+            frozenset(kept),
+            tuple(Stage(stage.start, stage.retained - kept) for stage in stages),
+        )
+
+    def _crossing(self, first: int, last: int) -> frozenset[int]:
+        made = frozenset[int]().union(*self._made[first : last + 1])
+        return made & self._chain[last].crossing
+
+    def _at(self, point: Checkpoint, i: int) -> frozenset[int]:
+        """Return the storages of a checkpoint that the stage of a segment retains.
+
+        The segment that starts at the checkpoint is the last to read what crosses it:
+        later stages need the saved set alone.
+        """
+        saved = self._saved[point.first] if point.is_saved_set else frozenset[int]()
+        if point.last + 1 == i:
+            return saved
+        return self._crossing(point.first, point.last) | saved

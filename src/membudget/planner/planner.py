@@ -1,0 +1,137 @@
+"""The fastest schedule that fits, over all solvers; the simulation has the last word.
+
+Each solver proposes schedules of its kind: a choice for each module (`by_block`),
+nested recomputation of the largest one (`nested`), keep-sets under prices (`prices`).
+Local search improves them (`search`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from membudget.errors import BudgetError
+from membudget.graph import StepGraph
+from membudget.planner.by_block import by_block
+from membudget.planner.costs import NO_OVERHEADS, Overheads, check_seconds, smoothed
+from membudget.planner.nested import nested
+from membudget.planner.prices import priced
+from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.search import improved
+from membudget.planner.timeline import timeline
+
+SolverMaker = Callable[[Simulator, Overheads], list[Solver]]
+
+SOLVERS: tuple[SolverMaker, ...] = (by_block, nested, priced)
+
+
+class Planner:
+    """Plans one step, for any number of budgets.
+
+    Attributes:
+        graph: The plain step, with the times by which schedules are compared.
+        simulator: Simulates schedules of the step with the overhead on its forward.
+        plain_peak_bytes: The peak of the plain step.
+    """
+
+    def __init__(
+        self,
+        graph: StepGraph,
+        overheads: Overheads = NO_OVERHEADS,
+        solvers: Sequence[SolverMaker] = SOLVERS,
+    ):
+        """Cut the step into blocks and find their trade-offs.
+
+        Args:
+            graph: The plain step, with times.
+            overheads: The engine's own time.
+            solvers: The kinds of schedules to consider.
+
+        Raises:
+            OptionError: If an operator takes no finite time.
+        """
+        check_seconds(graph)
+        self.graph = smoothed(graph)
+        self.plain_peak_bytes = timeline(graph).peak_bytes
+        self._overheads = overheads
+        self.simulator = Simulator(overheads.added_to_forward(self.graph))
+        self._kinds = [make(self.simulator, overheads) for make in solvers]
+        self._found: list[Schedule] = []
+
+    def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
+        """Return the fastest schedule found whose simulated peak fits.
+
+        It is no slower than one returned for a smaller budget before.
+
+        Args:
+            budget_bytes: The budget of what the step allocates.
+            quickly: Whether to leave out annealing, which takes up to a second.
+
+        Raises:
+            BudgetError: If none fits; it has the smallest feasible budget.
+        """
+        if self.plain_peak_bytes <= budget_bytes:
+            return Simulator(self.graph).schedule((), ())
+        fitting = self._fitting(budget_bytes, quickly)
+        if not fitting:
+            least_bytes = self.least_bytes()
+            raise BudgetError(
+                f"no plan fits in {budget_bytes:,} bytes above what is in use before "
+                f"the step; the smallest feasible budget is {least_bytes:,} bytes",
+                asked_bytes=budget_bytes,
+                least_bytes=least_bytes,
+            )
+        self._found.append(min(fitting, key=_seconds))
+        # What fits a smaller budget fits this one, too, and may be faster.
+        known = [s for s in self._found if s.peak_bytes <= budget_bytes]
+        return self._with_plain_times(min(known, key=_seconds))
+
+    def _fitting(self, budget_bytes: int, quickly: bool) -> list[Schedule]:
+        kinds = [
+            [s for solver in kind for s in solver.schedules(budget_bytes)]
+            for kind in self._kinds
+        ]
+        if all(s.peak_bytes > budget_bytes for of in kinds for s in of):
+            kinds.append(self._least)
+        return improved(self.simulator, kinds, budget_bytes, quickly)
+
+    @property
+    def _least(self) -> list[Schedule]:
+        return [s for kind in self._kinds for solver in kind for s in solver.least]
+
+    def _with_plain_times(self, schedule: Schedule) -> Schedule:
+        """Return a schedule with the step's own time, and the overhead apart."""
+        again = schedule.simulation.recomputed
+        again_s = sum(self.graph.operators[index].seconds for index in again)
+        overhead_s = schedule.overhead_s + self._overheads.again_s(self.graph, again)
+        seconds, plain_s = self.graph.seconds + again_s, self.graph.seconds
+        simulation = replace(schedule.simulation, seconds=seconds)
+        return replace(
+            schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
+        )
+
+    def least_seconds(self, budget_bytes: int) -> float:
+        """Return a lower bound on the time of what the solvers propose.
+
+        It holds by their own count of bytes, rounded down. The simulation counts fewer
+        where two of their peaks do not coincide, so an improved schedule may take less.
+        For a bound on any schedule see `planner.bound`.
+        """
+        if self.plain_peak_bytes <= budget_bytes:
+            return self.graph.seconds
+        bounds = (
+            solver.least_seconds(budget_bytes)
+            for kind in self._kinds
+            for solver in kind
+        )
+        added_s = self.simulator.graph.seconds - self.graph.seconds
+        return min(bounds, default=math.inf) - added_s
+
+    def least_bytes(self) -> int:
+        """Return the smallest budget that some schedule is known to fit."""
+        return min([self.plain_peak_bytes, *(s.peak_bytes for s in self._least)])
+
+
+def _seconds(schedule: Schedule) -> float:
+    return schedule.seconds

@@ -1,0 +1,199 @@
+"""The planner: what it returns fits, and more bytes are never slower."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import membudget as mb
+from membudget.errors import BudgetError, MembudgetError
+from membudget.graph import StepGraph
+from membudget.planner.costs import Overheads, smoothed
+from membudget.planner.planner import Planner
+from membudget.planner.schedule import Schedule
+from membudget.planner.simulate import simulate
+from tests.planner.drafts import chain_of
+from tests.planner.models import MODELS
+
+REAL = ("mlp", "gpt", "unet")
+
+
+@cache
+def graph_of(name: str) -> StepGraph:
+    return mb.profile(*MODELS[name](), fake=True).graph
+
+
+def answers(planner: Planner, budgets: list[int]) -> list[Schedule | None]:
+    found: list[Schedule | None] = []
+    refused: list[tuple[int, BudgetError]] = []
+    for budget in budgets:
+        try:
+            found.append(planner.fastest(budget))
+        except BudgetError as error:
+            refused.append((budget, error))
+            found.append(None)
+    assert all(e.asked_bytes == b < e.least_bytes for b, e in refused)
+    return found
+
+
+def ladder(planner: Planner, count: int = 12) -> list[int]:
+    plain, least = planner.plain_peak_bytes, planner.least_bytes()
+    return [least + (plain - least) * i // (count - 1) for i in range(count)]
+
+
+def check_ladder(graph: StepGraph) -> None:
+    planner = Planner(graph)
+    budgets = ladder(planner)
+    found = answers(planner, budgets)
+    before = math.inf
+    for budget, chosen in zip(budgets, found, strict=True):
+        assert chosen is not None, budget
+        assert chosen.simulation.peak_bytes <= budget
+        again = simulate(smoothed(graph), chosen.choices)
+        assert again == chosen.simulation
+        assert chosen.simulation.seconds <= before * (1 + 1e-9)
+        before = chosen.simulation.seconds
+
+
+REAL_LEAST = ("mlp", "gpt", "unet")
+
+
+@pytest.mark.parametrize("name", REAL_LEAST)
+def test_every_plan_of_a_ladder_fits_and_more_bytes_are_never_slower(name):
+    check_ladder(graph_of(name))
+
+
+rows = st.lists(
+    st.tuples(st.integers(1, 99), st.integers(1, 9)), min_size=1, max_size=10
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.integers(1, 4))
+def test_plans_of_chains_fit(rows, per_call):
+    graph = chain_of([a for a, _ in rows], [float(b) for _, b in rows], per_call)
+    planner = Planner(graph)
+    budgets = ladder(planner)
+    for budget, chosen in zip(budgets, answers(planner, budgets), strict=True):
+        assert chosen is not None, budget
+        assert chosen.simulation.peak_bytes <= budget
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows, st.integers(1, 4))
+def test_plans_of_chains_with_more_bytes_are_never_slower(rows, per_call):
+    graph = chain_of([a for a, _ in rows], [float(b) for _, b in rows], per_call)
+    planner = Planner(graph)
+    before = math.inf
+    for chosen in answers(planner, ladder(planner)):
+        if chosen is not None:
+            assert chosen.simulation.seconds <= before
+            before = chosen.simulation.seconds
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_the_plain_peak_needs_no_regions(name):
+    planner = Planner(graph_of(name))
+    chosen = planner.fastest(planner.plain_peak_bytes)
+    assert chosen.choices == ()
+    assert chosen.calls == ()
+    assert chosen.simulation.recomputed == ()
+    assert chosen.simulation.peak_bytes == planner.plain_peak_bytes
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "mlp",
+        "gpt",
+        "unet",
+    ],
+)
+def test_a_byte_less_than_the_plain_peak_is_planned(name):
+    planner = Planner(graph_of(name))
+    budget = planner.plain_peak_bytes - 1
+    assert planner.fastest(budget).simulation.peak_bytes <= budget
+
+
+def test_no_plan_takes_less_than_the_least():
+    planner = Planner(graph_of("shared_modules"))
+    chosen = planner.fastest(planner.plain_peak_bytes * 9 // 10)
+    assert planner.least_bytes() <= chosen.simulation.peak_bytes
+
+
+@pytest.mark.parametrize("name", REAL_LEAST)
+def test_what_is_too_little_is_refused_with_the_least_that_is_enough(name):
+    planner = Planner(graph_of(name))
+    with pytest.raises(BudgetError, match="no plan fits in 1,000 bytes") as raised:
+        planner.fastest(1000)
+    assert raised.value.asked_bytes == 1000
+    assert raised.value.least_bytes == planner.least_bytes()
+    least = raised.value.least_bytes
+    assert planner.fastest(least).simulation.peak_bytes <= least
+
+
+@pytest.mark.parametrize("budget", [0, -1, -(1 << 40)])
+def test_budgets_of_nothing_are_refused(budget):
+    planner = Planner(graph_of("mlp"))
+    with pytest.raises(BudgetError, match="no plan fits") as raised:
+        planner.fastest(budget)
+    assert raised.value.asked_bytes == budget
+
+
+def test_each_region_stands_beside_its_call():
+    planner = Planner(graph_of("mlp"))
+    chosen = planner.fastest(planner.plain_peak_bytes * 2 // 3)
+    assert chosen.calls
+    for call, region in zip(chosen.calls, chosen.choices, strict=True):
+        assert (call.start, call.end) == (region.start, region.end)
+
+
+def test_a_step_without_modules_has_the_plain_plan_alone():
+    graph = chain_of([4, 4, 4], [1.0, 1.0, 1.0])
+    planner = Planner(graph)
+    assert planner.least_bytes() == planner.plain_peak_bytes
+    with pytest.raises(BudgetError, match="no plan fits"):
+        planner.fastest(planner.plain_peak_bytes - 1)
+
+
+def with_seconds(graph: StepGraph, *seconds: float) -> StepGraph:
+    operators = tuple(
+        dataclasses.replace(o, seconds=seconds[i % len(seconds)])
+        for i, o in enumerate(graph.operators)
+    )
+    return dataclasses.replace(graph, operators=operators)
+
+
+def test_a_step_that_takes_no_time_is_planned():
+    planner = Planner(with_seconds(graph_of("mlp"), 0.0))
+    least = planner.least_bytes()
+    for budget in ladder(planner):
+        chosen = planner.fastest(budget)
+        assert chosen.simulation.seconds == 0
+        assert chosen.simulation.peak_bytes <= budget
+    assert planner.fastest(least).simulation.peak_bytes <= least
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -1e-3, math.inf])
+def test_seconds_that_cannot_be_are_refused(wrong):
+    graph = with_seconds(graph_of("mlp"), 1e-3, wrong, 1e-3)
+    with pytest.raises(MembudgetError, match="seconds"):
+        Planner(graph)
+
+
+def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
+    graph = graph_of("gpt")
+    plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0))
+    budget = plain.plain_peak_bytes * 7 // 10
+    chosen = paid.fastest(budget)
+    recorded = sum(region.end - region.start for region in chosen.choices)
+    operators = recorded + len(chosen.simulation.recomputed)
+    assert chosen.overhead_s == pytest.approx(operators * 1e-3)
+    assert chosen.simulation == simulate(paid.graph, chosen.choices)
+    assert chosen.plain_s == paid.graph.seconds == plain.graph.seconds
+    assert paid.least_seconds(budget) == pytest.approx(chosen.seconds, rel=0.05)
