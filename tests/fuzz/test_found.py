@@ -550,3 +550,29 @@ def test_regions_around_a_replay_that_differentiates_know_that_it_does() -> None
         return mb.checkpoint(function, *args, engine=name)
 
     assert differences_under(step, region, steps=4).word == "equal"
+
+
+def test_a_tensor_that_a_rerun_writes_twice_is_refused_and_left_as_it_was() -> None:
+    def step(m: World, n: Stateful, x: Tensor, y: Tensor, region: Caller) -> Outputs:
+        def outer() -> Tensor:
+            y[1] = y[0]  # Again, it changes nothing; the next write does.
+
+            def inner(x: Tensor, y: Tensor) -> Tensor:
+                output = torch.utils.checkpoint.checkpoint(
+                    torch.sin, x, use_reentrant=False
+                )
+                y.sin_()
+                return output.exp()
+
+            output: Tensor = region(inner, x, y)
+            return output
+
+        output = region(outer)
+        score(output).backward()
+        return (output,)
+
+    def region(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+        name = "replay" if function.__name__ == "inner" else "rerun"
+        return mb.checkpoint(function, *args, engine=name)
+
+    assert differences_under(step, region, steps=1, trains=False).word == "refused"

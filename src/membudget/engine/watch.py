@@ -6,8 +6,8 @@ looks. It is entered only when something did change, so it costs a clean step no
 
 A tensor that the region *itself* changed (embedding's `max_norm` renormalises its
 weight) is another matter: the recompute starts from what the forward left. That is
-right if the first operator that touches the tensor is the one that writes it, and
-leaves it as it was; otherwise it is refused.
+right if the first operator that touches the tensor is the one that writes it, and this
+and every later write leaves it as it was; otherwise it is refused.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ class Watch(Observer):
         """
         self.changed = changed
         self.rewritten = dict(rewritten)
+        self.settled: Names = {}  # Of these, what a write has left as it was.
         self.versions: list[tuple[Tensor, int]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -54,14 +55,14 @@ class Watch(Observer):
         hit = addresses & self.changed.keys()
         if hit:
             raise changed_error([self.changed[address] for address in sorted(hit)])
-        if not addresses & self.rewritten.keys():
+        if addresses.isdisjoint(self.rewritten | self.settled):
             return operator(*args, **kwargs)
         return self._rewrite(operator, args, kwargs, addresses)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         """Put the versions back of what was written without being changed."""
         super().__exit__(kind, error, trace)
-        for tensor, version in self.versions:
+        for tensor, version in reversed(self.versions):
             set_versions([tensor], [version])
 
     def _rewrite(self, func: Any, args: Any, kwargs: Any, addresses: set[int]) -> Any:
@@ -69,16 +70,17 @@ class Watch(Observer):
         for address in addresses & self.rewritten.keys():
             if address not in written:
                 raise rewritten_error(self.rewritten[address])
+        names = self.rewritten | self.settled
+        written = {a: t for a, t in written.items() if a in names}
         before = {a: t.detach().clone() for a, t in written.items()}
-        self.versions += [
-            (t, t._version) for a, t in written.items() if a in self.rewritten
-        ]
+        self.versions += [(t, t._version) for t in written.values()]
         result = func(*args, **kwargs)
         for address, tensor in written.items():
-            name = self.rewritten.pop(address, None)
-            if name is not None and not torch.equal(before[address], tensor.detach()):
+            if not torch.equal(before[address], tensor.detach()):
                 tensor.detach().copy_(before[address])
-                raise rewritten_error(name)
+                raise rewritten_error(names[address])
+            self.settled[address] = names[address]
+            self.rewritten.pop(address, None)
         return result
 
 
