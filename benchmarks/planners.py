@@ -166,7 +166,7 @@ def _planned(
         chosen = planner.fastest(budget)
     except mb.BudgetError as error:
         return None, {"least_share": _share_of(found, error.least_bytes)}
-    plan = make_plan(found, planner.graph, chosen, model, budget)
+    plan = make_plan(found, chosen, model, budget)
     plan_s = time.process_time() - start
     return plan, {
         "regions": len(plan.regions),

@@ -33,7 +33,7 @@ def plan_of(model: nn.Module, batch: Any, percent: int = 60) -> Plan:
         budget = planner.plain_peak_bytes * more // 100
         with suppress(BudgetError):
             chosen = planner.fastest(budget)
-            return make_plan(found, planner.graph, chosen, model, budget)
+            return make_plan(found, chosen, model, budget)
     raise AssertionError("nothing fits")
 
 

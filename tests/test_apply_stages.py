@@ -101,7 +101,7 @@ def test_an_optimal_schedule_runs_as_it_was_simulated():
     assert best.region is not None
     chosen = Simulator(found.graph).schedule((call,), (best.region,))
     optimal = copy.deepcopy(model)
-    plan = make_plan(found, found.graph, chosen, model, budget)
+    plan = make_plan(found, chosen, model, budget)
     applied = mb.apply(optimal, plan)
     check_same(facts_of_step(model, batch), facts_of_step(optimal, batch))
     assert applied.status().regions[0].differences == 0

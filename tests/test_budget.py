@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import membudget as mb
+from membudget.budget import MARGIN_PERCENT, budget_in_all, free_bytes, usable_bytes
 from membudget.errors import OptionError
 from membudget.fit import fit
-from membudget.free import MARGIN_PERCENT, budget_in_all, free_bytes, usable_bytes
 from membudget.graph import StaticBytes
 
 STATIC = StaticBytes(parameters=800, buffers=30, inputs=70, optimizer=1600)
@@ -50,15 +50,15 @@ def test_state_that_an_optimizer_has_already_is_there():
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_cpu_has_no_budget_of_its_own(device):
     model = nn.Linear(4, 4, device=device)
-    with pytest.raises(OptionError, match=f"lies on {device}: give bytes, such as"):
+    with pytest.raises(OptionError, match=f"is on {device}: give bytes, such as"):
         fit(model, torch.ones(2, 4, device=device))
 
 
 def test_a_model_on_no_device_or_on_several_needs_a_budget():
-    with pytest.raises(OptionError, match="lies on no device: give bytes"):
+    with pytest.raises(OptionError, match="is on no device: give bytes"):
         free_bytes(nn.GELU())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-    with pytest.raises(OptionError, match="lies on cpu and meta: give bytes"):
+    with pytest.raises(OptionError, match="is on cpu and meta: give bytes"):
         free_bytes(model)
 
 

@@ -109,8 +109,8 @@ def test_the_least_that_an_error_names_can_be_planned(step, tmp_path, capsys):
         *membudget.target.load_target(f"{step}:make")(), fake=True
     )
     assert main(["plan", f"{step}:make", "--fake", "--budget", "1%"]) == FAILED
-    words = capsys.readouterr().err.split("the least that one fits into is ")[1]
-    least = int(words.split()[0].replace(",", ""))
+    words = capsys.readouterr().err.split("the smallest plan needs ")[1]
+    least = int(words.split(". ")[0].replace(",", ""))
     budget = str(found.graph.static.total + least)
     assert planned(step, tmp_path / "plan.json", budget).peak_bytes <= least
 
@@ -119,17 +119,17 @@ def test_the_least_that_an_error_names_can_be_planned(step, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("make --budget 1%", "no plan fits into"),
-        ("make --budget 1KiB", "the least that one fits into is"),
+        ("make --budget 1%", "no plan fits in"),
+        ("make --budget 1KiB", "the smallest plan needs"),
         ("make --budget 8G", "has the unit 'G'; write GiB for 1024³ bytes"),
         ("make --budget 8parsec", "has the unit 'parsec'"),
         ("make --budget much", "a size is a number of bytes"),
-        ("make --budget 0%", "a budget in percent is over 0 and at most 100"),
-        ("make --budget 130%", "a budget in percent is over 0 and at most 100"),
-        ("make --budget much%", "a budget in percent is over 0 and at most 100"),
+        ("make --budget 0%", "a budget in percent is more than 0 and at most 100"),
+        ("make --budget 130%", "a budget in percent is more than 0 and at most 100"),
+        ("make --budget much%", "a budget in percent is more than 0 and at most 100"),
         ("missing --budget 60%", "has no function 'missing'"),
         ("make --budget 60% --mode most", "there is no mode 'most'; the modes are"),
-        ("make --budget 5% --mode full", "the least that a plan of mode='auto' fits"),
+        ("make --budget 5% --mode full", "the smallest plan of mode='auto' needs"),
         ("make --budget 60% --set batch", "--set takes NAME=VALUE"),
         ("make --budget 60% --set depth=3", "make(depth=3) cannot be called"),
         ("make --budget 60% --device abacus", "there is no device 'abacus'"),
@@ -196,7 +196,7 @@ def test_a_fit_in_a_mode_names_it_and_is_audited(step, capsys):
     arguments = ["fit", f"{step}:make", "--budget", "1GiB", "--steps", "1"]
     assert main([*arguments, "--mode", "full"]) == OK
     out = capsys.readouterr().out
-    assert "full  a rule; nothing was planned" in out
+    assert "full  a rule, without planning" in out
     assert "audit: equal to the last bit" in out
 
 
@@ -243,7 +243,7 @@ def test_a_peak_over_the_budget_gives_1(step, capsys, monkeypatch):
 
 def test_an_audit_that_differs_gives_1(step, capsys, monkeypatch):
     from membudget.audit import AuditReport, Difference
-    from membudget.fit import Fitted
+    from membudget.fitted import Fitted
 
     report = AuditReport((Difference("gradient", "0.weight", "3 of 4 bytes"),))
     monkeypatch.setattr(Fitted, "audit", lambda self: report)

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import tries
+from membudget import attempt
 from membudget.errors import BudgetError, OptionError
-from membudget.fit import Fitted, fit
+from membudget.fit import fit
 from membudget.fit_text import region_table
+from membudget.fitted import Fitted
 from membudget.plan_text import head
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
@@ -116,7 +117,7 @@ def test_budgets_of_another_type_are_refused(budget):
 def test_a_budget_below_what_is_there_before_is_refused_with_the_least():
     model, batch = made("mlp")
     before = state_of(model)
-    with pytest.raises(BudgetError, match="no plan fits into") as raised:
+    with pytest.raises(BudgetError, match="no plan fits in") as raised:
         fit(model, batch, 1000, fake=True)
     assert raised.value.asked_bytes < 0 < raised.value.least_bytes
     assert state_of(model) == before
@@ -124,7 +125,7 @@ def test_a_budget_below_what_is_there_before_is_refused_with_the_least():
 
 def test_the_least_that_an_error_names_is_enough():
     model, batch = made("mlp")
-    with pytest.raises(BudgetError, match="the least that one fits into") as raised:
+    with pytest.raises(BudgetError, match="smallest plan needs") as raised:
         fit(model, batch, "1%", fake=True)
     least = raised.value.least_bytes
     static = mb.profile(model, batch, fake=True).graph.static.total
@@ -217,7 +218,9 @@ def test_the_report_shows_predicted_beside_measured_and_what_each_region_keeps()
     assert f"{plan.slowdown:.3f}  predicted; no schedule is below {plan.bound:.3f}" in (
         text
     )
-    assert text.endswith(region_table(fitted.profile.graph, fitted.tries[-1].schedule))
+    assert text.endswith(
+        region_table(fitted.profile.graph, fitted.attempts[-1].schedule)
+    )
 
 
 def test_the_report_of_a_step_that_fits_plain_says_so():
@@ -228,7 +231,7 @@ def test_the_report_of_a_step_that_fits_plain_says_so():
 
 def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypatch):
     model, batch = made("mlp")
-    honest = tries.measured_peak
+    honest = attempt.measured_peak
     found: list[int] = []
 
     def more_at_first(*step: Any) -> int:
@@ -236,21 +239,21 @@ def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypa
         found.append(peak + (20_000 if not found else 0))
         return found[-1]
 
-    monkeypatch.setattr(tries, "measured_peak", more_at_first)
+    monkeypatch.setattr(attempt, "measured_peak", more_at_first)
     budget = int(0.7 * mb.profile(model, batch, fake=True).peak_bytes)
     with fit(model, batch, "70%", fake=True) as fitted:
         assert fitted.peak_bytes <= budget
-        assert len(fitted.tries) == len(found)
+        assert len(fitted.attempts) == len(found)
         if found[0] > budget:
             assert len(found) > 1
-            assert f"{len(found)}  those before it took" in fitted.report()
+            assert f"{len(found)}  the earlier ones took" in fitted.report()
 
 
 def test_a_budget_that_no_try_keeps_is_an_error_and_leaves_the_model(monkeypatch):
     model, batch = mlp()
     before = state_of(model)
-    monkeypatch.setattr(tries, "measured_peak", lambda *step: 1 << 40)
-    with pytest.raises(BudgetError, match="that were predicted to fit took"):
+    monkeypatch.setattr(attempt, "measured_peak", lambda *step: 1 << 40)
+    with pytest.raises(BudgetError, match="predicted to fit took"):
         fit(model, batch, "90%", fake=True)
     assert state_of(model) == before
 

@@ -46,7 +46,7 @@ def check_refused(
         ("8G", "has the unit 'G'; write GiB for 1024³ bytes"),
         ("GiB", "a size is a number of bytes, such as '8GiB'; got 'GiB'"),
         ("1e300GiB", "'1e300GiB' is more than any memory has"),
-        ("140%", "a budget in percent is over 0 and at most 100: '140%'"),
+        ("140%", "a budget in percent is more than 0 and at most 100; got '140%'"),
     ],
 )
 def test_a_nonsense_budget_is_refused_before_a_step_runs(budget, words):
@@ -61,11 +61,12 @@ def test_a_nonsense_budget_is_refused_before_a_step_runs(budget, words):
 @pytest.mark.parametrize("budget", ["0.001%", 0, "1KiB"])
 def test_an_impossible_budget_is_refused_with_what_is_there_and_the_least(budget):
     model, batch = made()
-    error = check_refused(model, batch, "no plan fits into", budget, fake=True)
+    error = check_refused(model, batch, "no plan fits in", budget, fake=True)
     assert isinstance(error, BudgetError)
     static = mb.profile(model, batch, fake=True).graph.static.total
-    assert f"above the {static:,} that are there before the step" in str(error)
-    least = f"fits into is {error.least_bytes:,} ({error.least_bytes + static:,} in all"
+    assert f"of which {static:,} are in use before the step" in str(error)
+    least = f"needs {error.least_bytes:,}. Smallest feasible budget: "
+    least += f"{error.least_bytes + static:,} bytes"
     assert least in str(error)
 
 
@@ -202,7 +203,7 @@ def test_a_model_without_submodules_or_parameters_is_fitted(has_weight, percent)
 
 def test_a_model_of_which_nothing_can_be_dropped_is_refused_with_the_least():
     model = nn.Linear(16, 16)
-    error = check_refused(model, torch.ones(4, 16), "no plan fits into", "90%")
+    error = check_refused(model, torch.ones(4, 16), "no plan fits in", "90%")
     assert isinstance(error, BudgetError)
     plain = mb.profile(model, torch.ones(4, 16)).peak_bytes
     assert plain <= error.least_bytes <= 1.01 * plain
@@ -246,7 +247,7 @@ def test_a_model_that_takes_no_arguments_is_fitted_with_an_empty_batch():
 @pytest.mark.parametrize("budget", ["60%", None])
 def test_what_is_no_model_is_refused(budget):
     wrong: Any = torch.sin
-    with pytest.raises(OptionError, match=r"needs a torch\.nn\.Module and its batch"):
+    with pytest.raises(OptionError, match=r"expected a torch\.nn\.Module"):
         fit(wrong, torch.ones(2), budget)
 
 

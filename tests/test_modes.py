@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import planning, tries
+from membudget import attempt, planning
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
-from membudget.modes import MODES, check_mode, choose_by_mode
+from membudget.modes import MODES, check_mode, schedule_of_mode
 from membudget.planner.costs import NO_OVERHEADS, Overheads
 from membudget.planning import plan_for
 from tests.planner.models import MODELS, gpt
@@ -32,7 +32,7 @@ def profiled(name: str) -> mb.Profile:
 
 
 def paths(mode: str, found: mb.Profile) -> list[str]:
-    calls = choose_by_mode(mode, found.graph, NO_OVERHEADS).calls
+    calls = schedule_of_mode(mode, found.graph, NO_OVERHEADS).calls
     return [call.path for call in calls]
 
 
@@ -82,7 +82,7 @@ def test_selective_keeps_products_and_attention_in_every_block():
 
 def test_selective_keeps_convolutions_and_makes_the_norms_again():
     found = profiled("resnet")
-    chosen = choose_by_mode("selective", found.graph, NO_OVERHEADS)
+    chosen = schedule_of_mode("selective", found.graph, NO_OVERHEADS)
     graph = found.graph
     again = {graph.operators[index].name for index in chosen.simulation.recomputed}
     assert "aten.native_batch_norm.default" in again
@@ -91,7 +91,7 @@ def test_selective_keeps_convolutions_and_makes_the_norms_again():
 
 def test_the_modes_take_ever_fewer_bytes_and_ever_more_time():
     graph = mb.profile(*gpt(blocks=6), fake=True).graph
-    chosen = {m: choose_by_mode(m, graph, NO_OVERHEADS) for m in NAMED}
+    chosen = {m: schedule_of_mode(m, graph, NO_OVERHEADS) for m in NAMED}
     peaks = {m: c.simulation.peak_bytes for m, c in chosen.items()}
     assert peaks["full"] < peaks["every_2"] < peaks["every_3"] < peaks["none"]
     assert peaks["full"] < peaks["selective"] < peaks["none"]
@@ -103,7 +103,7 @@ def test_the_modes_take_ever_fewer_bytes_and_ever_more_time():
 def test_the_time_of_the_regions_themselves_counts():
     graph = profiled("gpt").graph
     overheads = Overheads(warm_s=1e-3, cold_s=1e-3, cache_bytes=0)
-    free, paid = (choose_by_mode("full", graph, o) for o in (NO_OVERHEADS, overheads))
+    free, paid = (schedule_of_mode("full", graph, o) for o in (NO_OVERHEADS, overheads))
     operators = sum(call.end - call.start for call in free.calls)
     operators += len(free.simulation.recomputed)
     assert paid.seconds - free.seconds == pytest.approx(operators * 1e-3)
@@ -138,7 +138,7 @@ def test_a_routing_decision_is_kept_in_every_mode(mode):
     model, batch = nn.Sequential(*(Routed() for _ in range(4))), torch.randn(32, 16)
     with fit(model, batch, "1GiB", mode=mode, fake=True) as fitted:
         assert fitted.audit().equal
-        graph, chosen = fitted.profile.graph, fitted.tries[-1].schedule
+        graph, chosen = fitted.profile.graph, fitted.attempts[-1].schedule
         names = [
             {graph.operators[graph.storages[s].birth].name for s in region.kept}
             for region in chosen.choices
@@ -166,7 +166,7 @@ def test_a_model_without_blocks_is_one_block():
 def test_the_report_names_the_mode():
     model, batch = made("mlp")
     with fit(model, batch, "1GiB", mode="full", fake=True) as fitted:
-        assert "full  a rule; nothing was planned" in fitted.report()
+        assert "full  a rule, without planning" in fitted.report()
     with fit(model, batch, "60%", fake=True) as fitted:
         assert fitted.mode == "auto"
         assert "a rule" not in fitted.report()
@@ -179,9 +179,11 @@ def test_the_report_names_the_mode():
 def test_a_mode_that_takes_too_much_says_what_it_takes_and_what_auto_needs(mode):
     model, batch = made("gpt")
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(BudgetError, match=f"mode='{mode}' is predicted to take") as e:
+    with pytest.raises(
+        BudgetError, match=f"mode='{mode}' is predicted to allocate"
+    ) as e:
         fit(model, batch, "10%", mode=mode, fake=True)
-    assert "the least that a plan of mode='auto' fits into is" in str(e.value)
+    assert "the smallest plan of mode='auto' needs" in str(e.value)
     assert all(torch.equal(before[n], v) for n, v in model.state_dict().items())
     assert {type(m) for m in model.modules()} == {
         type(m) for m in made("gpt")[0].modules()
@@ -195,26 +197,28 @@ def test_a_mode_that_takes_too_much_says_what_it_takes_and_what_auto_needs(mode)
 def test_what_is_measured_decides_where_the_prediction_is_near(monkeypatch):
     model, batch = made("gpt")
     found = mb.profile(model, batch, fake=True)
-    peak = choose_by_mode("full", found.graph, NO_OVERHEADS).simulation.peak_bytes
+    peak = schedule_of_mode("full", found.graph, NO_OVERHEADS).simulation.peak_bytes
     budget = found.graph.static.total + peak
-    honest = tries.measured_peak
+    honest = attempt.measured_peak
     classes = [type(module) for module in model.modules()]
 
     monkeypatch.setattr(
-        tries, "measured_peak", lambda *step: honest(*step) - peak // 50
+        attempt, "measured_peak", lambda *step: honest(*step) - peak // 50
     )
     with fit(model, batch, budget - peak // 50, mode="full", fake=True) as fitted:
         assert fitted.plan.peak_bytes > fitted.plan.budget_bytes >= fitted.peak_bytes
 
-    monkeypatch.setattr(tries, "measured_peak", lambda *step: peak + 1)
-    with pytest.raises(BudgetError, match=f"is measured to take {peak + 1:,} bytes"):
+    monkeypatch.setattr(attempt, "measured_peak", lambda *step: peak + 1)
+    with pytest.raises(
+        BudgetError, match=f"is measured to allocate {peak + 1:,} bytes"
+    ):
         fit(model, batch, budget, mode="full", fake=True)
     assert [type(module) for module in model.modules()] == classes
 
 
 def test_a_plan_of_a_mode_is_refused_by_its_prediction():
     model, _ = made("gpt")
-    with pytest.raises(BudgetError, match="mode='selective' is predicted to take"):
+    with pytest.raises(BudgetError, match="mode='selective' is predicted to allocate"):
         plan_for(profiled("gpt"), model, "10%", "selective")
 
 

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
         ReentrantLimitError,
         SelectionError,
     )
-    from membudget.fit import Fitted, fit
+    from membudget.fit import fit
+    from membudget.fitted import Fitted
     from membudget.graph import StepGraph
     from membudget.memory import (
         Peak,
@@ -113,7 +114,8 @@ _HOMES = {
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))
     ),
-    "membudget.fit": ("Fitted", "fit"),
+    "membudget.fit": ("fit",),
+    "membudget.fitted": ("Fitted",),
     "membudget.graph": ("StepGraph",),
     "membudget.memory": (
         "Peak",

@@ -19,13 +19,12 @@ from membudget.cli_options import (
     write_json,
 )
 from membudget.errors import OptionError, PlanError
-from membudget.files import write_whole
 from membudget.sizes import format_bytes
 from membudget.target import call_make, load_target, without_memory
 
 if TYPE_CHECKING:
     from membudget.audit import AuditReport
-    from membudget.fit import Fitted
+    from membudget.fitted import Fitted
     from membudget.planner.plan import Plan
     from membudget.trial import Trial
 
@@ -176,8 +175,8 @@ def _beside(options: argparse.Namespace, fitted: Fitted, trial: Trial) -> str:
     steps = "1 step" if options.steps == 1 else f"{options.steps} steps"
     return (
         f"{rendered(('', 'predicted', 'measured'), rows)}\n"
-        f"{steps}, plan {len(fitted.tries)}; the budget of {plan.budget_bytes:,} bytes "
-        f"is {kept}"
+        f"{steps}, plan {len(fitted.attempts)}; the budget of {plan.budget_bytes:,} "
+        f"bytes is {kept}"
     )
 
 
@@ -234,7 +233,7 @@ def _read_plan(path: str) -> Plan:
 
 def _write_plan(path: str | None, plan: Plan) -> None:
     if path is not None:
-        write_whole(Path(path), plan.to_json() + "\n", "the plan")
+        plan.to_json(path)
 
 
 def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
@@ -246,8 +245,8 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
 
 def _check_asked(options: argparse.Namespace) -> None:
     """Refuse what is mistyped before a model is made."""
+    from membudget.budget import check_budget
     from membudget.modes import check_mode
-    from membudget.planning import check_budget
 
     check_budget(options.budget)
     check_mode(options.mode)

@@ -57,7 +57,7 @@ def check_mode(mode: str) -> None:
         )
 
 
-def choose_by_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Schedule:
+def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Schedule:
     """Return the regions of a mode other than `auto`, and what comes of them.
 
     Args:

@@ -8,7 +8,7 @@ from statistics import median
 
 from membudget.engine.switches import disable_checkpointing
 from membudget.errors import OptionError
-from membudget.fit import Fitted
+from membudget.fitted import Fitted
 from membudget.memory import peak
 from membudget.profile.cost import synchronised_clock
 from membudget.profile.run import state_kept

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membudget.errors import PlanError
+from membudget.errors import OptionError, PlanError
 from membudget.planner.choice import Choice, Stage
 from membudget.planner.plan import (
     VERSION,
@@ -51,6 +51,14 @@ def test_a_plan_is_read_from_a_file_by_its_path_or_its_name(tmp_path: Path):
     path.write_text(PLAN.to_json())
     assert Plan.from_json(path) == PLAN
     assert Plan.from_json(str(path)) == PLAN
+
+
+def test_a_plan_writes_its_file_whole(tmp_path: Path):
+    path = tmp_path / "plan.json"
+    text = PLAN.to_json(path)
+    assert path.read_text() == f"{text}\n"
+    with pytest.raises(OptionError, match="the plan cannot be written"):
+        PLAN.to_json(tmp_path / "nowhere" / "plan.json")
 
 
 def test_the_file_says_its_version():

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from membudget.errors import PlanError
+from membudget.files import write_whole
 from membudget.graph import StepGraph
 from membudget.planner.choice import Block, Choice, saved_in
 
@@ -100,9 +101,18 @@ class Plan:
         """Return the plan as plain data, for JSON."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
-    def to_json(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps(self.to_dict(), indent=1)
+    def to_json(self, path: str | Path | None = None) -> str:
+        """Return the plan as JSON; with a path, write it there as well.
+
+        An existing file is replaced only once the new one is complete.
+
+        Raises:
+            OptionError: If the file cannot be written.
+        """
+        text = json.dumps(self.to_dict(), indent=1)
+        if path is not None:
+            write_whole(Path(path), f"{text}\n", "the plan")
+        return text
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:

@@ -1,0 +1,187 @@
+"""A budget: from what the user asks for to the bytes that a step may allocate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from membudget._torch import tree_iter
+from membudget.errors import BudgetError, OptionError
+from membudget.graph import StaticBytes
+from membudget.memory.storage import storage_bytes
+from membudget.profile import Profile
+from membudget.sizes import parse_bytes
+
+MARGIN_PERCENT = 5
+"""Of free device memory, for the allocator's rounding and fragments."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a step may allocate.
+
+    Attributes:
+        step_bytes: The most it may allocate above what is in use before it.
+        before_bytes: In use before it: parameters, buffers, optimizer state, batch.
+    """
+
+    step_bytes: int
+    before_bytes: int
+
+    @classmethod
+    def of(cls, asked: int | str, plain: Profile) -> Budget:
+        """Return the budget that a user asks for.
+
+        Args:
+            asked: Bytes in all, such as `"8GiB"`, or a share, such as `"40%"`, of the
+                plain step's peak above what is in use before it.
+            plain: The plain step, recorded.
+
+        Raises:
+            OptionError: If it is neither.
+        """
+        before_bytes = plain.graph.static.total
+        share = share_of(asked)
+        if share is not None:
+            return cls(int(share * plain.peak_bytes), before_bytes)
+        return cls(parse_bytes(asked) - before_bytes, before_bytes)
+
+    @property
+    def bytes_in_all(self) -> int:
+        """The most that may be in use at any time."""
+        return self.step_bytes + self.before_bytes
+
+    def __str__(self) -> str:
+        """Return it as a part of a sentence.
+
+        Example:
+            >>> print(Budget(2000, 500))
+            2,500 bytes, of which 500 are in use before the step starts
+        """
+        return (
+            f"{self.bytes_in_all:,} bytes, of which {self.before_bytes:,} are in use "
+            "before the step starts"
+        )
+
+    def refused(self, found: str, least_bytes: int, what: str = "plan") -> BudgetError:
+        """Return the error that names what does not fit, and what would.
+
+        Args:
+            found: What does not fit, as the beginning of a sentence.
+            least_bytes: The least that some plan is known to fit, above what is in use
+                before the step.
+            what: Which plan that is.
+
+        Example:
+            >>> print(Budget(2000, 500).refused("no plan fits in", 3000))
+            no plan fits in 2,500 bytes, of which 500 are in use before the step starts:
+            2,000 are left for the step, and the smallest plan needs 3,000. Smallest
+            feasible budget: 3,500 bytes
+        """
+        return BudgetError(
+            f"{found} {self}: {max(self.step_bytes, 0):,} are left for the step, and "
+            f"the smallest {what} needs {least_bytes:,}. Smallest feasible budget: "
+            f"{least_bytes + self.before_bytes:,} bytes",
+            asked_bytes=self.step_bytes,
+            least_bytes=least_bytes,
+        )
+
+
+def check_budget(asked: int | str) -> None:
+    """Reject what is no budget, before a step runs for it.
+
+    Raises:
+        OptionError: If it is neither a number of bytes nor a share.
+    """
+    if share_of(asked) is None:
+        parse_bytes(asked)
+
+
+def share_of(asked: int | str) -> float | None:
+    """Return the share that a budget in percent is; `None` for bytes.
+
+    Example:
+        >>> share_of("40%"), share_of("8GiB")
+        (0.4, None)
+    """
+    if not isinstance(asked, str) or not asked.strip().endswith("%"):
+        return None
+    try:
+        share = float(asked.strip()[:-1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise OptionError(
+            f"a budget in percent is more than 0 and at most 100; got {asked!r}"
+        )
+    return share
+
+
+# Without a budget, a step may take what its device has free.
+
+
+def free_bytes(model: Module) -> int:
+    """Return what can be allocated now on a model's device, less the margin.
+
+    Raises:
+        OptionError: If the model is not on one CUDA device.
+    """
+    device = _device_of(model)
+    free, total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device)
+    share = torch.cuda.get_per_process_memory_fraction(device)
+    free = min(free, int(share * total) - reserved)
+    return usable_bytes(free, reserved, torch.cuda.memory_allocated(device))
+
+
+def usable_bytes(free: int, reserved: int, allocated: int) -> int:
+    """Return what can be allocated, less the margin.
+
+    Args:
+        free: What the device has left.
+        reserved: What the allocator has taken of it.
+        allocated: What of that is in use.
+
+    Example:
+        >>> usable_bytes(free=700, reserved=500, allocated=200)
+        950
+    """
+    found = free + reserved - allocated
+    return found - found * MARGIN_PERCENT // 100
+
+
+def budget_in_all(static: StaticBytes, optimizer: Any, usable: int) -> int:
+    """Return the budget in all: what is in use before the step, and what is free.
+
+    An optimizer that has not stepped yet has no state; its state must fit as well.
+
+    Args:
+        static: What is in use in every step.
+        optimizer: The optimizer, its class, or `None`.
+        usable: What can be allocated now.
+
+    Example:
+        >>> static = StaticBytes(parameters=100, buffers=0, inputs=20, optimizer=200)
+        >>> budget_in_all(static, torch.optim.AdamW, 1000)
+        1120
+    """
+    state = getattr(optimizer, "state", None)
+    leaves = tree_iter(dict(state)) if isinstance(state, dict) else ()
+    there = storage_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    absent = max(0, static.optimizer - there)
+    return static.total - absent + usable
+
+
+def _device_of(model: Module) -> torch.device:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    if len(devices) != 1 or any(device.type != "cuda" for device in devices):
+        names = " and ".join(sorted(map(str, devices))) or "no device"
+        raise OptionError(
+            "budget=None takes what is free on the model's CUDA device; this model is "
+            f"on {names}: give bytes, such as budget='8GiB'"
+        )
+    return devices.pop()
