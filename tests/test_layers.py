@@ -14,11 +14,11 @@ SOURCE = Path(__file__).parents[1] / "src" / "membudget"
 FLOORS = (
     "__init__",
     "cli cli_plan cli_options",
-    "compat policies tradeoff trial",
+    "compat tradeoff trial",
     "fit tries planning modes",
     "fit_text plan_text",
     "audit free limit",
-    "apply spans carrier",
+    "apply spans carrier policies",
     "planner profile memory",
     "engine",
     "step selection state scope ops observer graph",

@@ -15,10 +15,9 @@ from typing import Any
 from torch.nn import Module
 
 from membudget.carrier import check_can_carry, put_region, remove_region
-from membudget.engine.options import checked_options
+from membudget.engine.options import Statistics, checked_options
 from membudget.engine.planned import Planned
-from membudget.engine.stages import Stages
-from membudget.engine.statistics import Statistics
+from membudget.engine.policy import Stages
 from membudget.errors import PlanError, SelectionError
 from membudget.planner.plan import Plan, PlannedRegion, fingerprint_of
 from membudget.selection import select_modules

@@ -19,9 +19,8 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
-from membudget.engine.statistics import Statistics
 from membudget.errors import SelectionError
 
 _KEY = "_membudget_region"
@@ -42,7 +41,7 @@ class Carried(Protocol):
 
 
 @dataclass(slots=True)
-class Region:
+class ModuleRegion:
     """A region on one module."""
 
     options: RegionOptions
@@ -66,7 +65,7 @@ def put_region(module: Module, options: RegionOptions, name: str = "") -> Statis
     Returns:
         Where the region counts.
     """
-    region = Region(options, Statistics(name))
+    region = ModuleRegion(options, Statistics(name))
     put(module, region, name)
     return region.statistics
 

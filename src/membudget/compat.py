@@ -35,9 +35,9 @@ from membudget._torch import torch_wrapping
 from membudget.carrier import put_region
 from membudget.engine import sequential
 from membudget.engine.compiled import checkpoint_in_compiled_code
-from membudget.engine.groups import GraphExecGroup
 from membudget.engine.options import ContextPair, checked_options
 from membudget.engine.region import run_region
+from membudget.engine.retention import GraphExecGroup
 from membudget.engine.selective import create_selective_checkpoint_contexts
 from membudget.engine.switches import (
     disable_checkpointing,

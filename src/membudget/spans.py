@@ -24,9 +24,8 @@ from membudget._torch import (
 )
 from membudget.carrier import check_can_carry, has_region, put
 from membudget.engine import isolation
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
 from membudget.errors import CheckpointError, SelectionError
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.replay import signature
+from membudget.engine.replay import verify
 from tests.keeps import VERIFIES
 from tests.oracles import (
     Backward,
@@ -111,7 +111,7 @@ def replay_in_rerun(call: Call) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    signature._VERIFIED.clear()
+    verify._VERIFIED.clear()
 
 
 @functools.cache

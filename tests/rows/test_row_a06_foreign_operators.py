@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import membudget as mb
-from membudget.engine.replay import foreign
+from membudget.engine.replay import execute
 
 NAMESPACE = "membudget_rows"
 
@@ -35,7 +35,7 @@ def operators() -> Iterator[None]:
         f"{NAMESPACE}::counts", lambda ctx, g: (g * 2, None), lib=library
     )
     yield
-    foreign.FAULTY.clear()
+    execute.FAULTY.clear()
     library._destroy()
 
 

@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget.engine.held import HeldTensor, Place, kind_of, nothing_surrounds
+from membudget._torch import tree_iter
+from membudget.engine.held import (
+    ArgumentPlace,
+    HeldTensor,
+    kind_of,
+    nothing_surrounds,
+)
 
 Memo = dict[int, Any]
 
@@ -127,7 +133,7 @@ class HeldArguments:
         devices = (held.device for held in self.tensors)
         return {device.index for device in devices if device.type == "cuda"}
 
-    def _hold(self, value: Any, place: Place) -> Any:
+    def _hold(self, value: Any, place: ArgumentPlace) -> Any:
         memo = self._memo
         key = id(value)
         if key in memo:
@@ -144,7 +150,7 @@ class HeldArguments:
         self.others.append(value)
         return value
 
-    def _hold_container(self, value: Any, place: Place) -> Any:
+    def _hold_container(self, value: Any, place: ArgumentPlace) -> Any:
         # A container may hold itself: what leads back to it stands for itself.
         self._memo[id(value)] = value
         items = [
@@ -157,7 +163,9 @@ class HeldArguments:
 
 
 _DONE: Memo = {}  # Nothing is held after the beginning.
+
 _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
 _CONTAINERS = (list, tuple, dict, set)
 
 
@@ -225,3 +233,31 @@ def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
         if not isinstance(container, dict) or key in attributes:
             object.__setattr__(container, key, item)
     return container
+
+
+def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
+    """Tell whether a nested tensor that a rerun region saves has to be kept.
+
+    Args:
+        nested: The tensor.
+        arguments: The region's arguments.
+    """
+    return nested.layout is not torch.jagged or has_own_offsets(
+        nested, arguments.rebuild()
+    )
+
+
+def has_own_offsets(nested: Tensor, given: Any) -> bool:
+    """Tell whether a tensor is jagged by other offsets than all those given are."""
+    offsets = _offsets_of(nested)
+    return offsets is not None and not any(
+        isinstance(t, Tensor) and _offsets_of(t) is offsets for t in tree_iter(given)
+    )
+
+
+def _offsets_of(tensor: Any) -> Tensor | None:
+    """Return the object that holds the offsets of a jagged tensor; `None` of others."""
+    if not tensor.is_nested or tensor.layout is not torch.jagged:
+        return None
+    offsets: Tensor = tensor.offsets()
+    return offsets

@@ -20,10 +20,13 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
-from membudget.engine.compare import Metadata
-from membudget.engine.signature import Key, signature_of
+from membudget.engine.comparison import Metadata
+from membudget.engine.signature import (
+    Signature,
+    signature_of,
+)
 
-Path = list[Metadata]
+SavedPath = list[Metadata]
 
 _MOST_KEYS = 4096
 _MOST_PATHS = 1024
@@ -44,7 +47,7 @@ class Owner:
 
     __slots__ = ("_refs", "adds_gradients", "differentiates", "replays")
 
-    def __init__(self, key: Key, parts: list[Any]):
+    def __init__(self, key: Signature, parts: list[Any]):
         """Begin with nothing known, until one of `parts` dies."""
         self.differentiates = self.adds_gradients = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
@@ -76,10 +79,10 @@ class Calls:
         "writes_silently",
     )
 
-    def __init__(self, owner: Owner, key: Key, parts: list[Any]):
+    def __init__(self, owner: Owner, key: Signature, parts: list[Any]):
         """Begin before the first call."""
         self.owner = owner
-        self.paths: dict[int, Path] = {}
+        self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
         self._refs = _held_weakly(parts, _KNOWN, key)
         self._count = 0
@@ -101,7 +104,7 @@ class Calls:
             self._is_settled = True
         return True
 
-    def end(self, path: Path) -> bool:
+    def end(self, path: SavedPath) -> bool:
         """Note what a call saved, if that is none of `paths`.
 
         Returns:
@@ -117,7 +120,7 @@ class Calls:
             self._patience = _PATIENCE
         return True
 
-    def verified(self, path: Path) -> None:
+    def verified(self, path: SavedPath) -> None:
         """Note that a call that saved this was recomputed bit for bit."""
         if len(self._verified) >= _MOST_PATHS:
             self._verified.clear()
@@ -127,13 +130,13 @@ class Calls:
         self._is_settled = not self._awaited
         self._remember(path)
 
-    def _remember(self, path: Path) -> None:
+    def _remember(self, path: SavedPath) -> None:
         if len(self.paths) >= _MOST_PATHS:
             self.paths.clear()
         self.paths[len(path)] = path
 
 
-def _hash_of(path: Path) -> int:
+def _hash_of(path: SavedPath) -> int:
     """Return what stays the same where only the lengths of dimensions vary.
 
     A router saves other lengths in each call; that is no other path.
@@ -141,8 +144,8 @@ def _hash_of(path: Path) -> int:
     return hash(tuple([(dtype, len(shape)) for shape, dtype, _, _ in path]))
 
 
-_KNOWN: dict[Key, Calls] = {}
-_OWNERS: dict[Key, Owner] = {}
+_KNOWN: dict[Signature, Calls] = {}
+_OWNERS: dict[Signature, Owner] = {}
 
 
 def calls_of(
@@ -159,7 +162,7 @@ def forget_calls() -> None:
     _OWNERS.clear()
 
 
-def _first_calls(key: Key, parts: list[Any], held: int) -> Calls:
+def _first_calls(key: Signature, parts: list[Any], held: int) -> Calls:
     # Without parts, the function is one of C++, which the key names.
     owner_key = tuple(map(id, parts[:held])) or key[:3]
     owner = _OWNERS.get(owner_key)
@@ -172,7 +175,9 @@ def _first_calls(key: Key, parts: list[Any], held: int) -> Calls:
     return calls
 
 
-def _held_weakly(parts: list[Any], known: dict[Key, Any], key: Key) -> list[Any]:
+def _held_weakly(
+    parts: list[Any], known: dict[Signature, Any], key: Signature
+) -> list[Any]:
     """Hold `parts` so that the entry under `key` goes with the first that dies."""
     pop = known.pop  # At the end of the process the dict's own name may be gone.
 

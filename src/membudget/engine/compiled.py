@@ -23,11 +23,10 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from membudget._torch import constant_to_dynamo
-from membudget.engine.diagnosis import module_names
-from membudget.engine.options import OPTION_NAMES, RegionOptions
+from membudget.engine.mismatch import module_names
+from membudget.engine.options import OPTION_NAMES, ContextPair
 from membudget.engine.policy import Policy, as_policy, reads_names
-from membudget.engine.selective import ContextPair, TorchPolicy, contexts_of
-from membudget.engine.statistics import Statistics
+from membudget.engine.selective import TorchPolicy, contexts_of
 from membudget.errors import OptionError
 
 
@@ -47,48 +46,38 @@ def checkpoint_in_compiled_code(
     keep, context_fn = kwargs.get("keep"), kwargs.get("context_fn")
     kwargs = {k: v for k, v in kwargs.items() if k not in OPTION_NAMES}
     if function is not None:
-        return _run(function, args, kwargs, keep, context_fn, "")
+        return run_compiled(function, args, kwargs, keep, context_fn)
 
     def decorated(wrapped: Callable[..., Any]) -> Callable[..., Any]:
         def region(*args: Any, **kwargs: Any) -> Any:
-            return _run(wrapped, args, kwargs, keep, context_fn, "")
+            return run_compiled(wrapped, args, kwargs, keep, context_fn)
 
         return region
 
     return decorated
 
 
-def run_in_compiled_code(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    statistics: Statistics | None,
-) -> Any:
-    """Run a region whose options were checked before.
-
-    Args:
-        function: What the region calls.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments, without options.
-        options: The region's options.
-        statistics: Where it would count: it knows the region's name in the model.
-
-    Returns:
-        What `function` returns.
-    """
-    label = "" if statistics is None else statistics.label
-    return _run(function, args, kwargs, options.keep, options.context_fn, label)
-
-
-def _run(
+def run_compiled(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     keep: Any,
     context_fn: Callable[[], ContextPair] | None,
-    label: str,
+    label: str = "",
 ) -> Any:
+    """Run a region through torch's checkpoint, which Dynamo turns into a graph.
+
+    Args:
+        function: The function of the region.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments, without options.
+        keep: Which outputs to keep; see `RegionOptions`.
+        context_fn: As in `torch.utils.checkpoint`.
+        label: The region's name in the model.
+
+    Returns:
+        What `function` returns.
+    """
     if keep is not None:
         owner = function.__self__ if isinstance(function, MethodType) else function
         if not isinstance(owner, Module):

@@ -19,9 +19,9 @@ from torch.nn import Parameter
 
 from membudget._torch import is_forward_ad_on, top_saved_tensors_hooks
 from membudget.state.bits import SKIPPED, Fingerprint, content_of
-from membudget.state.identity import StorageMark, address_of, version_of
+from membudget.state.identity import address_of, storage_of, version_of
 
-Place = tuple[Any, Any]
+ArgumentPlace = tuple[Any, Any]
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
@@ -52,11 +52,11 @@ class Packed:
     itself if it has its storage, and then it must have its version, too.
     """
 
-    __slots__ = ("_mark", "_packed", "_stride", "_version")
+    __slots__ = ("_packed", "_storage", "_stride", "_version")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]):
         """Hand `tensor` to the hooks."""
-        self._mark = StorageMark(tensor)
+        self._storage = ref(storage_of(tensor))
         self._version = version_of(tensor)
         self._stride = stride_of(tensor)
         self._packed = pack(tensor.detach())
@@ -65,11 +65,15 @@ class Packed:
         """Return what the hooks hand back, and whether it was written since."""
         tensor = unpack(self._packed)
         # An alias made below autograd counts its own versions, from 0.
-        is_changed = version_of(tensor) > self._version and self._mark.is_of(tensor)
+        is_changed = (
+            version_of(tensor) > self._version
+            and address_of(tensor) != 0
+            and storage_of(tensor) is self._storage()
+        )
         return with_stride(tensor, self._stride).detach(), is_changed
 
 
-def _place_name(place: Place) -> str:
+def _place_name(place: ArgumentPlace) -> str:
     owner, key = place
     return f"argument {key!r}" if owner is None else f"{_place_name(owner)}[{key!r}]"
 
@@ -90,7 +94,7 @@ class HeldTensor:
     alias: Tensor
     content: Fingerprint
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         """Hold `tensor`."""
         self.alias = tensor.detach()
         self.place = place
@@ -144,7 +148,7 @@ class _HeldParameter(HeldTensor):
 
     __slots__ = ("_address",)
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         self.alias = tensor
         self.place = place
         self.version = version_of(tensor)
@@ -164,7 +168,7 @@ class _HeldConstant(HeldTensor):
 
     __slots__ = ("_origin",)
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         super().__init__(tensor, place)
         self._origin = ref(tensor)
 
@@ -180,7 +184,7 @@ class _HeldDual(HeldTensor):
 
     __slots__ = ("_requires_grad", "_tangent")
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         super().__init__(tensor, place)
         self._requires_grad = tensor.requires_grad
         self._tangent = unpack_dual(tensor).tangent
@@ -195,7 +199,7 @@ class _HeldPacked(HeldTensor):
 
     __slots__ = ("_device", "_given", "_packed", "_requires_grad", "_unpack")
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         hooks = top_saved_tensors_hooks()
         assert hooks is not None, "kind_of chooses this class under hooks alone"
         pack, self._unpack = hooks

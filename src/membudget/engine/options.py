@@ -1,4 +1,4 @@
-"""The options of a region: what they mean, and that they are checked at once."""
+"""The options of a region, and what it counts."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from membudget.engine.policy import Policy, as_policy
 from membudget.errors import OptionError
 
 DeterminismCheck = Literal["default", "values", "none"]
+
 Engine = Literal["auto", "rerun", "replay"]
+
 Verify = bool | Literal["fingerprints", "always"]
+
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -162,6 +165,7 @@ class RegionOptions:
 
 
 OPTION_NAMES = frozenset(f.name for f in fields(RegionOptions) if f.init)
+
 DEFAULTS = RegionOptions()
 
 
@@ -197,3 +201,32 @@ def checked_options(options: Mapping[str, Any]) -> RegionOptions:
             f"{', '.join(sorted(OPTION_NAMES))}"
         )
     return RegionOptions(**options)
+
+
+class Statistics:
+    """Counts over all the calls of one region.
+
+    Attributes:
+        label: The region's name, which errors use, too.
+        forwards: Calls that dropped saved tensors.
+        skipped: Calls in which nothing needed a gradient.
+        recomputes: Times that dropped tensors were made again.
+        pinned: How many values a replay region keeps because they did not come back.
+    """
+
+    __slots__ = ("forwards", "label", "pinned", "recomputes", "skipped")
+
+    def __init__(self, label: str = ""):
+        """Begin at zero."""
+        self.label = label
+        self.forwards = 0
+        self.skipped = 0
+        self.recomputes = 0
+        self.pinned = 0
+
+    def count_call(self, has_saved: bool) -> None:
+        """Count a call of the region."""
+        if has_saved:
+            self.forwards += 1
+        else:
+            self.skipped += 1

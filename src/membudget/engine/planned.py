@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from membudget.engine.policy import Candidate, Policy
-from membudget.engine.stages import Stages
+from membudget.engine.policy import Candidate, Policy, Stages
 
 
 class Planned(Policy):
@@ -37,7 +36,7 @@ class Planned(Policy):
 
     def begin(self) -> Policy:
         """Return the policy of one call."""
-        return _Call(self, self._kept)
+        return _PlannedCall(self, self._kept)
 
     def keeps(self, candidate: Candidate) -> bool:
         """Tell whether the plan keeps the output, whatever else ran in the call."""
@@ -45,7 +44,7 @@ class Planned(Policy):
         return expected is not None and _is(candidate.operator, expected)
 
 
-class _Call(Policy):
+class _PlannedCall(Policy):
     """The policy in one call of the region: it knows what has passed."""
 
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):

@@ -7,15 +7,36 @@ with `|`, `&` and `~`, and pickle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
-from membudget.engine.stages import Stages
 from membudget.errors import OptionError
+
+Output = tuple[int, int]
+"""The number of an operator in the region's call, from 1, and which of its outputs."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Parts of the way back; each makes again what it serves, and lets go of the rest.
+
+    Attributes:
+        firsts: The first saved tensor of each stage, by its number among those that the
+            region saves, from 0, in the order of the forward.
+        held: What each stage leaves for later ones once it has made it.
+    """
+
+    firsts: Sequence[int]
+    held: Sequence[Collection[Output]]
+
+    def of(self, saved: int) -> int:
+        """Return the stage that serves a saved tensor."""
+        return max(0, bisect_right(self.firsts, saved) - 1)
 
 
 class Candidate:
@@ -254,24 +275,8 @@ def inside(*patterns: str) -> Policy:
 
 
 nothing: Policy = _Always(False)
+
 everything: Policy = _Always(True)
-matmuls = operators(
-    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"),
-    *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm"),
-    *("linear", "mkldnn_linear", "_addmm_activation"),
-)
-convolutions = operators(
-    *("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
-    *("convolution_overrideable", "_slow_conv2d_forward", "conv_depthwise3d"),
-    *("cudnn_convolution_transpose", "miopen_convolution"),
-)
-attention = operators(
-    *("_scaled_dot_product_flash_attention", "_flash_attention_forward"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_efficient_attention_forward"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_attention_math_for_mps", "_cudnn_attention_forward"),
-    "_scaled_dot_product_fused_attention_overrideable",
-)
 
 
 def as_policy(keep: Any) -> Policy:

@@ -27,14 +27,19 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.contents import Contents
-from membudget.engine.reach import Reached, reach
-from membudget.engine.watch import Watch, rewritten_error, silently_written_error
+from membudget.engine.changes import (
+    Contents,
+    Watch,
+    name_of,
+    names_of,
+    rewritten_error,
+    silently_written_error,
+)
+from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
@@ -275,22 +280,6 @@ def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]
                 bound[key] = value.detach()
         pairs.append((module.__dict__, bound))
     return pairs
-
-
-def names_of(function: Any, others: list[Any]) -> dict[int, str]:
-    """Return the names of what `function` reaches, by identity and by storage."""
-    reached = reach(function, others, names=True)
-    known = dict(reached.names or {})
-    for tensor in reached.tensors:
-        known.setdefault(address_of(tensor), known[id(tensor)])
-    return known
-
-
-def name_of(tensor: Tensor, names: dict[int, str]) -> str:
-    """Return what an error calls a tensor that the region reached."""
-    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-    name = names.get(id(tensor)) or names.get(address_of(tensor))
-    return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
 
 
 def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:

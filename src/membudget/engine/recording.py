@@ -9,14 +9,16 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from membudget.engine.arguments import must_keep
 from membudget.engine.calls import Calls
-from membudget.engine.compare import Metadata, metadata
-from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.nested import must_keep
-from membudget.engine.options import ContextPair, RegionOptions
-from membudget.engine.statistics import Statistics
+from membudget.engine.comparison import (
+    Fingerprints,
+    Metadata,
+    metadata,
+)
+from membudget.engine.mismatch import Trace
+from membudget.engine.options import ContextPair, RegionOptions, Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
-from membudget.engine.trace import Trace
 from membudget.errors import CheckpointError, RecomputeMismatchError
 from membudget.state.identity import address_of
 
@@ -28,7 +30,7 @@ _STATEFUL = (
 )
 
 
-class Handle:
+class RerunHandle:
     """What autograd holds in place of a saved tensor.
 
     Attributes:
@@ -46,7 +48,7 @@ class Handle:
     version: int | None
 
 
-class Kept(Handle):
+class KeptHandle(RerunHandle):
     """A handle whose tensor was not dropped."""
 
     __slots__ = ("_kept",)
@@ -112,7 +114,7 @@ class Recording:
         self.statistics = statistics
         kind = GuardedSurroundings if options.guards else Surroundings
         self.surroundings: Surroundings = kind(function, args, kwargs, options)
-        self.handles: list[ReferenceType[Handle]] = []
+        self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
         self.lock = RLock()
@@ -127,20 +129,20 @@ class Recording:
         """The region's name, for errors."""
         return self.statistics.label if self.statistics is not None else ""
 
-    def pack(self, tensor: Tensor) -> Handle:
+    def pack(self, tensor: Tensor) -> RerunHandle:
         """Note a tensor that autograd saves, and return what stands for it."""
         if tensor.is_nested and must_keep(tensor, self.surroundings.arguments):
-            return Kept(tensor)
-        handle = Handle()
+            return KeptHandle(tensor)
+        handle = RerunHandle()
         handle.tensor = None
         self.handles.append(ref(handle))
         self.metadata.append(metadata(tensor))
         return handle
 
-    def pack_checked(self, tensor: Tensor) -> Handle:
+    def pack_checked(self, tensor: Tensor) -> RerunHandle:
         """Do the same; take a fingerprint of the bytes, and hold the tensor."""
         handle = self.pack(tensor)
-        if isinstance(handle, Kept):
+        if isinstance(handle, KeptHandle):
             return handle
         if self.fingerprints is not None:
             self.fingerprints.add(tensor)

@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
-from membudget.engine.options import RegionOptions
-from membudget.engine.statistics import Statistics
+from membudget.engine.changes import rewritten_error
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.switches import RECOMPUTING
-from membudget.engine.watch import rewritten_error
 from membudget.errors import ReentrantLimitError
 from membudget.scope import Scope
 from membudget.state.identity import version_of
@@ -39,7 +38,7 @@ from membudget.state.identity import version_of
 _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 
 
-class _Call:
+class _ReentrantCall:
     """One call of the region: what its backward needs."""
 
     def __init__(
@@ -78,7 +77,7 @@ class _Call:
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _ReentrantCall, *tensors: Tensor) -> Any:
         ctx.call = call
         # An undefined gradient must stay one: a plain step sends nothing there, either.
         ctx.set_materialize_grads(False)
@@ -119,7 +118,7 @@ class _Reentrant(torch.autograd.Function):
 
 
 def _differentiate(
-    call: _Call, inputs: list[Tensor], gradients: tuple[Tensor | None, ...]
+    call: _ReentrantCall, inputs: list[Tensor], gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Run the function again with a graph and send the gradients through it."""
     if call.statistics is not None:
@@ -183,7 +182,7 @@ def run_reentrant(
     Raises:
         ReentrantLimitError: If a gradient would be lost.
     """
-    call = _Call(function, args, kwargs, options)
+    call = _ReentrantCall(function, args, kwargs, options)
     _check_hidden(call)
     if call.surroundings.is_lazy:
         raise ReentrantLimitError(
@@ -208,7 +207,7 @@ def run_reentrant(
     return call.sequence(output) if call.sequence is not None else output
 
 
-def _check_hidden(call: _Call) -> None:
+def _check_hidden(call: _ReentrantCall) -> None:
     for name, value in zip(
         call.names, (*call.others, *call.keywords.values()), strict=True
     ):
@@ -220,7 +219,7 @@ def _check_hidden(call: _Call) -> None:
             )
 
 
-def _check_grown(call: _Call) -> None:
+def _check_grown(call: _ReentrantCall) -> None:
     """Refuse tensors that the function left in a container that it was given."""
     arguments = call.surroundings.arguments
     if arguments.is_nested and _count_tensors(

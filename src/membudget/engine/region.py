@@ -55,19 +55,20 @@ from torch.compiler import is_compiling
 
 from membudget.engine import isolation
 from membudget.engine.calls import calls_of
-from membudget.engine.compiled import checkpoint_in_compiled_code, run_in_compiled_code
-from membudget.engine.diagnosis import note_refused_hooks
-from membudget.engine.frame import Frame
+from membudget.engine.compiled import checkpoint_in_compiled_code, run_compiled
+from membudget.engine.mismatch import note_refused_hooks
 from membudget.engine.options import (
     DEFAULTS,
+    ContextPair,
     RegionOptions,
+    Statistics,
     checked_options,
     take_options,
 )
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.selective import ContextPair, policy_of
-from membudget.engine.statistics import Statistics
+from membudget.engine.rerun_frame import RerunFrame
+from membudget.engine.selective import policy_of
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
 from membudget.errors import CheckpointError
@@ -159,7 +160,10 @@ def run_region(
         What `function` returns.
     """
     if is_compiling():
-        return run_in_compiled_code(function, args, kwargs, options, statistics)
+        label = "" if statistics is None else statistics.label
+        return run_compiled(
+            function, args, kwargs, options.keep, options.context_fn, label
+        )
     return _run_eagerly(function, args, kwargs, options, statistics)
 
 
@@ -204,12 +208,12 @@ def _frame(
     kwargs: dict[str, Any],
     options: RegionOptions,
     statistics: Statistics | None,
-) -> Frame | ReplayFrame:
+) -> RerunFrame | ReplayFrame:
     """Choose the engine."""
     if not options.always_replays:
         calls = calls_of(function, args, kwargs) if options.verifies else None
         if calls is None or not (calls.owner.replays and options.may_replay):
-            frame = Frame(function, args, kwargs, options, statistics, calls)
+            frame = RerunFrame(function, args, kwargs, options, statistics, calls)
             if not frame.surroundings.needs_repair:
                 return frame
             if not options.may_replay:

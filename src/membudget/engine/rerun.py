@@ -22,23 +22,27 @@ from membudget._torch import (
     storage_address,
 )
 from membudget.callsite import CallSite, calling_frame
-from membudget.engine.compare import (
+from membudget.engine.arguments import must_keep
+from membudget.engine.changes import changed_error
+from membudget.engine.comparison import (
     Metadata,
+    RecomputedFingerprints,
     describe,
     metadata,
-    mismatch_error,
     same_metadata,
 )
-from membudget.engine.diagnosis import (
+from membudget.engine.mismatch import (
+    Trace,
     likely_causes,
+    mismatch_error,
     module_names,
+    side_by_side,
 )
-from membudget.engine.fingerprints import Comparison
-from membudget.engine.nested import must_keep
 from membudget.engine.reads import Externals
-from membudget.engine.recording import Handle, Recording
-from membudget.engine.trace import Trace, side_by_side
-from membudget.engine.watch import changed_error
+from membudget.engine.recording import (
+    Recording,
+    RerunHandle,
+)
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
@@ -74,7 +78,9 @@ class Rerun:
         self._last_needed = recording.last_needed()
         self._is_guarded = recording.options.guards
         forward = recording.fingerprints
-        self._fingerprints = None if forward is None else Comparison(forward)
+        self._fingerprints = (
+            None if forward is None else RecomputedFingerprints(forward)
+        )
         self._may_stop = recording.stops_early()
 
     def run(self) -> None:
@@ -214,7 +220,7 @@ class Rerun:
     def _is_kept(self, nested: Tensor) -> bool:
         return must_keep(nested, self._recording.surroundings.arguments)
 
-    def _check_external(self, handle: Handle, externals: Externals) -> None:
+    def _check_external(self, handle: RerunHandle, externals: Externals) -> None:
         """Refuse what was changed; a buffer that is put back has no version to keep."""
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
@@ -229,7 +235,7 @@ class Rerun:
         if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
-    def _compare(self, fingerprints: Comparison) -> None:
+    def _compare(self, fingerprints: RecomputedFingerprints) -> None:
         """Refuse a tensor whose bytes are not those of the forward."""
         index = fingerprints.difference()
         if index is not None:
@@ -279,7 +285,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _mark_what_it_has(handle: Handle, tensor: Tensor) -> None:
+def _mark_what_it_has(handle: RerunHandle, tensor: Tensor) -> None:
     """Mark an inference tensor, which has no version, or a sparse one: no storage."""
     handle.version = None if tensor.is_inference() else tensor._version
     handle.address = None

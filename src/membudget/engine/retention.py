@@ -9,11 +9,14 @@ drops the handle), so that several backwards recompute each region at most once.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Protocol
 from weakref import ReferenceType, ref
 
 from membudget._torch import at_end_of_backward, current_graph_task_id
+from membudget.engine.switches import SWITCHES
+from membudget.errors import CheckpointError
 
 
 class Releasable(Protocol):
@@ -29,6 +32,7 @@ _Frames = list["ReferenceType[Releasable]"]
 # fails never calls back; its entry holds nothing but dead references, and is dropped
 # when later ones have pushed it out.
 _BY_BACKWARD: dict[int, _Frames] = {}
+
 _MOST_BACKWARDS = 64
 
 # The groups that are open: while there are any, recomputed tensors stay. They are
@@ -95,3 +99,102 @@ def _release(frames: _Frames) -> None:
         frame = reference()
         if frame is not None:
             frame.release()
+
+
+class GraphExecGroup:
+    """Recompute each region at most once over all backwards run inside.
+
+    As `torch.utils.checkpoint.GraphExecGroup`, except that the backwards may overlap.
+    Groups do not nest.
+    """
+
+    def __init__(self) -> None:
+        """Make a group; enter it with `with`."""
+        self._group: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> GraphExecGroup:
+        """Open the group.
+
+        Raises:
+            CheckpointError: If a group is open already.
+        """
+        if OPEN_GROUPS:
+            raise CheckpointError(
+                "GraphExecGroup contexts cannot be nested; leave the outer one first"
+            )
+        self._group = execution_group()
+        self._group.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the group and free what it held."""
+        if self._group is not None:
+            self._group.__exit__(kind, error, trace)
+            self._group = None
+
+
+class Recomputable(Protocol):
+    """One call of a region, of either engine."""
+
+    def recompute(self) -> None:
+        """Make every dropped tensor now."""
+
+
+class Regions:
+    """The regions that ran in a stretch of code, held weakly.
+
+    They live for as long as the graph to which they belong.
+    """
+
+    __slots__ = ("_frames",)
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._frames: list[ReferenceType[Recomputable]] = []
+
+    def add(self, frame: Recomputable) -> None:
+        """Note a region that ran."""
+        self._frames.append(ref(frame))
+
+    def __len__(self) -> int:
+        """Return how many are alive."""
+        return len(self._alive())
+
+    def recompute(self) -> None:
+        """Make what the regions dropped, before a backward asks for it.
+
+        The next backward takes it, and then it is gone as ever. A pipeline stage does
+        so while it waits for the gradient.
+        """
+        for frame in self._alive():
+            frame.recompute()
+
+    def _alive(self) -> list[Recomputable]:
+        frames = (reference() for reference in self._frames)
+        return [frame for frame in frames if frame is not None]
+
+
+@contextmanager
+def collect_regions() -> Iterator[Regions]:
+    """Collect the regions that run inside, in this thread.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with mb.collect_regions() as regions:
+        ...     y = mb.checkpoint(lambda x: x.sin().exp(), x)
+        >>> regions.recompute()
+        >>> y.sum().backward()
+    """
+    regions = Regions()
+    before, any_before = SWITCHES.collector, SWITCHES.any
+    SWITCHES.collector, SWITCHES.any = regions.add, True
+    try:
+        yield regions
+    finally:
+        SWITCHES.collector, SWITCHES.any = before, any_before

@@ -10,7 +10,6 @@ step. Wherever torch's checkpoint takes the contexts, as it does inside of
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +24,11 @@ from membudget._torch import (
     is_view_operator,
     tree_iter,
 )
+from membudget.engine.options import ContextPair
 from membudget.engine.policy import Candidate, Policy
 from membudget.errors import OptionError, OptionTypeError
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
-ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 

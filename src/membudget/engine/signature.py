@@ -23,7 +23,7 @@ from torch.nn import Module, Parameter
 
 from membudget._torch import is_any_autocast_enabled
 
-Key = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 _MOST_ENTRIES = 256
 _MOST_ITEMS = 64
@@ -31,7 +31,7 @@ _MOST_ITEMS = 64
 
 def signature_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Key, list[Any], int]:
+) -> tuple[Signature, list[Any], int]:
     """Describe a call, in less than a microsecond.
 
     Returns:

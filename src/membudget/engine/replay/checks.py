@@ -12,14 +12,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from membudget.engine.options import RegionOptions
-from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.replay.fingerprinted import (
+    BackwardComparison,
+    Fingerprinter,
+)
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.signature import Verified
-from membudget.engine.replay.values import Handle
-from membudget.engine.replay.verify import Originals
-from membudget.engine.statistics import Statistics
+from membudget.engine.replay.tape import ReplayHandle
+from membudget.engine.replay.verify import Originals, Verified
 from membudget.errors import ChangedSinceForwardError, OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
@@ -76,7 +77,7 @@ class Checks:
         self._statistics = statistics
         self._originals: Originals | None = None
         self._served: Originals | None = None
-        self._comparison: Comparison | None = None
+        self._comparison: BackwardComparison | None = None
         if verified is not None:
             self._begin(recorder, verified)
 
@@ -123,7 +124,7 @@ class Checks:
 
     # What is saved.
 
-    def note(self, recorder: Recorder, handle: Handle, tensor: Tensor) -> None:
+    def note(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
         """Note what autograd saves, and what stands for it."""
         recording = recorder.recording
         if recording.path is not None:
@@ -135,13 +136,13 @@ class Checks:
         if is_first or self._is_strict:
             handle.saved_version = _saved_version(tensor)
 
-    def _add(self, recorder: Recorder, handle: Handle, tensor: Tensor) -> None:
+    def _add(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
         if self._originals is not None:
             self._originals.add(handle, tensor)
         elif recorder.fingerprinter is not None:
             recorder.fingerprinter.add(handle, tensor)
 
-    def original(self, recorder: Recorder, handle: Handle) -> Tensor | None:
+    def original(self, recorder: Recorder, handle: ReplayHandle) -> Tensor | None:
         """Return what a handle stands for, where that is still there.
 
         While the forward runs, what is still to be verified may have been written
@@ -184,7 +185,7 @@ class Checks:
             self._count_pins(verified)
             verified.add(path)
         elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
-            self._comparison = Comparison(verified, path)
+            self._comparison = BackwardComparison(verified, path)
         elif recording.path is None:
             verified.add(path)  # Nothing was dropped.
         elif path[: recording.number] not in verified.paths:
@@ -193,12 +194,14 @@ class Checks:
             return content_of
         return sample_of if verified.is_sampled() else None
 
-    def check_inside(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+    def check_inside(
+        self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer
+    ) -> None:
         """Check what a backward takes while the forward still runs."""
         if handle.fingerprint is not None and self._verified is not None:
-            Comparison(self._verified, ()).check(handle, tensor, replayer)
+            BackwardComparison(self._verified, ()).check(handle, tensor, replayer)
 
-    def check(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+    def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
         """Check what a backward takes."""
         if handle.fingerprint is None or self._comparison is None:
             return
@@ -212,7 +215,7 @@ class Checks:
         if self._statistics is not None:
             self._statistics.pinned = len(verified.pins)
 
-    def check_version(self, handle: Handle) -> None:
+    def check_version(self, handle: ReplayHandle) -> None:
         """Do what autograd does where no saved-tensor hooks are (row B14).
 
         Raises:

@@ -28,9 +28,16 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.signature import Path, Verified
-from membudget.engine.replay.values import Handle, Value
-from membudget.engine.replay.verify import is_made_again, pin
+from membudget.engine.replay.tape import (
+    ReplayHandle,
+    Value,
+)
+from membudget.engine.replay.verify import (
+    OperatorPath,
+    Verified,
+    is_made_again,
+    pin,
+)
 from membudget.errors import RecomputeMismatchError
 from membudget.state.bits import (
     content_of,
@@ -52,10 +59,10 @@ class Fingerprinter:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._held: dict[int, list[tuple[Handle, Tensor]]] = {}
+        self._held: dict[int, list[tuple[ReplayHandle, Tensor]]] = {}
         self.taken = 0
 
-    def add(self, handle: Handle, tensor: Tensor) -> None:
+    def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
         """Note what stands for a tensor that autograd saves."""
         value = getattr(handle, "value", None)  # It may be found later.
         is_source = value is not None and not is_made_again(value)
@@ -63,7 +70,7 @@ class Fingerprinter:
             held = self._held.setdefault(address_of(tensor), [])
             held.append((handle, detach_with_version(tensor)))
 
-    def of(self, handle: Handle) -> Tensor | None:
+    def of(self, handle: ReplayHandle) -> Tensor | None:
         """Return what a handle stands for, as long as it has no fingerprint."""
         for held in self._held.values():
             for other, tensor in held:
@@ -100,12 +107,12 @@ class Fingerprinter:
                 handle.fingerprint = content_of(tensor)
 
 
-class Comparison:
+class BackwardComparison:
     """Compares what a backward takes from one call with its fingerprints."""
 
     __slots__ = ("_is_ending", "_path", "_verified")
 
-    def __init__(self, verified: Verified, path: Path):
+    def __init__(self, verified: Verified, path: OperatorPath):
         """Begin when the forward has ended.
 
         Args:
@@ -116,14 +123,14 @@ class Comparison:
         self._path = path
         self._is_ending = False
 
-    def compare(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+    def compare(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
         """Compare what a backward takes; the path is verified when that ends."""
         self.check(handle, tensor, replayer)
         if not self._is_ending and current_graph_task_id() >= 0:
             self._is_ending = True
             at_end_of_backward(self._end)
 
-    def check(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
+    def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
         """Compare what was made again for a handle.
 
         Raises:
@@ -138,7 +145,9 @@ class Comparison:
     def _end(self) -> None:
         self._verified.add(self._path)
 
-    def _error(self, handle: Handle, wrong: list[Value]) -> RecomputeMismatchError:
+    def _error(
+        self, handle: ReplayHandle, wrong: list[Value]
+    ) -> RecomputeMismatchError:
         roots = {value.root or value for value in wrong}
         pins = self._verified.pins
         texts = [pin(root, pins) for root in roots if not _comes_of(root, roots)]
@@ -151,13 +160,13 @@ class Comparison:
         )
 
 
-def _differs(handle: Handle, tensor: Tensor) -> bool:
+def _differs(handle: ReplayHandle, tensor: Tensor) -> bool:
     noted, handle.fingerprint = handle.fingerprint, None
     assert noted is not None
     return is_made_again(handle.value) and has_changed(tensor, noted)
 
 
-def _all_wrong(first: Handle, replayer: Replayer) -> list[Value]:
+def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[Value]:
     """Return what is wrong of all that the region has still to serve."""
     wrong = [first.value]
     for handle in replayer.living():

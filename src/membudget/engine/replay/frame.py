@@ -16,43 +16,42 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from membudget._torch import (
     hide_from_dynamo,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
-    without_dispatch_modes,
 )
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
 from membudget.engine.ambient import Ambient
-from membudget.engine.diagnosis import module_names
-from membudget.engine.held import Packed
-from membudget.engine.options import RegionOptions
-from membudget.engine.reads import name_of, names_of
-from membudget.engine.replay.checks import Checks
-from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.running import SourceChangedError, SourceFreedError
-from membudget.engine.replay.signature import verified
-from membudget.engine.replay.tracker import copy_of
-from membudget.engine.replay.values import Handle, Value
-from membudget.engine.retention import OPEN_GROUPS
-from membudget.engine.statistics import Statistics
-from membudget.engine.watch import changed_error
-from membudget.errors import (
-    ChangedSinceForwardError,
-    CheckpointError,
+from membudget.engine.changes import (
+    changed_error,
+    name_of,
+    names_of,
 )
+from membudget.engine.mismatch import module_names
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.replay.checks import Checks
+from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.recorder import Recorder
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.sources import (
+    SourceChangedError,
+    SourceFreedError,
+    settle_source,
+)
+from membudget.engine.replay.tape import (
+    ReplayHandle,
+)
+from membudget.engine.replay.verify import verified
+from membudget.engine.retention import OPEN_GROUPS
+from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.ops import tensors_in
 from membudget.scope import Scope
 from membudget.state.bits import is_subclass
-from membudget.state.identity import address_of, version_of
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+from membudget.state.identity import address_of
 
 
 class ReplayFrame:
@@ -90,7 +89,7 @@ class ReplayFrame:
         if options.verify:
             known = verified(options.policy, function, args, kwargs)
         policy = options.policy.begin()
-        recording = OperatorRecording(
+        recording = ForwardRecord(
             policy,
             options.decisions,
             set() if known is None else known.pins,
@@ -176,7 +175,7 @@ class ReplayFrame:
         for reference in recording.tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
-                _settle(source, outer, take)
+                settle_source(source, outer, take)
         if outer is not None:
             self._replayer.unpack = outer[1]
 
@@ -185,7 +184,7 @@ class ReplayFrame:
         """Whether the forward saved anything."""
         return bool(self._replayer.handles)
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> ReplayHandle:
         recorder = self._recorder
         assert recorder is not None
         recorder.is_suspended = True
@@ -214,7 +213,7 @@ class ReplayFrame:
 
     # The backward.
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: ReplayHandle) -> Tensor:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
@@ -242,7 +241,7 @@ class ReplayFrame:
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
 
-    def _take(self, handle: Handle, stays: bool) -> Tensor:
+    def _take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         replayer = self._replayer
         if replayer.is_ready(handle):
             return replayer.take(handle, stays)
@@ -327,37 +326,6 @@ def _inexact_inside() -> CheckpointError:
     )
 
 
-def _settle(
-    source: Value, outer: Hooks | None, take: Callable[[Tensor], Any] | None
-) -> None:
-    """Note what tells whether a source is changed, or hand it to the hooks around.
-
-    Args:
-        source: The source.
-        outer: The hooks around the region.
-        take: Takes a fingerprint of its content, where that is compared, too, because
-            some writers raise no version.
-    """
-    tensor = source.tensor
-    assert tensor is not None
-    if source.is_state:
-        # The next call of the function writes it again, before the backward of this.
-        tensor = source.tensor = copy_of(tensor)
-        source.address = None
-    if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
-        source.version = version_of(tensor)
-        if source.address is None:
-            source.address = address_of(tensor)
-        if take is not None and not source.is_state:
-            with without_dispatch_modes():
-                source.content = take, take(tensor)
-    else:
-        if source.address == address_of(tensor):
-            source.address = None  # The hooks may give back a copy.
-        source.packed = Packed(tensor, outer[0])
-        source.tensor = None
-
-
 def _surroundings() -> Callable[[Scope], None]:
     """Note what operators depend on; return what brings it back."""
     ambient = Ambient()
@@ -373,4 +341,5 @@ def _surroundings() -> Callable[[Scope], None]:
 
 
 hide_from_dynamo(ReplayFrame._pack)
+
 hide_from_dynamo(ReplayFrame._unpack)

@@ -18,22 +18,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import (
-    is_fake,
-    is_fake_mode_active,
+from membudget._torch import is_fake, is_fake_mode_active
+from membudget.engine.replay.aliasing import (
+    AS_STRIDED,
+    EMPTY,
+    is_empty,
 )
+from membudget.engine.replay.execute import FAULTY
 from membudget.engine.replay.fingerprinted import Fingerprinter
-from membudget.engine.replay.foreign import FAULTY
-from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.tracker import AS_STRIDED, EMPTY, is_empty
-from membudget.engine.replay.values import Handle
-from membudget.engine.replay.writing import run_in_place, run_special, written_by
-from membudget.observer import Observer
-from membudget.ops import (
-    OperatorFacts,
-    facts_of,
-    flat_outputs,
+from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.tape import ReplayHandle
+from membudget.engine.replay.writes import (
+    run_in_place,
+    run_special,
+    written_by,
 )
+from membudget.observer import Observer, observers
+from membudget.ops import OperatorFacts, facts_of, flat_outputs
 from membudget.state.identity import address_of
 
 
@@ -47,13 +48,13 @@ class Recorder(Observer):
         fingerprinter: Takes fingerprints of what is dropped, if they are wanted.
     """
 
-    def __init__(self, recording: OperatorRecording):
+    def __init__(self, recording: ForwardRecord):
         """Prepare to fill `recording`."""
         self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
         self.fingerprinter: Fingerprinter | None = None
-        self._late: list[tuple[Handle, Tensor]] = []
+        self._late: list[tuple[ReplayHandle, Tensor]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run one operator and note it."""
@@ -98,9 +99,9 @@ class Recorder(Observer):
             return self._run_empty(func, args, kwargs)
         return run_special(self.recording, func, facts, args, kwargs)
 
-    def handle(self, tensor: Tensor) -> Handle:
+    def handle(self, tensor: Tensor) -> ReplayHandle:
         """Return what stands for a tensor that autograd saves."""
-        handle = Handle()
+        handle = ReplayHandle()
         entry = self.recording.tracker.entry(tensor)
         is_strided = tensor.is_nested and tensor.layout is not torch.jagged
         if is_strided and entry.value.operation is not None:
@@ -245,3 +246,64 @@ class Recorder(Observer):
                 and id(item) not in self.recording.tracker.table
             ):
                 self.recording.tracker.meet(item, None)
+
+
+def _recorders() -> list[Recorder]:
+    return [o for o in observers() if isinstance(o, Recorder)]
+
+
+def name(tensor: Tensor, label: str) -> Tensor:
+    """Give a tensor a name by which a policy can keep it.
+
+    It costs nothing, and does nothing, outside of a replay region.
+
+    Args:
+        tensor: Any tensor that the code computes.
+        label: The name that `membudget.policies.named(label)` keeps.
+
+    Returns:
+        `tensor` itself.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> def block(x):
+        ...     h = mb.name(x.sin(), "h")
+        ...     return h.exp() * h.cos()
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = mb.checkpoint(block, x, keep=mb.policies.named("h"))
+    """
+    for recorder in _recorders():
+        recorder.name(tensor, label)
+    return tensor
+
+
+@contextmanager
+def opaque(*written: Tensor) -> Iterator[None]:
+    """Mark code whose effects the dispatcher cannot see.
+
+    A raw Triton kernel, ctypes, NumPy on shared memory: what the operators inside make
+    is kept, and so are the tensors named here, which the code may write.
+
+    Args:
+        *written: Tensors that the code writes.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> def halves(x):
+        ...     out = torch.zeros_like(x)
+        ...     with mb.opaque(out):
+        ...         out.numpy()[:] = x.detach().numpy() / 2
+        ...     return x * out
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> mb.checkpoint(halves, x, engine="replay").sum().backward()
+        >>> x.grad
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    recorders = _recorders()
+    for recorder in recorders:
+        recorder.begin_opaque(written)
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.end_opaque(written)

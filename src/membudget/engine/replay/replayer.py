@@ -13,7 +13,6 @@ request of another begins a plan for that, and what the stages hold is carried o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -25,46 +24,30 @@ from membudget._torch import (
     current_graph_task_id,
     set_grad_enabled,
 )
-from membudget.engine.replay.foreign import call_again
-from membudget.engine.replay.running import (
-    SourceChangedError,
-    SourceFreedError,
-    call_random,
-    check_source,
-    derived,
-    is_freed,
-    is_read_by,
-    unpacked,
-)
-from membudget.engine.replay.tracker import copy_of
-from membudget.engine.replay.values import Handle, Operation, Scratch, Value
-from membudget.engine.stages import Stages
-from membudget.ops import flat_outputs
+from membudget.engine.policy import Stages
+from membudget.engine.replay.execute import Executor, is_read_by
+from membudget.engine.replay.sources import copy_of
+from membudget.engine.replay.tape import Operation, ReplayHandle, Value
 from membudget.scope import Scope
 from membudget.state.identity import version_of
 
 
-class Replayer:
+class Replayer(Executor):
     """Serves the handles of one region.
 
     Attributes:
         handles: The handles, held weakly.
-        unpack: The saved-tensor hook around the region that gives packed sources back.
         plans_run: How many plans made something, those of stages together.
         stages: How the way back is divided.
     """
 
     __slots__ = (
         "_enter",
-        "_memoised",
-        "_plan",
         "_plan_ran",
-        "_stage",
         "_task",
         "handles",
         "plans_run",
         "stages",
-        "unpack",
     )
 
     def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
@@ -74,18 +57,15 @@ class Replayer:
             enter: Brings back what operators depend on, until the scope ends.
             stages: How the way back is divided; `None` for one stage.
         """
+        super().__init__()
         self.stages = stages
-        self.handles: list[ReferenceType[Handle]] = []
-        self.unpack: Any = None
+        self.handles: list[ReferenceType[ReplayHandle]] = []
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
-        self._plan = 0
         self._task = -1  # The backward for which the plan was made.
-        self._stage = -1  # The stage that it serves; -1 for all.
-        self._memoised: dict[Value, None] = {}
 
-    def is_ready(self, handle: Handle) -> bool:
+    def is_ready(self, handle: ReplayHandle) -> bool:
         """Tell whether `take` would run nothing, and refuse nothing."""
         value = handle.value
         return value.tensor is not None and (
@@ -94,7 +74,7 @@ class Replayer:
             else value.version == version_of(value.tensor)
         )
 
-    def take(self, handle: Handle, stays: bool) -> Tensor:
+    def take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         """Return the content of a handle's value.
 
         Args:
@@ -133,7 +113,7 @@ class Replayer:
         owner.is_lent = True
         return tensor
 
-    def living(self) -> list[Handle]:
+    def living(self) -> list[ReplayHandle]:
         """Return the handles that somebody still has."""
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None]
@@ -229,23 +209,6 @@ class Replayer:
             value.uses = value.view_uses = value.reads = 0
             value.is_lent = value.is_carried = False
 
-    def _used(self, value: Value) -> None:
-        value.uses -= 1
-        if value.root is not None:
-            value.root.view_uses -= 1
-        if value.uses > 0 or value.is_held() or self._is_unpacked_for_all(value):
-            return
-        value.tensor = None
-        # It leads to what it was made of, which must go with its last handle.
-        self._memoised.pop(value, None)
-
-    def _is_unpacked_for_all(self, value: Value) -> bool:
-        """Tell whether a source stays for all stages.
-
-        Hooks around the region may give it back but once in a backward.
-        """
-        return self._stage >= 0 and value.packed is not None
-
     # Running.
 
     def _materialise(self, value: Value) -> None:
@@ -309,90 +272,9 @@ class Replayer:
             wanted += [v for v in operation.inputs() if v.tensor is None]
         return list(operations.values()), packed
 
-    def _run(self, operation: Operation) -> None:
-        bases = self._bases(operation) if operation.targets else _NO_BASES
-        args = [self._argument(a, bases) for a in operation.args]
-        kwargs = operation.kwargs
-        if kwargs:
-            kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
-        if operation.is_foreign:
-            output = call_again(operation.operator, args, kwargs)
-        elif operation.drawn is None:
-            output = operation.operator(*args, **kwargs)
-        else:
-            output = call_random(operation, args, kwargs)
-        self._note(operation, output, bases)
-        del args, kwargs, output, bases
-        for value in operation.inputs():
-            if not operation.is_view:
-                (value.root or value).reads -= 1
-            self._used(value)
-
-    def _note(
-        self, operation: Operation, output: Any, bases: dict[Value, Tensor]
-    ) -> None:
-        made = (output,) if type(output) is Tensor else flat_outputs(output)
-        written: dict[int, Value] = {}
-        if bases:
-            written = {index: root for root, index in operation.targets}
-        for index, reference in operation.outputs:
-            value = reference()
-            # One of several outputs may be held, and stays what it is.
-            if value is None or value.operation is not operation:
-                continue
-            if value.plan == self._plan and value.uses > 0:
-                root = written.get(index)
-                value.tensor = made[index] if root is None else bases[root]
-                self._memoised[value] = None
-
-    def _bases(self, operation: Operation) -> dict[Value, Tensor]:
-        """Return the memory that a writing operator may write, for each target."""
-        bases = {}
-        for root, _ in operation.targets:
-            if root.operation is None:
-                bases[root] = copy_of(self._source(root))
-            elif root.uses <= 1 and root.view_uses <= 0 and not root.is_lent:
-                assert root.tensor is not None
-                bases[root] = root.tensor  # Nobody else will ask for it.
-            else:
-                assert root.tensor is not None
-                bases[root] = copy_of(root.tensor)
-        return bases
-
-    def _argument(self, argument: Any, bases: dict[Value, Tensor]) -> Any:
-        kind = type(argument)
-        if kind is Value:
-            if bases and (argument.root or argument) in bases:
-                return derived(argument, bases)
-            if argument.operation is None:
-                return self._source(argument)
-            return argument.tensor
-        if kind is list:
-            return [self._argument(item, bases) for item in argument]
-        if kind is Scratch:
-            return torch.zeros(argument.shape, **argument.options)
-        return argument
-
-    def _source(self, value: Value) -> Tensor:
-        """Return the content of a source that an operator is about to read."""
-        check_source(value, tensor := self._content(value))
-        return tensor
-
-    def _content(self, value: Value) -> Tensor:
-        tensor = value.tensor
-        if tensor is None:
-            tensor = value.tensor = unpacked(value, self.unpack)
-            self._memoised[value] = None
-        elif value.version is not None and version_of(tensor) != value.version:
-            raise SourceChangedError(tensor)
-        if is_freed(tensor):
-            raise SourceFreedError
-        return tensor
-
 
 def _number(operation: Operation) -> int:
     return operation.number
 
 
 _FIRST_TASK = 3  # Backwards have numbers from -2 on; these become negative.
-_NO_BASES: dict[Any, Tensor] = {}

@@ -12,22 +12,153 @@ spare, `fingerprinted` does the same with fingerprints, and in the backward.
 
 from __future__ import annotations
 
+import functools
+import types
 import warnings
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
+from membudget.engine.policy import Policy
+from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.running import SourceFreedError, is_freed
-from membudget.engine.replay.signature import Pins
-from membudget.engine.replay.tracker import Tracker, alias, copy_of
-from membudget.engine.replay.values import Handle, Value
+from membudget.engine.replay.sources import (
+    SourceFreedError,
+    alias,
+    copy_of,
+    is_freed_parameter,
+)
+from membudget.engine.replay.tape import (
+    ReplayHandle,
+    Value,
+)
 from membudget.errors import PinnedWarning
 from membudget.state.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
 from membudget.state.identity import address_of
+
+OutputIndices = set[tuple[int, int]]
+
+OperatorPath = tuple[Any, ...]
+
+RecordingKey = tuple[Any, ...]
+
+_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+_MAX_DEPTH = 4
+
+_MOST_KEYS = 4096
+
+_MOST_PATHS = 64
+
+
+class Verified:
+    """What the calls of one signature have shown so far.
+
+    What is verified is a *path*: the operators of a call, in order. A call that leaves
+    all known paths is verified from there on.
+
+    Attributes:
+        pins: What did not come back, by operator and index.
+        paths: The operators of the calls that were verified, oldest first.
+        is_pending: Whether a call ended inside of a known path: the next one is
+            verified whole, because a hidden write may belong to the shorter path alone.
+        calls: How many calls there were.
+        has_subclasses: Whether tensor subclasses were saved, so that the recorder must
+            stand among the modes to see what is done with them.
+        has_warned: Whether somebody was told that saved tensors are written.
+    """
+
+    __slots__ = ("calls", "has_subclasses", "has_warned", "is_pending", "paths", "pins")
+
+    def __init__(self) -> None:
+        """Begin before the first call."""
+        self.pins: OutputIndices = set()
+        self.paths: list[OperatorPath] = []
+        self.is_pending = False
+        self.calls = 0
+        self.has_subclasses = self.has_warned = False
+
+    def add(self, path: OperatorPath) -> None:
+        """Note a path whose call was verified."""
+        self.is_pending = False
+        if path not in self.paths:
+            self.paths.append(path)
+            del self.paths[:-_MOST_PATHS]
+
+    def along(self, path: Sequence[Any]) -> OperatorPath | None:
+        """Return a known path that begins like another; `None` if there is none."""
+        for known in reversed(self.paths):
+            if known[: len(path)] == tuple(path):
+                return known
+        return None
+
+    def is_sampled(self) -> bool:
+        """Tell whether this call compares sources: calls number 1, 2, 4, 8, ... do."""
+        return self.calls & (self.calls - 1) == 0
+
+
+_VERIFIED: dict[RecordingKey, Verified] = {}
+
+
+def verified(
+    policy: Policy,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Verified:
+    """Return what was verified of calls that are recorded alike."""
+    key = (
+        policy,
+        torch.is_autocast_enabled("cpu"),
+        _key(function, 0),
+        *(_key(argument, 0) for argument in args),
+        *((name, _key(argument, 0)) for name, argument in kwargs.items()),
+    )
+    found = _VERIFIED.get(key)
+    if found is None:
+        found = _VERIFIED[key] = Verified()
+        if len(_VERIFIED) > _MOST_KEYS:
+            del _VERIFIED[next(iter(_VERIFIED))]
+    found.calls += 1
+    return found
+
+
+def _key(value: Any, depth: int) -> Any:
+    """Return what a value has in common with others that are computed with alike."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, _LEAVES):
+        return type(value), value
+    if depth >= _MAX_DEPTH:
+        return type(value)
+    if isinstance(value, Module):
+        return ref(value), value.training
+    if isinstance(value, types.MethodType):
+        return _key(value.__self__, depth + 1), value.__func__
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return value.__code__, *(_key(cell, depth + 1) for cell in cells)
+    if isinstance(value, functools.partial):
+        inner = (value.func, *value.args, *value.keywords.items())
+        return ("partial", *(_key(item, depth + 1) for item in inner))
+    if isinstance(value, list | tuple):
+        return type(value), *(_key(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return type(value), *(_key(item, depth + 1) for item in value.items())
+    return type(value)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # It is still empty.
+        return None
 
 
 class Originals:
@@ -37,17 +168,17 @@ class Originals:
 
     def __init__(self) -> None:
         """Begin with none."""
-        self._pairs: list[tuple[Handle, Tensor]] = []
+        self._pairs: list[tuple[ReplayHandle, Tensor]] = []
         self._at: dict[int, list[int]] = {}
-        self._place: dict[Handle, int] = {}
+        self._place: dict[ReplayHandle, int] = {}
 
-    def add(self, handle: Handle, tensor: Tensor) -> None:
+    def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
         """Remember what a handle stands for."""
         self._place[handle] = len(self._pairs)
         self._at.setdefault(address_of(tensor), []).append(len(self._pairs))
         self._pairs.append((handle, alias(tensor)))
 
-    def of(self, handle: Handle) -> Tensor | None:
+    def of(self, handle: ReplayHandle) -> Tensor | None:
         """Return what a handle stands for, while the forward runs."""
         place = self._place.get(handle)
         return None if place is None else self._pairs[place][1]
@@ -64,7 +195,9 @@ class Originals:
             if hasattr(handle, "value"):
                 self._pairs[place] = handle, copy_of(original)
 
-    def compare(self, replayer: Replayer, tracker: Tracker, pins: Pins) -> None:
+    def compare(
+        self, replayer: Replayer, tracker: Tracker, pins: OutputIndices
+    ) -> None:
         """Replay what was dropped, and pin what does not come back.
 
         Args:
@@ -86,15 +219,19 @@ class Originals:
 
     def _compare(
         self,
-        dropped: list[tuple[Handle, Tensor]],
+        dropped: list[tuple[ReplayHandle, Tensor]],
         replayer: Replayer,
         tracker: Tracker,
-        pins: Pins,
+        pins: OutputIndices,
     ) -> None:
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
             # Freed by FSDP; without content.
-            if not is_made_again(value) or is_freed(original) or is_fake(original):
+            if (
+                not is_made_again(value)
+                or is_freed_parameter(original)
+                or is_fake(original)
+            ):
                 continue
             try:
                 replayed = _replayed(handle, replayer)
@@ -117,7 +254,7 @@ def is_made_again(value: Value) -> bool:
     return not (value.operation is None or root.is_state or root.operation is None)
 
 
-def pin(value: Value, pins: Pins) -> str:
+def pin(value: Value, pins: OutputIndices) -> str:
     """Keep what did not come back, from the next step on; return what happened."""
     root = value.root or value
     operation = root.operation
@@ -131,12 +268,12 @@ def pin(value: Value, pins: Pins) -> str:
     )
 
 
-def _number(pair: tuple[Handle, Tensor]) -> int:
+def _number(pair: tuple[ReplayHandle, Tensor]) -> int:
     operation = pair[0].value.operation
     return operation.number if operation is not None else 0
 
 
-def _replayed(handle: Handle, replayer: Replayer) -> Tensor | None:
+def _replayed(handle: ReplayHandle, replayer: Replayer) -> Tensor | None:
     try:
         return replayer.take(handle, stays=True)
     except SourceFreedError:

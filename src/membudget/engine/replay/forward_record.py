@@ -12,12 +12,18 @@ import torch
 from torch import Tensor
 
 from membudget.engine import isolation
-from membudget.engine.nested import has_own_offsets
+from membudget.engine.arguments import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
-from membudget.engine.replay.foreign import call_noting_draws
-from membudget.engine.replay.signature import Path, Pins
-from membudget.engine.replay.tracker import Tracker
-from membudget.engine.replay.values import Handle, Operation
+from membudget.engine.replay.aliasing import Tracker
+from membudget.engine.replay.execute import call_noting_draws
+from membudget.engine.replay.tape import (
+    Operation,
+    ReplayHandle,
+)
+from membudget.engine.replay.verify import (
+    OperatorPath,
+    OutputIndices,
+)
 from membudget.ops import (
     WHOLE,
     OperatorFacts,
@@ -30,7 +36,7 @@ from membudget.state.identity import address_of
 from membudget.state.rng import source_of
 
 
-class OperatorRecording:
+class ForwardRecord:
     """The record of one forward, while it runs.
 
     Attributes:
@@ -64,7 +70,7 @@ class OperatorRecording:
         self,
         policy: Policy,
         decisions: dict[Any, bool | None],
-        pins: Pins,
+        pins: OutputIndices,
         module_path: Callable[[], str],
     ):
         """Begin with nothing recorded.
@@ -78,8 +84,8 @@ class OperatorRecording:
         self.tracker = Tracker()
         self.number = 0
         self.kept = 0
-        self.path: Path | None = None
-        self.recent: list[tuple[Handle, Tensor]] = []
+        self.path: OperatorPath | None = None
+        self.recent: list[tuple[ReplayHandle, Tensor]] = []
         self.taken: list[Any] | None = None
         self.left_path: Callable[[], None] | None = None
         self.policy = policy

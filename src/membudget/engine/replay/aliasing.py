@@ -21,12 +21,20 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from membudget._torch import detach_with_version, is_fake, negative_view
-from membudget.engine.replay.values import Entry, Memory, Operation, Place, Value
+from membudget._torch import detach_with_version
+from membudget.engine.replay.sources import alias, copy_of, is_plain
+from membudget.engine.replay.tape import (
+    LiveStorage,
+    LiveTensor,
+    Operation,
+    RecordedMemory,
+    Value,
+)
 from membudget.state.identity import address_of, storage_of
 
 # Memory without content is recorded by this operator, whichever made it.
 EMPTY: Any = torch.ops.aten.empty_strided.default
+
 AS_STRIDED: Any = torch.ops.aten.as_strided.default
 
 
@@ -46,8 +54,8 @@ class Tracker:
 
     def __init__(self) -> None:
         """Begin with no tensor known."""
-        table: dict[int, Entry] = {}
-        places: dict[int, Place] = {}
+        table: dict[int, LiveTensor] = {}
+        places: dict[int, LiveStorage] = {}
 
         def forget(entry: Any) -> None:
             table.pop(entry.key, None)
@@ -55,7 +63,7 @@ class Tracker:
             if place is not None:
                 place.entries.pop(entry.key, None)
 
-        def freed(dead: Place) -> None:
+        def freed(dead: LiveStorage) -> None:
             if places.get(dead.address) is dead:
                 del places[dead.address]
             # A tensor may be known by it still: `y.data =` gives it another storage.
@@ -74,7 +82,7 @@ class Tracker:
         self.table.clear()
         self._places.clear()
 
-    def entry(self, tensor: Tensor) -> Entry:
+    def entry(self, tensor: Tensor) -> LiveTensor:
         """Return what is known of a tensor now."""
         entry = self.table.get(id(tensor))
         if (
@@ -89,7 +97,7 @@ class Tracker:
         """Return the value of a tensor whose content is needed."""
         return self.mark_read(tensor, self.entry(tensor))
 
-    def mark_read(self, tensor: Tensor, entry: Entry) -> Value:
+    def mark_read(self, tensor: Tensor, entry: LiveTensor) -> Value:
         """Do the same where the entry is at hand."""
         value = entry.value
         root = value.root or value
@@ -109,10 +117,10 @@ class Tracker:
             self.sources.append(ref(value))
 
     def enter(
-        self, tensor: Tensor, value: Value, memory: Memory, address: int
-    ) -> Entry:
+        self, tensor: Tensor, value: Value, memory: RecordedMemory, address: int
+    ) -> LiveTensor:
         """Know a tensor."""
-        entry = Entry(tensor, self._forget)
+        entry = LiveTensor(tensor, self._forget)
         entry.key = key = id(tensor)
         entry.value = value
         entry.memory = memory
@@ -125,9 +133,11 @@ class Tracker:
         place.entries[key] = entry
         return entry
 
-    def _new_place(self, tensor: Tensor, memory: Memory, address: int) -> Place:
+    def _new_place(
+        self, tensor: Tensor, memory: RecordedMemory, address: int
+    ) -> LiveStorage:
         """Know a storage, for as long as it lives."""
-        place = Place(storage_of(tensor), self._freed)
+        place = LiveStorage(storage_of(tensor), self._freed)
         place.address = address
         place.memory = memory
         place.entries = {}
@@ -135,11 +145,11 @@ class Tracker:
             self._places[address] = place
         return place
 
-    def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> Entry:
+    def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> LiveTensor:
         """Know a tensor that lies in memory of its own."""
-        return self.enter(tensor, value, Memory(value, tensor.dtype), address)
+        return self.enter(tensor, value, RecordedMemory(value, tensor.dtype), address)
 
-    def meet(self, tensor: Tensor, entry: Entry | None) -> Entry:
+    def meet(self, tensor: Tensor, entry: LiveTensor | None) -> LiveTensor:
         """Know a tensor that is new here, or whose memory was written since."""
         address = address_of(tensor)
         place = self._places.get(address)
@@ -148,7 +158,7 @@ class Tracker:
         elif entry is not None and not address:
             memory = entry.memory  # A sparse tensor has no storage of its own.
         else:
-            memory = Memory(None)
+            memory = RecordedMemory(None)
         if memory.root is None:
             value = self._source(tensor, memory)
             return self.enter(tensor, value, memory, address)
@@ -157,7 +167,7 @@ class Tracker:
         if entry is not None:
             is_current = entry.epoch == memory.epoch
             value = entry.value if is_current else self._rebased(entry.value, memory)
-        elif _is_plain(tensor) and tensor.dtype is memory.dtype:
+        elif is_plain(tensor) and tensor.dtype is memory.dtype:
             value = self._as_strided(tensor, memory.root)
         else:
             memory.root = None
@@ -173,10 +183,10 @@ class Tracker:
             self.enter(tensor, value, place.memory, address)
             return
         root = value.root or value
-        memory = Memory(None if root.operation is None else root, tensor.dtype)
+        memory = RecordedMemory(None if root.operation is None else root, tensor.dtype)
         self.enter(tensor, value, memory, address_of(tensor))
 
-    def hold_memory(self, tensor: Tensor, entry: Entry) -> Entry:
+    def hold_memory(self, tensor: Tensor, entry: LiveTensor) -> LiveTensor:
         """Hold the memory of a tensor by reference from now on.
 
         What was recorded of its content before stays as it is.
@@ -186,7 +196,7 @@ class Tracker:
         memory.epoch += 1
         return self.meet(tensor, entry)
 
-    def hold_value(self, tensor: Tensor, entry: Entry) -> None:
+    def hold_value(self, tensor: Tensor, entry: LiveTensor) -> None:
         """Make the value itself a source: what is recorded of it needs no operator."""
         value, memory = entry.value, entry.memory
         value.hold(detach_with_version(tensor))
@@ -194,14 +204,16 @@ class Tracker:
         memory.sources.append(ref(value))
         self.note_source(value)
 
-    def before_write(self, written: Iterable[Tensor], is_needed: bool) -> list[Memory]:
+    def before_write(
+        self, written: Iterable[Tensor], is_needed: bool
+    ) -> list[RecordedMemory]:
         """Copy sources whose content is about to be lost; return the memories.
 
         Args:
             written: The tensors that an operator will write.
             is_needed: Whether a replay of the operator will want what they hold now.
         """
-        memories: list[Memory] = []
+        memories: list[RecordedMemory] = []
         for tensor in written:
             entry = self.entry(tensor)
             memory = entry.memory
@@ -220,7 +232,7 @@ class Tracker:
             memory.sources.clear()
         return memories
 
-    def after_write(self, memory: Memory, root: Value | None) -> None:
+    def after_write(self, memory: RecordedMemory, root: Value | None) -> None:
         """Note that a memory was written.
 
         Args:
@@ -236,7 +248,7 @@ class Tracker:
         self.clock += 1
         return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
 
-    def _rebased(self, value: Value, memory: Memory) -> Value:
+    def _rebased(self, value: Value, memory: RecordedMemory) -> Value:
         """Return what a view, or a root, is now that its memory has another root."""
         operation, root = value.operation, memory.root
         assert root is not None
@@ -258,7 +270,7 @@ class Tracker:
         if value.is_used:
             self.sources.append(ref(value))
 
-    def _source(self, tensor: Tensor, memory: Memory) -> Value:
+    def _source(self, tensor: Tensor, memory: RecordedMemory) -> Value:
         source = Value(None)
         source.hold(held := alias(tensor))
         if held is tensor:
@@ -280,21 +292,12 @@ def is_empty(value: Value) -> bool:
     return operation is not None and operation.operator is EMPTY
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    return (
-        (type(tensor) is Tensor or is_fake(tensor))
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-        and not (tensor.is_conj() or tensor.is_neg())
-    )
-
-
-def _same_view(tensor: Tensor, place: Place) -> Entry | None:
+def _same_view(tensor: Tensor, place: LiveStorage) -> LiveTensor | None:
     """Return what is known of a tensor that shows the same part of a storage.
 
     Autograd saves detached aliases, and `detach` is not observed.
     """
-    if not _is_plain(tensor):
+    if not is_plain(tensor):
         return None
     geometry = _geometry(tensor)
     found = None
@@ -302,7 +305,7 @@ def _same_view(tensor: Tensor, place: Place) -> Entry | None:
         other = entry()
         if (
             other is not None
-            and _is_plain(other)
+            and is_plain(other)
             and _geometry(other) == geometry
             and address_of(other) == place.address
         ):
@@ -314,35 +317,3 @@ def _same_view(tensor: Tensor, place: Place) -> Entry | None:
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory and version, and without its graph."""
-    # Not `is_leaf` of a view: it renews the view's history, though the operator that
-    # has just written the base may not have told autograd yet.
-    if (
-        not tensor._is_view()
-        and tensor.is_leaf
-        and (tensor.requires_grad or isinstance(tensor, Parameter))
-    ):
-        return tensor
-    return detach_with_version(tensor)
-
-
-@torch.no_grad()
-def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same place in its storage, so that views fit."""
-    tensor = tensor.detach()
-    if tensor.is_conj():  # A clone would be written out, and a product round otherwise.
-        return copy_of(tensor.conj()).conj()
-    if tensor.is_neg():
-        return negative_view(copy_of(negative_view(tensor)))
-    if not _is_plain(tensor):
-        return tensor.clone()
-    size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
-    if tensor.is_contiguous() and offset == 0:
-        return tensor.clone()
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    return (
-        tensor.as_strided((elements,), (1,), 0).clone().as_strided(size, stride, offset)
-    )

@@ -12,18 +12,17 @@ from typing import Any
 
 from torch import Tensor
 
-from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.values import Operation, Scratch
-from membudget.ops import (
-    OperatorFacts,
-    flat_outputs,
-    tensors_in,
+from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.tape import (
+    Operation,
+    Scratch,
 )
+from membudget.ops import OperatorFacts, flat_outputs, tensors_in
 from membudget.state.identity import address_of
 
 
 def run_in_place(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     func: Any,
     facts: OperatorFacts,
     args: Any,
@@ -57,7 +56,7 @@ def run_in_place(
 
 
 def run_special(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     func: Any,
     facts: OperatorFacts,
     args: Any,
@@ -66,7 +65,7 @@ def run_special(
     """Run an operator that is no plain function of tensors by position."""
     written = list(written_by(facts, args, kwargs))
     scratch = _statistics(facts, args)
-    marks = _Marks(facts.is_view, written, scratch)
+    marks = _OperandRoles(facts.is_view, written, scratch)
     operation = recording.operation(
         func,
         [_recorded(recording, a, marks) for a in args],
@@ -82,7 +81,7 @@ def run_special(
 
 
 def _run_writing(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     operation: Operation,
     facts: OperatorFacts,
     args: Any,
@@ -122,7 +121,7 @@ def _run_writing(
 
 
 def _keep_written(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     operation: Operation,
     facts: OperatorFacts,
     args: Any,
@@ -137,7 +136,7 @@ def _keep_written(
             recording.tracker.hold_value(tensor, entry)
 
 
-def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any:
+def _recorded(recording: ForwardRecord, argument: Any, marks: _OperandRoles) -> Any:
     """Return what stands for an argument in the recording."""
     if isinstance(argument, Tensor):
         if id(argument) in marks.scratch:
@@ -152,7 +151,7 @@ def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any
     return argument
 
 
-class _Marks:
+class _OperandRoles:
     """What an operator does with its tensors, which are known by identity."""
 
     __slots__ = ("is_view", "scratch", "written")

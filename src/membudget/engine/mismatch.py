@@ -1,23 +1,72 @@
-"""What probably made a recompute differ from its forward.
-
-Asked only when a region has failed. Each hint is drawn from a fact: a list that grew
-while the forward ran, a dtype that changed, a guard that was switched off.
-"""
+"""What an error says of a recompute that differs from its forward."""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
-from types import CodeType, TracebackType
+from collections.abc import Mapping, Sequence
+from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from membudget._torch import why_hooks_are_disabled
-from membudget.engine.options import RegionOptions
+from membudget._torch import tree_iter, why_hooks_are_disabled
+from membudget.callsite import CallSite, is_internal
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
-from membudget.engine.statistics import Statistics
+from membudget.errors import RecomputeMismatchError
+from membudget.observer import Observer
+
+
+def mismatch_error(
+    index: int | None,
+    site: CallSite | None,
+    saved: str,
+    recomputed: str,
+    causes: Sequence[str],
+    traces: str = "",
+) -> RecomputeMismatchError:
+    """Return the error for a recompute that made something else than the forward.
+
+    Args:
+        index: Which saved tensor differs; `None` if their number does.
+        site: Where the recompute was; `None` if it had ended.
+        saved: What the forward saved.
+        recomputed: What the recompute made.
+        causes: What probably made the difference.
+        traces: Both operator traces, if debugging was on.
+    """
+    what = "the number of tensors" if index is None else f"saved tensor {index}"
+    lines = [
+        f"the recompute of a region did not repeat its forward: {what} differs.",
+        f"  saved in the forward: {saved}",
+        f"  made by the recompute: {recomputed}",
+    ]
+    facts = {"module_path": "", "operator": "", "line": ""}
+    if site is not None:
+        facts = {
+            "module_path": site.module_path,
+            "operator": site.operator,
+            "line": site.line,
+        }
+        where = f"module {site.module_path!r}, " if site.module_path else ""
+        lines.append(f"  where: {where}{site.operator} at {site.line}")
+    lines += [f"  likely cause: {cause}" for cause in causes]
+    lines.append(
+        traces
+        or "  To see the operators of both runs, give the region debug=True or use "
+        "set_checkpoint_debug_enabled(True)."
+    )
+    return RecomputeMismatchError(
+        "\n".join(lines),
+        index=index,
+        saved=saved,
+        recomputed=recomputed,
+        causes=causes,
+        **facts,
+    )
 
 
 def module_names(function: Any, label: str = "") -> Mapping[int, str]:
@@ -140,3 +189,74 @@ def _disabling_code() -> CodeType:
 def _title(function: Any) -> str:
     name = getattr(function, "__qualname__", None)
     return repr(name or type(function).__qualname__)
+
+
+_BEFORE = 4
+
+_AFTER = 4
+
+_STACK = 3
+
+
+class Trace(Observer):
+    """Note every operator that runs inside.
+
+    Attributes:
+        operators: Each as text, in order.
+        stacks: The user's lines under which each ran, innermost first.
+    """
+
+    def __init__(self) -> None:
+        """Begin with an empty list."""
+        self.operators: list[str] = []
+        self.stacks: list[str] = []
+
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Note the operator and let it run."""
+        operands = ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+            for t in tree_iter((args, kwargs))
+            if isinstance(t, Tensor)
+        )
+        self.operators.append(f"{operator}({operands})")
+        self.stacks.append(_user_stack())
+        return operator(*args, **kwargs)
+
+
+def _user_stack() -> str:
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(lines) < _STACK:
+        if not is_internal(frame.f_code):
+            name = os.path.basename(frame.f_code.co_filename)
+            lines.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+def side_by_side(forward: Trace, recompute: Trace) -> str:
+    """Return both traces around the first operator in which they differ."""
+    first = _first_difference(forward.operators, recompute.operators)
+    return "\n".join(
+        [
+            *_excerpt("operators of the forward", forward, first),
+            *_excerpt("operators of the recompute", recompute, first),
+        ]
+    )
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _excerpt(title: str, trace: Trace, first: int) -> list[str]:
+    start = max(0, first - _BEFORE)
+    end = min(len(trace.operators), first + _AFTER)
+    lines = [f"  {title} ({len(trace.operators)} in all, from number {start}):"]
+    for i in range(start, end):
+        mark = ">" if i == first else " "
+        lines.append(f"  {mark} {i:4d} {trace.operators[i]}  [{trace.stacks[i]}]")
+    return lines

@@ -1,20 +1,54 @@
-"""Fingerprints of what is saved, in the calls that are verified.
-
-`determinism_check="values"` verifies all of them.
-
-They must not be taken before the content is there. Some operators save a tensor first
-and fill it later (RReLU its noise), but none after it has ended: the tensors of one
-operator wait until another one saves.
-"""
+"""Is a recomputed tensor the one that was saved? Its metadata, and its bytes."""
 
 from __future__ import annotations
 
 from types import CodeType
+from typing import Any
 
 from torch import Tensor
 
 from membudget._torch import node_sequence_number, without_modes
 from membudget.state.bits import SKIPPED, Fingerprint, content_of, may_be_a_workspace
+
+Metadata = tuple[Any, ...]
+
+
+def metadata(tensor: Tensor) -> Metadata:
+    """Return shape, dtype, device and stride."""
+    try:
+        return (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+    except (RuntimeError, NotImplementedError):  # A sparse tensor has no stride.
+        return (tensor.shape, tensor.dtype, tensor.device, None)
+
+
+def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
+    """Compare two that are not equal at first sight.
+
+    The stride of a dimension that has one element, or of an empty tensor, places
+    nothing, and kernels differ in what they write there.
+    """
+    if saved[:3] != recomputed[:3] or saved[3] is None or recomputed[3] is None:
+        return False
+    shape = saved[0]
+    return 0 in shape or all(
+        size == 1 or a == b
+        for size, a, b in zip(shape, saved[3], recomputed[3], strict=True)
+    )
+
+
+def describe(data: Metadata) -> str:
+    """Return metadata as a person reads it.
+
+    Example:
+        >>> import torch
+        >>> describe(metadata(torch.zeros(2, 3)))
+        'float32[2, 3] on cpu, stride (3, 1)'
+    """
+    shape, dtype, device, stride = data
+    name = str(dtype).removeprefix("torch.")
+    place = "no stride" if stride is None else f"stride {stride}"
+    return f"{name}{list(shape)} on {device}, {place}"
+
 
 # Operators that save memory of which they leave parts unfilled, or all: RReLU its noise
 # in evaluation, lstsq the residuals of a singular system, the CTC loss its table.
@@ -53,7 +87,7 @@ class Fingerprints:
             self._waiting.clear()
 
 
-class Comparison(Fingerprints):
+class RecomputedFingerprints(Fingerprints):
     """The fingerprints of a recompute, beside those of its forward.
 
     Attributes:

@@ -12,6 +12,7 @@ leaves it as it was; otherwise it is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,11 +22,40 @@ from membudget._torch import (
     is_view_operator,
     set_versions,
     tree_iter,
+    without_modes,
     written_arguments,
 )
+from membudget.engine.reach import reach
 from membudget.errors import ChangedSinceForwardError
 from membudget.observer import Observer
-from membudget.state.identity import address_of
+from membudget.state.bits import content_of, has_changed
+from membudget.state.identity import address_of, version_of
+
+
+class Contents:
+    """The contents of some tensors, as they were."""
+
+    __slots__ = ("_noted",)
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        """Take the fingerprints."""
+        with without_modes():
+            self._noted = [
+                (tensor, version_of(tensor), address_of(tensor), content_of(tensor))
+                for tensor in tensors
+            ]
+
+    def silently_written(self) -> list[Tensor]:
+        """Return what has changed while its version and its storage have not."""
+        with without_modes():
+            return [
+                tensor
+                for tensor, version, address, content in self._noted
+                if version_of(tensor) == version
+                and address_of(tensor) == address
+                and has_changed(tensor, content)
+            ]
+
 
 Names = dict[int, str]
 
@@ -126,3 +156,19 @@ def silently_written_error(
         names,
         by_region=True,
     )
+
+
+def names_of(function: Any, others: list[Any]) -> dict[int, str]:
+    """Return the names of what `function` reaches, by identity and by storage."""
+    reached = reach(function, others, names=True)
+    known = dict(reached.names or {})
+    for tensor in reached.tensors:
+        known.setdefault(address_of(tensor), known[id(tensor)])
+    return known
+
+
+def name_of(tensor: Tensor, names: dict[int, str]) -> str:
+    """Return what an error calls a tensor that the region reached."""
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    name = names.get(id(tensor)) or names.get(address_of(tensor))
+    return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"

@@ -1,6 +1,6 @@
 """One call of a region: run the function, drop what autograd would save, give it back.
 
-While the function runs, the frame's `pack` hook gives autograd a `Handle` for each
+While the function runs, the frame's `pack` hook gives autograd a `RerunHandle` for each
 tensor that autograd would save, and the tensor is gone. When a backward asks a handle
 for its tensor, a `Rerun` fills all handles that live. The rules are in `region`.
 """
@@ -19,18 +19,20 @@ from membudget._torch import (
     storage_address,
 )
 from membudget.engine import isolation, retention
-from membudget.engine.compare import mismatch_error
-from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.recording import Handle, Recording
+from membudget.engine.comparison import Fingerprints
+from membudget.engine.mismatch import Trace, mismatch_error
+from membudget.engine.recording import (
+    Recording,
+    RerunHandle,
+)
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.switches import RECOMPUTING
-from membudget.engine.trace import Trace
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.scope import Scope
 
 
-class Frame(Recording):
+class RerunFrame(Recording):
     """A recording that makes itself, and gives back what it dropped."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,7 +107,7 @@ class Frame(Recording):
             if self.fingerprints is not None:
                 self.fingerprints.settle()
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: RerunHandle) -> Tensor:
         tensor = handle.tensor
         if not self.finished:
             self.note_backward_inside()
@@ -129,7 +131,7 @@ class Frame(Recording):
         if self.calls is not None:
             self.calls.owner.differentiates = True
 
-    def _recomputed(self, handle: Handle) -> Tensor:
+    def _recomputed(self, handle: RerunHandle) -> Tensor:
         with self.lock:
             tensor = handle.tensor
             if tensor is None:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from membudget.engine.replay import foreign
-from membudget.engine.replay.foreign import call_again, call_noting_draws
+from membudget.engine.replay import execute
+from membudget.engine.replay.execute import (
+    call_again,
+    call_noting_draws,
+)
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +27,13 @@ def library() -> Iterator[torch.library.Library]:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what earlier tests found out of operators."""
-    monkeypatch.setattr(foreign, "FAULTY", set())
-    monkeypatch.setattr(foreign, "_TRUSTED", set())
+    monkeypatch.setattr(execute, "FAULTY", set())
+    monkeypatch.setattr(execute, "_TRUSTED", set())
 
 
 def known() -> tuple[set[Any], set[Any]]:
     """Return the operators that are faulty, and those that are trusted."""
-    return foreign.FAULTY, foreign._TRUSTED
+    return execute.FAULTY, execute._TRUSTED
 
 
 def operator(library: Any, name: str, run: Callable[..., Any], schema: str = "") -> Any:

@@ -194,7 +194,7 @@ def _gather(arguments: Any, found: list[Value], written: list[Value]) -> None:
             _gather(argument, found, written)
 
 
-class Handle:
+class ReplayHandle:
     """What autograd holds in place of a saved tensor.
 
     Attributes:
@@ -236,7 +236,7 @@ class Scratch:
         self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
 
 
-class Memory:
+class RecordedMemory:
     """One storage, as the operators of a region write it.
 
     Attributes:
@@ -269,7 +269,7 @@ class Memory:
         self.sources: list[ReferenceType[Value]] = []
 
 
-class Place(ref[Any]):
+class LiveStorage(ref[Any]):
     """A storage that is alive.
 
     Attributes:
@@ -281,11 +281,11 @@ class Place(ref[Any]):
     __slots__ = ("address", "entries", "memory")
 
     address: int
-    entries: dict[int, Entry]
-    memory: Memory
+    entries: dict[int, LiveTensor]
+    memory: RecordedMemory
 
 
-class Entry(ref[Tensor]):
+class LiveTensor(ref[Tensor]):
     """What is known of a tensor that is alive.
 
     Attributes:
@@ -300,6 +300,6 @@ class Entry(ref[Tensor]):
 
     key: int
     value: Value
-    memory: Memory
+    memory: RecordedMemory
     epoch: int
     address: int
