@@ -77,7 +77,7 @@ def test_steps_under_a_plan_are_the_plain_steps(name, percent):
     assert [r.name for r in status.regions] == [r.path for r in plan.regions]
     for region in status.regions:
         assert (region.forwards, region.differences) == (2, 0)
-        assert region.skipped == region.pinned == 0
+        assert region.skipped == region.unrepeatable == 0
     assert any(region.recomputes == 2 for region in status.regions)
 
 

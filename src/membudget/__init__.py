@@ -36,12 +36,12 @@ if TYPE_CHECKING:
         OptionError,
         OptionTypeError,
         OverwrittenWarning,
-        PinnedWarning,
         PlanError,
         RecomputeMismatchError,
         ReentrantLimitError,
         SearchWarning,
         SelectionError,
+        UnrepeatableWarning,
     )
     from membudget.fit import Fitted, fit
     from membudget.graph import StepGraph
@@ -72,7 +72,6 @@ __all__ = [
     "OptionTypeError",
     "OverwrittenWarning",
     "Peak",
-    "PinnedWarning",
     "Plan",
     "PlanError",
     "Profile",
@@ -88,6 +87,7 @@ __all__ = [
     "StepGraph",
     "Sweep",
     "Tradeoff",
+    "UnrepeatableWarning",
     "apply",
     "audit",
     "checkpoint",

@@ -33,7 +33,7 @@ class RegionStatus:
         forwards: Calls that dropped saved tensors.
         recomputes: Times that what was dropped was made again.
         skipped: Calls in which nothing needed a gradient, and nothing was dropped.
-        pinned: Values that are kept because they did not come back bit for bit.
+        unrepeatable: Values that are kept because they did not come back bit for bit.
         differences: Calls in which other operators ran than the plan names, so that
             less was kept.
     """
@@ -42,7 +42,7 @@ class RegionStatus:
     forwards: int
     recomputes: int
     skipped: int
-    pinned: int = 0
+    unrepeatable: int = 0
     differences: int = 0
 
 
@@ -62,8 +62,8 @@ class Status:
         lines = [f"{'region':{width}}  forwards  recomputes  skipped"]
         for r in self.regions:
             note = "" if r.forwards or r.skipped else "  (did not run)"
-            if r.pinned:
-                note = f"  ({r.pinned} values did not come back, and are kept)"
+            if r.unrepeatable:
+                note = f"  ({r.unrepeatable} values did not come back, and are kept)"
             if r.differences:
                 note += f"  ({r.differences} calls ran other operators than planned)"
             lines.append(
@@ -105,7 +105,7 @@ class Applied:
                     s.forwards,
                     s.recomputes,
                     s.skipped,
-                    s.pinned,
+                    s.unrepeatable,
                     self._differences(name),
                 )
                 for name, s in self._statistics.items()

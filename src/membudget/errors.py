@@ -13,7 +13,7 @@
         ├── ChangedSinceForwardError      what the region read was changed since
         └── ReentrantLimitError           a limit of the classic, reentrant variant
     OverwrittenWarning (UserWarning)      a saved tensor was written before the backward
-    PinnedWarning (UserWarning)           a value did not come back and is kept
+    UnrepeatableWarning (UserWarning)           a value did not come back and is kept
     SearchWarning (UserWarning)           a search of all schedules gave no answer
 
 Each message says what was asked, what was found and what to do; the facts are
@@ -159,7 +159,7 @@ class OverwrittenWarning(UserWarning):
     """A saved tensor was written before the backward: plain autograd would raise."""
 
 
-class PinnedWarning(UserWarning):
+class UnrepeatableWarning(UserWarning):
     """A value of a replay region did not come back bit for bit, and is kept."""
 
 

@@ -173,7 +173,7 @@ def fit(
         MissingExtraError: If SciPy is wanted for `exact_s` and not installed.
 
     Warns:
-        PinnedWarning: If something did not come back bit for bit, and is kept for it.
+        UnrepeatableWarning: If some value is kept because its recompute differed.
         SearchWarning: If the search of `exact_s` gave no answer.
 
     Example:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.apply import Applied, apply
-from membudget.errors import BudgetError, PinnedWarning, RecomputeMismatchError
+from membudget.errors import BudgetError, RecomputeMismatchError, UnrepeatableWarning
 from membudget.graph import StepGraph
 from membudget.limit import Limit
 from membudget.memory import peak
@@ -151,18 +151,18 @@ def _verify(step: Step, applied: Applied) -> None:
         RecomputeMismatchError: If something differs though nothing new is kept for it.
 
     Warns:
-        PinnedWarning: For each step in which something did not come back.
+        UnrepeatableWarning: For each step in which something did not come back.
     """
     kept = -1
     while True:
         try:
             step.run()
         except RecomputeMismatchError as error:
-            kept, before = sum(r.pinned for r in applied.status().regions), kept
+            kept, before = sum(r.unrepeatable for r in applied.status().regions), kept
             if kept <= before:
                 raise
             text = f"in a step that was run to verify the plan, {error}"
         else:
             return
-        warnings.warn(text, PinnedWarning, stacklevel=2)
+        warnings.warn(text, UnrepeatableWarning, stacklevel=2)
         step.prepare()

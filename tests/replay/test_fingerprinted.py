@@ -187,7 +187,7 @@ def two_writes(x: Tensor) -> Tensor:
     return b.cos().exp()
 
 
-def test_rule3_what_is_wrong_by_another_is_not_pinned():
+def test_rule3_what_is_wrong_by_another_is_not_kept():
     again = region(two_writes)
     with pytest.raises(RecomputeMismatchError, match=r"aten\.exp") as first:
         gradient(again, X)
@@ -199,7 +199,7 @@ def test_rule3_what_is_wrong_by_another_is_not_pinned():
     assert torch.equal(gradient(again, X), gradient(two_writes, X))
 
 
-def test_rule3_all_that_is_at_fault_is_pinned_at_once():
+def test_rule3_all_that_is_at_fault_is_kept_at_once():
     def function(x: Tensor) -> Tensor:
         a, b = x.exp(), x.tanh()
         a.detach().numpy()[...] += 1
@@ -246,7 +246,7 @@ def test_rule4_a_step_that_keeps_all_is_verified_at_once(taken: list[Tensor]):
     assert taken == []
 
 
-def test_a_status_says_what_was_pinned():
+def test_a_status_says_what_was_kept():
     class Unseen(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return write_and_let_go(x)
@@ -255,4 +255,4 @@ def test_a_status_says_what_was_pinned():
     applied = on_the_whole(model)
     with pytest.raises(RecomputeMismatchError, match="did not come back"):
         gradient(model, X)
-    assert applied.status().regions[0].pinned == 1
+    assert applied.status().regions[0].unrepeatable == 1

@@ -66,17 +66,8 @@ class Calls:
     """
 
     __slots__ = (
-        "_awaited",
-        "_count",
-        "_given_up",
-        "_is_settled",
-        "_patience",
-        "_refs",
-        "_verified",
-        "fills_late",
-        "owner",
-        "paths",
-        "writes_silently",
+        *("_awaited", "_count", "_given_up", "_is_settled", "_patience", "_refs"),
+        *("_verified", "fills_late", "owner", "paths", "writes_silently"),
     )
 
     def __init__(self, owner: Owner, key: Signature, parts: list[Any]):

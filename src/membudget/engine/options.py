@@ -211,10 +211,10 @@ class Statistics:
         forwards: Calls that dropped saved tensors.
         skipped: Calls in which nothing needed a gradient.
         recomputes: Times that dropped tensors were made again.
-        pinned: How many values a replay region keeps because they did not come back.
+        unrepeatable: Outputs kept because replaying them gave other bits.
     """
 
-    __slots__ = ("forwards", "label", "pinned", "recomputes", "skipped")
+    __slots__ = ("forwards", "label", "recomputes", "skipped", "unrepeatable")
 
     def __init__(self, label: str = ""):
         """Begin at zero."""
@@ -222,7 +222,7 @@ class Statistics:
         self.forwards = 0
         self.skipped = 0
         self.recomputes = 0
-        self.pinned = 0
+        self.unrepeatable = 0
 
     def count_call(self, has_saved: bool) -> None:
         """Count a call of the region."""

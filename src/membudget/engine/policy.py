@@ -53,12 +53,7 @@ class Candidate:
     """
 
     __slots__ = (
-        "_module_path",
-        "args",
-        "index",
-        "kwargs",
-        "operator",
-        "output",
+        *("_module_path", "args", "index", "kwargs", "operator", "output"),
         "output_index",
     )
 

@@ -63,20 +63,9 @@ class Reads:
     """What one forward could read besides its arguments."""
 
     __slots__ = (
-        "_addresses",
-        "_containers",
-        "_contents",
-        "_gradients",
-        "_grown",
-        "_modules",
-        "_namespaces",
-        "_rewritten",
-        "_silent",
-        "_snapshots",
-        "_tensors",
-        "_training",
-        "_versions",
-        "_written",
+        *("_addresses", "_containers", "_contents", "_gradients", "_grown", "_modules"),
+        *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
+        *("_training", "_versions", "_written"),
     )
 
     def __init__(self, reached: Reached):

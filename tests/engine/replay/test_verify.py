@@ -175,7 +175,7 @@ def test_the_oldest_signature_is_forgotten_when_there_are_too_many(monkeypatch):
 
 
 def test_a_signature_begins_without_pins():
-    assert of(torch.sin, X).pins == set()
+    assert of(torch.sin, X).unrepeatable == set()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +224,7 @@ def test_the_output_that_does_not_come_back_is_kept_and_no_other(noisy):
     Noisy.operator, Noisy.outputs = noisy, []
     region = replay(verify=True)(function)
     x = torch.linspace(0, 1, 4, requires_grad=True)
-    with pytest.warns(mb.PinnedWarning, match="output 1 of operator") as caught:
+    with pytest.warns(mb.UnrepeatableWarning, match="output 1 of operator") as caught:
         loss = region(x)
     assert len(caught) == 1
     # Later steps are not verified: they keep what the first one found.
@@ -256,7 +256,7 @@ def test_hooks_around_the_region_get_what_is_kept_because_it_did_not_come_back(n
 
     x = torch.linspace(0, 1, 4, requires_grad=True)
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, pytest.warns(mb.PinnedWarning, match="output 1 of operator"):
+    with hooks, pytest.warns(mb.UnrepeatableWarning, match="output 1 of operator"):
         loss = region(x)
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient, gradient_of(Noisy.outputs[0]))
@@ -287,7 +287,7 @@ def test_a_path_that_ends_inside_of_another_one_is_verified_the_next_time():
     region(x)
     paths.is_long = False
     region(x)  # Up to here it could have been the other path.
-    with pytest.warns(mb.PinnedWarning, match="output 0 of operator 1"):
+    with pytest.warns(mb.UnrepeatableWarning, match="output 0 of operator 1"):
         region(x)
     for _ in range(2):
         (gradient,) = torch.autograd.grad(region(x).sum(), x)

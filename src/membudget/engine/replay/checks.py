@@ -45,14 +45,8 @@ class Checks:
     """
 
     __slots__ = (
-        "_comparison",
-        "_is_strict",
-        "_originals",
-        "_served",
-        "_statistics",
-        "_verified",
-        "_verify",
-        "recorder",
+        *("_comparison", "_is_strict", "_originals", "_served", "_statistics"),
+        *("_verified", "_verify", "recorder"),
     )
 
     def __init__(
@@ -178,11 +172,11 @@ class Checks:
         served, self._served = self._served, None
         if served is not None:
             # No later backward may ask for these, and so compare them.
-            served.compare(replayer, recording.tracker, verified.pins)
-            self._count_pins(verified)
+            served.compare(replayer, recording.tracker, verified.unrepeatable)
+            self._count_unrepeatable(verified)
         if originals is not None:
-            originals.compare(replayer, recording.tracker, verified.pins)
-            self._count_pins(verified)
+            originals.compare(replayer, recording.tracker, verified.unrepeatable)
+            self._count_unrepeatable(verified)
             verified.add(path)
         elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
             self._comparison = BackwardComparison(verified, path)
@@ -209,11 +203,11 @@ class Checks:
             self._comparison.compare(handle, tensor, replayer)
         finally:
             if self._verified is not None:
-                self._count_pins(self._verified)
+                self._count_unrepeatable(self._verified)
 
-    def _count_pins(self, verified: Verified) -> None:
+    def _count_unrepeatable(self, verified: Verified) -> None:
         if self._statistics is not None:
-            self._statistics.pinned = len(verified.pins)
+            self._statistics.unrepeatable = len(verified.unrepeatable)
 
     def check_version(self, handle: ReplayHandle) -> None:
         """Do what autograd does where no saved-tensor hooks are (row B14).

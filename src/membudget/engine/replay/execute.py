@@ -41,7 +41,7 @@ def call_noting_draws(
     return output, moved
 
 
-def call_again(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+def replay_foreign(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Replay an operator, and leave what it must not touch as it was."""
     with Scope() as scope:
         bring_back(note(global_sources()), scope)
@@ -142,7 +142,7 @@ class Executor:
         if kwargs:
             kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
         if operation.is_foreign:
-            output = call_again(operation.operator, args, kwargs)
+            output = replay_foreign(operation.operator, args, kwargs)
         elif operation.drawn is None:
             output = operation.operator(*args, **kwargs)
         else:

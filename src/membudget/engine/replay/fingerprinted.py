@@ -35,8 +35,8 @@ from membudget.engine.replay.tape import (
 from membudget.engine.replay.verify import (
     OperatorPath,
     Verified,
-    is_made_again,
-    pin,
+    is_recomputed,
+    keep_from_now_on,
 )
 from membudget.errors import RecomputeMismatchError
 from membudget.state.bits import (
@@ -65,7 +65,7 @@ class Fingerprinter:
     def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
         """Note what stands for a tensor that autograd saves."""
         value = getattr(handle, "value", None)  # It may be found later.
-        is_source = value is not None and not is_made_again(value)
+        is_source = value is not None and not is_recomputed(value)
         if has_bits(tensor) and not may_be_a_workspace(tensor) and not is_source:
             held = self._held.setdefault(address_of(tensor), [])
             held.append((handle, detach_with_version(tensor)))
@@ -149,8 +149,12 @@ class BackwardComparison:
         self, handle: ReplayHandle, wrong: list[Value]
     ) -> RecomputeMismatchError:
         roots = {value.root or value for value in wrong}
-        pins = self._verified.pins
-        texts = [pin(root, pins) for root in roots if not _comes_of(root, roots)]
+        unrepeatable = self._verified.unrepeatable
+        texts = [
+            keep_from_now_on(root, unrepeatable)
+            for root in roots
+            if not _comes_of(root, roots)
+        ]
         operation = (handle.value.root or handle.value).operation
         return RecomputeMismatchError(
             "the gradients of this step are wrong and not whole. Drop them and run the "
@@ -163,7 +167,7 @@ class BackwardComparison:
 def _differs(handle: ReplayHandle, tensor: Tensor) -> bool:
     noted, handle.fingerprint = handle.fingerprint, None
     assert noted is not None
-    return is_made_again(handle.value) and has_changed(tensor, noted)
+    return is_recomputed(handle.value) and has_changed(tensor, noted)
 
 
 def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[Value]:

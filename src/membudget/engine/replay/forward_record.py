@@ -53,24 +53,15 @@ class ForwardRecord:
     """
 
     __slots__ = (
-        "_decisions",
-        "_module_path",
-        "_pins",
-        "kept",
-        "left_path",
-        "number",
-        "path",
-        "policy",
-        "recent",
-        "taken",
-        "tracker",
+        *("_decisions", "_module_path", "_unrepeatable", "kept", "left_path", "number"),
+        *("path", "policy", "recent", "taken", "tracker"),
     )
 
     def __init__(
         self,
         policy: Policy,
         decisions: dict[Any, bool | None],
-        pins: OutputIndices,
+        unrepeatable: OutputIndices,
         module_path: Callable[[], str],
     ):
         """Begin with nothing recorded.
@@ -78,7 +69,7 @@ class ForwardRecord:
         Args:
             policy: What to keep.
             decisions: What it decides by the operator alone, as far as it was asked.
-            pins: Outputs to keep whatever the policy says, by operator and index.
+            unrepeatable: Outputs kept whatever the policy says.
             module_path: Returns the path of the module that is running.
         """
         self.tracker = Tracker()
@@ -89,7 +80,7 @@ class ForwardRecord:
         self.taken: list[Any] | None = None
         self.left_path: Callable[[], None] | None = None
         self.policy = policy
-        self._pins = pins
+        self._unrepeatable = unrepeatable
         self._module_path = module_path
         self._decisions = decisions
 
@@ -209,7 +200,7 @@ class ForwardRecord:
         index: int,
     ) -> bool:
         """Tell whether an output is held."""
-        if self._pins and (self.number, index) in self._pins:
+        if self._unrepeatable and (self.number, index) in self._unrepeatable:
             return True
         operator = operation.operator
         if operation.decides or self._decides(facts, args, output):

@@ -58,16 +58,8 @@ class ReplayFrame:
     """One call of a replay region."""
 
     __slots__ = (
-        "__weakref__",
-        "_arguments",
-        "_checks",
-        "_function",
-        "_lock",
-        "_named",
-        "_outer",
-        "_recorder",
-        "_replayer",
-        "_statistics",
+        *("__weakref__", "_arguments", "_checks", "_function", "_lock", "_named"),
+        *("_outer", "_recorder", "_replayer", "_statistics"),
     )
 
     def __init__(
@@ -92,7 +84,7 @@ class ReplayFrame:
         recording = ForwardRecord(
             policy,
             options.decisions,
-            set() if known is None else known.pins,
+            set() if known is None else known.unrepeatable,
             self._module_path(),
         )
         self._replayer = Replayer(_surroundings(), policy.stages)

@@ -46,23 +46,9 @@ class Value:
     """
 
     __slots__ = (
-        "__weakref__",
-        "address",
-        "content",
-        "index",
-        "is_carried",
-        "is_lent",
-        "is_state",
-        "is_used",
-        "operation",
-        "packed",
-        "plan",
-        "reads",
-        "root",
-        "tensor",
-        "uses",
-        "version",
-        "view_uses",
+        *("__weakref__", "address", "content", "index", "is_carried", "is_lent"),
+        *("is_state", "is_used", "operation", "packed", "plan", "reads", "root"),
+        *("tensor", "uses", "version", "view_uses"),
     )
 
     uses: int
@@ -121,21 +107,9 @@ class Operation:
     """
 
     __slots__ = (
-        "_inputs",
-        "args",
-        "call",
-        "decides",
-        "default_dtype",
-        "drawn",
-        "grad_enabled",
-        "is_foreign",
-        "is_view",
-        "kwargs",
-        "number",
-        "operator",
-        "outputs",
-        "plan",
-        "targets",
+        *("_inputs", "args", "call", "decides", "default_dtype", "drawn"),
+        *("grad_enabled", "is_foreign", "is_view", "kwargs", "number", "operator"),
+        *("outputs", "plan", "targets"),
     )
 
     def __init__(
@@ -250,12 +224,7 @@ class RecordedMemory:
     """
 
     __slots__ = (
-        "__weakref__",
-        "dtype",
-        "epoch",
-        "is_external",
-        "is_state",
-        "root",
+        *("__weakref__", "dtype", "epoch", "is_external", "is_state", "root"),
         "sources",
     )
 

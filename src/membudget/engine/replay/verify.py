@@ -38,7 +38,7 @@ from membudget.engine.replay.tape import (
     ReplayHandle,
     Value,
 )
-from membudget.errors import PinnedWarning
+from membudget.errors import UnrepeatableWarning
 from membudget.state.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
 from membudget.state.identity import address_of
 
@@ -64,7 +64,7 @@ class Verified:
     all known paths is verified from there on.
 
     Attributes:
-        pins: What did not come back, by operator and index.
+        unrepeatable: What did not come back, by operator and index.
         paths: The operators of the calls that were verified, oldest first.
         is_pending: Whether a call ended inside of a known path: the next one is
             verified whole, because a hidden write may belong to the shorter path alone.
@@ -74,11 +74,18 @@ class Verified:
         has_warned: Whether somebody was told that saved tensors are written.
     """
 
-    __slots__ = ("calls", "has_subclasses", "has_warned", "is_pending", "paths", "pins")
+    __slots__ = (
+        "calls",
+        "has_subclasses",
+        "has_warned",
+        "is_pending",
+        "paths",
+        "unrepeatable",
+    )
 
     def __init__(self) -> None:
         """Begin before the first call."""
-        self.pins: OutputIndices = set()
+        self.unrepeatable: OutputIndices = set()
         self.paths: list[OperatorPath] = []
         self.is_pending = False
         self.calls = 0
@@ -196,23 +203,23 @@ class Originals:
                 self._pairs[place] = handle, copy_of(original)
 
     def compare(
-        self, replayer: Replayer, tracker: Tracker, pins: OutputIndices
+        self, replayer: Replayer, tracker: Tracker, unrepeatable: OutputIndices
     ) -> None:
         """Replay what was dropped, and pin what does not come back.
 
         Args:
             replayer: Makes the values again.
             tracker: Where new sources are noted.
-            pins: What did not come back is added.
+            unrepeatable: What did not come back is added.
 
         Warns:
-            PinnedWarning: For each value that is pinned.
+            UnrepeatableWarning: For each value that is pinned.
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
         # A mode of the user's does not see the comparison; fake tensors need theirs.
         plain = all(type(t) in PLAIN_CLASSES for _, t in dropped)
         with without_dispatch_modes() if plain else nullcontext():
-            self._compare(dropped, replayer, tracker, pins)
+            self._compare(dropped, replayer, tracker, unrepeatable)
         replayer.release()
         self._pairs.clear()
         self._place.clear()
@@ -222,13 +229,13 @@ class Originals:
         dropped: list[tuple[ReplayHandle, Tensor]],
         replayer: Replayer,
         tracker: Tracker,
-        pins: OutputIndices,
+        unrepeatable: OutputIndices,
     ) -> None:
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
             # Freed by FSDP; without content.
             if (
-                not is_made_again(value)
+                not is_recomputed(value)
                 or is_freed_parameter(original)
                 or is_fake(original)
             ):
@@ -240,13 +247,15 @@ class Originals:
                 continue
             if same_bits(original, replayed):
                 continue
-            warnings.warn(pin(value, pins), PinnedWarning, stacklevel=2)
+            warnings.warn(
+                keep_from_now_on(value, unrepeatable), UnrepeatableWarning, stacklevel=2
+            )
             value.hold(original)
             tracker.note_source(value)
             replayer.release()
 
 
-def is_made_again(value: Value) -> bool:
+def is_recomputed(value: Value) -> bool:
     """Tell whether operators make the content of a value, which a backward reads."""
     root = value.root or value
     # No backward reads statistics that a normalisation has written since; and a view of
@@ -254,12 +263,12 @@ def is_made_again(value: Value) -> bool:
     return not (value.operation is None or root.is_state or root.operation is None)
 
 
-def pin(value: Value, pins: OutputIndices) -> str:
+def keep_from_now_on(value: Value, unrepeatable: OutputIndices) -> str:
     """Keep what did not come back, from the next step on; return what happened."""
     root = value.root or value
     operation = root.operation
     assert operation is not None
-    pins.add((operation.call, root.index))
+    unrepeatable.add((operation.call, root.index))
     return (
         f"output {root.index} of operator {operation.call} of a region, "
         f"{operation.operator}, did not come back when it was replayed: something that "
