@@ -12,6 +12,7 @@ and the recompute touches only what differs.
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -106,6 +107,20 @@ class Ambient:
             # The backward runs under a default device that the forward did not have.
             scope.enter_context(torch.device("cpu"))
         _enter_missing(scope, self.function_modes, active)
+
+
+def operator_conditions() -> Callable[[Scope], None]:
+    """Note the conditions on which operators depend; return what restores them."""
+    ambient = Ambient()
+    if not torch.cuda.is_initialized():
+        return ambient.enter_for_operators
+    stream = torch.cuda.current_stream()
+
+    def enter(scope: Scope) -> None:
+        ambient.enter_for_operators(scope)
+        scope.enter_context(torch.cuda.stream(stream))
+
+    return enter
 
 
 def _modes_of_the_user() -> tuple[Any, ...]:

@@ -17,12 +17,7 @@ import torch
 from torch import Tensor
 
 from membudget._torch import tree_iter
-from membudget.engine.held import (
-    ArgumentPlace,
-    HeldTensor,
-    kind_of,
-    nothing_surrounds,
-)
+from membudget.engine.held import ArgumentPlace, HeldTensor, kind_of, nothing_surrounds
 
 Memo = dict[int, Any]
 

@@ -21,10 +21,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from membudget.engine.comparison import Metadata
-from membudget.engine.signature import (
-    Signature,
-    signature_of,
-)
+from membudget.engine.signature import Signature, signature_of
 
 SavedPath = list[Metadata]
 

@@ -5,10 +5,17 @@ from __future__ import annotations
 from types import CodeType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from membudget._torch import node_sequence_number, without_modes
-from membudget.state.bits import SKIPPED, Fingerprint, content_of, may_be_a_workspace
+from membudget.state.bits import (
+    SKIPPED,
+    Fingerprint,
+    content_of,
+    has_bits,
+    may_be_a_workspace,
+)
 
 Metadata = tuple[Any, ...]
 
@@ -135,3 +142,32 @@ class RecomputedFingerprints(Fingerprints):
 def _fingerprint(tensor: Tensor) -> Fingerprint:
     # FSDP frees a parameter's memory between its saving and now.
     return SKIPPED if may_be_a_workspace(tensor) else content_of(tensor)
+
+
+def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
+    """Tell whether two tensors have the same bytes in the same layout."""
+    if replayed is None or original.shape != replayed.shape:
+        return False
+    if original.dtype is not replayed.dtype or _layout(original) != _layout(replayed):
+        return False
+    if not has_bits(original) or may_be_a_workspace(original):
+        return True
+    return torch.equal(_bytes(original), _bytes(replayed))
+
+
+def _layout(tensor: Tensor) -> Any:
+    """Return what, besides shape and dtype, selects a kernel's algorithm."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    if not tensor.numel():
+        return None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for size, stride in sizes if size > 1]
+    return tensor.is_conj(), tensor.is_neg(), strides
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Clone, because a tensor of one element may have a stride that `view` refuses.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1).view(torch.uint8)

@@ -25,11 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import (
-    UninitializedBuffer,
-    UninitializedParameter,
-    is_lazy,
-)
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from membudget._torch import NormalizationWithStatistics, torchscript_types
 

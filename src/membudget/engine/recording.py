@@ -11,11 +11,7 @@ from torch import Tensor
 
 from membudget.engine.arguments import must_keep
 from membudget.engine.calls import Calls
-from membudget.engine.comparison import (
-    Fingerprints,
-    Metadata,
-    metadata,
-)
+from membudget.engine.comparison import Fingerprints, Metadata, metadata
 from membudget.engine.mismatch import Trace
 from membudget.engine.options import ContextPair, RegionOptions, Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings

@@ -39,10 +39,7 @@ from membudget.engine.mismatch import (
     side_by_side,
 )
 from membudget.engine.reads import Externals
-from membudget.engine.recording import (
-    Recording,
-    RerunHandle,
-)
+from membudget.engine.recording import Recording, RerunHandle
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 

@@ -21,10 +21,7 @@ from membudget._torch import (
 from membudget.engine import isolation, retention
 from membudget.engine.comparison import Fingerprints
 from membudget.engine.mismatch import Trace, mismatch_error
-from membudget.engine.recording import (
-    Recording,
-    RerunHandle,
-)
+from membudget.engine.recording import Recording, RerunHandle
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.switches import RECOMPUTING

@@ -17,19 +17,11 @@ from membudget.engine import isolation
 from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.changes import (
-    Contents,
-    name_of,
-    names_of,
-    silently_written_error,
-)
+from membudget.engine.changes import Contents, name_of, names_of, silently_written_error
 from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import Reached, reach
-from membudget.engine.reads import (
-    Externals,
-    Reads,
-)
+from membudget.engine.reads import Externals, Reads
 from membudget.scope import Scope
 from membudget.state.rng import (
     Noted,

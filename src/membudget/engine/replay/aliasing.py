@@ -1,14 +1,16 @@
-"""What is known of each tensor that is alive while a region is recorded.
+"""Which value each live tensor has during recording, through views and writes.
 
-Tensors are known by identity, for as long as they live; the identity of the storage is
-compared, too, because `x.data = y` exchanges it, and a deep copy does not share it.
-Storages are known for as long as *they* live: an alias that nobody was seen to make
-(`detach` is not observed, `.data` makes no operator) may be all that is left on one.
+Tensors are tracked by identity, for as long as they live, and checked against the
+identity of their storage, because `x.data = y` exchanges it and a deep copy does not
+share it. Storages are tracked for as long as *they* live: the last reference to one may
+be an alias that no observed operator made (`detach` is not observed, `.data` is not an
+operator).
 
-A write gives a memory a new root value, and every tensor in it is known anew when it is
-met again: a view by running its view operators on the new root. Memory that came from
-outside of the region, or that a policy keeps, is *held*: each tensor in it is a source,
-by reference. Before a write, the sources that something needs are copied.
+A write gives the memory a new root value and increments its epoch. Tensors of an older
+epoch get a new value when they are next used: a view by applying its view operators to
+the new root. Memory from outside the region, and memory that a policy keeps, is *held*:
+each tensor in it is a source, by reference. Before such memory is written, the sources
+that something reads are copied.
 """
 
 from __future__ import annotations
@@ -32,28 +34,28 @@ from membudget.engine.replay.tape import (
 )
 from membudget.state.identity import address_of, storage_of
 
-# Memory without content is recorded by this operator, whichever made it.
+# Whichever factory made it, uninitialised memory is recorded as this operator.
 EMPTY: Any = torch.ops.aten.empty_strided.default
 
 AS_STRIDED: Any = torch.ops.aten.as_strided.default
 
 
 class Tracker:
-    """The values of living tensors.
+    """Maps live tensors to values.
 
     Attributes:
-        table: What is known, by the `id` of the tensor.
-        sources: Every source that something needs, in the order of the first use: the
-            same order whenever the function runs. A rerun around this region matches
-            what the region hands to it by number.
-        writes: Told the storage of a tensor that an operator is about to write.
-        clock: How many operations were recorded; those of derived views, too.
+        table: The live tensors, by `id`.
+        sources: Every source that something reads, in order of first use. The order is
+            the same in every run of the function, because a rerun region around this
+            one matches the sources it is handed by position.
+        writes: Called with the address of a storage before an operator writes it.
+        clock: The number of operations recorded, including those that rebuild views.
     """
 
     __slots__ = ("_forget", "_freed", "_places", "clock", "sources", "table", "writes")
 
     def __init__(self) -> None:
-        """Begin with no tensor known."""
+        """Start with no tensor known."""
         table: dict[int, LiveTensor] = {}
         places: dict[int, LiveStorage] = {}
 
@@ -66,7 +68,8 @@ class Tracker:
         def freed(dead: LiveStorage) -> None:
             if places.get(dead.address) is dead:
                 del places[dead.address]
-            # A tensor may be known by it still: `y.data =` gives it another storage.
+            # `y.data =` gives a tracked tensor another storage; the epoch invalidates
+            # its value.
             dead.memory.epoch += 1
 
         self.table = table
@@ -78,12 +81,12 @@ class Tracker:
         self._freed = freed
 
     def clear(self) -> None:
-        """Forget every tensor."""
+        """Forget all tensors."""
         self.table.clear()
         self._places.clear()
 
     def entry(self, tensor: Tensor) -> LiveTensor:
-        """Return what is known of a tensor now."""
+        """Return a tensor's entry, up to date with writes to its memory."""
         entry = self.table.get(id(tensor))
         if (
             entry is None
@@ -98,11 +101,11 @@ class Tracker:
         return self.mark_read(tensor, self.entry(tensor))
 
     def mark_read(self, tensor: Tensor, entry: LiveTensor) -> Value:
-        """Do the same where the entry is at hand."""
+        """Return the value of a tensor with a known entry; mark it as needed."""
         value = entry.value
         root = value.root or value
         if is_empty(root):
-            # Nobody was seen to write it, and yet it is read.
+            # It is read although no observed operator wrote it.
             entry = self.hold_memory(tensor, entry)
             value = root = entry.value
         if not value.is_used:
@@ -119,7 +122,7 @@ class Tracker:
     def enter(
         self, tensor: Tensor, value: Value, memory: RecordedMemory, address: int
     ) -> LiveTensor:
-        """Know a tensor."""
+        """Track a tensor under a value."""
         entry = LiveTensor(tensor, self._forget)
         entry.key = key = id(tensor)
         entry.value = value
@@ -136,7 +139,7 @@ class Tracker:
     def _new_place(
         self, tensor: Tensor, memory: RecordedMemory, address: int
     ) -> LiveStorage:
-        """Know a storage, for as long as it lives."""
+        """Track a storage for as long as it lives."""
         place = LiveStorage(storage_of(tensor), self._freed)
         place.address = address
         place.memory = memory
@@ -146,17 +149,17 @@ class Tracker:
         return place
 
     def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> LiveTensor:
-        """Know a tensor that lies in memory of its own."""
+        """Track a tensor in a storage of its own."""
         return self.enter(tensor, value, RecordedMemory(value, tensor.dtype), address)
 
     def meet(self, tensor: Tensor, entry: LiveTensor | None) -> LiveTensor:
-        """Know a tensor that is new here, or whose memory was written since."""
+        """Track a tensor that is new here, or whose memory was written since."""
         address = address_of(tensor)
         place = self._places.get(address)
         if place is not None:
             memory = place.memory
         elif entry is not None and not address:
-            memory = entry.memory  # A sparse tensor has no storage of its own.
+            memory = entry.memory  # A sparse tensor has no storage.
         else:
             memory = RecordedMemory(None)
         if memory.root is None:
@@ -176,7 +179,7 @@ class Tracker:
         return self.enter(tensor, value, memory, address)
 
     def know(self, tensor: Tensor, value: Value) -> None:
-        """Know what a backward inside of the forward is given in place of a value."""
+        """Track the tensor that a backward inside the forward got for a value."""
         address = address_of(tensor)
         place = self._places.get(address)
         if place is not None:
@@ -187,17 +190,14 @@ class Tracker:
         self.enter(tensor, value, memory, address_of(tensor))
 
     def hold_memory(self, tensor: Tensor, entry: LiveTensor) -> LiveTensor:
-        """Hold the memory of a tensor by reference from now on.
-
-        What was recorded of its content before stays as it is.
-        """
+        """Hold a tensor's memory by reference from now on; keep its earlier values."""
         memory = entry.memory
         memory.root = None
         memory.epoch += 1
         return self.meet(tensor, entry)
 
     def hold_value(self, tensor: Tensor, entry: LiveTensor) -> None:
-        """Make the value itself a source: what is recorded of it needs no operator."""
+        """Turn a tensor's value into a source, which a replay need not compute."""
         value, memory = entry.value, entry.memory
         value.hold(detach_with_version(tensor))
         memory.root = None
@@ -207,11 +207,14 @@ class Tracker:
     def before_write(
         self, written: Iterable[Tensor], is_needed: bool
     ) -> list[RecordedMemory]:
-        """Copy sources whose content is about to be lost; return the memories.
+        """Copy the sources whose content a write is about to destroy.
 
         Args:
             written: The tensors that an operator will write.
-            is_needed: Whether a replay of the operator will want what they hold now.
+            is_needed: Whether a replay of the operator reads their present content.
+
+        Returns:
+            The memories to be written, without duplicates.
         """
         memories: list[RecordedMemory] = []
         for tensor in written:
@@ -233,23 +236,23 @@ class Tracker:
         return memories
 
     def after_write(self, memory: RecordedMemory, root: Value | None) -> None:
-        """Note that a memory was written.
+        """Record that a memory was written.
 
         Args:
             memory: The memory.
-            root: Its value now; `None` if it is held.
+            root: Its new value; `None` if the memory is held.
         """
         memory.epoch += 1
         memory.is_state |= memory.is_external
         memory.root = root
 
     def operation(self, operator: Any, args: list[Any], kwargs: Any) -> Operation:
-        """Return a new operation, the last one so far."""
+        """Append an operation to the tape."""
         self.clock += 1
         return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
 
     def _rebased(self, value: Value, memory: RecordedMemory) -> Value:
-        """Return what a view, or a root, is now that its memory has another root."""
+        """Return the value of a view, or of a root, after its memory got a new root."""
         operation, root = value.operation, memory.root
         assert root is not None
         if value.root is None or operation is None:
@@ -261,12 +264,12 @@ class Tracker:
         return again.output(value.index, root)
 
     def _as_strided(self, tensor: Tensor, root: Value) -> Value:
-        """Return the value of a tensor that came to alias a memory unseen."""
+        """Return a value for an alias that no observed operator made."""
         geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
         return self.operation(AS_STRIDED, geometry, {}).output(0, root)
 
     def note_source(self, value: Value) -> None:
-        """Note that a value has become a source."""
+        """List a value that has become a source, if something reads it."""
         if value.is_used:
             self.sources.append(ref(value))
 
@@ -274,10 +277,11 @@ class Tracker:
         source = Value(None)
         source.hold(held := alias(tensor))
         if held is tensor:
-            source.address = address_of(tensor)  # The function may exchange it.
-        # A parameter is no running state, though FSDP writes it anew in each forward.
-        # Of a view the base is asked, because `is_leaf` of a view renews its history,
-        # which raises where it was made and its base written in different grad modes.
+            # The function may exchange it by `.data =`.
+            source.address = address_of(tensor)
+        # A parameter is not running state, although FSDP rewrites it in every forward.
+        # For a view, ask its base: `is_leaf` of a view rebuilds its history, which
+        # raises if the view was made and its base written in different grad modes.
         base = tensor if tensor._base is None else tensor._base
         source.is_state = (
             memory.is_state and base.is_leaf and not isinstance(base, Parameter)
@@ -287,13 +291,13 @@ class Tracker:
 
 
 def is_empty(value: Value) -> bool:
-    """Tell whether nobody was seen to write the memory of a value."""
+    """Tell whether no observed operator has written the memory of a value."""
     operation = (value.root or value).operation
     return operation is not None and operation.operator is EMPTY
 
 
 def _same_view(tensor: Tensor, place: LiveStorage) -> LiveTensor | None:
-    """Return what is known of a tensor that shows the same part of a storage.
+    """Return the entry of a tensor that shows the same elements of a storage.
 
     Autograd saves detached aliases, and `detach` is not observed.
     """

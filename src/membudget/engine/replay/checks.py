@@ -1,8 +1,9 @@
-"""What one call of a replay region checks: its way, its values, its saved versions.
+"""Per call of a replay region: follow a verified path, or verify.
 
-A call either follows a *path*, the operators of a call that was verified, or it leaves
-all known ones and is verified from there on (Rule 8): beside its originals
-(`verify`), which puts this very step right, or by fingerprints (`fingerprinted`).
+A call either follows a *path*, the operators of a verified call, or it leaves all known
+paths and is verified from there on (Rule 8): against the original tensors (`verify`),
+which also corrects this step, or by fingerprints (`fingerprinted`). Besides, it checks
+whether saved tensors were overwritten before the backward.
 """
 
 from __future__ import annotations
@@ -13,10 +14,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.replay.fingerprinted import (
-    BackwardComparison,
-    Fingerprinter,
-)
+from membudget.engine.replay.fingerprinted import BackwardComparison, Fingerprinter
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle
@@ -38,7 +36,7 @@ _OVERWRITTEN = (
 
 
 class Checks:
-    """What is checked of one call.
+    """The checks of one call.
 
     Attributes:
         recorder: Records the call; `None` once the forward has ended.
@@ -56,13 +54,13 @@ class Checks:
         verified: Verified | None,
         statistics: Statistics | None,
     ):
-        """Begin before the function runs.
+        """Prepare, before the function runs.
 
         Args:
             recorder: Records the call.
             options: The region's options.
-            verified: What earlier calls have shown; `None` where nothing is verified.
-            statistics: Where to count, if somebody counts.
+            verified: The results of earlier calls; `None` without verification.
+            statistics: The region's counters, if any.
         """
         self.recorder: Recorder | None = recorder
         self._verify = options.verify
@@ -89,7 +87,7 @@ class Checks:
             self._verify_from_here(recorder, self._verify is not True)
 
     def _leave_path(self) -> None:
-        """Follow another path, or verify what comes from here on."""
+        """Follow another verified path, or verify from here on."""
         recorder, verified = self.recorder, self._verified
         assert recorder is not None
         assert verified is not None
@@ -110,16 +108,16 @@ class Checks:
             recorder.fingerprinter = Fingerprinter()
 
     def _before_write(self, address: int) -> None:
-        """Note what lies in a storage that an operator is about to write."""
+        """Preserve the tensors in a storage that an operator is about to write."""
         assert self.recorder is not None
         for noted in (self._originals, self._served, self.recorder.fingerprinter):
             if noted is not None:
                 noted.before_write(address)
 
-    # What is saved.
+    # Saved tensors.
 
     def note(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
-        """Note what autograd saves, and what stands for it."""
+        """Note a tensor that autograd saves, and its handle."""
         recording = recorder.recording
         if recording.path is not None:
             recording.recent.append((handle, tensor))
@@ -137,10 +135,10 @@ class Checks:
             recorder.fingerprinter.add(handle, tensor)
 
     def original(self, recorder: Recorder, handle: ReplayHandle) -> Tensor | None:
-        """Return what a handle stands for, where that is still there.
+        """Return the original tensor of a handle, if it is still in memory.
 
-        While the forward runs, what is still to be verified may have been written
-        unseen: a backward inside of the forward gets the original.
+        An unverified value may have been written unseen, so a backward inside the
+        forward gets the original.
         """
         if self._originals is not None:
             return self._originals.of(handle)
@@ -151,16 +149,17 @@ class Checks:
             self._served.add(handle, tensor)
         return tensor
 
-    # What is made again.
+    # Recomputed tensors.
 
     def finish(
         self, recorder: Recorder, replayer: Replayer
     ) -> Callable[[Tensor], Fingerprint] | None:
-        """Verify what the forward has dropped, or see to it that the backward does.
+        """Verify what the forward has dropped, or arrange for the backward to do it.
 
         Returns:
-            How to take fingerprints of sources, if their content is to be compared:
-            whole beside originals, which take memory anyway, by a sample elsewhere.
+            The function that fingerprints sources, if their content is to be compared:
+            of all elements beside originals, which take memory anyway, of a sample
+            elsewhere.
         """
         verified = self._verified
         self.recorder = None
@@ -171,7 +170,7 @@ class Checks:
         originals, self._originals = self._originals, None
         served, self._served = self._served, None
         if served is not None:
-            # No later backward may ask for these, and so compare them.
+            # Nothing would compare these later: a backward may not ask for them again.
             served.compare(replayer, recording.tracker, verified.unrepeatable)
             self._count_unrepeatable(verified)
         if originals is not None:
@@ -191,12 +190,12 @@ class Checks:
     def check_inside(
         self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer
     ) -> None:
-        """Check what a backward takes while the forward still runs."""
+        """Check a value that a backward takes while the forward still runs."""
         if handle.fingerprint is not None and self._verified is not None:
             BackwardComparison(self._verified, ()).check(handle, tensor, replayer)
 
     def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Check what a backward takes."""
+        """Check a value that a backward takes."""
         if handle.fingerprint is None or self._comparison is None:
             return
         try:
@@ -210,10 +209,10 @@ class Checks:
             self._statistics.unrepeatable = len(verified.unrepeatable)
 
     def check_version(self, handle: ReplayHandle) -> None:
-        """Do what autograd does where no saved-tensor hooks are (row B14).
+        """Check a saved tensor's version, as autograd does without saved-tensor hooks.
 
         Raises:
-            ChangedSinceForwardError: With `strict`, if the tensor was written.
+            ChangedSinceForwardError: The tensor was written, and `strict` is set.
         """
         saved = handle.saved_version
         if saved is None or not saved.has_moved():
@@ -226,8 +225,8 @@ class Checks:
         if self._verified is not None and not self._verified.has_warned:
             self._verified.has_warned = True
             warnings.warn(
-                f"{_OVERWRITTEN} Plain autograd would raise; replay gives the gradient "
-                "of what was saved. strict=True raises, too.",
+                f"{_OVERWRITTEN} Plain autograd would raise; replay computes the "
+                "gradient from the values that were saved. strict=True raises, too.",
                 OverwrittenWarning,
                 stacklevel=2,
             )
@@ -238,5 +237,5 @@ def _saved_version(tensor: Tensor) -> SavedVersion | None:
         return None
     try:
         return SavedVersion(tensor)
-    except RuntimeError:  # A conjugate, say.
+    except RuntimeError:  # A conjugated tensor, for example.
         return None

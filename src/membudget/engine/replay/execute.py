@@ -1,4 +1,12 @@
-"""Run an operator so that it can be run again, and run it again."""
+"""Run recorded operators again, and contain the ones that break their schemas.
+
+A kernel registered through `torch.library` may write memory that its schema does not
+declare, or draw from NumPy's random stream. So its first replay runs on copies of its
+arguments. If it writes one, it is *faulty*: it runs on copies for the rest of the step,
+and its outputs are kept in later recordings. Every replay of such an operator restores
+the global random streams; an operator that advances one in the forward without
+declaring it has its outputs kept.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +41,7 @@ _TRUSTED: set[Any] = set()
 def call_noting_draws(
     operator: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """Run an operator; tell, too, whether it moved a random stream."""
+    """Run an operator; also tell whether it advanced a global random stream."""
     before = note(global_sources())
     output = operator(*args, **kwargs)
     after = note(global_sources())
@@ -42,7 +50,7 @@ def call_noting_draws(
 
 
 def replay_foreign(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Replay an operator, and leave what it must not touch as it was."""
+    """Replay an operator that may break its schema, and contain its side effects."""
     with Scope() as scope:
         bring_back(note(global_sources()), scope)
         if operator in _TRUSTED:
@@ -53,7 +61,8 @@ def replay_foreign(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 @torch.no_grad()
 def _call_on_copies(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if operator._schema.is_mutable:
-        return operator(*args, **kwargs)  # What it declares is a copy already.
+        # The arguments that it declares to write are copies already.
+        return operator(*args, **kwargs)
     copies = tree_map_only(Tensor, _copy, (args, kwargs))
     output = operator(*copies[0], **copies[1])
     if operator not in FAULTY:
@@ -72,7 +81,7 @@ def _bits(arguments: Any) -> list[Any]:
 
 
 def derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
-    """Run the view operators that lead from a base to `value`."""
+    """Apply the view operators that lead from a base in `bases` to `value`."""
     base = bases.get(value)
     if base is not None:
         return base
@@ -86,7 +95,7 @@ def derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
 
 
 def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Run a random operator from where its generator stood; that moves nothing."""
+    """Re-run a random operator from its recorded state; restore the live one."""
     assert operation.drawn is not None
     source, noted = operation.drawn
     with isolation.OPERATOR_LOCK:
@@ -99,9 +108,9 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def is_read_by(wanted: list[Value], owner: Value) -> bool:
-    """Tell whether making some values again may run what reads the memory of another.
+    """Tell whether recomputing some values may read the memory of another.
 
-    What a stage carries over is there, and needs nothing.
+    Values that a stage carries over are in memory, and need no recomputation.
     """
     pending = list(wanted)
     seen: set[int] = set()
@@ -120,16 +129,16 @@ def is_read_by(wanted: list[Value], owner: Value) -> bool:
 
 
 class Executor:
-    """Runs recorded operations again, with the values that they read.
+    """Runs recorded operations again.
 
     Attributes:
-        unpack: The saved-tensor hook around the region that restores packed sources.
+        unpack: The unpack hook around the region, which restores packed sources.
     """
 
     __slots__ = ("_memoised", "_plan", "_stage", "unpack")
 
     def __init__(self) -> None:
-        """Begin before the first plan."""
+        """Start before the first plan."""
         self.unpack: Any = None
         self._plan = 0
         self._stage = -1  # The stage that the plan serves; -1 for all.
@@ -163,7 +172,7 @@ class Executor:
             written = {index: root for root, index in operation.targets}
         for index, reference in operation.outputs:
             value = reference()
-            # One of several outputs may be held, and stays what it is.
+            # An output that became a source keeps its content.
             if value is None or value.operation is not operation:
                 continue
             if value.plan == self._plan and value.uses > 0:
@@ -172,14 +181,14 @@ class Executor:
                 self._memoised[value] = None
 
     def _bases(self, operation: Operation) -> dict[Value, Tensor]:
-        """Return the memory that a writing operator may write, for each target."""
+        """Return the memory that a writing operator may overwrite, for each target."""
         bases = {}
         for root, _ in operation.targets:
             if root.operation is None:
                 bases[root] = copy_of(self._source(root))
             elif root.uses <= 1 and root.view_uses <= 0 and not root.is_lent:
                 assert root.tensor is not None
-                bases[root] = root.tensor  # Nobody else will ask for it.
+                bases[root] = root.tensor  # This is its last use.
             else:
                 assert root.tensor is not None
                 bases[root] = copy_of(root.tensor)
@@ -200,7 +209,7 @@ class Executor:
         return argument
 
     def _source(self, value: Value) -> Tensor:
-        """Return the content of a source that an operator is about to read."""
+        """Return the content of a source, checked, for an operator to read."""
         check_source(value, tensor := self._content(value))
         return tensor
 
@@ -222,13 +231,13 @@ class Executor:
         if value.uses > 0 or value.is_held() or self._is_unpacked_for_all(value):
             return
         value.tensor = None
-        # It leads to what it was made of, which must go with its last handle.
+        # The value references its inputs, which must be freed with its last handle.
         self._memoised.pop(value, None)
 
     def _is_unpacked_for_all(self, value: Value) -> bool:
-        """Tell whether a source stays for all stages.
+        """Tell whether a packed source stays in memory for all stages.
 
-        Hooks around the region may give it back but once in a backward.
+        Hooks around the region may be unable to restore it twice in one backward.
         """
         return self._stage >= 0 and value.packed is not None
 

@@ -1,20 +1,18 @@
-"""One call of a replay region: record it, drop what the policy does not keep.
+"""One call of a replay region: the saved-tensor hooks around recorder and replayer.
 
-The frame has the hooks that autograd calls. `pack` gives a handle that stands for the
-tensor's value; `unpack` asks the replayer. When the forward ends, what only a running
-forward needs is dropped; what is left of the recording hangs on the handles.
+`_pack` returns a handle for the saved tensor's value, `_unpack` asks the replayer for
+its content. When the forward ends, everything that only a running forward needs is
+dropped; the handles own the rest.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from threading import RLock
 from types import MethodType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
 
 from membudget._torch import (
@@ -25,12 +23,8 @@ from membudget._torch import (
 )
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
-from membudget.engine.ambient import Ambient
-from membudget.engine.changes import (
-    changed_error,
-    name_of,
-    names_of,
-)
+from membudget.engine.ambient import operator_conditions
+from membudget.engine.changes import changed_error, name_of, names_of
 from membudget.engine.mismatch import module_names
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.checks import Checks
@@ -42,14 +36,11 @@ from membudget.engine.replay.sources import (
     SourceFreedError,
     settle_source,
 )
-from membudget.engine.replay.tape import (
-    ReplayHandle,
-)
+from membudget.engine.replay.tape import ReplayHandle
 from membudget.engine.replay.verify import verified
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.ops import tensors_in
-from membudget.scope import Scope
 from membudget.state.bits import is_subclass
 from membudget.state.identity import address_of
 
@@ -87,7 +78,7 @@ class ReplayFrame:
             set() if known is None else known.unrepeatable,
             self._module_path(),
         )
-        self._replayer = Replayer(_surroundings(), policy.stages)
+        self._replayer = Replayer(operator_conditions(), policy.stages)
         self._recorder: Recorder | None = Recorder(recording)
         self._checks = Checks(self._recorder, options, known, statistics)
         self._recorder.sees_subclasses = any(map(is_subclass, tensors)) or (
@@ -97,7 +88,7 @@ class ReplayFrame:
     # The forward.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and drop what the policy does not keep."""
+        """Run the function, and drop what the policy does not keep."""
         self.begin()
         try:
             assert self._function is not None
@@ -109,7 +100,7 @@ class ReplayFrame:
         return result
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         assert self._recorder is not None
         self._outer = top_saved_tensors_hooks()
         push_saved_tensors_hooks(self._pack, self._unpack)
@@ -130,10 +121,10 @@ class ReplayFrame:
         )
 
     def abandon(self) -> None:
-        """Stop recording; nothing will be asked for."""
+        """Stop recording, without a result."""
         recorder = self._recorder
         if recorder is None:
-            return  # Its end has failed, and has put everything back.
+            return  # `end` has failed, and has restored the thread.
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
         self._recorder = self._function = self._checks.recorder = None
@@ -148,7 +139,7 @@ class ReplayFrame:
             try:
                 recorder.finish()
             finally:
-                # Whatever fails, the thread is left as it was.
+                # Restore the thread, whatever fails.
                 pop_saved_tensors_hooks()
                 self._recorder = self._function = None
             self._settle(recorder)
@@ -159,8 +150,7 @@ class ReplayFrame:
     def _settle(self, recorder: Recorder) -> None:
         recording, outer = recorder.recording, self._outer
         policy = recording.policy
-        if policy.expects_to_keep and recording.number and not recording.kept:
-            _warn_that_nothing_is_kept(recording.number)
+        recording.warn_if_nothing_is_kept()
         policy.end()
         recording.tracker.clear()
         take = self._checks.finish(recorder, self._replayer)
@@ -213,14 +203,14 @@ class ReplayFrame:
                 tensor = self._take(handle, bool(OPEN_GROUPS))
                 self._checks.check(handle, tensor, self._replayer)
                 return tensor
-            # A backward of the function's own, while the forward still runs.
+            # The function runs a backward of its own, inside the forward.
             self.note_backward_inside()
             if recorder.changes_formulas():
                 raise _inexact_inside()
             with recorder.suspended():
                 recorder.settle()
                 original = self._checks.original(recorder, handle)
-                # An open group is that of a backward in which this forward is rerun.
+                # An open group belongs to a backward in which this forward is rerun.
                 tensor = self._take(handle, False) if original is None else original
                 if original is None:
                     self._checks.check_inside(handle, tensor, self._replayer)
@@ -228,7 +218,7 @@ class ReplayFrame:
             return tensor
 
     def note_backward_inside(self) -> None:
-        """Tell a region around this one, which would run it again (its Rule 7)."""
+        """Tell a region around this one, which would have to rerun it (its Rule 7)."""
         owner: Any = getattr(self._outer and self._outer[1], "__self__", None)
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
@@ -266,12 +256,12 @@ class ReplayFrame:
         return tensor
 
     def recompute(self) -> None:
-        """Make every dropped value now; the next backward takes them."""
+        """Compute every dropped value now; the next backward takes them."""
         with self._lock:
             self._replayer.prepare()
 
     def release(self) -> None:
-        """Let go of the values that were made again and not taken."""
+        """Free the recomputed values that autograd has not taken."""
         with self._lock:
             self._replayer.release()
 
@@ -285,9 +275,9 @@ class ReplayFrame:
 
 
 def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
-    """Refer to what an error takes names from.
+    """Refer weakly to the object from which an error takes names.
 
-    The graph holds the frame, and what the function holds may hold the graph.
+    The graph owns the frame, and the function may own the graph.
     """
     owner = function.__self__ if isinstance(function, MethodType) else function
     try:
@@ -300,36 +290,12 @@ def _nothing() -> None:
     return None
 
 
-def _warn_that_nothing_is_kept(operators: int) -> None:
-    warnings.warn(
-        "the policy of a selective region kept the output of none of its "
-        f"{operators} operators. A policy function sees overloads, such as "
-        "torch.ops.aten.mm.default; compare with those, or give a list, in which "
-        "torch.ops.aten.mm stands for all of its overloads.",
-        stacklevel=4,
-    )
-
-
 def _inexact_inside() -> CheckpointError:
     return CheckpointError(
         "a replay region in which tensor subclasses live differentiates inside: while "
         "it is recorded, autograd takes other formulas than in the plain step. Give "
         'the region engine="rerun".'
     )
-
-
-def _surroundings() -> Callable[[Scope], None]:
-    """Note what operators depend on; return what brings it back."""
-    ambient = Ambient()
-    if not torch.cuda.is_initialized():
-        return ambient.enter_for_operators
-    stream = torch.cuda.current_stream()
-
-    def enter(scope: Scope) -> None:
-        ambient.enter_for_operators(scope)
-        scope.enter_context(torch.cuda.stream(stream))
-
-    return enter
 
 
 hide_from_dynamo(ReplayFrame._pack)

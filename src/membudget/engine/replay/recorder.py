@@ -1,12 +1,13 @@
-"""Record the operators of a region as a graph of values.
+"""The recorder: observes a region's operators, and writes them to the tape.
 
-The recorder observes below autograd and autocast: it sees each operator with the
-tensors that the backend sees, runs it, and notes what came of what. Which value a
-tensor has is the tracker's to know.
+It observes below autograd and autocast: it sees each operator with the tensors that the
+backend gets, runs it, and records which values came from which. The tracker knows the
+value of each tensor.
 
-Sources, whose content is held, are: what comes from outside; what the policy keeps;
-what comes from an operator that cannot run again; what is read although no operator was
-seen to write it (`torch.empty` that NumPy filled); what appears from nowhere.
+Sources, whose content is held, are: tensors from outside the region; outputs that the
+policy keeps; outputs of operators that cannot run again; memory that is read although
+no observed operator wrote it (`torch.empty` filled by NumPy); tensors that appear from
+nowhere.
 """
 
 from __future__ import annotations
@@ -19,20 +20,12 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_fake, is_fake_mode_active
-from membudget.engine.replay.aliasing import (
-    AS_STRIDED,
-    EMPTY,
-    is_empty,
-)
+from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, is_empty
 from membudget.engine.replay.execute import FAULTY
 from membudget.engine.replay.fingerprinted import Fingerprinter
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.tape import ReplayHandle
-from membudget.engine.replay.writes import (
-    run_in_place,
-    run_special,
-    written_by,
-)
+from membudget.engine.replay.writes import run_in_place, run_special, written_by
 from membudget.observer import Observer, observers
 from membudget.ops import OperatorFacts, facts_of, flat_outputs
 from membudget.state.identity import address_of
@@ -42,10 +35,10 @@ class Recorder(Observer):
     """Records one forward of a region.
 
     Attributes:
-        recording: What is recorded.
-        is_suspended: Whether operators pass unseen: those of the engine itself.
-        opaque_depth: Inside of how many `opaque()` the code is.
-        fingerprinter: Takes fingerprints of what is dropped, if they are wanted.
+        recording: The record.
+        is_suspended: Whether operators pass unrecorded: those of the engine itself.
+        opaque_depth: The nesting depth of `opaque()` blocks.
+        fingerprinter: Fingerprints dropped tensors, if they are to be compared.
     """
 
     def __init__(self, recording: ForwardRecord):
@@ -57,7 +50,7 @@ class Recorder(Observer):
         self._late: list[tuple[ReplayHandle, Tensor]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator and note it."""
+        """Run one operator and record it."""
         if self.is_suspended:
             return operator(*args, **kwargs)
         if self.fingerprinter is not None:
@@ -100,29 +93,30 @@ class Recorder(Observer):
         return run_special(self.recording, func, facts, args, kwargs)
 
     def handle(self, tensor: Tensor) -> ReplayHandle:
-        """Return what stands for a tensor that autograd saves."""
+        """Return the handle that autograd stores for a saved tensor."""
         handle = ReplayHandle()
         entry = self.recording.tracker.entry(tensor)
         is_strided = tensor.is_nested and tensor.layout is not torch.jagged
         if is_strided and entry.value.operation is not None:
-            # No two of them can be compared: torch tells of none of their sizes.
+            # Strided nested tensors cannot be compared: torch exposes none of their
+            # sizes.
             self.recording.tracker.hold_value(tensor, entry)
         if is_empty(entry.value):
-            # The operator that saves it will fill it (RReLU its noise), or somebody
-            # has done so unseen.
+            # Either the saving operator will fill it (RReLU its noise), or code that
+            # cannot be observed has done so.
             self._late.append((handle, tensor))
         else:
             handle.value = self.recording.tracker.mark_read(tensor, entry)
         return handle
 
     def settle(self) -> None:
-        """Find the values of tensors that were saved before they were filled."""
+        """Assign values to tensors that were saved before they were filled."""
         late, self._late = self._late, []
         for handle, tensor in late:
             handle.value = self.recording.tracker.read(tensor)
 
     def finish(self) -> None:
-        """Stop recording; what was saved is known to the last."""
+        """Stop recording, and assign the last values."""
         self.__exit__(None, None, None)
         self.recording.recent.clear()
         self.settle()
@@ -136,7 +130,7 @@ class Recorder(Observer):
         self.settle()
         return output
 
-    # What code inside the region says.
+    # Calls by code inside the region.
 
     def name(self, tensor: Tensor, label: str) -> None:
         """Keep a tensor if the policy keeps its name."""
@@ -147,13 +141,13 @@ class Recorder(Observer):
                     self.recording.tracker.hold_value(tensor, entry)
 
     def begin_opaque(self, written: Sequence[Tensor]) -> None:
-        """Hold what the operators make from now on."""
+        """Hold what operators produce from now on."""
         self.opaque_depth += 1
         with self.suspended():
             self.recording.tracker.before_write(written, False)
 
     def end_opaque(self, written: Sequence[Tensor]) -> None:
-        """Record again; hold what was written."""
+        """Leave an opaque block, and hold what it wrote."""
         self.opaque_depth -= 1
         with self.suspended():
             for tensor in written:
@@ -161,32 +155,33 @@ class Recorder(Observer):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let operators pass unseen."""
+        """Let operators pass unrecorded."""
         before, self.is_suspended = self.is_suspended, True
         try:
             yield
         finally:
             self.is_suspended = before
 
-    # Operators with a way of their own.
+    # Operators that need their own recording.
 
     def _run_view(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run a view operator: its outputs lie in the memory of its argument."""
+        """Run a view operator, whose outputs share their argument's memory."""
         tracker = self.recording.tracker
         entry = tracker.entry(args[0])
         if not entry.address:
-            # A part of a sparse tensor has a storage of its own, which says nothing
-            # of whose part it is.
+            # A component of a sparse tensor has its own storage, which does not tell
+            # whose component it is.
             tracker.hold_memory(args[0], entry)
             output = func(*args, **kwargs)
             self._hold_outputs(output)
             return output
         output = func(*args, **kwargs)
         if func is AS_STRIDED and entry.memory.root is None:
-            # It counts from where the storage begins, and hooks around the region may
-            # give a source back in another one. So what it shows is a source, too.
+            # `as_strided` counts from the start of the storage, and saved-tensor hooks
+            # around the region may return a source in another storage. So its result is
+            # a source, too.
             return output
         value, address = entry.value, entry.address
         operation = self.recording.operation(func, [value, *args[1:]], kwargs)
@@ -214,7 +209,7 @@ class Recorder(Observer):
     def _run_opaque(
         self, func: Any, facts: OperatorFacts | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run what cannot be run again: what it makes or writes is held."""
+        """Run an operator that cannot run again; hold what it produces or writes."""
         written = [] if facts is None else list(written_by(facts, args, kwargs))
         if facts is not None and facts.is_gather:
             self._hold_living()
@@ -226,9 +221,9 @@ class Recorder(Observer):
         return output
 
     def _hold_living(self) -> None:
-        """Hold every tensor that is alive, so that no replay goes further back.
+        """Hold every live tensor, so that no replay reaches back past this point.
 
-        FSDP gathers the parameters of a layer, and frees those of the layers before. In
+        FSDP gathers a layer's parameters and frees those of the layers before it. In
         the backward, too, only one layer at a time has its parameters.
         """
         tracker = self.recording.tracker
@@ -253,12 +248,12 @@ def _recorders() -> list[Recorder]:
 
 
 def name(tensor: Tensor, label: str) -> Tensor:
-    """Give a tensor a name by which a policy can keep it.
+    """Name a tensor, so that a policy can keep it.
 
-    It costs nothing, and does nothing, outside of a replay region.
+    Costs nothing, and does nothing, outside a replay region.
 
     Args:
-        tensor: Any tensor that the code computes.
+        tensor: A tensor that the code computes.
         label: The name that `membudget.policies.named(label)` keeps.
 
     Returns:
@@ -279,10 +274,10 @@ def name(tensor: Tensor, label: str) -> Tensor:
 
 @contextmanager
 def opaque(*written: Tensor) -> Iterator[None]:
-    """Mark code whose effects the dispatcher cannot see.
+    """Mark code with effects that the dispatcher cannot see.
 
-    A raw Triton kernel, ctypes, NumPy on shared memory: what the operators inside make
-    is kept, and so are the tensors named here, which the code may write.
+    Use it around raw Triton kernels, ctypes, or NumPy on shared memory: the outputs of
+    operators inside are kept, and so are the tensors passed here.
 
     Args:
         *written: Tensors that the code writes.

@@ -1,13 +1,16 @@
-"""Make dropped values again by running the recorded operators, and no others.
+"""Recompute dropped values by running the recorded operations that they need.
 
-When autograd asks for the first dropped value, a *plan* is made: what do the handles
-that are still alive need, and how often will each value be used? Then only the path to
-the wanted value is run, in the order of the forward. What a later handle of the plan
-needs stays, and goes at its last use; so in one backward each operator runs at most
-once. A handle that is asked again begins a new plan: a second backward recomputes.
+When autograd asks for the first dropped value, the replayer makes a *plan*: it counts
+how often each value is needed by the live handles and by the operations between them
+and the sources. It then runs only the slice that leads to the requested value, in the
+order of the forward. Values that later handles of the plan need stay in memory until
+their last use, so each operation runs at most once per backward pass. A request for a
+handle that the plan has already served starts a new plan: a second backward pass
+recomputes.
 
-Where the region has *stages*, a plan serves the handles of one of them: the first
-request of another begins a plan for that, and what the stages hold is carried over.
+If the backward pass has *stages*, a plan serves the handles of one stage. The first
+request of another stage starts a plan for that stage, which starts from the values that
+the stage before carries over.
 """
 
 from __future__ import annotations
@@ -36,9 +39,10 @@ class Replayer(Executor):
     """Serves the handles of one region.
 
     Attributes:
-        handles: The handles, held weakly.
-        plans_run: How many plans made something, those of stages together.
-        stages: How the way back is divided.
+        handles: The handles, weakly referenced, in the order of the forward.
+        plans_run: How many plans ran operations; the stages of one backward pass count
+            as one.
+        stages: The stages of the backward pass; `None` for a single one.
     """
 
     __slots__ = (
@@ -51,11 +55,12 @@ class Replayer(Executor):
     )
 
     def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
-        """Begin without handles.
+        """Start without handles.
 
         Args:
-            enter: Brings back what operators depend on, until the scope ends.
-            stages: How the way back is divided; `None` for one stage.
+            enter: Restores the conditions on which operators depend, until the scope
+                ends.
+            stages: The stages of the backward pass; `None` for a single one.
         """
         super().__init__()
         self.stages = stages
@@ -66,7 +71,7 @@ class Replayer(Executor):
         self._task = -1  # The backward for which the plan was made.
 
     def is_ready(self, handle: ReplayHandle) -> bool:
-        """Tell whether `take` would run nothing, and refuse nothing."""
+        """Tell whether `take` would neither run an operation nor raise."""
         value = handle.value
         return value.tensor is not None and (
             handle.served != self._plan and self._stage in (-1, handle.stage)
@@ -79,7 +84,7 @@ class Replayer(Executor):
 
         Args:
             handle: The handle.
-            stays: Whether the value stays, for another backward.
+            stays: Whether to keep the value for another backward pass.
         """
         value = handle.value
         if value.is_held():
@@ -102,9 +107,9 @@ class Replayer(Executor):
     def _lent(self, value: Value, tensor: Tensor) -> Tensor:
         """Return a tensor for autograd to read, and for its kernels to overwrite.
 
-        As in plain autograd, several saved tensors may share memory. What operators of
-        the plan still read is another matter: of that, autograd gets a copy; and of
-        what is held for another stage.
+        As in plain autograd, several saved tensors may share memory. But if an
+        operation of the plan has yet to read the memory, or another stage needs it,
+        autograd gets a copy.
         """
         owner = value.root or value
         others = self._of_other_stages() if owner.is_carried else []
@@ -114,7 +119,7 @@ class Replayer(Executor):
         return tensor
 
     def living(self) -> list[ReplayHandle]:
-        """Return the handles that somebody still has."""
+        """Return the handles that are still alive."""
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None]
 
@@ -122,23 +127,23 @@ class Replayer(Executor):
         return [h.value for h in self.living() if h.stage != self._stage]
 
     def prepare(self) -> None:
-        """Make every value now that a living handle will ask for."""
+        """Compute the values of all live handles now."""
         self._make_plan(-1)
         for value in self._wanted():
             if value.tensor is None:
                 self._materialise(value)
 
     def release(self) -> None:
-        """Let go of all that was made again and not taken."""
+        """Free the recomputed values that autograd has not taken."""
         for value in self._memoised:
             if not value.is_held():
                 value.tensor = None
         self._memoised.clear()
         self._plan_ran = 0
-        self._task = -2  # So that the next request makes a plan.
+        self._task = -2  # Makes the next request start a plan.
 
     def _wanted(self) -> list[Value]:
-        """Return the values of living handles that the plan has to make."""
+        """Return the values of live handles that the plan has to compute."""
         return [
             h.value
             for h in self.living()
@@ -164,7 +169,7 @@ class Replayer(Executor):
                 value.tensor = None
 
     def _count_path(self) -> None:
-        """Count the uses of all that leads to what the plan has to make."""
+        """Count the uses of every value that leads to one the plan has to compute."""
         wanted: list[Value] = []
         for value in self._wanted():
             self._count(value, wanted)
@@ -181,7 +186,7 @@ class Replayer(Executor):
                 self._count_held(operation.outputs)
 
     def _count(self, value: Value, wanted: list[Value]) -> None:
-        """Count one more use; a value without content must be made."""
+        """Count one use; a value without content must be computed."""
         self._begin(value)
         value.uses += 1
         if value.tensor is None:
@@ -191,7 +196,7 @@ class Replayer(Executor):
             value.root.view_uses += 1
 
     def _count_held(self, values: Iterable[tuple[int, ReferenceType[Value]]]) -> None:
-        """Count one more use of what the stage holds for later ones."""
+        """Count one use of each value that the stage carries over to later ones."""
         assert self.stages is not None
         held = self.stages.held[self._stage]
         for index, reference in values:
@@ -217,23 +222,23 @@ class Replayer(Executor):
             return
         path = self._path_to(value)
         if path is None:
-            # Something is needed that the plan had done with.
+            # The plan has already freed something that this value needs.
             self._make_plan(self._stage)
             path = self._path_to(value)
             assert path is not None
         operations, packed = path
-        # In a new thread, products would run on all cores until somebody asks.
+        # A new thread would use all cores for matrix products until it has asked once.
         torch.get_num_threads()
         for source in packed:
-            self._source(source)  # Above autograd, for an outer region may rerun.
-        # The stages of one backward are one recompute.
+            self._source(source)  # Above autograd, because an outer region may rerun.
+        # The stages of one backward pass count as one recompute.
         number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
         if self._plan_ran != number:
             self._plan_ran = number
             self.plans_run += 1
         operations.sort(key=_number)
         if value.root is not None and value.root.tensor is not None:
-            with BelowAutograd():  # Views compute nothing; no setting matters.
+            with BelowAutograd():  # Views compute nothing, so no setting matters.
                 for operation in operations:
                     self._run(operation)
             return
@@ -250,10 +255,10 @@ class Replayer(Executor):
                 self._run(operation)
 
     def _path_to(self, value: Value) -> tuple[list[Operation], list[Value]] | None:
-        """Return the operators to run, and the sources to unpack.
+        """Return the operations to run for a value, and the sources to unpack.
 
         Returns:
-            Both; `None` if the plan does not count on them.
+            Both; `None` if the plan has no uses left for one of the values.
         """
         operations: dict[int, Operation] = {}
         packed = []
@@ -277,4 +282,4 @@ def _number(operation: Operation) -> int:
     return operation.number
 
 
-_FIRST_TASK = 3  # Backwards have numbers from -2 on; these become negative.
+_FIRST_TASK = 3  # Task numbers start at -2; these become negative.

@@ -1,4 +1,9 @@
-"""Sources: values whose content is held, and how it is checked before it is read."""
+"""Sources: how a value's content is held, and checked before an operator reads it.
+
+A parameter or any other leaf is held as it is, other tensors as detached aliases;
+running statistics are copied. Under saved-tensor hooks around the region, those hooks
+hold the source instead.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +21,32 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.held import Packed
-from membudget.engine.replay.tape import (
-    Value,
-)
+from membudget.engine.replay.tape import Value
 from membudget.state.bits import has_changed, is_freed
 from membudget.state.identity import address_of, version_of
 
 
 class SourceChangedError(Exception):
-    """A source was written since the region ended."""
+    """A source was written after the region's forward ended."""
 
     def __init__(self, tensor: Tensor):
-        """Note which."""
+        """Note the tensor that was written."""
         super().__init__("a source was changed")
         self.tensor = tensor
 
 
 class SourceFreedError(Exception):
-    """The memory of a parameter is freed: FSDP has resharded it."""
+    """A parameter has no memory, because FSDP has resharded it."""
 
 
 def check_source(value: Value, tensor: Tensor) -> None:
-    """Check that an operator is about to read what it read (Rule 5).
+    """Check that an operator is about to read what it read in the forward (Rule 5).
 
-    Autograd itself takes what is there, as it does in the plain step: a parameter whose
-    `.data` was exchanged.
+    A parameter whose `.data` was exchanged fails only here: autograd itself reads the
+    new storage, as it does in the plain step.
 
     Raises:
-        SourceChangedError: If it would read something else.
+        SourceChangedError: The storage was exchanged, or its content differs.
     """
     if value.address is not None and address_of(tensor) != value.address:
         raise SourceChangedError(tensor)
@@ -55,10 +58,10 @@ def check_source(value: Value, tensor: Tensor) -> None:
 
 
 def unpacked(value: Value, unpack: Callable[[Any], Tensor]) -> Tensor:
-    """Return a source that the hooks around the region have.
+    """Return a source from the saved-tensor hooks around the region.
 
     Raises:
-        SourceChangedError: If it was written since.
+        SourceChangedError: It was written after it was packed.
     """
     assert value.packed is not None
     tensor, is_changed = value.packed.unpacked(unpack)
@@ -83,18 +86,18 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def settle_source(
     source: Value, outer: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
-    """Note what tells whether a source is changed, or hand it to the hooks around.
+    """Record how to detect changes of a source, or pack it with the surrounding hooks.
 
     Args:
         source: The source.
-        outer: The hooks around the region.
-        take: Takes a fingerprint of its content, where that is compared, too, because
-            some writers raise no version.
+        outer: The saved-tensor hooks around the region.
+        take: Fingerprints the content, in calls that compare contents, because some
+            writers do not bump the version counter.
     """
     tensor = source.tensor
     assert tensor is not None
     if source.is_state:
-        # The next call of the function writes it again, before the backward of this.
+        # The next call of the function overwrites it, before this call's backward.
         tensor = source.tensor = copy_of(tensor)
         source.address = None
     if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
@@ -106,15 +109,15 @@ def settle_source(
                 source.content = take, take(tensor)
     else:
         if source.address == address_of(tensor):
-            source.address = None  # The hooks may give back a copy.
+            source.address = None  # The hooks may return a copy.
         source.packed = Packed(tensor, outer[0])
         source.tensor = None
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a tensor with the same memory and version, and without its graph."""
-    # Not `is_leaf` of a view: it renews the view's history, though the operator that
-    # has just written the base may not have told autograd yet.
+    """Return a detached tensor with the same memory and version; a leaf as it is."""
+    # `is_leaf` of a view would rebuild the view's history, although the operator that
+    # just wrote the base may not have told autograd yet.
     if (
         not tensor._is_view()
         and tensor.is_leaf
@@ -126,9 +129,10 @@ def alias(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same place in its storage, so that views fit."""
+    """Return a copy with the same strides and offset, so that view operators fit."""
     tensor = tensor.detach()
-    if tensor.is_conj():  # A clone would be written out, and a product round otherwise.
+    # `clone` would materialise the conjugate, and a product of it rounds differently.
+    if tensor.is_conj():
         return copy_of(tensor.conj()).conj()
     if tensor.is_neg():
         return negative_view(copy_of(negative_view(tensor)))
@@ -144,7 +148,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a strided tensor of torch's own class shows memory as it is."""
+    """Tell whether a tensor is strided, plain, and neither conjugated nor negated."""
     return (
         (type(tensor) is Tensor or is_fake(tensor))
         and tensor.layout is torch.strided

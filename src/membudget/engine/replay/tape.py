@@ -1,8 +1,10 @@
-"""The graph that a recording makes: values, and the operators between them.
+"""The tape: values, and the operations that compute them.
 
-A `Value` is the content of a tensor at one moment. It comes from an `Operation`, or it
-is a *source*, whose content is held. The graph hangs on the handles that autograd
-holds: what no handle needs is gone. Nothing in it points back, so it has no cycles.
+A `Value` is the content of a tensor at one moment. An `Operation` produces it, or it is
+a *source*, whose content is held. Only the handles that autograd stores keep values
+alive; a value keeps its operation, and an operation its inputs. References point from
+outputs to inputs only, so the tape has no cycles, and parts that no handle needs are
+freed.
 """
 
 from __future__ import annotations
@@ -23,26 +25,28 @@ class Value:
     """The content of one tensor at one moment.
 
     Attributes:
-        operation: What made it; `None` for a source.
-        index: Its place among what the operation makes.
-        root: The value of which it is a view; `None` if it is none.
-        tensor: The content: for good in a source; otherwise for as long as a backward
-            needs it.
+        operation: The operation that produced it; `None` for a source.
+        index: Its position among the operation's outputs.
+        root: For a view, the value that owns the memory; `None` otherwise.
+        tensor: The content: permanently for a source, otherwise only while a backward
+            pass needs it.
         version: The version of a source's content at the end of the region; `None`
-            while the region runs, and where nobody else can write it.
-        address: Where a source's storage lay then, because `.data =` exchanges it.
-        content: Of a source, where it is still to be compared: how its fingerprint is
-            taken, and what that was then.
-        is_used: Whether anything needs it, so that its content must not be lost.
-        is_state: Whether it is a running statistic: a source of which a copy must be
-            held, because every call of the region writes its memory anew.
-        packed: A source that went through the saved-tensor hooks around the region.
-        plan: The number of the plan in which the following are meant.
-        uses: How often it is still needed, by handles and by operations.
-        view_uses: How often its views are still needed.
-        reads: How many operations that compute have yet to read it, or a view of it.
-        is_lent: Whether autograd has it, or a view of it.
-        is_carried: Whether the stage holds it for others.
+            while the region runs, and where no other code can write it.
+        address: The storage of a source at that moment, which `.data =` would exchange;
+            `None` where it need not match.
+        content: The function that fingerprints a source and its result in the forward,
+            until the comparison is done; `None` if contents are not compared.
+        is_used: Whether anything reads it, so that its content must survive writes.
+        is_state: Whether it is a running statistic, of which a copy is held, because
+            every call of the region overwrites it.
+        packed: A source that the saved-tensor hooks around the region have packed.
+        plan: The number of the plan to which the following counters belong.
+        uses: How many handles and operations still need it.
+        view_uses: How many uses of its views remain.
+        reads: How many operations that compute something have yet to read it or one of
+            its views.
+        is_lent: Whether autograd has been given it or one of its views.
+        is_carried: Whether the current stage keeps it for a later one.
     """
 
     __slots__ = (
@@ -60,7 +64,7 @@ class Value:
     def __init__(
         self, operation: Operation | None, index: int = 0, root: Value | None = None
     ):
-        """Begin without content."""
+        """Create a value without content."""
         self.operation = operation
         self.index = index
         self.root = root
@@ -72,7 +76,7 @@ class Value:
         self.plan = 0
 
     def hold(self, tensor: Tensor) -> None:
-        """Make it a source."""
+        """Turn it into a source that holds `tensor`."""
         self.operation = None
         self.root = None
         self.tensor = tensor
@@ -81,29 +85,31 @@ class Value:
         self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
 
     def is_held(self) -> bool:
-        """Tell whether the content is there for good."""
+        """Tell whether its content is permanently in memory."""
         return self.operation is None and self.packed is None
 
 
 class Operation:
-    """One operator that ran in the region.
+    """One operator call of the region.
 
     Attributes:
         operator: The overload.
         args: Its positional arguments, with values in place of tensors.
         kwargs: Its keyword arguments, likewise.
-        number: Its place in the recording.
-        call: Its place among the operators that the region ran.
-        grad_enabled: The grad mode in which it ran; some kernels ask.
-        default_dtype: The dtype that was the default; factories ask.
-        decides: Whether it decides something, so that its outputs are kept.
-        drawn: For a random operator, its source and where that stood.
-        outputs: The values that it makes, held weakly, by their index.
+        number: Its position on the tape.
+        call: Its number among the operators that the region ran.
+        grad_enabled: The grad mode in which it ran, on which some kernels depend.
+        default_dtype: The default dtype in which it ran, on which factories depend.
+        decides: Whether it makes a decision, so that its outputs are kept.
+        drawn: For a random operator, its random source and the state of that source
+            before the draw.
+        outputs: The values it produced, weakly referenced, by output index.
         targets: The values whose memory it writes, each with the index of the value
-            that the memory has afterwards; -1 if the memory is held.
-        plan: The number of the plan that counts on it.
-        is_foreign: Whether its operator may not keep to its schema.
-        is_view: Whether it computes nothing: all that it makes lies in its input.
+            that holds the memory's new content; -1 if the memory is held.
+        plan: The number of the last plan that includes it.
+        is_foreign: Whether its kernel may violate its schema.
+        is_view: Whether all its outputs are views of its input, so that it computes
+            nothing.
     """
 
     __slots__ = (
@@ -120,7 +126,7 @@ class Operation:
         number: int,
         grad_enabled: bool,
     ):
-        """Note an operator that runs now."""
+        """Record an operator that is running now."""
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
@@ -138,14 +144,14 @@ class Operation:
         self.is_view = True
 
     def output(self, index: int, root: Value | None = None) -> Value:
-        """Return a new value that it makes."""
+        """Return a new value for one of its outputs."""
         self.is_view = self.is_view and root is not None
         value = Value(self, index, root)
         self.outputs.append((index, ref(value)))
         return value
 
     def inputs(self) -> list[Value]:
-        """Return the values that it needs: a written argument counts as its root."""
+        """Return the values it needs; a written argument counts as its root."""
         if self._inputs is None:
             self._inputs = self._find_inputs()
         return self._inputs
@@ -169,15 +175,15 @@ def _gather(arguments: Any, found: list[Value], written: list[Value]) -> None:
 
 
 class ReplayHandle:
-    """What autograd holds in place of a saved tensor.
+    """What autograd stores in place of a saved tensor.
 
     Attributes:
-        value: The tensor's value.
-        served: The number of the plan in which autograd last took it.
-        stage: The stage of the way back that serves it; -1 where there are none.
-        fingerprint: Of the content in the forward, where it is still to be compared.
-        saved_version: Tells whether somebody has written the saved tensor since, where
-            that is asked.
+        value: The saved tensor's value.
+        served: The number of the plan in which autograd last unpacked it.
+        stage: The stage of the backward pass that serves it; -1 without stages.
+        fingerprint: The fingerprint of the saved tensor, until the comparison is done.
+        saved_version: Tells whether the saved tensor was written after it was saved,
+            where that is checked.
     """
 
     __slots__ = (
@@ -192,7 +198,7 @@ class ReplayHandle:
     value: Value
 
     def __init__(self) -> None:
-        """Begin without a value; it is known soon."""
+        """Create a handle; its value is assigned once it is known."""
         self.served = 0
         self.stage = -1
         self.fingerprint: Fingerprint | None = None
@@ -200,27 +206,28 @@ class ReplayHandle:
 
 
 class Scratch:
-    """An argument that is written, and whose content before does not matter."""
+    """A written argument whose previous content does not matter."""
 
     __slots__ = ("options", "shape")
 
     def __init__(self, tensor: Tensor):
-        """Note its geometry."""
+        """Note shape, dtype and device."""
         self.shape = tensor.shape
         self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
 
 
 class RecordedMemory:
-    """One storage, as the operators of a region write it.
+    """The write history of one storage, as the region's operators see it.
 
     Attributes:
         root: The value of the whole storage now; `None` while the memory is held by
             reference, so that each tensor in it is a source.
-        dtype: Of the root.
-        epoch: How often it was written.
-        is_external: Whether it lay outside of the region.
-        is_state: Whether it did, and the region wrote it: a running statistic.
-        sources: The sources that lie in it since it was last written.
+        dtype: The dtype of the root.
+        epoch: How often the storage was written.
+        is_external: Whether the storage was created outside the region.
+        is_state: Whether it was created outside and the region wrote it, as running
+            statistics are.
+        sources: The sources in it since the last write.
     """
 
     __slots__ = (
@@ -229,7 +236,7 @@ class RecordedMemory:
     )
 
     def __init__(self, root: Value | None, dtype: torch.dtype | None = None):
-        """Begin with the first value seen, or with `None` for what lay outside."""
+        """Start from the first value in it, or from `None` for memory from outside."""
         self.root = root
         self.dtype = dtype
         self.epoch = 0
@@ -239,12 +246,12 @@ class RecordedMemory:
 
 
 class LiveStorage(ref[Any]):
-    """A storage that is alive.
+    """A weak reference to a storage, with what is recorded of it.
 
     Attributes:
-        address: Its identity.
-        memory: What it holds.
-        entries: What is known of the tensors that show it, by their `id`.
+        address: The storage's identity.
+        memory: Its write history.
+        entries: The tensors that view it, by `id`.
     """
 
     __slots__ = ("address", "entries", "memory")
@@ -255,14 +262,14 @@ class LiveStorage(ref[Any]):
 
 
 class LiveTensor(ref[Tensor]):
-    """What is known of a tensor that is alive.
+    """A weak reference to a tensor, with what is recorded of it.
 
     Attributes:
-        key: The tensor's `id`, while it lives.
-        value: Its value, at the epoch.
-        memory: Its memory.
-        epoch: The epoch of the memory at which the value holds.
-        address: The identity of its storage: `.data =` exchanges it.
+        key: The tensor's `id`.
+        value: The tensor's value, valid while `epoch` is the memory's.
+        memory: The write history of its storage.
+        epoch: The memory's epoch for which `value` is valid.
+        address: The identity of its storage, which `.data =` exchanges.
     """
 
     __slots__ = ("address", "epoch", "key", "memory", "value")

@@ -1,13 +1,17 @@
-"""Verify a recording: replay every dropped value once, and compare it bit for bit.
+"""Verify a recording: replay each dropped value once and compare it bit for bit.
 
 Some memory is written where no dispatcher sees it: by a raw kernel, through NumPy, by a
-device library. Replaying the operators then gives something else, in silence. So in the
-first step of each new signature the originals stay until the forward of the region has
-ended; each dropped value is replayed and compared. What does not come back is *pinned*:
-held in this step, and kept in every later one.
+device library. Replaying the operators then silently gives another result. So in the
+first step of each new signature, the original tensors stay in memory until the region's
+forward ends; then each dropped value is replayed and compared. An output that differs
+is *unrepeatable*: it is held in this step, and kept in every later one.
 
-That takes the memory of all originals and of their replay. Where there is none to
-spare, `fingerprinted` does the same with fingerprints, and in the backward.
+A signature is everything on which the recording depends: the function, the shapes,
+dtypes and devices of its arguments, the modes, and the policy. Later calls of a
+signature are verified only if they leave all verified paths.
+
+Verification takes the memory of all originals and of their replay. Where that does not
+fit, `fingerprinted` compares fingerprints instead, in the backward pass.
 """
 
 from __future__ import annotations
@@ -25,6 +29,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
+from membudget.engine.comparison import same_bits
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.replayer import Replayer
@@ -34,12 +39,9 @@ from membudget.engine.replay.sources import (
     copy_of,
     is_freed_parameter,
 )
-from membudget.engine.replay.tape import (
-    ReplayHandle,
-    Value,
-)
+from membudget.engine.replay.tape import ReplayHandle, Value
 from membudget.errors import UnrepeatableWarning
-from membudget.state.bits import PLAIN_CLASSES, has_bits, may_be_a_workspace
+from membudget.state.bits import PLAIN_CLASSES
 from membudget.state.identity import address_of
 
 OutputIndices = set[tuple[int, int]]
@@ -61,17 +63,18 @@ class Verified:
     """What the calls of one signature have shown so far.
 
     What is verified is a *path*: the operators of a call, in order. A call that leaves
-    all known paths is verified from there on.
+    all known paths is verified from that operator on.
 
     Attributes:
-        unrepeatable: What did not come back, by operator and index.
-        paths: The operators of the calls that were verified, oldest first.
-        is_pending: Whether a call ended inside of a known path: the next one is
-            verified whole, because a hidden write may belong to the shorter path alone.
-        calls: How many calls there were.
-        has_subclasses: Whether tensor subclasses were saved, so that the recorder must
-            stand among the modes to see what is done with them.
-        has_warned: Whether somebody was told that saved tensors are written.
+        unrepeatable: The outputs that differed when replayed, by operator number and
+            output index.
+        paths: The paths of verified calls, oldest first.
+        is_pending: Whether a call ended inside a known path. The next call is then
+            verified whole, because a hidden write may occur on the shorter path alone.
+        calls: The number of calls.
+        has_subclasses: Whether the region saves tensor subclasses, whose operators only
+            a recorder on the mode stack sees.
+        has_warned: Whether the user was warned that saved tensors are overwritten.
     """
 
     __slots__ = (
@@ -84,7 +87,7 @@ class Verified:
     )
 
     def __init__(self) -> None:
-        """Begin before the first call."""
+        """Start before the first call."""
         self.unrepeatable: OutputIndices = set()
         self.paths: list[OperatorPath] = []
         self.is_pending = False
@@ -92,14 +95,14 @@ class Verified:
         self.has_subclasses = self.has_warned = False
 
     def add(self, path: OperatorPath) -> None:
-        """Note a path whose call was verified."""
+        """Mark a path as verified."""
         self.is_pending = False
         if path not in self.paths:
             self.paths.append(path)
             del self.paths[:-_MOST_PATHS]
 
     def along(self, path: Sequence[Any]) -> OperatorPath | None:
-        """Return a known path that begins like another; `None` if there is none."""
+        """Return a verified path that starts with `path`; `None` if there is none."""
         for known in reversed(self.paths):
             if known[: len(path)] == tuple(path):
                 return known
@@ -119,7 +122,7 @@ def verified(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Verified:
-    """Return what was verified of calls that are recorded alike."""
+    """Return the verification state shared by calls that are recorded alike."""
     key = (
         policy,
         torch.is_autocast_enabled("cpu"),
@@ -137,7 +140,7 @@ def verified(
 
 
 def _key(value: Any, depth: int) -> Any:
-    """Return what a value has in common with others that are computed with alike."""
+    """Return what a value has in common with others that lead to the same recording."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, _LEAVES):
@@ -164,59 +167,61 @@ def _key(value: Any, depth: int) -> Any:
 def _content(cell: Any) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # It is still empty.
+    except ValueError:  # The cell is still empty.
         return None
 
 
 class Originals:
-    """The originals of what a forward dropped."""
+    """The original tensors that a forward dropped."""
 
     __slots__ = ("_at", "_pairs", "_place")
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start with none."""
         self._pairs: list[tuple[ReplayHandle, Tensor]] = []
         self._at: dict[int, list[int]] = {}
         self._place: dict[ReplayHandle, int] = {}
 
     def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
-        """Remember what a handle stands for."""
+        """Store the tensor for which a handle stands."""
         self._place[handle] = len(self._pairs)
         self._at.setdefault(address_of(tensor), []).append(len(self._pairs))
         self._pairs.append((handle, alias(tensor)))
 
     def of(self, handle: ReplayHandle) -> Tensor | None:
-        """Return what a handle stands for, while the forward runs."""
+        """Return the tensor for which a handle stands, while the forward runs."""
         place = self._place.get(handle)
         return None if place is None else self._pairs[place][1]
 
     def before_write(self, address: int) -> None:
-        """Copy what lies in a storage that an operator is about to write.
+        """Copy the originals in a storage that an operator is about to write.
 
-        What a handle stands for is what autograd saved; what a *hidden* write makes of
-        it is the original, as it is in the plain step.
+        A handle stands for the content at the moment autograd saved it. Only observed
+        writes are preceded by a copy, so a *hidden* write changes the original, as it
+        changes the saved tensor in the plain step.
         """
         for place in self._at.pop(address, ()):
             handle, original = self._pairs[place]
-            # Some operators save what they are about to fill (RReLU its noise).
+            # Some operators save a tensor before they fill it (RReLU its noise).
             if hasattr(handle, "value"):
                 self._pairs[place] = handle, copy_of(original)
 
     def compare(
         self, replayer: Replayer, tracker: Tracker, unrepeatable: OutputIndices
     ) -> None:
-        """Replay what was dropped, and pin what does not come back.
+        """Replay the dropped values, and keep those that differ.
 
         Args:
-            replayer: Makes the values again.
-            tracker: Where new sources are noted.
-            unrepeatable: What did not come back is added.
+            replayer: Recomputes the values.
+            tracker: Lists the values that become sources.
+            unrepeatable: Receives the outputs that differ.
 
         Warns:
-            UnrepeatableWarning: For each value that is pinned.
+            UnrepeatableWarning: For each value that differs.
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
-        # A mode of the user's does not see the comparison; fake tensors need theirs.
+        # The user's modes must not see the comparison, but fake tensors need their
+        # mode.
         plain = all(type(t) in PLAIN_CLASSES for _, t in dropped)
         with without_dispatch_modes() if plain else nullcontext():
             self._compare(dropped, replayer, tracker, unrepeatable)
@@ -233,7 +238,7 @@ class Originals:
     ) -> None:
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
-            # Freed by FSDP; without content.
+            # FSDP has freed the parameter, or a fake tensor has no content.
             if (
                 not is_recomputed(value)
                 or is_freed_parameter(original)
@@ -256,23 +261,23 @@ class Originals:
 
 
 def is_recomputed(value: Value) -> bool:
-    """Tell whether operators make the content of a value, which a backward reads."""
+    """Tell whether an operation computes the value for a backward pass."""
     root = value.root or value
-    # No backward reads statistics that a normalisation has written since; and a view of
-    # what is held computes nothing.
+    # No backward reads the statistics that a normalisation has updated, and a view of a
+    # source computes nothing.
     return not (value.operation is None or root.is_state or root.operation is None)
 
 
 def keep_from_now_on(value: Value, unrepeatable: OutputIndices) -> str:
-    """Keep what did not come back, from the next step on; return what happened."""
+    """Keep an output in later steps; return a message about it."""
     root = value.root or value
     operation = root.operation
     assert operation is not None
     unrepeatable.add((operation.call, root.index))
     return (
         f"output {root.index} of operator {operation.call} of a region, "
-        f"{operation.operator}, did not come back when it was replayed: something that "
-        "the dispatcher does not show wrote it, or the operator is not deterministic. "
+        f"{operation.operator}, did not reproduce when replayed: code that the "
+        "dispatcher does not see wrote it, or the operator is not deterministic. "
         "It is kept from now on. Mark such code with membudget.opaque()."
     )
 
@@ -287,35 +292,6 @@ def _replayed(handle: ReplayHandle, replayer: Replayer) -> Tensor | None:
         return replayer.take(handle, stays=True)
     except SourceFreedError:
         raise
-    except Exception:  # An operator that cannot run again gives nothing back.
+    except Exception:  # An operator that cannot run again.
         replayer.release()
         return None
-
-
-def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
-    """Tell whether two tensors hold the same bytes in the same layout."""
-    if replayed is None or original.shape != replayed.shape:
-        return False
-    if original.dtype is not replayed.dtype or _layout(original) != _layout(replayed):
-        return False
-    if not has_bits(original) or may_be_a_workspace(original):
-        return True
-    return torch.equal(_bytes(original), _bytes(replayed))
-
-
-def _layout(tensor: Tensor) -> Any:
-    """Return what a kernel may choose its way by, beside shape and dtype."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor.layout
-    if not tensor.numel():
-        return None
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [stride for size, stride in sizes if size > 1]
-    return tensor.is_conj(), tensor.is_neg(), strides
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    # A clone, because one element may have any stride, and no bytes can be seen by it.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1).view(torch.uint8)
