@@ -76,7 +76,7 @@ WAY = replayed(policies.nothing, verify="fingerprints")
 
 @pytest.mark.parametrize("case", HIDDEN, ids=str)
 def test_a_hidden_write_raises_and_the_next_step_is_right(case: OperatorCase):
-    with pytest.raises(RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(RecomputeMismatchError, match="did not reproduce"):
         run_step(case, WAY, backward_once)
 
     assert_same_step(
@@ -124,7 +124,7 @@ def test_rule1_the_fingerprint_is_of_what_the_memory_held_last(taken: list[Tenso
         y.detach().numpy()[...] = 7
         return z
 
-    with pytest.raises(RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(RecomputeMismatchError, match="did not reproduce"):
         gradient(region(function), X)
 
     assert torch.equal(taken[0], torch.full_like(X, 7))
@@ -253,6 +253,6 @@ def test_a_status_says_what_was_kept():
 
     model = Unseen()
     applied = on_the_whole(model)
-    with pytest.raises(RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(RecomputeMismatchError, match="did not reproduce"):
         gradient(model, X)
     assert applied.status().regions[0].unrepeatable == 1

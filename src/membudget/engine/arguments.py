@@ -1,8 +1,14 @@
-"""The arguments of a region, held so that a recompute can have them once more.
+"""A region's arguments, held so that a recompute gets them unchanged.
 
 Tensors are held one by one (see `held`). Lists, dicts, sets, dataclasses and tuples are
-copied as deep as they go: what the function appends to a list it was given, the
-recompute does not find there.
+copied recursively: an item that the function appends to a list argument is not in the
+list that the recompute gets.
+
+Nested tensors need a special rule. torch ties the ragged size of a jagged tensor to the
+*object* that holds its offsets, so a tensor with recomputed offsets cannot be combined
+with tensors of the forward. A jagged tensor is therefore kept, unless its offsets are
+those of an argument. A strided nested tensor is always kept, because torch exposes none
+of its sizes for a comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +29,7 @@ Memo = dict[int, Any]
 
 
 class _HeldContainer:
-    """A container whose items are held one by one, and made again for a recompute."""
+    """A container whose items are held one by one; rebuilt for each recompute."""
 
     __slots__ = ("items", "key", "make")
 
@@ -39,7 +45,7 @@ class _HeldContainer:
 
 
 class _PlainContainer(_HeldContainer):
-    """A container without tensors: itself, as long as nobody changed it."""
+    """A container without tensors: the original, unless it was changed."""
 
     __slots__ = ("original",)
 
@@ -54,9 +60,9 @@ class _PlainContainer(_HeldContainer):
 
 
 def rebuild(value: Any, memo: Memo) -> Any:
-    """Return what a held value stands for; everything else stands for itself."""
+    """Return what a held value stands for; any other value as it is."""
     if isinstance(value, HeldTensor):
-        # A tensor that was given twice is one tensor: attention asks `query is key`.
+        # A tensor passed twice must be one tensor again: attention asks `query is key`.
         key = id(value)
         if key not in memo:
             memo[key] = value.rebuild()
@@ -68,10 +74,10 @@ class HeldArguments:
     """All arguments of one call of a region.
 
     Attributes:
-        tensors: The tensors among them, nested ones included, in order.
-        others: What is neither a tensor nor a container nor a plain value: modules,
-            generators, functions, objects.
-        is_nested: Whether there is a container among them, or one value twice.
+        tensors: The tensors, including those in containers, in order.
+        others: Modules, generators, functions, objects: all but tensors, containers and
+            plain values.
+        is_nested: Whether a container is among them, or one value twice.
     """
 
     __slots__ = (
@@ -80,7 +86,7 @@ class HeldArguments:
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Hold them; the innermost saved-tensor hooks of the caller are asked now."""
+        """Hold the arguments, through the caller's innermost saved-tensor hooks."""
         self.tensors: list[HeldTensor] = []
         self.others: list[Any] = []
         self._alone = nothing_surrounds()
@@ -110,21 +116,21 @@ class HeldArguments:
         return args, {k: rebuild(v, memo) for k, v in kwargs.items()}
 
     def begin_check(self) -> None:
-        """Take the fingerprints of the tensors, before the function runs."""
+        """Fingerprint the tensors, before the function runs."""
         for held in self.tensors:
             held.begin_check()
 
     def end_check(self) -> None:
-        """Notice which tensors the function wrote behind their version counters."""
+        """Find the tensors that the function wrote without bumping their version."""
         for held in self.tensors:
             held.end_check()
 
     def changed(self) -> list[HeldTensor]:
-        """Return the tensors whose content is another than when the region began."""
+        """Return the tensors whose content has changed since the region began."""
         return [held for held in self.tensors if held.has_changed()]
 
     def cuda_devices(self) -> set[int]:
-        """Return the indices of the CUDA devices on which the tensors lie."""
+        """Return the indices of the tensors' CUDA devices."""
         devices = (held.device for held in self.tensors)
         return {device.index for device in devices if device.type == "cuda"}
 
@@ -146,7 +152,7 @@ class HeldArguments:
         return value
 
     def _hold_container(self, value: Any, place: ArgumentPlace) -> Any:
-        # A container may hold itself: what leads back to it stands for itself.
+        # A container may contain itself; the inner reference stands for itself.
         self._memo[id(value)] = value
         items = [
             item if type(item) in _LEAVES else self._hold(item, (place, key))
@@ -157,7 +163,7 @@ class HeldArguments:
         return value if isinstance(value, tuple) else _PlainContainer(value, items)
 
 
-_DONE: Memo = {}  # Nothing is held after the beginning.
+_DONE: Memo = {}  # Nothing more is held after __init__.
 
 _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
@@ -173,7 +179,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a container with the key under which an error names each."""
+    """Yield a container's items, each with the key that an error message shows."""
     if isinstance(value, dict):
         yield from value.items()
     elif _is_record(value):
@@ -190,10 +196,10 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _maker(value: Any) -> Callable[[Any], Any]:
-    """Return the function that makes a container like `value` from a list of items.
+    """Return a function that builds a container like `value` from a list of items.
 
-    What is not an item (the keys, a subclass's attributes) is copied here and now,
-    before the function can change it.
+    All but the items (keys, attributes of a subclass) is copied now, before the
+    function can change it.
     """
     if isinstance(value, tuple):
         return getattr(value, "_make", type(value))
@@ -204,7 +210,7 @@ def _maker(value: Any) -> Callable[[Any], Any]:
     if isinstance(value, list):
         empty.clear()
         return lambda items: _refilled_list(empty, items)
-    # The model of the container must not keep the tensors themselves alive.
+    # The template must not keep the tensors alive.
     _refill(empty, keys, [None] * len(keys))
     return lambda items: _refill(copy.copy(empty), keys, items)
 
@@ -216,10 +222,10 @@ def _refilled_list(empty: list[Any], items: list[Any]) -> list[Any]:
 
 
 def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
-    """Put items under their keys, past the guards of frozen or fixed containers.
+    """Store items under their keys, also in frozen or fixed-size containers.
 
-    Some containers (the outputs of Hugging Face models) are a dict and a dataclass at
-    once, and hold each item twice.
+    Some containers (Hugging Face model outputs) are a dict and a dataclass at once, and
+    store each item twice.
     """
     attributes = getattr(container, "__dict__", {})
     for key, item in zip(keys, items, strict=True):
@@ -231,7 +237,7 @@ def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
 
 
 def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
-    """Tell whether a nested tensor that a rerun region saves has to be kept.
+    """Tell whether a rerun region must keep a nested tensor that autograd saves.
 
     Args:
         nested: The tensor.
@@ -243,7 +249,7 @@ def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
 
 
 def has_own_offsets(nested: Tensor, given: Any) -> bool:
-    """Tell whether a tensor is jagged by other offsets than all those given are."""
+    """Tell whether a tensor is jagged with offsets that none of `given` has."""
     offsets = _offsets_of(nested)
     return offsets is not None and not any(
         isinstance(t, Tensor) and _offsets_of(t) is offsets for t in tree_iter(given)
@@ -251,7 +257,7 @@ def has_own_offsets(nested: Tensor, given: Any) -> bool:
 
 
 def _offsets_of(tensor: Any) -> Tensor | None:
-    """Return the object that holds the offsets of a jagged tensor; `None` of others."""
+    """Return the object that holds a jagged tensor's offsets; `None` for others."""
     if not tensor.is_nested or tensor.layout is not torch.jagged:
         return None
     offsets: Tensor = tensor.offsets()

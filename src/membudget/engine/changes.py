@@ -1,13 +1,17 @@
-"""Stop a recompute that is about to read what was changed since the forward.
+"""What was changed since the forward, found before a recompute uses it.
 
-Walking what a function can reach finds more than it reads. So a change that was noticed
-counts only when an operator of the recompute takes the changed storage; this observer
-looks. It is entered only when something did change, so it costs a clean step nothing.
+Walking what a function can reach finds more than the function reads. So a change counts
+only when an operator of the recompute takes the changed storage as an operand. `Watch`
+checks the operands; it is entered only if something did change, so an unchanged step
+pays nothing.
 
-A tensor that the region *itself* changed (embedding's `max_norm` renormalises its
-weight) is another matter: the recompute starts from what the forward left. That is
-right if the first operator that touches the tensor is the one that writes it, and
-leaves it as it was; otherwise it is refused.
+A tensor that the region *itself* changes (embedding's `max_norm` renormalises its
+weight) is a separate case: the recompute starts from the content that the forward left.
+That is exact if the first operator to touch the tensor is the one that writes it, and
+leaves it unchanged; otherwise the recompute is refused.
+
+`Contents` finds writes behind the version counters: through `.data`, through NumPy, or
+by a kernel such as batch_norm's.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from membudget.state.identity import address_of, version_of
 
 
 class Contents:
-    """The contents of some tensors, as they were."""
+    """The fingerprints of some tensors at one moment."""
 
     __slots__ = ("_noted",)
 
@@ -46,7 +50,7 @@ class Contents:
             ]
 
     def silently_written(self) -> list[Tensor]:
-        """Return what has changed while its version and its storage have not."""
+        """Return tensors whose content has changed, but not version or storage."""
         with without_modes():
             return [
                 tensor
@@ -61,22 +65,22 @@ Names = dict[int, str]
 
 
 class Watch(Observer):
-    """Raise when an operator reads a storage that was changed."""
+    """Raises when an operator reads a storage that was changed."""
 
     def __init__(self, changed: Names, rewritten: Names):
         """Watch storages.
 
         Args:
-            changed: Names of what somebody changed since the forward, by the address
-                of the storage.
-            rewritten: Names of what the region itself changed, likewise.
+            changed: Storages that other code changed since the forward: names by
+                address.
+            rewritten: Storages that the region itself changed, likewise.
         """
         self.changed = changed
         self.rewritten = dict(rewritten)
         self.versions: list[tuple[Tensor, int]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Look at the operands, then let the operator run."""
+        """Check the operands, then run the operator."""
         if is_view_operator(operator):
             return operator(*args, **kwargs)
         operands = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -89,7 +93,7 @@ class Watch(Observer):
         return self._rewrite(operator, args, kwargs, addresses)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Put the versions back of what was written without being changed."""
+        """Restore the versions of tensors that were rewritten with the same content."""
         super().__exit__(kind, error, trace)
         for tensor, version in self.versions:
             set_versions([tensor], [version])
@@ -113,25 +117,25 @@ class Watch(Observer):
 
 
 def changed_error(names: list[str]) -> ChangedSinceForwardError:
-    """Return the error for what somebody changed after the forward."""
+    """Return the error for tensors that other code changed after the forward."""
     return ChangedSinceForwardError(
         f"{' and '.join(names)} was changed after the forward of a region that reads "
-        "it, and before the region was recomputed: its gradients would be those of "
-        "another function. One of the variables needed for gradient computation has "
-        "been modified by an inplace operation, plain autograd would say. Change it "
-        "after the backward, or hand the region a copy (`tensor.clone()`).",
+        "it, and before its recompute, so its gradients would be wrong. (Plain "
+        "autograd: one of the variables needed for gradient computation has been "
+        "modified by an inplace operation.) Change it after the backward, or pass the "
+        "region a copy (`tensor.clone()`).",
         names,
     )
 
 
 def rewritten_error(name: str) -> ChangedSinceForwardError:
-    """Return the error for what the region itself changes."""
+    """Return the error for a tensor that the region itself changes."""
     return ChangedSinceForwardError(
         f"{name} is changed in place by the region itself, so a recompute cannot start "
-        "from what the forward started from. Give the region a copy "
-        "(`tensor.clone()`), leave the in-place operator out (`inplace=False`), or "
-        "make the tensor a buffer of a module that the region calls: buffers are put "
-        "back before a recompute.",
+        "from the content that the forward started from. Pass the region a copy "
+        "(`tensor.clone()`), avoid the in-place operator (`inplace=False`), or "
+        "make the tensor a buffer of a module that the region calls: buffers are "
+        "restored before a recompute.",
         [name],
         by_region=True,
     )
@@ -140,17 +144,17 @@ def rewritten_error(name: str) -> ChangedSinceForwardError:
 def silently_written_error(
     names: list[str], by_recompute: bool = False
 ) -> ChangedSinceForwardError:
-    """Return the error for what the region changes behind the version counters.
+    """Return the error for tensors that the region writes behind the version counters.
 
     Args:
-        names: The names of what was written.
-        by_recompute: Whether a recompute wrote it before this was known.
+        names: The names of the tensors.
+        by_recompute: Whether a recompute has written them already.
     """
     again = "has written" if by_recompute else "would write"
     return ChangedSinceForwardError(
         "A region writes memory behind the version counters (`.data`, NumPy, a kernel "
-        f"such as batch_norm's): {', '.join(names)}. A recompute reads what the "
-        f"forward left there, not what it found, and {again} it again. Move the "
+        f"such as batch_norm's): {', '.join(names)}. A recompute starts from the "
+        f"content that the forward left, and {again} it again. Move the "
         "write out of the region, or make the tensor a buffer of a module that the "
         "region calls: buffers are restored before a recompute.",
         names,
@@ -168,7 +172,7 @@ def names_of(function: Any, others: list[Any]) -> dict[int, str]:
 
 
 def name_of(tensor: Tensor, names: dict[int, str]) -> str:
-    """Return what an error calls a tensor that the region reached."""
+    """Return how an error message names a tensor that the region reached."""
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
     name = names.get(id(tensor)) or names.get(address_of(tensor))
     return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"

@@ -1,4 +1,11 @@
-"""Is a recomputed tensor the one that was saved? Its metadata, and its bytes."""
+"""Is a recomputed tensor the one that was saved? Metadata, fingerprints, bytes.
+
+Comparing metadata is on the hot path of every recompute. Fingerprints are compared in
+verified calls, or in all calls with `determinism_check="values"`. A fingerprint must
+not be taken before the tensor is filled: some operators save a tensor first and fill it
+later (RReLU its noise), but none after it has returned. So the tensors of one operator
+wait until another operator saves.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +36,10 @@ def metadata(tensor: Tensor) -> Metadata:
 
 
 def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
-    """Compare two that are not equal at first sight.
+    """Compare metadata that are not equal at first sight.
 
-    The stride of a dimension that has one element, or of an empty tensor, places
-    nothing, and kernels differ in what they write there.
+    The stride of a dimension of one element, or of an empty tensor, has no effect, and
+    kernels set it differently.
     """
     if saved[:3] != recomputed[:3] or saved[3] is None or recomputed[3] is None:
         return False
@@ -44,7 +51,7 @@ def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
 
 
 def describe(data: Metadata) -> str:
-    """Return metadata as a person reads it.
+    """Format metadata for a message.
 
     Example:
         >>> import torch
@@ -57,8 +64,8 @@ def describe(data: Metadata) -> str:
     return f"{name}{list(shape)} on {device}, {place}"
 
 
-# Operators that save memory of which they leave parts unfilled, or all: RReLU its noise
-# in evaluation, lstsq the residuals of a singular system, the CTC loss its table.
+# Operators that leave part of what they save unfilled: RReLU its noise in evaluation,
+# lstsq the residuals of a singular system, the CTC loss its table.
 _LEAVES_UNFILLED = frozenset(("rrelu", "lstsq", "ctc_loss"))
 
 
@@ -66,20 +73,21 @@ class Fingerprints:
     """The fingerprints of the tensors that one run saves, in order.
 
     Attributes:
-        taken: Those of operators that have ended.
+        taken: The fingerprints so far, of operators that have returned.
     """
 
     __slots__ = ("_operator", "_waiting", "taken")
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start with none."""
         self.taken: list[Fingerprint] = []
         self._waiting: list[Tensor] = []
         self._operator = -1
 
     def add(self, tensor: Tensor) -> None:
-        """Note a tensor that an operator is saving, before or after it fills it."""
-        # Each operator makes one node, before it saves, and numbers rise with nodes.
+        """Note a tensor that an operator is saving, filled or not."""
+        # Each operator creates one autograd node before it saves, and node numbers
+        # rise.
         operator = node_sequence_number()
         if operator != self._operator:
             self.settle()
@@ -87,7 +95,7 @@ class Fingerprints:
         self._waiting.append(tensor)
 
     def settle(self) -> None:
-        """Take the fingerprints that are still to be taken."""
+        """Take the fingerprints that are pending."""
         if self._waiting:
             with without_modes():
                 self.taken += map(_fingerprint, self._waiting)
@@ -95,16 +103,16 @@ class Fingerprints:
 
 
 class RecomputedFingerprints(Fingerprints):
-    """The fingerprints of a recompute, beside those of its forward.
+    """The fingerprints of a recompute, compared with those of its forward.
 
     Attributes:
-        waited: Whether an operator filled a tensor only after it had saved it.
+        waited: Whether an operator filled a tensor after saving it.
     """
 
     __slots__ = ("_compared", "_expected", "_unfilled", "waited")
 
     def __init__(self, forward: Fingerprints):
-        """Compare with what `forward` has taken, by the time of each comparison."""
+        """Compare with the fingerprints that `forward` has taken by then."""
         super().__init__()
         self._expected = forward.taken
         self._compared = 0
@@ -112,18 +120,18 @@ class RecomputedFingerprints(Fingerprints):
         self.waited = False
 
     def add_saved_by(self, caller: CodeType, tensor: Tensor) -> None:
-        """Note a tensor that an operator saves, called by Python code."""
+        """Note a tensor that an operator called by Python code `caller` saves."""
         if not _LEAVES_UNFILLED.isdisjoint(caller.co_names):
             self._unfilled.add(len(self.taken) + len(self._waiting))
         self.add(tensor)
 
     def difference(self) -> int | None:
-        """Return the index of the first tensor that differs and was not compared."""
+        """Return the index of the first difference not reported before."""
         start, self._compared = self._compared, len(self.taken)
         return self._first_difference(self.taken[start:], start)
 
     def is_filled(self) -> bool:
-        """Tell whether the operator that is saving has filled what it saved so far."""
+        """Tell whether the saving operator has filled what it saved so far."""
         with without_modes():
             now = [_fingerprint(tensor) for tensor in self._waiting]
         if self._first_difference(now, len(self.taken)) is not None:
@@ -140,7 +148,7 @@ class RecomputedFingerprints(Fingerprints):
 
 
 def _fingerprint(tensor: Tensor) -> Fingerprint:
-    # FSDP frees a parameter's memory between its saving and now.
+    # FSDP may have freed a parameter since it was saved; `content_of` allows for it.
     return SKIPPED if may_be_a_workspace(tensor) else content_of(tensor)
 
 

@@ -1,13 +1,13 @@
-"""Regions inside `torch.compile`, which torch's own checkpoint runs.
+"""Regions inside `torch.compile`, run by torch's own checkpoint.
 
-Dynamo knows that function and turns its body into a graph, of which the partitioner
-runs again what is tagged so. Compiled code has no Python state to repair: random
-numbers and buffers are inputs and outputs of the graph. So of a region's options only
-what is kept means anything here, and that reaches torch by contexts.
+Dynamo knows `torch.utils.checkpoint` and turns a region's body into a graph, of which
+the partitioner recomputes the parts so tagged. Compiled code has no Python state to
+restore: random numbers and buffers are inputs and outputs of the graph. So of a
+region's options only what to keep applies, and it reaches torch through `context_fn`.
 
-Dynamo traces these functions. It makes no object of ours into a constant, and
-`context_fn` must be one. So `_number_of` runs for real, while Dynamo traces, and gives
-each set of contexts a number, which is a constant.
+Dynamo traces these functions. It requires `context_fn` to be a constant, and treats
+none of our objects as one. So `_number_of`, which really runs while Dynamo traces,
+gives each pair of contexts a number, and a number is a constant.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from membudget.errors import OptionError
 def checkpoint_in_compiled_code(
     function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a region whose options stand among the keywords of the call.
+    """Run a region whose options are among the keywords of the call.
 
     Args:
-        function: What the region calls; `None` returns a decorator.
+        function: The region's function; `None` returns a decorator.
         args: Its positional arguments.
         kwargs: Its keyword arguments, and options of the region.
 
@@ -68,10 +68,10 @@ def run_compiled(
     """Run a region through torch's checkpoint, which Dynamo turns into a graph.
 
     Args:
-        function: The function of the region.
+        function: The region's function.
         args: Its positional arguments.
         kwargs: Its keyword arguments, without options.
-        keep: Which outputs to keep; see `RegionOptions`.
+        keep: What to keep; see `RegionOptions`.
         context_fn: As in `torch.utils.checkpoint`.
         label: The region's name in the model.
 
@@ -90,7 +90,7 @@ def run_compiled(
     )
 
 
-# What compiled code keeps, by number: a policy and the names of the region's modules.
+# By number: a policy, and the names of the region's modules.
 _KEPT: list[tuple[Policy, dict[str, str]]] = []
 
 
@@ -98,7 +98,8 @@ _KEPT: list[tuple[Policy, dict[str, str]]] = []
 def _number_of(keep: Any, owner: Module | None, label: str) -> int:
     try:
         hash(keep)
-    except AttributeError:  # Dynamo has not made the object that it traces.
+    # Dynamo traces the object's construction and has not run it.
+    except AttributeError:
         raise OptionError(
             "a policy was made inside a function that torch.compile traces: make it "
             "outside, as a global or an attribute, and name it inside"
@@ -118,5 +119,5 @@ def _number_of(keep: Any, owner: Module | None, label: str) -> int:
 
 
 def _contexts(number: int) -> ContextPair:
-    """Return the contexts that keep what has a number; called once for each trace."""
+    """Return the contexts with a number; called once per trace."""
     return contexts_of(TorchPolicy(*_KEPT[number]))

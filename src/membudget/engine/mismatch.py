@@ -1,4 +1,10 @@
-"""What an error says of a recompute that differs from its forward."""
+"""What an error says about a recompute that differs from its forward.
+
+The message names the first saved tensor that differs, where it was recomputed, and
+probable causes. Each hint follows from a fact: a list that grew while the forward ran,
+a dtype that changed, a guard that was disabled. With `debug=True`, the message also
+lists the operators of both runs around the first difference.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +34,15 @@ def mismatch_error(
     causes: Sequence[str],
     traces: str = "",
 ) -> RecomputeMismatchError:
-    """Return the error for a recompute that made something else than the forward.
+    """Return the error for a recompute that differs from its forward.
 
     Args:
-        index: Which saved tensor differs; `None` if their number does.
+        index: The first saved tensor that differs; `None` if their number does.
         site: Where the recompute was; `None` if it had ended.
         saved: What the forward saved.
-        recomputed: What the recompute made.
-        causes: What probably made the difference.
-        traces: Both operator traces, if debugging was on.
+        recomputed: What the recompute produced.
+        causes: Probable causes.
+        traces: The operators of both runs, with `debug=True`.
     """
     what = "the number of tensors" if index is None else f"saved tensor {index}"
     lines = [
@@ -70,7 +76,7 @@ def mismatch_error(
 
 
 def module_names(function: Any, label: str = "") -> Mapping[int, str]:
-    """Return the path of every module that `function` reaches, by its identity."""
+    """Return the path of every module that `function` reaches, by `id`."""
     reached = reach(function, names=True)
     return {
         key: ".".join(filter(None, (label, path)))
@@ -85,14 +91,14 @@ def likely_causes(
     saved: Any,
     made: Any,
 ) -> list[str]:
-    """Return hints, the likeliest first.
+    """Return hints, the most probable first.
 
     Args:
         function: The region's function.
         reads: What it reached; `None` without guards.
         options: The region's options.
-        saved: Metadata of the saved tensor, if a pair is at hand.
-        made: Metadata of the recomputed one.
+        saved: Metadata of the saved tensor, if one pair differs.
+        made: Metadata of the recomputed tensor.
     """
     causes = _grown(function, reads)
     if saved is not None and made is not None:
@@ -146,15 +152,15 @@ def _grown(function: Any, reads: Reads | None) -> list[str]:
 def note_refused_hooks(
     error: RuntimeError, function: Any, statistics: Statistics | None
 ) -> None:
-    """Name the region in an error of code that forbids saved-tensor hooks.
+    """Name the region in an error raised by code that forbids saved-tensor hooks.
 
     `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
-    hooks are active, with a text of autograd's or of the user's own.
+    hooks are active, with autograd's message or the user's own.
 
     Args:
-        error: What came out of the region.
+        error: The error that the region raised.
         function: The region's function.
-        statistics: Of the region, if somebody counts: they have its name.
+        statistics: The region's counters, if any; they know its name.
     """
     label = statistics.label if statistics is not None else ""
     notes = getattr(error, "__notes__", ())
@@ -199,20 +205,20 @@ _STACK = 3
 
 
 class Trace(Observer):
-    """Note every operator that runs inside.
+    """Records every operator that runs inside.
 
     Attributes:
-        operators: Each as text, in order.
-        stacks: The user's lines under which each ran, innermost first.
+        operators: Each operator as text, in order.
+        stacks: The user's stack at each operator, innermost line first.
     """
 
     def __init__(self) -> None:
-        """Begin with an empty list."""
+        """Start with an empty list."""
         self.operators: list[str] = []
         self.stacks: list[str] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Note the operator and let it run."""
+        """Record the operator and run it."""
         operands = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
             for t in tree_iter((args, kwargs))
@@ -235,7 +241,7 @@ def _user_stack() -> str:
 
 
 def side_by_side(forward: Trace, recompute: Trace) -> str:
-    """Return both traces around the first operator in which they differ."""
+    """Return both traces around the first operator that differs."""
     first = _first_difference(forward.operators, recompute.operators)
     return "\n".join(
         [

@@ -1,15 +1,14 @@
 """What a region can read besides its arguments.
 
 A function reaches tensors, modules and random generators through its closure, its
-defaults, the globals that its code names, the object it is bound to, and whatever
-those hold in turn. `reach` walks that graph before each forward, so it must be quick:
-what can be known once for a code object or a class (which globals it names) is
-remembered, and of a module's attributes only those are looked at that may hold
-something.
+defaults, the globals that its code names, the object it is bound to, and whatever those
+hold in turn. `reach` walks that graph before every forward, so it must be fast. Facts
+that hold for a code object or a class (the globals it names) are cached, and of a
+module's attributes the walk visits only those that can hold something.
 
-The walk goes through containers, and through plain objects for `_MAX_DEPTH` steps. It
-sees more than the function reads, never mind: a change counts only once the
-recompute is about to read what was changed (see `watch`).
+The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
+may find more than the function reads, which is harmless: a change counts only when a
+recompute reads it (see `changes`).
 """
 
 from __future__ import annotations
@@ -34,29 +33,31 @@ _MAX_ITEMS = 4096
 
 
 class Reached:
-    """What a walk found, each thing once.
+    """What a walk found, each object once.
 
     Attributes:
-        tensors: Every tensor: parameters, buffers, attributes, closed-over ones.
-        buffers: Those that a forward may change as its state: the modules' buffers
-            and plain tensor attributes.
-        modules: Every module.
-        stateful_modules: Those of the user's own classes, whose forward may bind names.
-        writes_statistics: Whether a normalisation in training was among the modules.
-        runs_torchscript: Whether anything was traced or scripted.
-        is_lazy: Whether a lazy module has yet to make its parameters.
-        silent: Those buffers whose writing the version counter does not tell.
-        generators: Private random generators, of torch, Python and NumPy.
-        containers: Lists and dicts with their lengths, to tell which one grew.
-        names: A name for each tensor and container by its `id`; filled only if asked.
-        module_names: Likewise the path of each module.
+        tensors: All tensors: parameters, buffers, attributes, closed-over ones.
+        buffers: The tensors that a forward may advance as state: modules' buffers and
+            plain tensor attributes.
+        modules: All modules.
+        stateful_modules: Modules of the user's own classes, whose forward may bind
+            attributes.
+        writes_statistics: Whether a normalisation in training was found.
+        runs_torchscript: Whether traced or scripted code was found.
+        is_lazy: Whether a lazy module was found that has yet to create its parameters.
+        silent: The buffers (by `id`) that are written without a version bump.
+        generators: Private random generators of torch, Python and NumPy.
+        containers: Lists and dicts with their lengths, to find those that grow.
+        names: Names of tensors and containers by `id`; only on request.
+        module_names: The paths of modules by `id`; only on request.
     """
 
-    # Most walks find next to nothing: what is false or empty until then costs nothing.
+    # Most walks find nothing of these, so they are class attributes, which cost
+    # nothing.
     writes_statistics = runs_torchscript = is_lazy = False
 
     def __init__(self, names: bool = False):
-        """Begin with nothing found."""
+        """Start with nothing found."""
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
@@ -69,11 +70,11 @@ class Reached:
         self._seen: set[int] = set()
 
     def holds_state(self) -> bool:
-        """Tell whether anything was found that a forward or somebody may change."""
+        """Tell whether anything was found that can change."""
         return bool(self.tensors or self.modules or self.containers)
 
     def needs_repair(self) -> bool:
-        """Tell whether a rerun would have to repair what its second run does again."""
+        """Tell whether a second run would repeat effects that have to be undone."""
         return (
             self.writes_statistics
             or self.runs_torchscript
@@ -82,7 +83,7 @@ class Reached:
         )
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
-        """Take in one value and what it holds."""
+        """Visit a value and everything it holds."""
         kind = type(value)
         if kind in _INERT:
             return
@@ -107,7 +108,7 @@ class Reached:
         self.generators.append(value)
 
     def _torchscript(self, value: Any, name: str, depth: int) -> None:
-        """Take in what TorchScript runs: of a module, the tensors; no more is seen."""
+        """Collect the tensors of a scripted module; other script objects are opaque."""
         self.runs_torchscript = True
         if isinstance(value, torch.jit.ScriptModule):
             buffers = list(value.buffers())
@@ -172,7 +173,7 @@ class Reached:
             self.visit(namespace.get(key), key, depth + 1)
 
     def visit_call(self, kind: type) -> None:
-        """Take in the globals that the methods of a user's class name."""
+        """Visit the globals that the methods of a user's class name."""
         slots = _CLASS_SLOTS.get(kind)
         if slots is None:
             slots = _CLASS_SLOTS[kind] = _class_slots(kind)
@@ -219,7 +220,7 @@ def _join(owner: str, key: str) -> str:
 
 Visitor = Callable[[Reached, Any, str, int], None]
 
-# Types of values that hold nothing: met so often that they are sorted out first.
+# Types whose values hold nothing; so frequent that they are skipped first.
 _INERT = frozenset(
     (
         *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
@@ -244,7 +245,7 @@ _VISITORS: dict[type, Visitor | None] = {
 
 
 def _visitor_of(kind: type) -> Visitor | None:
-    """Decide once for each class what is done with its instances."""
+    """Choose the visitor for a class, once."""
     visitor: Visitor | None = Reached._object
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         visitor = Reached._uninitialised
@@ -270,7 +271,7 @@ def _visitor_of(kind: type) -> Visitor | None:
 
 
 def _skip(reached: Reached, value: Any, name: str, depth: int) -> None:
-    """Pass over an instance of a class that holds nothing of the user's."""
+    """Skip an instance of a class that holds nothing of the user's."""
 
 
 def _is_numpy_generator(kind: type) -> bool:
@@ -285,16 +286,16 @@ _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 
 @functools.cache
 def _is_library(module_name: str | None) -> bool:
-    """Tell whether code of this module is not the user's: torch's, ours, Python's."""
+    """Tell whether a module belongs to torch, Python, NumPy or us, not to the user."""
     root = (module_name or "").partition(".")[0]
     return root in {"torch", "membudget", "numpy"} or root in _STANDARD
 
 
 def _extras(module: Module, attributes: dict[str, Any]) -> list[str]:
-    """Return the names of a module's own attributes that may hold something.
+    """Return the names of a module's own attributes that can hold something.
 
-    They are remembered with the number of attributes, so that a new attribute is
-    noticed; an attribute that is `None` now may hold a tensor later and stays in.
+    The names are cached with the number of attributes, so that a new attribute is
+    noticed. An attribute that is `None` now may hold a tensor later, and is included.
     """
     known = _EXTRAS.get(module)
     if known is not None and known[0] == len(attributes):
@@ -311,8 +312,8 @@ def _extras(module: Module, attributes: dict[str, Any]) -> list[str]:
 _MODULE_INTERNALS = frozenset(Module().__dict__)
 _EXTRAS: WeakKeyDictionary[Module, tuple[int, list[str]]] = WeakKeyDictionary()
 
-# A global that code names: the namespace and the key. Looked up anew in each walk,
-# because the global may be bound to something else by then.
+# A global that code names, as namespace and key. It is looked up in every walk, because
+# it may have been rebound.
 Slots = list[tuple[dict[str, Any], str]]
 _CLASS_SLOTS: dict[type, Slots] = {}
 _CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
@@ -322,7 +323,7 @@ def _global_slots(function: types.FunctionType) -> Slots:
     code = function.__code__
     known = _CODE_SLOTS.get(id(code))
     if known is None:
-        # The code object is kept with its slots, so that its id stays its own.
+        # Keep the code object alive, so that its `id` is not reused.
         known = _CODE_SLOTS[id(code)] = (code, list(_named_globals(function)))
     return known[1]
 
@@ -365,12 +366,12 @@ def _class_slots(kind: type) -> Slots:
 
 
 def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:
-    """Walk everything that `function` can read besides its arguments' tensors.
+    """Walk everything that `function` can read besides its tensor arguments.
 
     Args:
-        function: What the region calls.
+        function: The region's function.
         others: Arguments that are neither tensors nor containers, such as modules.
-        names: Whether to note names, for a message; a forward does without.
+        names: Whether to record names, for a message; a forward does not.
 
     Returns:
         What was found.

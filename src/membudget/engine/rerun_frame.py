@@ -1,8 +1,8 @@
-"""One call of a region: run the function, drop what autograd would save, give it back.
+"""One call of a rerun region: run the function, drop what autograd would save.
 
-While the function runs, the frame's `pack` hook gives autograd a `RerunHandle` for each
-tensor that autograd would save, and the tensor is gone. When a backward asks a handle
-for its tensor, a `Rerun` fills all handles that live. The rules are in `region`.
+While the function runs, the `pack` hook returns a `RerunHandle` for each tensor that
+autograd would save, and the tensor is freed. When the backward pass asks a handle for
+its tensor, a `Rerun` fills all live handles. The rules are in `region`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from membudget.scope import Scope
 
 
 class RerunFrame(Recording):
-    """A recording that makes itself, and gives back what it dropped."""
+    """A recording that can rerun itself, with the hooks that autograd calls."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
@@ -67,12 +67,12 @@ class RerunFrame(Recording):
     def _may_verify(self) -> bool:
         """Tell whether this call can be verified.
 
-        Inside of a recompute nobody asks for what it saves.
+        Inside a recompute it cannot: nothing asks for what the call saves.
         """
         return get_ident() not in RECOMPUTING and may_read_bytes()
 
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do the same with a random log, a trace, fingerprints, a user's context."""
+        """Run the function with a random log, trace, fingerprints or user context."""
         options = self.options
         with Scope() as scope:
             if self.surroundings.random_log is not None:
@@ -120,9 +120,9 @@ class RerunFrame(Recording):
         return tensor
 
     def note_backward_inside(self) -> None:
-        """Note that the function differentiates inside (Rule 7).
+        """Record that the function differentiates inside (Rule 7).
 
-        A replay region inside of this one says so, too.
+        A replay region inside this one reports it, too.
         """
         self.nested_backward = True
         if self.calls is not None:
@@ -134,7 +134,7 @@ class RerunFrame(Recording):
             if tensor is None:
                 self._recompute()
                 tensor = handle.tensor
-                # With one handle there is nothing left over to be released.
+                # With one handle nothing is left over to be freed.
                 if len(self.handles) > 1 and not retention.release_in_time(self):
                     self.empty()
         if tensor is None:
@@ -148,16 +148,16 @@ class RerunFrame(Recording):
         return tensor
 
     def release(self) -> None:
-        """Let go of the recomputed tensors that nobody took (Rule 4).
+        """Free the recomputed tensors that autograd has not taken (Rule 4).
 
-        The lock keeps the end of one thread's backward from emptying the handles that
+        The lock keeps the end of one thread's backward from emptying handles that
         another thread's recompute has just filled.
         """
         with self.lock:
             self.empty()
 
     def recompute(self) -> None:
-        """Make every dropped tensor now; the next backward takes them."""
+        """Recompute every dropped tensor now; the next backward takes them."""
         with self.lock:
             if self.last_needed() >= 0:
                 self._recompute()

@@ -1,9 +1,10 @@
-"""How long a recomputed tensor stays with its handle.
+"""How long recomputed tensors stay, and recomputing ahead of the backward pass.
 
-As a rule autograd takes it away, and what one backward recomputed but did not use is
-freed when that backward ends; a later backward over the same graph recomputes again.
+By default autograd takes a recomputed tensor, and those that one backward pass did not
+use are freed when it ends; a later backward over the same graph recomputes again.
 Inside an execution group a recomputed tensor stays until the group ends (or autograd
-drops the handle), so that several backwards recompute each region at most once.
+drops the handle), so that several backward passes recompute each region at most once.
+`collect_regions` lets a program recompute before a backward pass asks.
 """
 
 from __future__ import annotations
@@ -23,21 +24,20 @@ class Releasable(Protocol):
     """A frame whose handles may hold recomputed tensors."""
 
     def release(self) -> None:
-        """Let go of the recomputed tensors that nobody took."""
+        """Free the recomputed tensors that autograd has not taken."""
 
 
 _Frames = list["ReferenceType[Releasable]"]
 
-# Frames that recomputed in a backward, by the number of its graph task. A backward that
-# fails never calls back; its entry holds nothing but dead references, and is dropped
-# when later ones have pushed it out.
+# Frames that recomputed in a backward pass, by the number of its graph task. A backward
+# that fails never calls back; its entry holds only dead references, and is evicted by
+# later ones.
 _BY_BACKWARD: dict[int, _Frames] = {}
 
 _MOST_BACKWARDS = 64
 
-# The groups that are open: while there are any, recomputed tensors stay. They are
-# process-wide, because autograd runs on threads of its own: a recompute must see the
-# group from there.
+# The open groups: while there are any, recomputed tensors stay. The list is
+# process-wide, because autograd recomputes on threads of its own, which must see it.
 OPEN_GROUPS: list[_Frames] = []
 
 _OUTSIDE_BACKWARD = -1
@@ -45,11 +45,11 @@ _OUTSIDE_BACKWARD = -1
 
 @contextmanager
 def execution_group() -> Iterator[None]:
-    """Recompute each region at most once over all backwards run inside.
+    """Recompute each region at most once over all backward passes run inside.
 
-    Several backwards over one graph (one loss after another, or gradients for the
-    inputs first and for the weights later) then share the recomputed tensors. They are
-    held until the group ends, or until autograd frees what they belong to.
+    Several backward passes over one graph (one loss after another, or gradients of the
+    inputs first and of the weights later) then share the recomputed tensors. These stay
+    in memory until the group ends, or until autograd frees their graph.
 
     Example:
         >>> import membudget as mb, torch
@@ -72,11 +72,10 @@ def execution_group() -> Iterator[None]:
 
 
 def release_in_time(frame: Releasable) -> bool:
-    """See to it that `frame` is released when its recomputed tensors are out of date.
+    """Arrange for `frame` to be released when its recomputed tensors expire.
 
     Returns:
-        Whether somebody will release it; `False` outside of any backward, where the
-        caller must.
+        `False` outside every backward pass, where the caller must release it.
     """
     if OPEN_GROUPS:
         OPEN_GROUPS[-1].append(ref(frame))
@@ -102,21 +101,21 @@ def _release(frames: _Frames) -> None:
 
 
 class GraphExecGroup:
-    """Recompute each region at most once over all backwards run inside.
+    """Recompute each region at most once over all backward passes run inside.
 
-    As `torch.utils.checkpoint.GraphExecGroup`, except that the backwards may overlap.
-    Groups do not nest.
+    As `torch.utils.checkpoint.GraphExecGroup`, except that the backward passes may
+    overlap. Groups do not nest.
     """
 
     def __init__(self) -> None:
-        """Make a group; enter it with `with`."""
+        """Create a group; `with` opens it."""
         self._group: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> GraphExecGroup:
         """Open the group.
 
         Raises:
-            CheckpointError: If a group is open already.
+            CheckpointError: A group is open already.
         """
         if OPEN_GROUPS:
             raise CheckpointError(
@@ -132,7 +131,7 @@ class GraphExecGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the group and free what it held."""
+        """Close the group and free its recomputed tensors."""
         if self._group is not None:
             self._group.__exit__(kind, error, trace)
             self._group = None
@@ -142,34 +141,34 @@ class Recomputable(Protocol):
     """One call of a region, of either engine."""
 
     def recompute(self) -> None:
-        """Make every dropped tensor now."""
+        """Recompute every dropped tensor now."""
 
 
 class Regions:
-    """The regions that ran in a stretch of code, held weakly.
+    """The regions that ran inside a `collect_regions` block, weakly referenced.
 
-    They live for as long as the graph to which they belong.
+    They live as long as the graph they belong to.
     """
 
     __slots__ = ("_frames",)
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start with none."""
         self._frames: list[ReferenceType[Recomputable]] = []
 
     def add(self, frame: Recomputable) -> None:
-        """Note a region that ran."""
+        """Add a region that ran."""
         self._frames.append(ref(frame))
 
     def __len__(self) -> int:
-        """Return how many are alive."""
+        """Return how many are live."""
         return len(self._alive())
 
     def recompute(self) -> None:
-        """Make what the regions dropped, before a backward asks for it.
+        """Recompute what the regions dropped, before a backward pass asks for it.
 
-        The next backward takes it, and then it is gone as ever. A pipeline stage does
-        so while it waits for the gradient.
+        The next backward takes the tensors and frees them as usual. A pipeline stage
+        can recompute while it waits for the gradient.
         """
         for frame in self._alive():
             frame.recompute()
