@@ -18,7 +18,7 @@ FLOORS = (
     "fit tries planning modes",
     "fit_text plan_text",
     "audit free limit",
-    "apply spans carrier policies",
+    "apply spans attach policies",
     "planner profile memory",
     "engine",
     "step selection state scope ops observer graph",

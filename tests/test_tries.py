@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import tries
-from membudget.carrier import has_region
+from membudget.attach import has_region
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.fit import fit
 from membudget.memory import peak

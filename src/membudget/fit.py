@@ -14,8 +14,8 @@ from typing import Any
 from torch.nn import Module
 
 from membudget.apply import Applied, Status
+from membudget.attach import has_region
 from membudget.audit import AuditReport, audit
-from membudget.carrier import has_region
 from membudget.errors import OptionError
 from membudget.fit_text import region_table
 from membudget.free import budget_in_all, free_bytes

@@ -1,4 +1,4 @@
-"""What a replay region keeps: ready-made policies, which compose with `|`, `&`, `~`.
+"""Ready-made policies for a replay region; they compose with `|`, `&`, `~`.
 
 >>> import membudget as mb
 >>> keep = mb.policies.matmuls | mb.policies.attention

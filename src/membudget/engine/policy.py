@@ -52,8 +52,7 @@ class Candidate:
         kwargs: Its keyword arguments.
         output: The output.
         index: The number of the operator within the region, from 1.
-        output_index: The index of the output; arguments that the operator writes are
-            numbered after its outputs.
+        output_index: The index of the output; written arguments follow the outputs.
     """
 
     __slots__ = (
@@ -196,18 +195,21 @@ class _Predicate(Policy):
 
 
 @dataclass(frozen=True)
-class _Either(Policy):
+class _Pair(Policy):
     first: Policy
     second: Policy
 
+    def _answers(self, operator: Any) -> tuple[bool | None, bool | None]:
+        return self.first.by_operator(operator), self.second.by_operator(operator)
+
+
+@dataclass(frozen=True)
+class _Either(_Pair):
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) or self.second.keeps(candidate)
 
     def by_operator(self, operator: Any) -> bool | None:
-        answers = (
-            self.first.by_operator(operator),
-            self.second.by_operator(operator),
-        )
+        answers = self._answers(operator)
         return True if True in answers else None if None in answers else False
 
     def keeps_name(self, name: str) -> bool:
@@ -215,18 +217,12 @@ class _Either(Policy):
 
 
 @dataclass(frozen=True)
-class _Both(Policy):
-    first: Policy
-    second: Policy
-
+class _Both(_Pair):
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) and self.second.keeps(candidate)
 
     def by_operator(self, operator: Any) -> bool | None:
-        answers = (
-            self.first.by_operator(operator),
-            self.second.by_operator(operator),
-        )
+        answers = self._answers(operator)
         return False if False in answers else None if None in answers else True
 
     def keeps_name(self, name: str) -> bool:

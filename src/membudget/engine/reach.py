@@ -17,9 +17,8 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -27,8 +26,17 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from membudget._torch import NormalizationWithStatistics, torchscript_types
+from membudget.engine.slots import (
+    CLASS_SLOTS,
+    INERT,
+    attribute_names,
+    class_slots,
+    global_slots,
+    is_library,
+)
 
 _MAX_DEPTH = 3
+
 _MAX_ITEMS = 4096
 
 
@@ -85,7 +93,7 @@ class Reached:
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Visit a value and everything it holds."""
         kind = type(value)
-        if kind in _INERT:
+        if kind in INERT:
             return
         visitor = _VISITORS.get(kind) or _visitor_of(kind)
         if visitor is None or id(value) in self._seen:
@@ -123,7 +131,7 @@ class Reached:
         self.containers.append((value, len(value)))
         self._note(value, name)
         for i, item in enumerate(value):
-            if type(item) not in _INERT:
+            if type(item) not in INERT:
                 self.visit(
                     item, f"{name}[{i}]" if self.names is not None else "", depth
                 )
@@ -134,7 +142,7 @@ class Reached:
         self.containers.append((value, len(value)))
         self._note(value, name)
         for key, item in list(value.items()):
-            if type(item) not in _INERT:
+            if type(item) not in INERT:
                 inner = f"{name}[{key!r}]" if self.names is not None else ""
                 self.visit(item, inner, depth)
 
@@ -143,7 +151,7 @@ class Reached:
             return
         self.visit_call(type(value))
         for key, item in list(getattr(value, "__dict__", {}).items()):
-            if type(item) not in _INERT:
+            if type(item) not in INERT:
                 self.visit(item, f"{name}.{key}", depth + 1)
 
     def _method(self, value: types.MethodType, name: str, depth: int) -> None:
@@ -164,19 +172,19 @@ class Reached:
                     content = cell.cell_contents
                 except ValueError:  # The cell is still empty.
                     continue
-                if type(content) not in _INERT:
+                if type(content) not in INERT:
                     self.visit(content, cell_name, depth)
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
-        for namespace, key in _global_slots(value):
+        for namespace, key in global_slots(value):
             self.visit(namespace.get(key), key, depth + 1)
 
     def visit_call(self, kind: type) -> None:
         """Visit the globals that the methods of a user's class name."""
-        slots = _CLASS_SLOTS.get(kind)
+        slots = CLASS_SLOTS.get(kind)
         if slots is None:
-            slots = _CLASS_SLOTS[kind] = _class_slots(kind)
+            slots = CLASS_SLOTS[kind] = class_slots(kind)
         for namespace, key in slots:
             self.visit(namespace.get(key), key, 1)
 
@@ -195,7 +203,7 @@ class Reached:
         self.modules.append(value)
         attributes = value.__dict__
         self.visit_call(type(value))
-        if not _is_library(type(value).__module__):
+        if not is_library(type(value).__module__):
             self.stateful_modules.append(value)
         naming = self.names is not None
         if naming:
@@ -206,7 +214,7 @@ class Reached:
                     self.visit(item, _join(name, key) if naming else "", depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
-        for key in _extras(value, attributes):
+        for key in attribute_names(value, attributes):
             item = attributes.get(key)
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
@@ -219,15 +227,6 @@ def _join(owner: str, key: str) -> str:
 
 
 Visitor = Callable[[Reached, Any, str, int], None]
-
-# Types whose values hold nothing; so frequent that they are skipped first.
-_INERT = frozenset(
-    (
-        *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType),
-        *(types.BuiltinFunctionType, types.MethodWrapperType, type(Tensor.sin)),
-    )
-)
 
 _VISITORS: dict[type, Visitor | None] = {
     Tensor: Reached._tensor,
@@ -261,7 +260,7 @@ def _visitor_of(kind: type) -> Visitor | None:
         visitor = Reached._sequence
     elif issubclass(kind, dict):
         visitor = Reached._mapping
-    elif issubclass(kind, type) or _is_library(kind.__module__):
+    elif issubclass(kind, type) or is_library(kind.__module__):
         visitor = None
     _VISITORS[kind] = visitor
     if visitor is None:
@@ -279,90 +278,6 @@ def _is_numpy_generator(kind: type) -> bool:
     return numpy_random is not None and issubclass(
         kind, numpy_random.Generator | numpy_random.RandomState
     )
-
-
-_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
-
-
-@functools.cache
-def _is_library(module_name: str | None) -> bool:
-    """Tell whether a module belongs to torch, Python, NumPy or us, not to the user."""
-    root = (module_name or "").partition(".")[0]
-    return root in {"torch", "membudget", "numpy"} or root in _STANDARD
-
-
-def _extras(module: Module, attributes: dict[str, Any]) -> list[str]:
-    """Return the names of a module's own attributes that can hold something.
-
-    The names are cached with the number of attributes, so that a new attribute is
-    noticed. An attribute that is `None` now may hold a tensor later, and is included.
-    """
-    known = _EXTRAS.get(module)
-    if known is not None and known[0] == len(attributes):
-        return known[1]
-    names = [
-        key
-        for key, item in attributes.items()
-        if key not in _MODULE_INTERNALS and (item is None or type(item) not in _INERT)
-    ]
-    _EXTRAS[module] = (len(attributes), names)
-    return names
-
-
-_MODULE_INTERNALS = frozenset(Module().__dict__)
-_EXTRAS: WeakKeyDictionary[Module, tuple[int, list[str]]] = WeakKeyDictionary()
-
-# A global that code names, as namespace and key. It is looked up in every walk, because
-# it may have been rebound.
-Slots = list[tuple[dict[str, Any], str]]
-_CLASS_SLOTS: dict[type, Slots] = {}
-_CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
-
-
-def _global_slots(function: types.FunctionType) -> Slots:
-    code = function.__code__
-    known = _CODE_SLOTS.get(id(code))
-    if known is None:
-        # Keep the code object alive, so that its `id` is not reused.
-        known = _CODE_SLOTS[id(code)] = (code, list(_named_globals(function)))
-    return known[1]
-
-
-def _named_globals(
-    function: types.FunctionType,
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the globals named by a user's function that can hold something."""
-    if _is_library(function.__module__):
-        return
-    namespace = function.__globals__
-    for key in _all_names(function.__code__):
-        value = namespace.get(key, namespace)
-        kind = type(value)
-        if value is namespace or (value is not None and kind in _INERT):
-            continue
-        if kind is types.FunctionType and _is_library(value.__module__):
-            continue
-        yield namespace, key
-
-
-def _all_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _all_names(constant)
-    return names
-
-
-def _class_slots(kind: type) -> Slots:
-    slots: Slots = []
-    for base in kind.__mro__:
-        if _is_library(base.__module__):
-            continue
-        for value in list(vars(base).values()):
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
-                slots.extend(_global_slots(function))
-    return slots
 
 
 def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import detach_with_version
-from membudget.engine.replay.sources import alias, copy_of, is_plain
+from membudget.engine.replay.sources import alias, copy_of, is_plain, same_view
 from membudget.engine.replay.tape import (
     LiveStorage,
     LiveTensor,
@@ -166,7 +166,7 @@ class Tracker:
             value = self._source(tensor, memory)
             return self.enter(tensor, value, memory, address)
         if place is not None and (entry is None or entry.memory is not memory):
-            entry = _same_view(tensor, place)
+            entry = same_view(tensor, place)
         if entry is not None:
             is_current = entry.epoch == memory.epoch
             value = entry.value if is_current else self._rebased(entry.value, memory)
@@ -294,30 +294,3 @@ def is_empty(value: Value) -> bool:
     """Tell whether no observed operator has written the memory of a value."""
     operation = (value.root or value).operation
     return operation is not None and operation.operator is EMPTY
-
-
-def _same_view(tensor: Tensor, place: LiveStorage) -> LiveTensor | None:
-    """Return the entry of a tensor that shows the same elements of a storage.
-
-    Autograd saves detached aliases, and `detach` is not observed.
-    """
-    if not is_plain(tensor):
-        return None
-    geometry = _geometry(tensor)
-    found = None
-    for entry in list(place.entries.values()):
-        other = entry()
-        if (
-            other is not None
-            and is_plain(other)
-            and _geometry(other) == geometry
-            and address_of(other) == place.address
-        ):
-            found = entry
-            if entry.epoch == entry.memory.epoch:
-                break
-    return found
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()

@@ -283,11 +283,7 @@ def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
     try:
         return ref(owner)
     except TypeError:
-        return _nothing
-
-
-def _nothing() -> None:
-    return None
+        return lambda: None
 
 
 def _inexact_inside() -> CheckpointError:

@@ -1,13 +1,11 @@
 """The recorder: observes a region's operators, and writes them to the tape.
 
 It observes below autograd and autocast: it sees each operator with the tensors that the
-backend gets, runs it, and records which values came from which. The tracker knows the
-value of each tensor.
+backend gets, runs it, and records which values came from which.
 
 Sources, whose content is held, are: tensors from outside the region; outputs that the
 policy keeps; outputs of operators that cannot run again; memory that is read although
-no observed operator wrote it (`torch.empty` filled by NumPy); tensors that appear from
-nowhere.
+no observed operator wrote it (`torch.empty` filled by NumPy).
 """
 
 from __future__ import annotations
@@ -171,8 +169,8 @@ class Recorder(Observer):
         tracker = self.recording.tracker
         entry = tracker.entry(args[0])
         if not entry.address:
-            # A component of a sparse tensor has its own storage, which does not tell
-            # whose component it is.
+            # A component of a sparse tensor has a storage that does not tell whose it
+            # is.
             tracker.hold_memory(args[0], entry)
             output = func(*args, **kwargs)
             self._hold_outputs(output)

@@ -21,7 +21,7 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.held import Packed
-from membudget.engine.replay.tape import Value
+from membudget.engine.replay.tape import LiveStorage, LiveTensor, Value
 from membudget.state.bits import has_changed, is_freed
 from membudget.state.identity import address_of, version_of
 
@@ -155,3 +155,30 @@ def is_plain(tensor: Tensor) -> bool:
         and not tensor.is_nested
         and not (tensor.is_conj() or tensor.is_neg())
     )
+
+
+def same_view(tensor: Tensor, place: LiveStorage) -> LiveTensor | None:
+    """Return the entry of a tensor that shows the same elements of a storage.
+
+    Autograd saves detached aliases, and `detach` is not observed.
+    """
+    if not is_plain(tensor):
+        return None
+    geometry = _geometry(tensor)
+    found = None
+    for entry in list(place.entries.values()):
+        other = entry()
+        if (
+            other is not None
+            and is_plain(other)
+            and _geometry(other) == geometry
+            and address_of(other) == place.address
+        ):
+            found = entry
+            if entry.epoch == entry.memory.epoch:
+                break
+    return found
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
