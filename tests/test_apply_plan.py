@@ -124,7 +124,7 @@ def test_a_plan_that_names_a_module_that_is_not_there_is_refused():
 )
 def test_a_plan_beside_a_selection_is_refused(selection):
     _, (model, _), plan = planned("mlp")
-    with pytest.raises(SelectionError, match="give a plan, or say which modules"):
+    with pytest.raises(SelectionError, match="pass a plan or a selection of modules"):
         mb.apply(model, plan, **selection)
 
 

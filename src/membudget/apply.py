@@ -185,12 +185,12 @@ def apply(
     """
     if plan is not None:
         if any(x is not None for x in (blocks, names, where, spans)):
-            raise SelectionError("give a plan, or say which modules get a region")
+            raise SelectionError("pass a plan or a selection of modules, not both")
         return _apply_plan(model, plan, options)
     checked = checked_options(options)
     if spans is not None:
         if blocks is not None or names is not None or where is not None:
-            raise SelectionError("give spans, or blocks, names and where; not both")
+            raise SelectionError("pass spans or blocks, names and where; not both")
         return Applied(*put_spans(model, spans, checked))
     modules = select_modules(model, blocks, names, where, every)
     for name, module in modules.items():

@@ -216,7 +216,7 @@ def _check(name: str, known: dict[str, Module], model: Module) -> None:
         )
     check_can_carry(name, known[name])
     if has_region(known[name]):
-        raise SelectionError(f"module {name!r} carries a region already; remove that")
+        raise SelectionError(f"module {name!r} already has a region; remove it first")
 
 
 def _common_parent(first: str, last: str) -> str:

@@ -119,15 +119,15 @@ def likely_causes(
             causes.append("only the memory layout differs: hooks that drop strides")
     if reach(function).runs_torchscript:
         causes.append(
-            "TorchScript compiles code anew once it has run, so that a rerun may do "
-            "something else than the forward: leave engine='rerun' out"
+            "TorchScript recompiles code after its first runs, so a rerun may save "
+            "other tensors than the forward: omit engine='rerun'"
         )
     if not options.guards:
         causes.append("guards=False: only torch's guarantees hold in this region")
     if not options.preserve_rng_state:
         causes.append("preserve_rng_state=False: random numbers were drawn anew")
     causes.append(
-        "Python state that the forward advanced and that nothing brings back (a "
+        "Python state that the forward advanced and that nothing restores (a "
         "counter, a cache, an iterator, the environment, the clock), or a branch on "
         "it; guard such code with membudget.is_recomputing()"
     )

@@ -145,13 +145,13 @@ class RegionOptions:
             )
         if self.keep is not None and (self.engine == "rerun" or self.use_reentrant):
             raise OptionError(
-                "keep is the replay engine's: a rerun keeps nothing inside of a "
-                "region. Leave engine and use_reentrant out."
+                "keep needs the replay engine, because a rerun keeps nothing inside a "
+                "region: omit engine and use_reentrant"
             )
         if self.engine == "replay" and (self.context_fn or self.use_reentrant):
             raise OptionError(
-                "engine='replay' has neither context_fn nor use_reentrant; give a "
-                "policy by keep="
+                "engine='replay' supports neither context_fn nor use_reentrant; pass a "
+                "policy as keep="
             )
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(
@@ -160,8 +160,8 @@ class RegionOptions:
             )
         if self.use_reentrant and (self.context_fn is not None or self.debug):
             raise OptionError(
-                "use_reentrant=True has neither context_fn nor debug: leave it out to "
-                "use the default engine, which has both"
+                "use_reentrant=True supports neither context_fn nor debug: omit it to "
+                "use the default engine, which supports both"
             )
 
 

@@ -143,7 +143,7 @@ class RerunFrame(Recording):
                 None,
                 f"{len(self.handles)} tensors",
                 "fewer tensors, and not the one that is needed",
-                ["determinism_check='none' hides where the runs part"],
+                ["determinism_check='none' hides where the runs diverge"],
             )
         return tensor
 

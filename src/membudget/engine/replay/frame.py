@@ -241,9 +241,9 @@ class ReplayFrame:
         except SourceFreedError:
             replayer.release()
             raise CheckpointError(
-                "a replay needs a parameter whose memory is freed: FSDP has resharded "
-                "it, and gathers it for the backward of its own module alone. Put the "
-                "region inside that module, or keep what the module makes."
+                "a replay needs a parameter whose memory FSDP has freed: it gathers "
+                "the parameter only for the backward of its own module. Put the region "
+                "inside that module, or keep the module's outputs."
             ) from None
         except BaseException:
             replayer.release()
