@@ -16,15 +16,8 @@ if TYPE_CHECKING:
     from membudget.apply import Applied, RegionStatus, Status, apply
     from membudget.audit import AuditReport, audit
     from membudget.engine.region import checkpoint
-    from membudget.engine.replay.recorder import (
-        name,
-        opaque,
-    )
-    from membudget.engine.retention import (
-        Regions,
-        collect_regions,
-        execution_group,
-    )
+    from membudget.engine.replay.recorder import name, opaque
+    from membudget.engine.retention import Regions, collect_regions, execution_group
     from membudget.engine.sequential import checkpoint_sequential
     from membudget.engine.switches import disable_checkpointing, is_recomputing
     from membudget.errors import (

@@ -14,11 +14,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.attach import (
-    check_can_carry,
-    put_region,
-    remove_region,
-)
+from membudget.attach import check_can_carry, put_region, remove_region
 from membudget.engine.options import Statistics, checked_options
 from membudget.engine.planned import Planned
 from membudget.engine.policy import Stages

@@ -27,11 +27,7 @@ from membudget.planner.answers import Chosen, simulated
 from membudget.planner.overhead import Overheads
 from membudget.planner.pieces import pieces
 from membudget.planner.regions import Region, made_in, saved_storages
-from membudget.policies import (
-    attention,
-    convolutions,
-    matmuls,
-)
+from membudget.policies import attention, convolutions, matmuls
 
 AUTO = "auto"
 """The mode in which the planner chooses."""

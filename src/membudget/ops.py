@@ -12,11 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import (
-    OperatorOverload,
-    is_random_operator,
-    is_view_operator,
-)
+from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
 
 # Uninitialised memory. It is recorded by shape and stride alone: `empty_like(x)` must
 # not keep `x`. Reading such memory before an operator wrote it means reading a write

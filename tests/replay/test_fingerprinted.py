@@ -16,10 +16,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.replay import (
-    fingerprinted,
-    verify,
-)
+from membudget.engine.replay import fingerprinted, verify
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
 from membudget.state import bits

@@ -11,10 +11,7 @@ from typing import Any
 from torch.nn import Module
 
 from membudget.apply import RegionStatus, apply
-from membudget.attach import (
-    has_region,
-    statistics_of,
-)
+from membudget.attach import has_region, statistics_of
 from membudget.engine.options import Statistics
 from membudget.errors import OptionError
 from membudget.selection import default_names

@@ -12,10 +12,7 @@ import torch
 from torch import Tensor
 
 from membudget.engine.replay import execute
-from membudget.engine.replay.execute import (
-    call_noting_draws,
-    replay_foreign,
-)
+from membudget.engine.replay.execute import call_noting_draws, replay_foreign
 
 
 @pytest.fixture(scope="module")
