@@ -96,6 +96,17 @@ def test_the_planner_imports_the_graph_and_nothing_else():
     assert {unit_of(name) for path in paths for name in ours(path)} <= PLANNER_MAY
 
 
+def test_the_engines_stand_side_by_side_on_what_they_share():
+    on_top = {f"engine.{name}" for name in ("region", "sequential")}
+    rerun = {f"engine.{name}" for name in ("rerun", "rerun_frame", "recording")}
+    for path in FILES:
+        name, used = module_name(path), ours(path)
+        if name.startswith("engine.replay."):
+            assert not used & (on_top | rerun | {"engine.reentrant"})
+        elif name.startswith("engine.") and name not in on_top:
+            assert not any(module.startswith("engine.replay") for module in used)
+
+
 def unit_of(name: str) -> str:
     """Return the package or module on a floor that a dotted name is a part of."""
     return name.split(".")[0]
