@@ -7,8 +7,7 @@ from typing import Any
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.policy import Policy
-from membudget.engine.stages import Stages
+from membudget.engine.policy import Policy, Stages
 from membudget.policies import Candidate
 from tests.oracles import Backward, Way, backward_once, backward_twice, double_backward
 from tests.zoo import Call

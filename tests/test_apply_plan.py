@@ -77,7 +77,7 @@ def test_steps_under_a_plan_are_the_plain_steps(name, percent):
     assert [r.name for r in status.regions] == [r.path for r in plan.regions]
     for region in status.regions:
         assert (region.forwards, region.differences) == (2, 0)
-        assert region.skipped == region.pinned == 0
+        assert region.skipped == region.unrepeatable == 0
     assert any(region.recomputes == 2 for region in status.regions)
 
 
@@ -124,7 +124,7 @@ def test_a_plan_that_names_a_module_that_is_not_there_is_refused():
 )
 def test_a_plan_beside_a_selection_is_refused(selection):
     _, (model, _), plan = planned("mlp")
-    with pytest.raises(SelectionError, match="give a plan, or say which modules"):
+    with pytest.raises(SelectionError, match="pass a plan or a selection of modules"):
         mb.apply(model, plan, **selection)
 
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import attempt
-from membudget.carrier import has_region
-from membudget.errors import PinnedWarning, RecomputeMismatchError
+from membudget.attach import has_region
+from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.fit import fit
 from membudget.memory import peak
 from membudget.step import Step
@@ -71,10 +71,12 @@ def unseen(blocks: int) -> tuple[nn.Module, Tensor]:
 def test_a_write_that_nobody_sees_is_kept_by_a_fitted_plan(percent):
     model, batch = unseen(8)
     before = state_of(model)
-    with pytest.warns(PinnedWarning, match="in a step that was run to verify the plan"):
+    with pytest.warns(
+        UnrepeatableWarning, match="in a step that was run to verify the plan"
+    ):
         fitted = fit(model, batch, f"{percent}%")
     with fitted:
-        assert sum(region.pinned for region in fitted.status().regions) > 0
+        assert sum(region.unrepeatable for region in fitted.status().regions) > 0
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
         assert fitted.audit().equal
     assert state_of(model) == before
@@ -91,7 +93,7 @@ def test_a_difference_that_keeping_does_not_cure_is_an_error(monkeypatch):
     monkeypatch.setattr(sys.modules["membudget.fit"], "profile", lambda *_, **__: found)
     monkeypatch.setattr(Step, "run", run)
     with (
-        pytest.warns(PinnedWarning, match="on purpose"),
+        pytest.warns(UnrepeatableWarning, match="on purpose"),
         pytest.raises(RecomputeMismatchError, match="on purpose"),
     ):
         fit(model, batch, "90%")

@@ -92,6 +92,17 @@ def test_the_map_in_contributing_is_that_of_the_tree():
     assert page == page_with_map(page), "run: .venv/bin/python -m tools.map --write"
 
 
+def test_the_engines_stand_side_by_side_on_what_they_share():
+    on_top = {f"engine.{name}" for name in ("region", "sequential")}
+    rerun = {f"engine.{name}" for name in ("rerun", "rerun_frame", "recording")}
+    for path in FILES:
+        name, used = module_name(path), ours(path)
+        if name.startswith("engine.replay."):
+            assert not used & (on_top | rerun | {"engine.reentrant"})
+        elif name.startswith("engine.") and name not in on_top:
+            assert not any(module.startswith("engine.replay") for module in used)
+
+
 def unit_of(name: str) -> str:
     """Return the package or module on a floor that a dotted name is a part of."""
     return name.split(".")[0]

@@ -23,11 +23,11 @@ BEGIN, END = "<!-- map -->\n", "<!-- end of the map -->"
 FLOORS = (
     ("the package", "__init__"),
     ("the command line", "cli cli_plan cli_options"),
-    ("ways in beside fit", "compat policies tradeoff trial"),
+    ("ways in beside fit", "compat tradeoff trial"),
     ("fit", "fit fitted planning attempt modes budget"),
     ("text for people", "fit_text plan_text"),
     ("proof", "audit"),
-    ("regions on a model", "apply spans carrier"),
+    ("regions on a model", "apply spans attach policies"),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
     ("a step and its state", "step selection state scope ops observer graph"),

@@ -16,9 +16,8 @@ if TYPE_CHECKING:
     from membudget.apply import Applied, RegionStatus, Status, apply
     from membudget.audit import AuditReport, audit
     from membudget.engine.region import checkpoint
-    from membudget.engine.regions import Regions, collect_regions
-    from membudget.engine.replay.tags import name, opaque
-    from membudget.engine.retention import execution_group
+    from membudget.engine.replay.recorder import name, opaque
+    from membudget.engine.retention import Regions, collect_regions, execution_group
     from membudget.engine.sequential import checkpoint_sequential
     from membudget.engine.switches import disable_checkpointing, is_recomputing
     from membudget.errors import (
@@ -30,11 +29,11 @@ if TYPE_CHECKING:
         OptionError,
         OptionTypeError,
         OverwrittenWarning,
-        PinnedWarning,
         PlanError,
         RecomputeMismatchError,
         ReentrantLimitError,
         SelectionError,
+        UnrepeatableWarning,
     )
     from membudget.fit import fit
     from membudget.fitted import Fitted
@@ -66,7 +65,6 @@ __all__ = [
     "OptionTypeError",
     "OverwrittenWarning",
     "Peak",
-    "PinnedWarning",
     "Plan",
     "PlanError",
     "Profile",
@@ -81,6 +79,7 @@ __all__ = [
     "StepGraph",
     "Sweep",
     "Tradeoff",
+    "UnrepeatableWarning",
     "apply",
     "audit",
     "checkpoint",
@@ -106,9 +105,8 @@ _HOMES = {
     "membudget.apply": ("Applied", "RegionStatus", "Status", "apply"),
     "membudget.audit": ("AuditReport", "audit"),
     "membudget.engine.region": ("checkpoint",),
-    "membudget.engine.regions": ("Regions", "collect_regions"),
-    "membudget.engine.replay.tags": ("name", "opaque"),
-    "membudget.engine.retention": ("execution_group",),
+    "membudget.engine.replay.recorder": ("name", "opaque"),
+    "membudget.engine.retention": ("Regions", "collect_regions", "execution_group"),
     "membudget.engine.sequential": ("checkpoint_sequential",),
     "membudget.engine.switches": ("disable_checkpointing", "is_recomputing"),
     "membudget.errors": tuple(

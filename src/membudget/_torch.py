@@ -1,6 +1,6 @@
 """The private names of torch that membudget needs, each with the reason.
 
-Nothing else in the package may touch a name of torch that begins with an underscore;
+No other module may use a name of torch that begins with an underscore.
 `tests/test_torch_private.py` fails with the name when torch renames one.
 """
 
@@ -23,8 +23,8 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from membudget._torch_observing import exclude_observers, is_observing_excluded
 
-# Modes and trees live in modules that torch names with an underscore, though its own
-# documentation sends users there; operators have no public class.
+# torch names the modules of modes and trees with an underscore, although its own
+# documentation refers users to them; operators have no public class.
 __all__ = ["OperatorOverload", "OperatorPacket", "tree_iter", "tree_map_only"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -46,8 +46,8 @@ class DispatchMode(TorchDispatchMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
 
-# `torch.autograd.graph.saved_tensors_hooks` is public but costs 1.3 µs a region in
-# its context manager; these are the two calls inside it.
+# `torch.autograd.graph.saved_tensors_hooks` is public, but its context manager costs
+# 1.3 µs per region; these are the two calls inside it.
 push_saved_tensors_hooks: Callable[[Callable[..., Any], Callable[..., Any]], None] = (
     torch._C._autograd._push_saved_tensors_default_hooks
 )
@@ -58,31 +58,32 @@ pop_saved_tensors_hooks: Callable[[], None] = (
 # `torch.set_grad_enabled` is a context manager: 1.5 µs where this takes 0.1.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
-# Says which backward is running, so that what it leaves over is freed when it ends.
+# Identifies the running backward pass, whose unused recomputed tensors are freed when
+# it ends.
 current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
-# Rises with each autograd node that is made: tells one operator's saved tensors from
-# another's.
+# Rises with each new autograd node: separates the saved tensors of one operator from
+# those of the next.
 node_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
-# Whose gradient an operator of a backward belongs to.
+# The node whose gradient is being computed, to attribute operators of a backward pass.
 current_autograd_node: Callable[[], Any] = torch._C._current_autograd_node
 
 # One call instead of one for each device type, in the forward of every region.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
-# The meter reads the profiler's events, and must not share them with another profiler.
+# The meter reads the profiler's events, so no other profiler may be active.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 # False inside `autograd.grad` and `backward(inputs=...)`, in which a reentrant region
-# would add gradients to parameters that nobody asked for.
+# would add gradients to parameters that were not asked for.
 is_whole_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
-# BatchNorm and InstanceNorm, whose kernels write running statistics without moving the
-# version counter, have no public base class.
+# BatchNorm and InstanceNorm have no public base class. Their kernels write running
+# statistics without bumping the version counter.
 NormalizationWithStatistics: type[torch.nn.Module] = _NormBase
 
-# What TorchScript runs. A method of a scripted module has no public class.
+# The classes of scripted code; methods of scripted modules have no public class.
 torchscript_types: tuple[type, ...] = (
     torch.jit.ScriptModule,
     torch.jit.ScriptFunction,
@@ -94,15 +95,15 @@ EQUAL: Any = torch.ops.aten.equal.default
 ITEM: Any = torch.ops.aten._local_scalar_dense.default
 
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
-# storage's address must be compared too.
+# storage's address must be compared, too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
-# The lengths are asked for in every forward; Python has no public way to see a stack.
+# Every forward reads these lengths; Python has no public way to inspect the stacks.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 dispatch_mode_count: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
-# By how many tensors a storage is held, and one more where Python has an object of it:
-# when only the engine's own are left, nobody can write it any more.
+# The number of tensors that hold a storage, plus one if it has a Python object. Once
+# only the engine's own tensors are left, no other code can write it.
 storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
@@ -117,7 +118,7 @@ def fake_mode_of(tensor: Any) -> Any:
 
 
 def new_fake_mode() -> Any:
-    """Return a new mode in which tensors have shapes and no memory."""
+    """Return a new mode in which tensors have shapes but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -125,7 +126,7 @@ def new_fake_mode() -> Any:
 
 @contextlib.contextmanager
 def without_fake_mode() -> Iterator[None]:
-    """Run operators for real inside of a fake mode."""
+    """Run operators for real inside a fake mode."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -133,7 +134,7 @@ def without_fake_mode() -> Iterator[None]:
 
 
 def fake_errors() -> tuple[type[Exception], ...]:
-    """Return the errors of code that asks a fake tensor for its values."""
+    """Return the errors raised when code reads the values of a fake tensor."""
     from torch._subclasses import fake_tensor as fakes
 
     return (
@@ -149,10 +150,10 @@ def is_fake_mode_active() -> bool:
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """Let `torch.compile` trace neither a function nor what it calls.
+    """Keep `torch.compile` from tracing a function and what it calls.
 
-    `torch.compiler.disable` wraps the function, which costs 1 µs a call; this marks its
-    code, which costs nothing.
+    `torch.compiler.disable` wraps the function, which costs 1 µs per call; marking its
+    code costs nothing.
     """
     from torch._C._dynamo import eval_frame as frames
 
@@ -162,13 +163,13 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
 
 
 def constant_to_dynamo(function: _F) -> _F:
-    """Do as `torch.compiler.assume_constant_result`, which imports all of Dynamo."""
+    """Act as `torch.compiler.assume_constant_result`, but import no Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def torch_wrapping() -> Any:
-    """Return the module of `checkpoint_wrapper`: torch may lack `torch.distributed`."""
+    """Return torch's `checkpoint_wrapper` module; it needs `torch.distributed`."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
     return checkpoint_wrapper
@@ -187,7 +188,7 @@ def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
 
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Run the engine's own operators past every mode and observer: no user's code."""
+    """Run the engine's own operators hidden from all modes and observers."""
     excluded = is_observing_excluded()
     exclude_observers(True)
     try:
@@ -199,7 +200,7 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Do the same past every function mode, too."""
+    """Run the engine's own operators hidden from function modes, too."""
     with torch._C.DisableTorchFunction(), without_dispatch_modes():
         yield
 
@@ -207,8 +208,8 @@ def without_modes() -> Iterator[None]:
 def may_read_bytes() -> bool:
     """Tell whether the bytes of tensors can be read now.
 
-    A graph of CUDA that is being captured must not wait for the device, and inside of a
-    transform of `torch.func` tensors are wrapped.
+    A CUDA graph under capture must not wait for the device, and inside a transform of
+    `torch.func` tensors are wrapped.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
@@ -217,7 +218,8 @@ def may_read_bytes() -> bool:
     )
 
 
-# What whoever forbids saved-tensor hooks says; `None` while they may be used.
+# The message of the code that has forbidden saved-tensor hooks; `None` while they are
+# allowed.
 why_hooks_are_disabled: Callable[[], str | None] = (
     torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )
@@ -245,12 +247,12 @@ def is_device_context(mode: Any) -> bool:
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set version counters, after a buffer was put back to what it held before."""
+    """Set version counters, after a buffer's earlier content was restored."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def is_view_operator(operator: Any) -> bool:
-    """Tell whether an operator only makes views: it reads no element."""
+    """Tell whether an operator only creates views, and so reads no element."""
     schema = operator._schema
     return not schema.is_mutable and any(
         argument.alias_info is not None for argument in schema.arguments
@@ -258,9 +260,9 @@ def is_view_operator(operator: Any) -> bool:
 
 
 def with_version(make_alias: Callable[[], Tensor]) -> Tensor:
-    """Return an alias that shares the version, also from inside a dispatch mode.
+    """Create an alias that shares the version counter, also inside a dispatch mode.
 
-    Below autograd, `detach` alone would give the alias a version counter of its own.
+    Below autograd, `detach` alone would give the alias a counter of its own.
     """
     with torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
@@ -269,16 +271,16 @@ def with_version(make_alias: Callable[[], Tensor]) -> Tensor:
 
 
 def detach_with_version(tensor: Tensor) -> Tensor:
-    """Return a detached alias that shares the version."""
+    """Return a detached alias that shares the version counter."""
     return with_version(tensor.detach)
 
 
-# Operators run as a dispatch mode saw them: autograd and autocast are done by then.
+# Run operators as a dispatch mode sees them, below autograd and autocast.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 WithoutAutocast: Any = torch._C._DisableAutocast
 
 
-# The one way to a view that shows a tensor negated, as `conj` shows it conjugated.
+# The only way to create a lazily negated view, the counterpart of `conj`.
 negative_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 
@@ -306,12 +308,12 @@ def written_arguments(
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the backward that is running has ended."""
+    """Call `callback` when the running backward pass has ended."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def module_call_codes() -> frozenset[Any]:
-    """Return the code objects in whose Python frames `self` is the running module."""
+    """Return the code objects whose Python frames have the running module as `self`."""
     call: Any = torch.nn.Module._call_impl
     return frozenset((call.__code__,))

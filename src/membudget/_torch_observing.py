@@ -1,6 +1,6 @@
-"""The private names of torch by which operators are observed without a mode.
+"""The private names of torch that observe operators without a mode.
 
-See `observer` for the idea, and `_torch` for the other private names.
+The idea is in `observer`, the other private names are in `_torch`.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-# Observers are called on this dispatch key: below autograd, modes and subclasses,
-# above the kernels. No tensor carries it; torch reserves it for fake tensors in
-# C++, which 2.13 does not have yet. `isTensorSubclassLike`, by which formulas are
-# chosen, does not look at it.
+# Observers are called on this dispatch key: below autograd, modes and subclasses, above
+# the kernels. No tensor carries it; torch reserves it for fake tensors in C++, which
+# torch 2.13 does not have yet. `isTensorSubclassLike`, which selects formulas, ignores
+# it.
 _OBSERVERS: Any = torch._C._dispatch_key_parse("Fake")
 _set_included: Any = torch._C._dispatch_tls_set_dispatch_key_included
 _set_excluded: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -24,23 +24,24 @@ is_observing_excluded: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, _OBSERVERS
 )
 
-# Excluded where code wants the kernels themselves, as FakeTensorMode does for shapes.
+# Excluded where code needs the kernels themselves, as FakeTensorMode does for shapes.
 is_python_excluded: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.Python
 )
 
-# Kernels live for as long as the library objects that registered them.
+# Kernels live as long as the library objects that registered them.
 _LIBRARIES: dict[str, Any] = {}
 _OBSERVED: set[Any] = set()
 
 
 def observe_operators(kernel: Callable[..., Any]) -> None:
-    """Call `kernel(operator, *args, **kwargs)` for what an observed thread runs.
+    """Call `kernel(operator, *args, **kwargs)` for the operators of observed threads.
 
-    What has become known since the last call is taken in. A fallback would do for all
-    operators, but torch (2.13) looks up the kernel of each where a mode is on or a
-    subclass is given, and finds no fallback. It stays for operators that a C++
-    extension registers later. Takes some 100 ms the first time, and then 0.3 µs.
+    Registers operators that were defined since the last call. A fallback would serve
+    all operators, but torch (2.13) looks up each operator's own kernel where a mode is
+    active or a subclass is passed, and finds no fallback. The fallback serves operators
+    that a C++ extension registers later. Takes some 100 ms the first time, 0.3 µs
+    afterwards.
     """
     known = (
         len(torch._ops._higher_order_ops),
@@ -81,22 +82,22 @@ def _observe_operator(name: str, kernel: Callable[..., Any]) -> None:
 
     def observed(*args: Any, **kwargs: Any) -> Any:
         nonlocal operator
-        if operator is None:  # Looking up all would take half a second.
+        if operator is None:  # Looking up all operators takes 0.5 s.
             packet, _, overload = rest.partition(".")
             operators = getattr(getattr(torch.ops, namespace), packet)
             operator = getattr(operators, overload or "default")
         return kernel(operator, *args, **kwargs)
 
-    # `Library.impl` checks for a second kernel of ours, which takes 100 µs each.
+    # `Library.impl` checks for a duplicate kernel, which takes 100 µs each.
     _library(namespace).m.impl(rest, "Fake", observed, False)
 
 
-# The threads of autograd's devices inherit these objects with the dispatch keys.
+# Autograd's device threads inherit these objects with the dispatch keys.
 _SHARED = "membudget.observers"
 
 
 def share_with_autograd(observers: Any) -> None:
-    """Let threads that autograd starts for this one find `observers`."""
+    """Make `observers` available to the threads that autograd starts for this one."""
     torch._C._stash_obj_in_tls(_SHARED, observers)
 
 

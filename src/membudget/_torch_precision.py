@@ -1,12 +1,12 @@
-"""The precisions in which kernels multiply float32: read, and brought back.
+"""The precisions in which kernels multiply float32: read and restored.
 
-torch keeps one for each backend and kind of operator, set through `fp32_precision`; one
-that is unset ("none") follows `all` of its backend, and that the one of all backends.
-The older names (`set_float32_matmul_precision`, `cudnn.allow_tf32`) set several of them
-and remember themselves what was set; their readers raise where the two disagree.
+torch keeps one per backend and kind of operator, set through `fp32_precision`. One that
+is unset ("none") follows `all` of its backend, which follows `all` of all backends. The
+older names (`set_float32_matmul_precision`, `cudnn.allow_tf32`) set several of them and
+remember their own values; their readers raise where the two disagree.
 
-A reader tells what is in force, not what was set. What was set is found, where it must
-be put back exactly, by looking while all that it could follow is unset.
+A reader returns the precision in force, not the one that was set. To restore exactly
+what was set, it is read while everything it could follow is unset.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _KINDS = ("matmul", "conv", "rnn")
 _ONEDNN = tuple(("mkldnn", kind) for kind in _KINDS)
 _CUDA = tuple(("cuda", kind) for kind in _KINDS)
 
-# What CUDA multiplies in follows from the older names where they do not raise.
+# CUDA's precisions follow from the older names, unless those raise.
 _OLDER: dict[str, Callable[[Any], None]] = {
     "_get_float32_matmul_precision()": _C._set_float32_matmul_precision,
 }
@@ -39,19 +39,19 @@ EXPRESSIONS = (*_OLDER, *(f"_get_fp32_precision_getter{key}" for key in _ONEDNN)
 
 
 def read_each() -> tuple[str, ...]:
-    """Return every precision in force, where the readers of older names raise."""
+    """Return every precision in force, where the readers of the older names raise."""
     return tuple(_get(*key) for key in _ONEDNN + _CUDA)
 
 
 def bring_back(
     wanted: tuple[Any, ...], now: tuple[Any, ...], undo: Callable[..., None]
 ) -> None:
-    """Bring precisions back that were read by `EXPRESSIONS` or by `read_each`.
+    """Restore precisions that were read by `EXPRESSIONS` or by `read_each`.
 
     Args:
-        wanted: The precisions to bring back.
-        now: The precisions as they are.
-        undo: Told what takes each change back; see `_torch_settings.bring_back`.
+        wanted: The precisions to restore.
+        now: The present precisions.
+        undo: Receives what undoes each change; see `_torch_settings.bring_back`.
     """
     _undo_all(undo)
     if len(wanted) == len(now) == len(EXPRESSIONS):
@@ -60,7 +60,7 @@ def bring_back(
                 undo(writer, before)
                 writer(value)
     in_force = _in_force(wanted)
-    # Those that are moved by what they follow come first: others may follow it too.
+    # First those that are changed through what they follow; others may follow it, too.
     for key in sorted(in_force, key=_is_default, reverse=True):
         _put_in_force(key, in_force[key])
 
@@ -78,7 +78,7 @@ def _in_force(read: tuple[Any, ...]) -> dict[Key, str]:
 
 
 def _put_in_force(key: Key, value: str) -> None:
-    # To kernels "none" is "ieee", which does not follow anything.
+    # To kernels, "none" is "ieee"; but "ieee" does not follow anything.
     if _get(*key) == value or {_get(*key), value} == {"none", "ieee"}:
         return
     if _is_default(key):
@@ -87,7 +87,7 @@ def _put_in_force(key: Key, value: str) -> None:
 
 
 def _undo_all(undo: Callable[..., None]) -> None:
-    """Have everything put back to what it was set to."""
+    """Register to restore everything to what it was set to."""
     for key in (("mkldnn", "all"), ("cuda", "all"), *_ONEDNN, *_CUDA):
         if not _is_default(key):
             with _unset(_followed_by(key)):
@@ -95,10 +95,10 @@ def _undo_all(undo: Callable[..., None]) -> None:
 
 
 def _is_default(key: Key) -> bool:
-    """Tell whether a precision was never set: it follows others, and else is "tf32".
+    """Tell whether a precision was never set: it follows others, or is "tf32".
 
-    cuDNN's are so at first, and no setter can make them so again; they are only ever
-    moved by what they follow.
+    cuDNN's start out so, and no setter can return them to that state; they are changed
+    only through what they follow.
     """
     if key[0] != "cuda" or key[1] == "all":
         return False
@@ -115,7 +115,7 @@ def _followed_by(key: Key) -> tuple[Key, ...]:
 
 @contextmanager
 def _unset(keys: tuple[Key, ...]) -> Iterator[None]:
-    """Unset precisions that follow only those before them, for as long as it takes."""
+    """Unset precisions inside; each may follow only those before it."""
     before = []
     try:
         for key in keys:

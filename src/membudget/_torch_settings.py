@@ -1,12 +1,12 @@
-"""The settings of torch that choose kernels: read all at once, and brought back.
+"""The settings of torch that choose kernels: read all at once, and restored.
 
 Every region reads all of them in its forward and again in its recompute, so the readers
-are torch's private ones, in C, unrolled into one tuple: 0.5 µs more than for the
-settings of attention, matmul and determinism alone. Settings that only CUDA kernels
-read stand aside where torch was built without CUDA.
+are torch's private C functions, unrolled into one tuple: 0.5 µs more than the settings
+of attention, matmul and determinism alone. Settings that only CUDA kernels read are
+omitted where torch was built without CUDA.
 
-Not covered, because torch has no reader for it: the overrides that
-`torch.backends.python_native` takes out, and workspaces that a cuBLAS handle has.
+Not covered, because torch has no reader: overrides that `torch.backends.python_native`
+removes, and workspaces of a cuBLAS handle.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from membudget import _torch_precision as precision
 
 Settings = tuple[Any, ...]
-Undo = Callable[..., None]  # Takes a function and the arguments to call it with.
+Undo = Callable[..., None]  # Takes a function and its arguments.
 
 _C: Any = torch._C
 _EINSUM: dict[str, Any] = vars(vars(torch.backends.opt_einsum)["m"])
@@ -57,13 +57,13 @@ def _set_warn_only(warn_only: bool) -> None:
 
 
 def _writers() -> dict[str, Callable[[Any], Any]]:
-    """Return how each setting is set, by the expression that reads it."""
+    """Return the setter of each setting, by the expression that reads it."""
     writers: dict[str, Callable[[Any], Any]] = {
         "get_default_dtype()": torch.set_default_dtype,
-        # A reduction is split by the number of threads.
+        # Reductions are split by the number of threads.
         "get_num_threads()": torch.set_num_threads,
-        # Half of it is subnormal: zero in a thread that flushes subnormal numbers,
-        # which Python's floats are subject to as well. There is no reader.
+        # Half of it is subnormal: zero in a thread that flushes subnormal numbers, also
+        # for Python's floats. There is no other reader.
         "SMALLEST_NORMAL * 0.5 == 0.0": torch.set_flush_denormal,
         "EINSUM['enabled']": lambda value: _EINSUM.update(enabled=value),
         "EINSUM['strategy']": lambda value: _EINSUM.update(strategy=value),
@@ -73,7 +73,7 @@ def _writers() -> dict[str, Callable[[Any], Any]]:
         "_get_sdp_priority_order()": _C._set_sdp_priority_order,
     }
     for name in _ATTENTION:
-        # Some are younger than the oldest torch that membudget runs on.
+        # The oldest supported torch lacks some of them.
         if writer := getattr(_C, f"_set_sdp_use_{name}", None):
             writers[f"_get_{name}_sdp_enabled()"] = writer
     for name in _FLAGS + _FLAGS_OF_CUDA * torch.backends.cuda.is_built():
@@ -89,7 +89,7 @@ def _spread(writer: Callable[..., None]) -> Callable[[Any], None]:
 
 
 def _unrolled(expressions: Iterable[str]) -> Callable[[], Settings]:
-    """Return a function that reads them all: a loop would cost 0.2 µs more."""
+    """Return a function that evaluates all of them; a loop would cost 0.2 µs more."""
     names = {
         **vars(_C),
         "SMALLEST_NORMAL": 2.2250738585072014e-308,
@@ -111,18 +111,18 @@ def read() -> Settings:
     """Return all settings, to compare with others and to `bring_back`."""
     try:
         return _read_all()
-    except RuntimeError:  # Precisions of float32 that only torch's newer names tell.
+    except RuntimeError:  # Only torch's newer names can read these float32 precisions.
         return _read_plain() + precision.read_each()
 
 
 def bring_back(wanted: Settings, now: Settings, undo: Undo) -> None:
-    """Set what differs.
+    """Restore the settings that differ.
 
     Args:
-        wanted: The settings to bring back.
-        now: The settings as they are.
-        undo: Told, before each change, what takes it back: a function and its
-            arguments, to be called newest first.
+        wanted: The settings to restore.
+        now: The present settings.
+        undo: Receives, before each change, the function and arguments that undo it; to
+            be called newest first.
     """
     for writer, value, before in zip(_WRITERS.values(), wanted, now, strict=False):
         if value != before:

@@ -1,7 +1,7 @@
-"""Put regions on a model without editing or wrapping it, and take them off again.
+"""Attach regions to a model without editing or wrapping it, and remove them again.
 
-Which modules: by class, by name, by a predicate, every n-th; or spans of consecutive
-modules. How a module carries a region is told in `carrier`.
+Modules are selected by class, by name, by a predicate, every n-th; or as spans of
+consecutive modules. `attach` tells how a region is attached.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.carrier import check_can_carry, put_region, remove_region
-from membudget.engine.options import checked_options
+from membudget.attach import check_can_carry, put_region, remove_region
+from membudget.engine.options import Statistics, checked_options
 from membudget.engine.planned import Planned
-from membudget.engine.stages import Stages
-from membudget.engine.statistics import Statistics
+from membudget.engine.policy import Stages
 from membudget.errors import PlanError, SelectionError
 from membudget.planner.plan import Plan, RegionPlan, fingerprint_of
 from membudget.selection import select_modules
@@ -32,18 +31,19 @@ class RegionStatus:
     Attributes:
         name: The module's name in the model.
         forwards: Calls that dropped saved tensors.
-        recomputes: Times that what was dropped was made again.
-        skipped: Calls in which nothing needed a gradient, and nothing was dropped.
-        pinned: Values that are kept because they did not come back bit for bit.
-        differences: Calls in which other operators ran than the plan names, so that
-            less was kept.
+        recomputes: How often dropped tensors were recomputed.
+        skipped: Calls in which nothing required a gradient, so that nothing was
+            dropped.
+        unrepeatable: Outputs that are kept because replaying them gave other bits.
+        differences: Calls that ran other operators than the plan names, and so kept
+            less.
     """
 
     name: str
     forwards: int
     recomputes: int
     skipped: int
-    pinned: int = 0
+    unrepeatable: int = 0
     differences: int = 0
 
 
@@ -52,19 +52,19 @@ class Status:
     """What the regions of a model did so far.
 
     Attributes:
-        regions: One entry for each region, in the order of the model.
+        regions: One entry per region, in the order of the model.
     """
 
     regions: tuple[RegionStatus, ...]
 
     def __str__(self) -> str:
-        """Return a table, one line a region."""
+        """Return a table with one line per region."""
         width = max([len("region"), *(len(region.name) for region in self.regions)])
         lines = [f"{'region':{width}}  forwards  recomputes  skipped"]
         for r in self.regions:
             note = "" if r.forwards or r.skipped else "  (did not run)"
-            if r.pinned:
-                note = f"  ({r.pinned} values did not come back, and are kept)"
+            if r.unrepeatable:
+                note = f"  ({r.unrepeatable} values did not reproduce, and are kept)"
             if r.differences:
                 note += f"  ({r.differences} calls ran other operators than planned)"
             lines.append(
@@ -75,10 +75,10 @@ class Status:
 
 
 class Applied:
-    """Regions on a model.
+    """Regions attached to a model.
 
     Attributes:
-        names: The modules that carry them, in the order of the model.
+        names: The modules with regions, in the order of the model.
     """
 
     def __init__(
@@ -87,18 +87,18 @@ class Applied:
         statistics: dict[str, Statistics],
         policies: Mapping[str, Planned] = MappingProxyType({}),
     ):
-        """Hold the modules; `apply` makes these objects."""
+        """Store the modules; `apply` creates these objects."""
         self._modules = modules
         self._statistics = statistics
         self._policies = policies
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules that carry regions, in the order of the model."""
+        """The modules with regions, in the order of the model."""
         return tuple(self._statistics)
 
     def status(self) -> Status:
-        """Return what each region did so far: a region that never ran says so."""
+        """Return what each region did so far, including regions that never ran."""
         return Status(
             tuple(
                 RegionStatus(
@@ -106,7 +106,7 @@ class Applied:
                     s.forwards,
                     s.recomputes,
                     s.skipped,
-                    s.pinned,
+                    s.unrepeatable,
                     self._differences(name),
                 )
                 for name, s in self._statistics.items()
@@ -118,7 +118,7 @@ class Applied:
         return 0 if policy is None else policy.differences
 
     def remove(self) -> None:
-        """Take the regions off: the model is what it was. Twice is once."""
+        """Remove the regions, which restores the model. Idempotent."""
         for module in self._modules.values():
             remove_region(module)
         self._modules = {}
@@ -135,38 +135,36 @@ def apply(
     spans: Sequence[tuple[str, str]] | None = None,
     **options: Any,
 ) -> Applied:
-    """Put regions on the modules of `model` that match, and return a way to undo it.
+    """Attach regions to the modules of `model` that match; return a handle to undo it.
 
-    What is given of `blocks`, `names` and `where` must all agree. A region on a module
-    that is inside another with a region is nested in it. Applying again to the same
-    modules is one application, with the newer options.
+    A module must satisfy all of `blocks`, `names` and `where` that are given. A region
+    on a module inside another region is nested in it. Applying again to the same
+    modules replaces their regions.
 
     Args:
         model: Any module; it is changed in place.
-        plan: A plan, or the path of one: in place of everything that selects. Its
-            regions run under the replay engine and keep what it says; they verify
-            themselves by fingerprints (`verify="fingerprints"`), for which its budget
-            has room.
+        plan: A plan, or the path of one, instead of all selectors. Its regions run
+            under the replay engine and keep what it names. They verify themselves by
+            fingerprints (`verify="fingerprints"`), which fit in its budget.
         blocks: A class, or several, whose instances get a region.
-        names: Patterns of module names as in `model.named_modules()`: `*` stands for
-            any part of a name between two dots, `**` for any number of such names.
-            `"h.*"` matches `h.0` and not `h.0.mlp`.
-        where: Asked with the name and the module.
-        every: Take every n-th of what matches, beginning with the first.
-        spans: In place of all that: pairs of names, of the module whose call begins a
-            region and of the later one whose return ends it, both called by one
-            parent: `[("h.0", "h.3"), ("h.4", "h.7")]`. They run under the replay
-            engine.
+        names: Patterns for module names as in `model.named_modules()`: `*` matches any
+            part of a name between two dots, `**` any number of such parts. `"h.*"`
+            matches `h.0` but not `h.0.mlp`.
+        where: A predicate on name and module.
+        every: Take every n-th match, beginning with the first.
+        spans: Instead of all that: pairs of names, of the module whose call begins a
+            region and of the later one whose return ends it, both called by one parent:
+            `[("h.0", "h.3"), ("h.4", "h.7")]`. They run under the replay engine.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:
         An object with `status()`, `remove()` and `names`.
 
     Raises:
-        SelectionError: If nothing is asked for, nothing matches, or a module cannot
-            carry a region.
-        OptionError: If an option is unknown or cannot be meant.
-        PlanError: If the plan is not whole, or for another model.
+        SelectionError: Nothing is selected, nothing matches, or a module cannot carry a
+            region.
+        OptionError: An option is unknown or invalid.
+        PlanError: The plan is incomplete, or for another model.
 
     Example:
         >>> import membudget as mb, torch
@@ -183,12 +181,12 @@ def apply(
     """
     if plan is not None:
         if any(x is not None for x in (blocks, names, where, spans)):
-            raise SelectionError("give a plan, or say which modules get a region")
+            raise SelectionError("pass a plan or a selection of modules, not both")
         return _apply_plan(model, plan, options)
     checked = checked_options(options)
     if spans is not None:
         if blocks is not None or names is not None or where is not None:
-            raise SelectionError("give spans, or blocks, names and where; not both")
+            raise SelectionError("pass spans or blocks, names and where; not both")
         return Applied(*put_spans(model, spans, checked))
     modules = select_modules(model, blocks, names, where, every)
     for name, module in modules.items():
@@ -247,7 +245,7 @@ def _policy(region: RegionPlan) -> Planned:
 
 
 def model_fingerprint(model: Module) -> str:
-    """Return what tells one model from another: its parameters."""
+    """Return what distinguishes models: names, shapes and dtypes of parameters."""
     return fingerprint_of(
         (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
         for name, p in model.named_parameters()

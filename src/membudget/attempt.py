@@ -6,7 +6,7 @@ import warnings
 from dataclasses import dataclass
 
 from membudget.apply import Applied, apply
-from membudget.errors import PinnedWarning, RecomputeMismatchError
+from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.memory import peak
 from membudget.planner.plan import Plan
 from membudget.planner.schedule import Schedule
@@ -65,18 +65,18 @@ def _verify(step: Step, applied: Applied) -> None:
         RecomputeMismatchError: If one differs though nothing more is kept for it.
 
     Warns:
-        PinnedWarning: For each step in which one differed.
+        UnrepeatableWarning: For each step in which one differed.
     """
     kept = -1
     while True:
         try:
             step.run()
         except RecomputeMismatchError as error:
-            kept, before = sum(r.pinned for r in applied.status().regions), kept
+            kept, before = sum(r.unrepeatable for r in applied.status().regions), kept
             if kept <= before:
                 raise
             text = f"in a step that was run to verify the plan, {error}"
         else:
             return
-        warnings.warn(text, PinnedWarning, stacklevel=2)
+        warnings.warn(text, UnrepeatableWarning, stacklevel=2)
         step.prepare()

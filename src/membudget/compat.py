@@ -4,11 +4,11 @@ Change the import and keep the code:
 
     from membudget.compat import checkpoint, checkpoint_sequential
 
-Two things are deliberately other. `use_reentrant` left out warns, as in torch, and then
-uses the default engine rather than the reentrant one, which loses gradients in silence.
-And wrappers do not wrap: `checkpoint_wrapper` returns the very module it was given,
-with a region on it. `use_reentrant=True` alone is not bit for bit the plain step, as it
-is not with torch: it adds gradients in another order (see `engine.reentrant`).
+Two things differ on purpose. Omitting `use_reentrant` warns, as in torch, and then uses
+the default engine instead of the reentrant variant, which silently loses gradients. And
+wrappers do not wrap: `checkpoint_wrapper` returns the module itself, with a region
+attached. With `use_reentrant=True` alone, gradients are not bit-identical to the plain
+step's, as with torch: they are added in another order (see `engine.reentrant`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from torch.utils.checkpoint import (
 )
 
 from membudget._torch import torch_wrapping
-from membudget.carrier import put_region
+from membudget.attach import put_region
 from membudget.engine import sequential
 from membudget.engine.compiled import checkpoint_in_compiled_code
-from membudget.engine.groups import GraphExecGroup
 from membudget.engine.options import ContextPair, checked_options
 from membudget.engine.region import run_region
+from membudget.engine.retention import GraphExecGroup
 from membudget.engine.selective import create_selective_checkpoint_contexts
 from membudget.engine.switches import (
     disable_checkpointing,
@@ -76,7 +76,7 @@ __all__ = [
     "set_device_states",
 ]
 
-# torch's own, for code that offloads, or asks whether something else wrapped a module.
+# torch's own, for code that offloads, or tests whether a module was wrapped.
 ActivationWrapper: Any
 CheckpointImpl: Any
 CheckpointWrapper: Any
@@ -85,7 +85,7 @@ offload_wrapper: Any
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name that torch has only where it was built with `torch.distributed`."""
+    """Load a name that torch defines only if built with `torch.distributed`."""
     if name in __annotations__:
         return getattr(torch_wrapping(), name)
     raise AttributeError(f"module 'membudget.compat' has no attribute {name!r}")
@@ -104,13 +104,13 @@ def checkpoint(
     """Run a region; the arguments are those of `torch.utils.checkpoint.checkpoint`.
 
     Args:
-        function: What to run.
+        function: The region's function.
         *args: Its arguments.
-        use_reentrant: Say which variant; left out, it warns and takes the default.
+        use_reentrant: Selects the variant; if omitted, warns and uses the default.
         context_fn: Returns the contexts of the forward and of the recompute.
         determinism_check: `"default"` or `"none"`, and our `"values"`.
-        debug: Note operators, for the message of a mismatch.
-        early_stop: End a recompute when what is needed is there.
+        debug: Record operators, for the message of a mismatch.
+        early_stop: End a recompute once everything needed is computed.
         **kwargs: Keywords of the function, and `preserve_rng_state`.
 
     Returns:
@@ -146,16 +146,16 @@ def checkpoint_sequential(
 
     Args:
         functions: The layers.
-        segments: How many segments; they are even, which torch's are not.
-        input: What the first layer takes.
-        use_reentrant: Say which variant; left out, it warns and takes the default.
+        segments: The number of segments; they are even, unlike torch's.
+        input: The input of the first layer.
+        use_reentrant: Selects the variant; if omitted, warns and uses the default.
         **kwargs: `preserve_rng_state`, and options of `membudget.checkpoint`.
 
     Returns:
         What the last layer returns.
 
     Raises:
-        OptionTypeError: If a second input stands where `use_reentrant` does.
+        OptionTypeError: A second input was passed in place of `use_reentrant`.
     """
     if use_reentrant is not None and not isinstance(use_reentrant, int):
         raise OptionTypeError(
@@ -179,14 +179,14 @@ def _warn_use_reentrant(name: str) -> None:
 
 
 class CheckpointFunction:
-    """The reentrant region, as the `autograd.Function` that torch names so."""
+    """The reentrant region, under torch's name for its `autograd.Function`."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Run a reentrant region.
 
         Args:
-            run_function: What to run.
+            run_function: The region's function.
             preserve: Whether a recompute draws the random numbers of the forward.
             *args: The function's arguments.
 
@@ -203,7 +203,7 @@ def checkpoint_wrapper(
     checkpoint_fn: Callable[..., Any] | None = None,
     **checkpoint_fn_kwargs: Any,
 ) -> Module:
-    """Put a region on `module` and return the module itself.
+    """Attach a region to `module` and return the module itself.
 
     As torch's `checkpoint_wrapper`, without the wrapper: names and `isinstance` hold.
 
@@ -211,7 +211,7 @@ def checkpoint_wrapper(
         module: The module.
         checkpoint_impl: torch's `CheckpointImpl`; `REENTRANT` selects the classic
             variant.
-        checkpoint_fn: Not supported: a region is membudget's.
+        checkpoint_fn: Not supported: the region is membudget's.
         **checkpoint_fn_kwargs: Options of the region.
 
     Returns:
@@ -234,17 +234,16 @@ def apply_activation_checkpointing(
     check_fn: Callable[[Module], bool] = lambda _: True,
     auto_wrap_policy: Any = None,
 ) -> None:
-    """Put regions on the submodules of `model` for which `check_fn` says so.
+    """Attach regions to the submodules of `model` that `check_fn` selects.
 
-    torch's own function walks over the model, so that each policy selects what it
-    selects there.
+    torch's own function walks the model, so each policy selects what it selects there.
 
     Args:
         model: The model, changed in place; it gets no region itself.
-        checkpoint_wrapper_fn: Puts a region on one module and returns what shall
-            stand in its place.
-        check_fn: Asked with each submodule.
-        auto_wrap_policy: A policy of FSDP, a function or an object, which wins over
+        checkpoint_wrapper_fn: Attaches a region to one module and returns its
+            replacement.
+        check_fn: Called with each submodule.
+        auto_wrap_policy: A policy of FSDP, a function or an object, which overrides
             `check_fn`.
 
     Warns:
@@ -257,7 +256,7 @@ def apply_activation_checkpointing(
         selected += 1
         return checkpoint_wrapper_fn(module, **options)
 
-    # torch looks for instances of a class that are there already.
+    # torch skips modules that are already instances of a class.
     is_class = isinstance(checkpoint_wrapper_fn, type)
     torch_wrapping().apply_activation_checkpointing(
         model, checkpoint_wrapper_fn if is_class else wrap, check_fn, auto_wrap_policy

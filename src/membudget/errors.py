@@ -1,19 +1,19 @@
-"""Every exception that membudget raises on purpose.
+"""All exceptions that membudget raises on purpose.
 
     MembudgetError
-    ├── OptionError (ValueError)          an option that cannot be meant
-    │   └── OptionTypeError (TypeError)   an argument of a type that it cannot have
-    ├── SelectionError (ValueError)       a selection that matches nothing
+    ├── OptionError (ValueError)          an option or argument has an invalid value
+    │   └── OptionTypeError (TypeError)   an argument has an invalid type
+    ├── SelectionError (ValueError)       a selection of modules matches nothing
     ├── MissingExtraError (ImportError)   an optional dependency is not installed
-    ├── PlanError (ValueError)            a plan that is not whole, or for another model
-    ├── BudgetError (ValueError)          a budget that nothing fits into
+    ├── PlanError (ValueError)            a plan is incomplete, or for another model
+    ├── BudgetError (ValueError)          no plan fits in the budget
     └── CheckpointError (RuntimeError)    a region cannot do what was asked of it; also
         │                                 a `torch.utils.checkpoint.CheckpointError`
-        ├── RecomputeMismatchError        the recompute is not the forward again
-        ├── ChangedSinceForwardError      what the region read was changed since
+        ├── RecomputeMismatchError        the recompute differs from the forward
+        ├── ChangedSinceForwardError      something that the region read was changed
         └── ReentrantLimitError           a limit of the classic, reentrant variant
     OverwrittenWarning (UserWarning)      a saved tensor was written before the backward
-    PinnedWarning (UserWarning)           a value did not come back and is kept
+    UnrepeatableWarning (UserWarning)     an output is kept: replaying it differed
 
 Each message says what was asked, what was found and what to do; the facts are
 attributes. This module must not import torch.
@@ -29,27 +29,27 @@ class MembudgetError(Exception):
 
 
 class OptionError(MembudgetError, ValueError):
-    """An option or argument has a value that cannot be meant."""
+    """An option or argument has an invalid value."""
 
 
 class OptionTypeError(OptionError, TypeError):
-    """An argument is of a type that it cannot have, where torch raises `TypeError`."""
+    """An argument has an invalid type, where torch raises `TypeError`."""
 
 
 class SelectionError(MembudgetError, ValueError):
-    """A selection of modules matches nothing, or cannot carry a region."""
+    """A selection of modules matches nothing, or a module cannot carry a region."""
 
 
 class MissingExtraError(MembudgetError, ImportError):
     """An optional dependency is not installed.
 
     Attributes:
-        package: The package that is missing.
-        extra: The extra of membudget that brings it.
+        package: The missing package.
+        extra: The extra of membudget that installs it.
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        """Name the package, the extra that brings it, and what it is for."""
+        """Name the package, the extra that installs it, and its purpose."""
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed. "
             f'Install it with: pip install "membudget[{extra}]"'
@@ -59,19 +59,19 @@ class MissingExtraError(MembudgetError, ImportError):
 
 
 class PlanError(MembudgetError, ValueError):
-    """A plan is not whole, of a newer version, or for another model."""
+    """A plan is incomplete, of a newer version, or for another model."""
 
 
 class BudgetError(MembudgetError, ValueError):
-    """No plan fits into the bytes that were given.
+    """No plan fits in the budget.
 
     Attributes:
-        asked_bytes: What was given.
-        least_bytes: The least that some plan is known to fit into.
+        asked_bytes: The budget.
+        least_bytes: The smallest budget for which a plan is known.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, least_bytes: int) -> None:
-        """Hold the message and the facts behind it."""
+        """Store the message and the facts behind it."""
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.least_bytes = least_bytes
@@ -81,7 +81,7 @@ class CheckpointError(MembudgetError, RuntimeError):
     """A region cannot do what was asked of it.
 
     Code written for torch catches torch's error of this name, so `engine`, which
-    imports torch, makes that one a base of this.
+    imports torch, makes that error a base of this one.
 
     Attributes:
         remedy: What happens to the region from now on, and what to do; may be empty.
@@ -90,24 +90,24 @@ class CheckpointError(MembudgetError, RuntimeError):
     remedy = ""
 
     def add_remedy(self, remedy: str) -> None:
-        """Add to the message what to do."""
+        """Append a remedy to the message."""
         self.remedy = remedy
         self.args = (f"{self}\n  {remedy}",)
 
 
 class RecomputeMismatchError(CheckpointError):
-    """The recompute of a region made other tensors than its forward did.
+    """The recompute of a region gave other tensors than its forward.
 
     Attributes:
-        index: Which saved tensor of the region differs, counted from 0 in the order
-            in which the forward saved them; `None` if their number differs.
-        module_path: The module whose forward was running, such as `"h.3.mlp"`;
-            empty outside every module.
+        index: The index of the saved tensor that differs, in the order in which the
+            forward saved them; `None` if their number differs.
+        module_path: The module whose forward was running, such as `"h.3.mlp"`; empty
+            outside every module.
         operator: The function that was called, such as `"torch.nn.functional.gelu"`.
         line: The user's line, as `"file.py:12"`.
         saved: What the forward saved, as text.
-        recomputed: What the recompute made, as text.
-        causes: What probably made the difference, the likeliest first.
+        recomputed: What the recompute produced, as text.
+        causes: Probable causes, the most probable first.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RecomputeMismatchError(CheckpointError):
         recomputed: str = "",
         causes: Sequence[str] = (),
     ) -> None:
-        """Hold the message and the facts behind it."""
+        """Store the message and the facts behind it."""
         super().__init__(message)
         self.index = index
         self.module_path = module_path
@@ -138,25 +138,25 @@ class ChangedSinceForwardError(CheckpointError):
 
     Attributes:
         names: What was changed, such as `("argument 0", "parameter 'fc.weight'")`.
-        by_region: Whether the forward of the region itself changed it.
+        by_region: Whether the region's own forward changed it.
     """
 
     def __init__(
         self, message: str, names: Sequence[str] = (), by_region: bool = False
     ) -> None:
-        """Hold the message, the names of what was changed, and by whom."""
+        """Store the message, the names of what was changed, and who changed it."""
         super().__init__(message)
         self.names = tuple(names)
         self.by_region = by_region
 
 
 class ReentrantLimitError(CheckpointError):
-    """A limit of `use_reentrant=True`, which would otherwise lose gradients."""
+    """A limit of `use_reentrant=True`, which would silently lose gradients."""
 
 
 class OverwrittenWarning(UserWarning):
     """A saved tensor was written before the backward: plain autograd would raise."""
 
 
-class PinnedWarning(UserWarning):
-    """A value of a replay region did not come back bit for bit, and is kept."""
+class UnrepeatableWarning(UserWarning):
+    """An output of a replay region is kept, because replaying it gave other bits."""

@@ -15,9 +15,9 @@ from typing import Any
 
 from torch.nn import Module
 
+from membudget.attach import has_region
 from membudget.attempt import Attempt, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
-from membudget.carrier import has_region
 from membudget.errors import OptionError
 from membudget.fitted import Fitted
 from membudget.modes import AUTO, check_mode
@@ -72,7 +72,7 @@ def fit(
         RecomputeMismatchError: If a recomputed value differs, whatever is kept for it.
 
     Warns:
-        PinnedWarning: If a value did not come back bit for bit, and is kept instead.
+        UnrepeatableWarning: If some value is kept because its recompute differed.
 
     Example:
         >>> import torch

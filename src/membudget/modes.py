@@ -21,13 +21,13 @@ from operator import attrgetter
 
 import torch
 
-from membudget.engine.policy import attention, convolutions, matmuls
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import Block, Choice, made_in, saved_storages
 from membudget.planner.costs import Overheads
 from membudget.planner.schedule import Schedule, Simulator
+from membudget.policies import attention, convolutions, matmuls
 
 AUTO = "auto"
 """The mode in which the planner chooses."""

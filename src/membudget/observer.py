@@ -1,36 +1,38 @@
-"""Watch the operators of this thread as the backend sees them, and change none.
+"""Observe the operators of this thread as the backend sees them, changing none.
 
-While any `TorchDispatchMode` is on, torch asks "could this tensor be a subclass?" and
-hears yes: the backward of `prod`, `cumprod`, `max` or `index`, and some composite
-kernels, then take other formulas, whose bits differ from the plain step's. So an
-observer does not stand on the mode stack, if it can help it: it is called by a kernel
-on a dispatch key of our own, which no formula looks at. A thread asks for the key by
-including it in its dispatch state.
+While any `TorchDispatchMode` is active, torch answers yes when it asks whether a tensor
+could be a subclass. The backward of `prod`, `cumprod`, `max` or `index`, and some
+composite kernels, then use other formulas, whose bits differ from the plain step's. So
+an observer avoids the mode stack where it can: a kernel on a dispatch key of our own,
+which no formula looks at, calls it. A thread enables the key by including it in its
+dispatch state.
 
     autograd · autocast · views        what the user's call becomes
     dispatch modes · subclasses        the user's own
     ── the observers' key ──────────   the innermost observer, the one around it, ...
     kernels                            CPU, CUDA, ...
 
-What modes and subclasses do is seen from below, so whoever wants to see *their*
-operators must stand among them: where a mode is on already (plain torch then takes the
-other formulas, too), or where the observer asks for it (`sees_subclasses`).
+From below, an observer sees what modes and subclasses run, not the operators they
+receive. To see those it must stand on the mode stack: where a mode is active already
+(the plain step then uses the other formulas, too), or where the observer asks for it
+(`sees_subclasses`).
 
 Rejected: a mode that leaves the stack while a backward runs inside the forward. It
-cures those backwards alone, and must keep all that they make.
+    would fix those backward passes only, and would have to keep everything that they
+    produce.
 
 Rule 1. An observer runs the operator by calling it; the call reaches the observer
-    around it, and at last the kernel. Operators that a kernel calls are not seen.
-Rule 2. Threads that autograd starts see the observers of the thread that called it.
+    around it, and finally the kernel. Operators that a kernel calls are not observed.
+Rule 2. Threads that autograd starts use the observers of the thread that called it.
 Rule 3. Higher-order operators that run below autograd are observed like any other.
-Rule 4. On the key, `detach` and `alias` pass unseen. What they return may become a
-    `Parameter` or another subclass (`as_subclass`), and then must not have been a
-    Python object yet.
-Rule 5. What runs while dispatch to Python is switched off (FakeTensorMode asking for
-    shapes, as `torch.compile` does inside a region) passes unseen.
-Rule 6. What TorchScript asks of the constants of a traced function, while it optimises
-    it, is asked of tensors: torch hands Python these constants as numbers, which no
-    kernel of `equal` and `item` takes.
+Rule 4. On the key, `detach` and `alias` are not observed. Their result may become a
+    `Parameter` or another subclass (`as_subclass`), which fails if it has been a Python
+    object before.
+Rule 5. Operators that run while dispatch to Python is disabled (FakeTensorMode
+    computing shapes, as `torch.compile` does inside a region) are not observed.
+Rule 6. TorchScript's optimiser calls `equal` and `item` on the constants of a traced
+    function. torch hands Python these constants as numbers, which no kernel of these
+    operators takes, so they are converted to tensors.
 """
 
 from __future__ import annotations
@@ -63,9 +65,9 @@ class _Thread(threading.local):
     """The observers of one thread.
 
     Attributes:
-        all: Outermost first.
-        stack: Those of them that stand on the key.
-        depth: How many of these have yet to see the operator that runs now.
+        all: All of them, outermost first.
+        stack: Those on the dispatch key.
+        depth: How many of these have yet to observe the operator that runs now.
     """
 
     def __init__(self) -> None:
@@ -78,11 +80,11 @@ _THREAD = _Thread()
 
 
 class Observer:
-    """Sees each operator that runs inside its `with` block, in this thread.
+    """Observes each operator that runs inside its `with` block, in this thread.
 
     Attributes:
-        sees_subclasses: Whether it stands on the mode stack, to see the operators of
-            tensor subclasses as the user's code calls them.
+        sees_subclasses: Whether it stands on the mode stack, to see the operators on
+            tensor subclasses as user code calls them.
     """
 
     sees_subclasses = False
@@ -91,17 +93,17 @@ class Observer:
     _before: tuple[int, bool]
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator and return what it returns.
+        """Run one operator and return its result.
 
         Args:
             operator: The overload, or a higher-order operator.
             args: Its positional arguments, as the backend gets them.
-            kwargs: Its keyword arguments; arguments at their default are left out.
+            kwargs: Its keyword arguments; those at their default are omitted.
         """
         raise NotImplementedError
 
     def __enter__(self) -> Any:
-        """Observe from now on."""
+        """Start observing."""
         self._modes = dispatch_mode_count()
         if self._modes or self.sees_subclasses:
             self._mode = _Mode(self)
@@ -112,7 +114,7 @@ class Observer:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Observe no more."""
+        """Stop observing."""
         _THREAD.all.remove(self)
         if self._mode is not None:
             self._mode.__exit__(None, None, None)
@@ -121,11 +123,11 @@ class Observer:
             self._leave_key()
 
     def changes_formulas(self) -> bool:
-        """Tell whether it is what makes torch take the formulas of subclasses."""
+        """Tell whether it causes torch to use the formulas for subclasses."""
         return self._mode is not None and not self._modes
 
     def is_innermost(self) -> bool:
-        """Tell whether nothing observes or dispatches inside of it."""
+        """Tell whether no other observer or mode was entered inside it."""
         on_modes = self._modes + (self._mode is not None)
         return _THREAD.all[-1:] == [self] and dispatch_mode_count() == on_modes
 
@@ -161,7 +163,7 @@ class _Mode(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Do not look into compiled code."""
+        """Do not trace into compiled code."""
         return True
 
     def __init__(self, observer: Observer):
@@ -182,7 +184,7 @@ def observers() -> tuple[Observer, ...]:
 
 
 def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Let the innermost observer that has not seen this call run the operator."""
+    """Have the innermost observer that has not seen this call run the operator."""
     if operator is EQUAL or operator is ITEM:
         args = _as_tensors(args)
     thread = _THREAD
@@ -203,7 +205,7 @@ def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_tensors(args: Any) -> Any:
-    """Return arguments with tensors in the place of numbers (Rule 6)."""
+    """Return arguments with numbers converted to tensors (Rule 6)."""
     if all(isinstance(argument, Tensor) for argument in args):
         return args
     excluded = is_observing_excluded()
@@ -219,7 +221,7 @@ def _as_tensors(args: Any) -> Any:
 def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Use the observers of the thread that called autograd (Rule 2).
 
-    In a thread that has observers itself, a kernel has reset the dispatch state.
+    If the thread has observers of its own, a kernel has reset its dispatch state.
     """
     thread = _THREAD
     inherited = None if thread.stack else inherited_by_autograd()

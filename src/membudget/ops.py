@@ -1,7 +1,7 @@
-"""What the recorder must know of an operator, read once from its schema.
+"""Facts about operators that recording needs, read once from the schema.
 
-Schemas say which arguments are tensors, which are written and which outputs are views.
-What they do not say is listed here, with the reason.
+A schema tells which arguments are tensors, which are written, and which outputs are
+views. What it does not tell is listed here, with the reason.
 """
 
 from __future__ import annotations
@@ -12,14 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import (
-    OperatorOverload,
-    is_random_operator,
-    is_view_operator,
-)
+from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
 
-# Fresh memory without content. Recorded by geometry alone: `empty_like(x)` must not
-# keep `x`. Who reads such memory before an operator wrote it reads what somebody hid.
+# Uninitialised memory. It is recorded by shape and stride alone: `empty_like(x)` must
+# not keep `x`. Reading such memory before an operator wrote it means reading a write
+# that was not observed.
 _EMPTY = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided"),
@@ -27,9 +24,9 @@ _EMPTY = frozenset(
     )
 )
 
-# In training, these write running statistics, the arguments 3 and 4, and most schemas
-# do not say so. Their outputs do not depend on what the statistics were, so a replay
-# gives them other memory to write. The number is the position of `training`.
+# In training, these write running statistics, arguments 3 and 4, and most schemas do
+# not declare it. The outputs do not depend on the old statistics, so a replay passes
+# scratch memory for them. The number is the position of `training`.
 _STATISTICS = {
     "aten::native_batch_norm": 5,
     "aten::_native_batch_norm_legit": 5,
@@ -39,9 +36,9 @@ _STATISTICS = {
     "aten::miopen_batch_norm": 5,
 }
 
-# Always kept. Where the tokens of a mixture go, and the like: a decision that is made
-# again must not fall another way, and the results are small. And the losses that save a
-# table of which they fill a part.
+# Always kept: routing decisions, e.g. which expert a token goes to. A recomputed
+# decision must not differ, and these outputs are small. Also the losses that save a
+# table of which they fill only a part.
 _ROUTING = frozenset(
     (
         *("aten::topk", "aten::sort", "aten::argmax", "aten::argmin", "aten::mode"),
@@ -52,8 +49,8 @@ _ROUTING = frozenset(
     )
 )
 
-# The namespaces whose operators do what their schemas say. Others may write memory that
-# they do not declare, or draw from streams that no tag tells of.
+# Namespaces whose operators obey their schemas. Others may write memory that they do
+# not declare, or draw from random streams without the tag that says so.
 _HONEST_NAMESPACES = frozenset(
     (
         *("aten", "prims", "prim", "profiler", "quantized", "_quantized", "mkldnn"),
@@ -62,15 +59,15 @@ _HONEST_NAMESPACES = frozenset(
     )
 )
 
-# Dtypes of decisions: where a token goes, which element is the largest, what is masked.
-# Not uint8, of which oneDNN and cuDNN make workspaces.
+# Dtypes of decisions: which expert, which element is the largest, what is masked. Not
+# uint8, which oneDNN and cuDNN use for workspaces.
 WHOLE = frozenset((torch.bool, torch.int64, torch.int32, torch.int16, torch.int8))
 
-# Questions to a tensor, and marks for a profiler (`torch.profiler.record_function`).
+# Queries about a tensor, and profiler events (`torch.profiler.record_function`).
 _QUERY_NAMESPACES = frozenset(("prim", "profiler"))
 
-# Communication, which must not happen once more than the other ranks expect, and what
-# changes a storage itself: outputs and written arguments are held as they are.
+# Communication, which must not happen more often than the other ranks expect, and
+# operators that change a storage itself: outputs and written arguments are held.
 _OPAQUE_NAMESPACES = frozenset(("c10d", "_c10d_functional", "fsdp", "_dtensor"))
 _OPAQUE = frozenset(
     (
@@ -80,39 +77,40 @@ _OPAQUE = frozenset(
         *("aten::sparse_resize_and_clear_", "aten::copy_sparse_to_sparse_"),
         *("aten::_coalesced_", "aten::squeeze_", "aten::unsqueeze_", "aten::t_"),
         *("aten::transpose_", "aten::as_strided_", "aten::detach_", "aten::swapaxes_"),
-        # They count from where a storage begins, which may be another one later.
+        # They count from the start of a storage, which may be another one later.
         *("aten::as_strided_copy", "aten::as_strided_scatter"),
     )
 )
 
 
 class OperatorFacts:
-    """What is known of one overload.
+    """Facts about one overload.
 
     Attributes:
-        tensors: Positions of arguments that are a tensor.
-        lists: Positions of arguments that are a list of tensors.
-        written: Positions of arguments that are written.
-        written_names: Names of keyword-only arguments that are written (`out=`).
+        tensors: Positions of tensor arguments.
+        lists: Positions of arguments that are lists of tensors.
+        written: Positions of written arguments.
+        written_names: Names of written keyword-only arguments (`out=`).
         has_tensor_keywords: Whether keyword-only arguments may hold tensors.
-        returns_fresh: Whether an output is no alias of an argument.
+        returns_fresh: Whether some output is not an alias of an argument.
         is_view: Whether the outputs alias the first tensor, and nothing is written.
         is_random: Whether it draws from a generator.
-        is_empty: Whether it makes memory without content.
+        is_empty: Whether it allocates uninitialised memory.
         is_copy: Whether it copies a tensor, perhaps to another device.
-        is_foreign: Whether it is not torch's own, and may not keep to its schema.
+        is_foreign: Whether it is not torch's own, and may violate its schema.
         is_gather: Whether it gathers the parameters of a layer that FSDP has sharded.
-        is_opaque: Whether it cannot be run again.
-        is_query: Whether it only asks a tensor something, as fake ones are asked for
-            their device, or tells a profiler a name: nothing comes of it, so it has no
-            number.
-        is_numbered: Whether it counts among the operators of a region. A detach does
-            not: most are unseen, and torch adds one where it finds a tensor held.
-        is_routing: Whether it decides where something goes.
-        is_plain_view: Whether it is a view of its first argument, and takes no other.
+        is_opaque: Whether it cannot run again.
+        is_query: Whether it only queries a tensor, as fake ones are asked for their
+            device, or sends the profiler an event. It has no output to record, and gets
+            no number.
+        is_numbered: Whether it counts among the operators of a region. `detach` does
+            not: most are not observed, and torch adds one where it finds a tensor held.
+        is_routing: Whether it makes a routing decision.
+        is_plain_view: Whether it is a view of its first argument, its only tensor.
         is_in_place: Whether it writes its first argument and no other.
-        is_simple: Whether it takes tensors by position, and returns fresh ones: most.
-        statistics: Tells for some arguments whether running statistics are written.
+        is_simple: Whether it takes tensors by position, and returns fresh ones, as most
+            do.
+        statistics: Tells from the arguments whether running statistics are written.
     """
 
     __slots__ = (
@@ -180,16 +178,17 @@ class OperatorFacts:
 
 
 def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> bool:
-    """Tell whether an operator decides: it makes whole numbers or truths of fractions.
+    """Tell whether an operator makes a decision: integers or booleans from floats.
 
-    Such outputs are always kept, with the others of the same operator. What chooses an
-    expert, an element or a branch must not choose another because a kernel rounded
-    otherwise when it ran again.
+    Such outputs are always kept, with the other outputs of the operator. A recompute
+    must not select another expert, element or branch because a kernel rounded
+    differently.
 
     Args:
-        facts: Of the operator. A random one decides nothing: it draws the same again.
+        facts: The operator's facts. A random operator decides nothing: it draws the
+            same numbers again.
         read: The dtypes that it reads.
-        made: The dtypes that it makes.
+        made: The dtypes of its outputs.
     """
     return (
         not facts.is_random
@@ -199,7 +198,7 @@ def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> b
 
 
 def leaves_device(read: Iterable[Tensor], made: Tensor) -> bool:
-    """Tell whether an output is a copy on the host of what lies on a device."""
+    """Tell whether an output is a host copy of a tensor on a device."""
     return made.device.type == "cpu" and any(t.device.type != "cpu" for t in read)
 
 
@@ -225,17 +224,17 @@ def _statistics(name: str) -> Callable[[tuple[Any, ...]], bool] | None:
     training = _STATISTICS[name]
     if training is None:
         return lambda args: True
-    # A variant without statistics has no tensor there.
+    # Variants without statistics have no tensor at that position.
     return lambda args: len(args) > training and args[training] is True
 
 
-# By identity, because an overload's hash is a function of Python; the operator is held,
-# so that its identity is no other's.
+# By `id`, because an overload's hash is a Python function. The operator is held, so
+# that its `id` is not reused.
 _FACTS: dict[int, tuple[OperatorFacts | None, Any]] = {}
 
 
 def facts_of(operator: Any) -> OperatorFacts | None:
-    """Return what is known of an operator; `None` for a higher-order one."""
+    """Return the facts about an operator; `None` for a higher-order one."""
     known = _FACTS.get(id(operator))
     if known is None:
         is_usual = isinstance(operator, OperatorOverload)
@@ -245,7 +244,7 @@ def facts_of(operator: Any) -> OperatorFacts | None:
 
 
 def flat_outputs(output: Any) -> list[Any]:
-    """Return what an operator returned as a flat list, in order.
+    """Return an operator's outputs as a flat list, in order.
 
     Example:
         >>> flat_outputs((1, [2, 3]))
@@ -260,7 +259,7 @@ def flat_outputs(output: Any) -> list[Any]:
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, lists of tensors flattened."""
+    """Yield the tensors among arguments, flattening lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument

@@ -1,8 +1,8 @@
-"""A stack of things to undo, for the hot path of a recompute.
+"""A stack of undo functions, for the hot path of a recompute.
 
-`contextlib.ExitStack` does the same and hands exceptions to each context; that costs
-6 µs a recompute where the whole region should cost 30. What is undone here (streams,
-modes, settings) does not care how the recompute ended.
+`contextlib.ExitStack` does the same, but passes exceptions to each context, which costs
+6 µs per recompute where the whole region should cost 30. What is undone here (random
+streams, modes, settings) does not depend on how the recompute ended.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class Scope(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
-    """Undo, in reverse order, what was entered; all of it, whatever happens.
+    """Undo everything that was entered, in reverse order, even if an undo fails.
 
     Example:
         >>> with Scope() as scope:
@@ -35,7 +35,7 @@ class Scope(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
         self.append((function, args))
 
     def enter_context(self, context: AbstractContextManager[Any]) -> None:
-        """Enter a context now and leave it when the scope ends."""
+        """Enter a context now, and exit it when the scope ends."""
         context.__enter__()
         self.append((context.__exit__, (None, None, None)))
 

@@ -1,12 +1,12 @@
-"""Regions from the entry of one module to the exit of a later one.
+"""Spans: regions from the entry of one module to the exit of a later one.
 
-A parent that loops over its blocks calls them one by one; a span makes a region of
-several of them without editing the parent. It begins in the forward of the first module
-and ends after that of the last, under the replay engine, which needs no function to run
-again. The parent sees to it that a span that an exception left is closed.
+A parent that loops over its blocks calls them one by one; a span makes one region of
+several blocks without editing the parent. It begins in the forward of the first module
+and ends after that of the last. It runs under the replay engine, which does not need a
+function to run again. The parent closes a span that an exception has left open.
 
-A context that is opened inside a span and closed outside of it, or the other way round,
-would have to interleave with the region's own; the end of the span refuses that.
+A context that is opened inside a span and closed outside it, or the other way round,
+would interleave with the region's own contexts; the end of the span rejects that.
 """
 
 from __future__ import annotations
@@ -18,21 +18,17 @@ from typing import Any
 import torch
 from torch.nn import Module, ModuleDict, ModuleList
 
-from membudget._torch import (
-    function_mode_count,
-    is_any_autocast_enabled,
-)
-from membudget.carrier import check_can_carry, has_region, put
+from membudget._torch import function_mode_count, is_any_autocast_enabled
+from membudget.attach import check_can_carry, has_region, put
 from membudget.engine import isolation
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.statistics import Statistics
 from membudget.engine.switches import SWITCHES
 from membudget.errors import CheckpointError, SelectionError
 
 
 class Span:
-    """One span of one model, and its open call, if there is one."""
+    """One span of a model, and its open call, if any."""
 
     def __init__(self, name: str, owner: Module, options: RegionOptions):
         """Prepare; nothing runs yet."""
@@ -45,7 +41,7 @@ class Span:
         self._surroundings: tuple[Any, ...] = ()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the region."""
+        """Start the region."""
         if self._frame is not None:
             raise CheckpointError(
                 f"span {self._name!r} was entered twice before its end: one module "
@@ -74,8 +70,8 @@ class Span:
             raise CheckpointError(
                 f"span {self._name!r} ends in other surroundings than it began in: a "
                 "context (autocast, no_grad, a mode, saved-tensor hooks) was opened "
-                "inside and is closed outside, or the other way round. Let the span "
-                "begin or end elsewhere."
+                "inside and is closed outside, or the other way round. Begin or end "
+                "the span elsewhere."
             )
         frame.end()
         self._close()
@@ -87,7 +83,7 @@ class Span:
             SWITCHES.collector(frame)
 
     def is_open(self) -> bool:
-        """Tell whether it began and has not ended."""
+        """Tell whether it has begun and not ended."""
         return self._frame is not None
 
     def abandon(self) -> None:
@@ -97,7 +93,7 @@ class Span:
             self._close()
 
     def unfinished(self) -> CheckpointError:
-        """Return the error for a parent that returned in between."""
+        """Return the error for a parent that returned inside a span."""
         return CheckpointError(
             f"span {self._name!r} began, and its last module was not called before "
             "their parent returned"
@@ -119,7 +115,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 class _Ends:
-    """What the first and the last module of spans carry."""
+    """Attached to the first and the last module of a span."""
 
     def __init__(self) -> None:
         self.begins: Span | None = None
@@ -142,7 +138,7 @@ class _Ends:
 
 
 class _Parent:
-    """What the module carries that calls those of its spans."""
+    """Attached to the module that calls the modules of its spans."""
 
     statistics = None
 
@@ -166,19 +162,18 @@ class _Parent:
 def put_spans(
     model: Module, pairs: Sequence[tuple[str, str]], options: RegionOptions
 ) -> tuple[dict[str, Module], dict[str, Statistics]]:
-    """Put spans on a model.
+    """Attach spans to a model.
 
     Args:
         model: The model.
-        pairs: Names of the first and the last module of each span.
+        pairs: The names of the first and the last module of each span.
         options: The options of the regions.
 
     Returns:
-        The modules that carry something, and where each span counts, by its name.
+        The modules to which something is attached, and each span's counters by name.
 
     Raises:
-        SelectionError: If a name is none of the model's, spans overlap, or a module
-            cannot carry them.
+        SelectionError: A name is unknown, spans overlap, or a module cannot carry them.
     """
     if not pairs:
         raise SelectionError("spans is empty; give pairs of names of modules")
@@ -193,7 +188,7 @@ def put_spans(
             _check(name, known, model)
         parent = _common_parent(first, last)
         while isinstance(known[parent], ModuleList | ModuleDict):
-            parent = parent.rpartition(".")[0]  # Nobody calls these.
+            parent = parent.rpartition(".")[0]  # These are never called.
         span = Span(f"{first}–{last}", known[parent], options)
         _parent(carried, parent).spans.append(span)
         begin, end = _ends(carried, first), _ends(carried, last)
@@ -214,11 +209,11 @@ def _check(name: str, known: dict[str, Module], model: Module) -> None:
         )
     check_can_carry(name, known[name])
     if has_region(known[name]):
-        raise SelectionError(f"module {name!r} carries a region already; remove that")
+        raise SelectionError(f"module {name!r} already has a region; remove it first")
 
 
 def _common_parent(first: str, last: str) -> str:
-    """Return the name of the innermost module that holds both.
+    """Return the name of the innermost module that contains both.
 
     Example:
         >>> _common_parent("h.0", "h.3"), _common_parent("a.x", "b.y")

@@ -81,8 +81,8 @@ def test_a_replayed_step_is_the_plain_step(
 def test_a_verified_step_is_the_plain_step_and_pins_nothing(
     case: Case, keep: str, verify: Verify
 ) -> None:
-    # A pin would be a warning, and warnings are errors here. The second step has been
-    # verified already, where the function is the same.
+    # An unrepeatable output would warn, and warnings are errors here. The second step
+    # has been verified already, where the function is the same.
     way = replayed(KEEPS[keep], verify=verify)
 
     for _ in range(2):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from membudget import policies
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.values import Operation
+from membudget.engine.replay.tape import Operation
 from tests.keeps import replay
 
 Function = Callable[[Tensor], Any]

@@ -12,11 +12,11 @@ from torch.utils.checkpoint import noop_context_fn
 
 import membudget as mb
 from membudget import policies
-from membudget.engine import compiled
-from membudget.engine.compiled import checkpoint_in_compiled_code, run_in_compiled_code
-from membudget.engine.options import RegionOptions
+from membudget.engine import compiled, region
+from membudget.engine.compiled import checkpoint_in_compiled_code
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.region import run_region
 from membudget.engine.selective import policy_of
-from membudget.engine.statistics import Statistics
 
 X = torch.linspace(0, 1, 4).requires_grad_()
 
@@ -45,8 +45,8 @@ def test_options_stay_behind_and_the_function_s_keywords_go_along(handed):
 
 
 def test_a_decorator_takes_the_options_first(handed):
-    region = checkpoint_in_compiled_code(None, (), {"context_fn": contexts})(torch.sum)
-    assert region(X, dim=0) == "ran"
+    decorated = checkpoint_in_compiled_code(None, (), {"context_fn": contexts})
+    assert decorated(torch.sum)(X, dim=0) == "ran"
     assert handed == [
         (torch.sum, (X,), {"use_reentrant": False, "dim": 0, "context_fn": contexts})
     ]
@@ -58,9 +58,14 @@ def test_contexts_that_do_nothing_are_left_out(handed):
     assert [kwargs for *_, kwargs in handed] == [{"use_reentrant": False}] * 2
 
 
-def test_options_that_were_checked_before_mean_the_same(handed):
+@pytest.fixture
+def compiling(monkeypatch) -> None:
+    monkeypatch.setattr(region, "is_compiling", lambda: True)
+
+
+def test_options_that_were_checked_before_mean_the_same(handed, compiling):
     options = RegionOptions(context_fn=contexts, debug=True)
-    assert run_in_compiled_code(torch.sum, (X,), {"dim": 0}, options, None) == "ran"
+    assert run_region(torch.sum, (X,), {"dim": 0}, options, None) == "ran"
     assert handed == [
         (torch.sum, (X,), {"use_reentrant": False, "dim": 0, "context_fn": contexts})
     ]
@@ -72,14 +77,14 @@ def kept_by(handed: list[tuple[Any, ...]]) -> Any:
     return policy_of(kwargs["context_fn"]())
 
 
-def test_what_is_kept_reaches_torch_by_contexts(handed):
+def test_what_is_kept_reaches_torch_by_contexts(handed, compiling):
     checkpoint_in_compiled_code(torch.sin, (X,), {"keep": policies.matmuls})
     assert kept_by(handed) == policies.matmuls
-    region = checkpoint_in_compiled_code(None, (), {"keep": policies.everything})
-    region(torch.sin)(X)
+    decorated = checkpoint_in_compiled_code(None, (), {"keep": policies.everything})
+    decorated(torch.sin)(X)
     assert kept_by(handed) == policies.everything
     options = RegionOptions(keep=policies.nothing)
-    run_in_compiled_code(torch.sin, (X,), {}, options, None)
+    run_region(torch.sin, (X,), {}, options, None)
     assert kept_by(handed) == policies.nothing
 
 
@@ -93,18 +98,18 @@ def test_names_of_tensors_are_refused_in_a_warning(handed):
         checkpoint_in_compiled_code(torch.sin, (X,), {"keep": policies.named("out")})
 
 
-def test_modules_are_known_by_their_names_below_the_region_s(handed):
+def test_modules_are_known_by_their_names_below_the_region_s(handed, compiling):
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
 
     def names() -> dict[str, str]:
         return compiled._KEPT[-1][1]
 
     options = RegionOptions(keep=policies.matmuls)
-    run_in_compiled_code(model, (X,), {}, options, Statistics("h.3"))
+    run_region(model, (X,), {}, options, Statistics("h.3"))
     assert names()[str(id(model[0]))] == "h.3.0"
-    run_in_compiled_code(model.forward, (X,), {}, options, None)
+    run_region(model.forward, (X,), {}, options, None)
     assert names()[str(id(model[0]))] == "0"
-    run_in_compiled_code(lambda x: model(x), (X,), {}, options, None)
+    run_region(lambda x: model(x), (X,), {}, options, None)
     assert names() == {}
 
 

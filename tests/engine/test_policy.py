@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.engine.policy import Candidate, Policy, as_policy
+from membudget.engine.policy import Candidate, Policy, Stages, as_policy
 
 aten = torch.ops.aten
+
 OPERATORS = (aten.mm.default, aten.exp.default, aten.convolution.default)
+
 READY = {
     name: getattr(mb.policies, name)
     for name in ("nothing", "everything", "matmuls", "convolutions", "attention")
@@ -101,7 +103,7 @@ def test_what_runs_inside_a_submodule_is_kept(path: str, kept: bool) -> None:
 def test_what_is_no_policy_is_refused() -> None:
     with pytest.raises(mb.OptionError, match="keep must be a policy"):
         as_policy(3)
-    with pytest.raises(mb.OptionError, match="keep is the replay engine's"):
+    with pytest.raises(mb.OptionError, match="keep needs the replay engine"):
         mb.checkpoint(torch.sin, torch.ones(1), engine="rerun", keep=READY["matmuls"])
 
 
@@ -150,3 +152,8 @@ def test_a_named_tensor_is_kept() -> None:
     assert "exp" not in replayed(mb.policies.named("out"))
     assert replayed(mb.policies.matmuls) == ["exp", "gelu", "sin"]
     assert replayed(mb.policies.everything) == []
+
+
+@pytest.mark.parametrize(("saved", "stage"), [(0, 0), (2, 0), (3, 1), (6, 1), (7, 2)])
+def test_a_saved_tensor_belongs_to_the_last_stage_that_begins_by_it(saved, stage):
+    assert Stages([0, 3, 7], [(), (), ()]).of(saved) == stage

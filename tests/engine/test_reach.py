@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from membudget.engine import reach as walk
+from membudget.engine import slots
 from membudget.engine.reach import Reached, reach
 
 # Globals that functions below name, among others that hold nothing.
@@ -62,8 +63,8 @@ class Derived(Holder):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(walk, "_CODE_SLOTS", {})
-    monkeypatch.setattr(walk, "_CLASS_SLOTS", {})
+    monkeypatch.setattr(slots, "_CODE_SLOTS", {})
+    monkeypatch.setattr(walk, "CLASS_SLOTS", {})
 
 
 def tensors(function: Any, *others: Any) -> set[int]:

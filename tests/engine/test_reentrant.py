@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
-from membudget.engine.statistics import Statistics
 from tests.behaviours.steps import Region, differences, region_with
 
 REENTRANT = region_with(use_reentrant=True)

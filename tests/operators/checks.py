@@ -17,10 +17,10 @@ WHOLE_COMPARISON = Comparison(WAYS, STEPS, most_kept=3)
 SHARE_COMPARISON = Comparison(FEW_WAYS, FEW_STEPS, most_kept=2)
 
 as_they_come = [
-    # Samples that warn do so under a region as without. A value that is pinned instead
+    # Samples that warn do so under a region as without. A value that is kept instead
     # of replayed is a fault.
     pytest.mark.filterwarnings("ignore"),
-    pytest.mark.filterwarnings("error::membudget.errors.PinnedWarning"),
+    pytest.mark.filterwarnings("error::membudget.errors.UnrepeatableWarning"),
 ]
 
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from membudget.engine.frame import Frame
 from membudget.engine.planned import in_place_or_not
+from membudget.engine.rerun_frame import RerunFrame
 from membudget.graph import StepGraph
 from membudget.profile import profile
 from tests.profile.cases import (
@@ -96,7 +96,7 @@ ALL = [*ZOO, *(pytest.param(make, id=make.__name__) for make in MODELS)]
 @pytest.fixture(autouse=True)
 def unverified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no region verify a call: that holds more than the calls after it."""
-    monkeypatch.setattr(Frame, "_may_verify", lambda frame: False)
+    monkeypatch.setattr(RerunFrame, "_may_verify", lambda frame: False)
 
 
 def made(make: Callable[[], Made]) -> Made:

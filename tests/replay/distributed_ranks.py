@@ -244,8 +244,8 @@ def outcome(case: Case, rank: int, region: Region, expected: list[Tensor]) -> st
 def all_outcomes(rank: int) -> dict[str, dict[str, str]]:
     # DDP warns of unused parameters that it was told to look for in vain.
     warnings.simplefilter("ignore")
-    # Nothing here runs unseen, so nothing may be pinned.
-    warnings.simplefilter("error", mb.PinnedWarning)
+    # Nothing here runs unseen, so nothing may be kept.
+    warnings.simplefilter("error", mb.UnrepeatableWarning)
     outcomes: dict[str, dict[str, str]] = {}
     for name, case in CASES.items():
         expected = case(plain, rank)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.replay import fingerprinted, signature
+from membudget.engine.replay import fingerprinted, verify
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
 from membudget.state import bits
@@ -33,7 +33,7 @@ Function = Callable[[Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    signature._VERIFIED.clear()
+    verify._VERIFIED.clear()
 
 
 @pytest.fixture
@@ -73,7 +73,7 @@ WAY = replayed(policies.nothing, verify="fingerprints")
 
 @pytest.mark.parametrize("case", HIDDEN, ids=str)
 def test_a_hidden_write_raises_and_the_next_step_is_right(case: OperatorCase):
-    with pytest.raises(RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(RecomputeMismatchError, match="did not reproduce"):
         run_step(case, WAY, backward_once)
 
     assert_same_step(
@@ -121,7 +121,7 @@ def test_rule1_the_fingerprint_is_of_what_the_memory_held_last(taken: list[Tenso
         y.detach().numpy()[...] = 7
         return z
 
-    with pytest.raises(RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(RecomputeMismatchError, match="did not reproduce"):
         gradient(region(function), X)
 
     assert torch.equal(taken[0], torch.full_like(X, 7))
@@ -141,7 +141,7 @@ def test_rule1_what_is_dropped_goes_before_the_next_operator():
     one_bytes, without = 400 * 400 * 4, forward(False)
     assert without == 2 * one_bytes
     assert forward("fingerprints") <= without + one_bytes // 2
-    signature._VERIFIED.clear()
+    verify._VERIFIED.clear()
     assert forward(True) > 20 * one_bytes
 
 
@@ -184,7 +184,7 @@ def two_writes(x: Tensor) -> Tensor:
     return b.cos().exp()
 
 
-def test_rule3_what_is_wrong_by_another_is_not_pinned():
+def test_rule3_what_is_wrong_by_another_is_not_kept():
     again = region(two_writes)
     with pytest.raises(RecomputeMismatchError, match=r"aten\.exp") as first:
         gradient(again, X)
@@ -196,7 +196,7 @@ def test_rule3_what_is_wrong_by_another_is_not_pinned():
     assert torch.equal(gradient(again, X), gradient(two_writes, X))
 
 
-def test_rule3_all_that_is_at_fault_is_pinned_at_once():
+def test_rule3_all_that_is_at_fault_is_kept_at_once():
     def function(x: Tensor) -> Tensor:
         a, b = x.exp(), x.tanh()
         a.detach().numpy()[...] += 1
@@ -243,13 +243,13 @@ def test_rule4_a_step_that_keeps_all_is_verified_at_once(taken: list[Tensor]):
     assert taken == []
 
 
-def test_a_status_says_what_was_pinned():
+def test_a_status_says_what_was_kept():
     class Unseen(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return write_and_let_go(x)
 
     model = Unseen()
     applied = on_the_whole(model)
-    with pytest.raises(RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(RecomputeMismatchError, match="did not reproduce"):
         gradient(model, X)
-    assert applied.status().regions[0].pinned == 1
+    assert applied.status().regions[0].unrepeatable == 1

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.replay import signature
+from membudget.engine.replay import verify
 from tests.keeps import VERIFIES
 from tests.oracles import (
     Backward,
@@ -34,13 +34,13 @@ from tests.replay.functions import FilledZeros, Overwrites, squared_by_numpy
 from tests.replay.operators import OPERATORS, OperatorCase
 from tests.zoo import Call
 
-# What does not come back is pinned, which is said. That is right where something was
+# What does not come back is kept, which is said. That is right where something was
 # hidden; elsewhere it would conceal a fault of the engine, so there it is an error.
-may_pin = pytest.mark.filterwarnings("ignore::membudget.errors.PinnedWarning")
+may_warn = pytest.mark.filterwarnings("ignore::membudget.errors.UnrepeatableWarning")
 
 SEEN = [case for case in OPERATORS if not case.hidden]
 HIDDEN = [case for case in OPERATORS if case.hidden]
-ALL = [pytest.param(case, marks=may_pin if case.hidden else ()) for case in OPERATORS]
+ALL = [pytest.param(case, marks=may_warn if case.hidden else ()) for case in OPERATORS]
 
 
 def every_second(candidate: Any) -> bool:
@@ -111,7 +111,7 @@ def replay_in_rerun(call: Call) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    signature._VERIFIED.clear()
+    verify._VERIFIED.clear()
 
 
 @functools.cache
@@ -191,8 +191,8 @@ def _with_hidden_kernel(x: Tensor) -> Tensor:
     return (FilledZeros.apply(x.sin()) + 1).exp().cos()
 
 
-@may_pin
-def test_a_hidden_write_is_pinned_in_the_first_step() -> None:
+@may_warn
+def test_a_hidden_write_is_kept_in_the_first_step() -> None:
     # The later steps are not verified, and have other values.
     for seed in range(4):
         with mb.disable_checkpointing():
@@ -309,7 +309,7 @@ def _two_modules() -> list[Any]:
     return [_Kernels().train(), _Kernels().eval()]
 
 
-@may_pin
+@may_warn
 @pytest.mark.parametrize(
     "make",
     [_two_methods, _two_arguments, _two_closures, _two_wrapped_functions, _two_modules],
@@ -322,7 +322,7 @@ def test_one_function_is_not_taken_as_verified_because_another_was(make: Any) ->
     assert torch.equal(expected, _gradient(second, 1, engine="replay"))
 
 
-@may_pin
+@may_warn
 def test_a_module_is_verified_anew_in_another_training_mode() -> None:
     module = _Kernels()
     _gradient(module, 0, engine="replay")
@@ -332,7 +332,7 @@ def test_a_module_is_verified_anew_in_another_training_mode() -> None:
     assert torch.equal(expected, _gradient(module, 1, engine="replay"))
 
 
-@may_pin
+@may_warn
 def test_a_function_is_verified_anew_with_other_arguments() -> None:
     def step(**options: Any) -> Tensor:
         x = torch.linspace(-1, 1, 30).view(5, 6).requires_grad_()

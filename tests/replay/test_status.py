@@ -38,16 +38,16 @@ class Block(nn.Module):
         return (Doubled.apply(x) if self.hidden else x).tanh()
 
 
-def test_status_counts_what_is_pinned() -> None:
+def test_status_counts_what_is_kept() -> None:
     model = nn.Sequential(Block(False), Block(True))
     applied = mb.apply(model, blocks=Block, engine="replay")
-    with pytest.warns(mb.PinnedWarning, match="did not come back"):
+    with pytest.warns(mb.UnrepeatableWarning, match="did not reproduce"):
         model(torch.randn(2, 4)).sum().backward()
     model(torch.randn(2, 4)).sum().backward()
 
     status = applied.status()
 
-    assert [r.pinned for r in status.regions] == [0, 1]
+    assert [r.unrepeatable for r in status.regions] == [0, 1]
     assert [r.forwards for r in status.regions] == [2, 2]
     assert [r.recomputes for r in status.regions] == [2, 2]
-    assert "1 values did not come back" in str(status)
+    assert "1 values did not reproduce" in str(status)

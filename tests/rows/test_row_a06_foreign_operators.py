@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import membudget as mb
-from membudget.engine.replay import foreign
+from membudget.engine.replay import execute
 
 NAMESPACE = "membudget_rows"
 
@@ -35,7 +35,7 @@ def operators() -> Iterator[None]:
         f"{NAMESPACE}::counts", lambda ctx, g: (g * 2, None), lib=library
     )
     yield
-    foreign.FAULTY.clear()
+    execute.FAULTY.clear()
     library._destroy()
 
 
@@ -45,7 +45,7 @@ def counted(x: Tensor) -> Tensor:
     return (y * seen).exp()
 
 
-@pytest.mark.filterwarnings("ignore::membudget.PinnedWarning")
+@pytest.mark.filterwarnings("ignore::membudget.UnrepeatableWarning")
 def test_row_a06_verification_writes_nothing_that_an_operator_hides(operators: None):
     def step(region: bool) -> tuple[Tensor, Tensor]:
         x = torch.ones(3, requires_grad=True)

@@ -184,7 +184,7 @@ def test_row_a08_the_recompute_chooses_the_kernels_of_the_forward(
 
 @pytest.mark.parametrize("region", REGIONS)
 @pytest.mark.parametrize("name", SETTINGS)
-@pytest.mark.filterwarnings("ignore::membudget.errors.PinnedWarning")
+@pytest.mark.filterwarnings("ignore::membudget.errors.UnrepeatableWarning")
 def test_row_a08_a_setting_may_be_changed_inside_the_region(
     name: str, region: str
 ) -> None:

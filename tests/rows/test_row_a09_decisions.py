@@ -90,5 +90,5 @@ def test_row_a09_verify_always_compares_every_step():
     )
     for _ in range(3):
         region(x).sum().backward()
-    with pytest.raises(mb.RecomputeMismatchError, match="did not come back"):
+    with pytest.raises(mb.RecomputeMismatchError, match="did not reproduce"):
         region(x).sum().backward()

@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint import (
 from torch.distributed.fsdp import wrap as policies
 
 from membudget import compat
-from membudget.carrier import carried_by, has_region
+from membudget.attach import carried_by, has_region
 
 
 class Tied(nn.Module):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import membudget as mb
 
-pytestmark = pytest.mark.filterwarnings("ignore::membudget.PinnedWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::membudget.UnrepeatableWarning")
 
 
 class Alternating:

@@ -83,7 +83,7 @@ def test_row_b11_a_failure_at_the_end_of_a_forward_takes_the_hooks_off(
     if method == "finish":
         monkeypatch.setattr(recorder.Recorder, "settle", fails)
     else:
-        monkeypatch.setattr(frame, "_settle", fails)
+        monkeypatch.setattr(frame, "settle_source", fails)
     before, frames = thread_state(), living_frames()
     x = torch.randn(3, 4, requires_grad=True)
 

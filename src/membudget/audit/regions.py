@@ -11,8 +11,8 @@ from typing import Any
 from torch.nn import Module
 
 from membudget.apply import RegionStatus, apply
-from membudget.carrier import has_region, statistics_of
-from membudget.engine.statistics import Statistics
+from membudget.attach import has_region, statistics_of
+from membudget.engine.options import Statistics
 from membudget.errors import OptionError
 from membudget.selection import default_names
 

@@ -1,17 +1,18 @@
-"""What surrounds a call and changes what it computes, though nobody hands it over.
+"""Ambient state: what changes a call's result although it is not an argument.
 
-A recompute happens later, inside a backward, perhaps in another thread; it must find
-the surroundings that the forward had: autocast with its dtypes and cache, the stacks of
+A recompute happens later, inside a backward pass, perhaps in another thread. It needs
+the ambient state of the forward: autocast with its dtypes and cache, the stacks of
 function and dispatch modes, the default device and dtype, context variables, and the
 settings that choose kernels (`sdpa_kernel`, mkldnn, cuDNN, precisions, determinism).
 
-Almost always they are what they were, so the forward notes them as cheaply as it can
-and the recompute touches only what differs.
+Usually nothing has changed by then, so the forward records the state as cheaply as it
+can, and the recompute restores only what differs.
 """
 
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from membudget.scope import Scope
 
 
 class Autocast:
-    """The whole state of autocast: enabled and dtype by device type, and the cache."""
+    """The state of autocast: enabled and dtype per device type, and the cache flag."""
 
     __slots__ = ("_by_device", "_cache")
 
@@ -46,7 +47,7 @@ class Autocast:
 
 
 def enter_autocast(state: Autocast | None, scope: Scope) -> None:
-    """Bring autocast to a state, `None` for off, until `scope` ends."""
+    """Restore a state of autocast, `None` for off, until `scope` ends."""
     if state is not None:
         state._enter(scope)
     else:
@@ -60,12 +61,12 @@ def _device_types() -> tuple[str, ...]:
 
 
 class Ambient:
-    """Modes, settings and context variables."""
+    """Modes, settings and context variables of a forward."""
 
     __slots__ = ("context", "dispatch_modes", "function_modes", "settings")
 
     def __init__(self) -> None:
-        """Note those of the forward."""
+        """Record the current state."""
         self.function_modes = (
             _torch.function_modes() if _torch.function_mode_count() else ()
         )
@@ -76,23 +77,23 @@ class Ambient:
         self.context = contextvars.copy_context()
 
     def enter(self, scope: Scope) -> None:
-        """Bring back what differs now, until `scope` ends."""
+        """Restore what differs now, until `scope` ends."""
         self.enter_settings(scope)
         if self.function_modes or _torch.function_mode_count():
             self._enter_function_modes(scope)
         if self.dispatch_modes:
-            # A mode that is active around the backward alone stays: a counter of
-            # operators is meant to see the recompute.
+            # A mode that is active only around the backward stays: a user who counts
+            # operators there wants to see the recompute.
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
     def enter_for_operators(self, scope: Scope) -> None:
-        """Bring back what operators see, where no Python of the user's runs."""
+        """Restore what operators depend on, where no user code runs."""
         self.enter_settings(scope)
         if self.dispatch_modes:
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
     def enter_settings(self, scope: Scope) -> None:
-        """Bring back settings that differ now, until `scope` ends."""
+        """Restore settings that differ now, until `scope` ends."""
         now = _torch_settings.read()
         if now != self.settings:
             _torch_settings.bring_back(self.settings, now, scope.callback)
@@ -103,13 +104,27 @@ class Ambient:
             return
         had_device = any(map(_torch.is_device_context, self.function_modes))
         if not had_device and any(map(_torch.is_device_context, active)):
-            # The backward runs under a default device that the forward did not have.
+            # The backward runs under a default device, the forward did not.
             scope.enter_context(torch.device("cpu"))
         _enter_missing(scope, self.function_modes, active)
 
 
+def operator_conditions() -> Callable[[Scope], None]:
+    """Record the conditions on which operators depend; return what restores them."""
+    ambient = Ambient()
+    if not torch.cuda.is_initialized():
+        return ambient.enter_for_operators
+    stream = torch.cuda.current_stream()
+
+    def enter(scope: Scope) -> None:
+        ambient.enter_for_operators(scope)
+        scope.enter_context(torch.cuda.stream(stream))
+
+    return enter
+
+
 def _modes_of_the_user() -> tuple[Any, ...]:
-    """Return the dispatch modes that are not the engine's own."""
+    """Return the dispatch modes that are not the engine's."""
     return tuple(
         mode
         for mode in _torch.dispatch_modes()

@@ -1,8 +1,14 @@
-"""The arguments of a region, held so that a recompute can have them once more.
+"""A region's arguments, held so that a recompute gets them unchanged.
 
 Tensors are held one by one (see `held`). Lists, dicts, sets, dataclasses and tuples are
-copied as deep as they go: what the function appends to a list it was given, the
-recompute does not find there.
+copied recursively: an item that the function appends to a list argument is not in the
+list that the recompute gets.
+
+Nested tensors need a special rule. torch ties the ragged size of a jagged tensor to the
+*object* that holds its offsets, so a tensor with recomputed offsets cannot be combined
+with tensors of the forward. A jagged tensor is therefore kept, unless its offsets are
+those of an argument. A strided nested tensor is always kept, because torch exposes none
+of its sizes for a comparison.
 """
 
 from __future__ import annotations
@@ -16,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget.engine.held import HeldTensor, Place, kind_of, nothing_surrounds
+from membudget._torch import tree_iter
+from membudget.engine.held import ArgumentPlace, HeldTensor, kind_of, nothing_surrounds
 
 Memo = dict[int, Any]
 
 
 class _HeldContainer:
-    """A container whose items are held one by one, and made again for a recompute."""
+    """A container whose items are held one by one; rebuilt for each recompute."""
 
     __slots__ = ("items", "key", "make")
 
@@ -38,7 +45,7 @@ class _HeldContainer:
 
 
 class _PlainContainer(_HeldContainer):
-    """A container without tensors: itself, as long as nobody changed it."""
+    """A container without tensors: the original, unless it was changed."""
 
     __slots__ = ("original",)
 
@@ -53,9 +60,9 @@ class _PlainContainer(_HeldContainer):
 
 
 def rebuild(value: Any, memo: Memo) -> Any:
-    """Return what a held value stands for; everything else stands for itself."""
+    """Return what a held value stands for; any other value as it is."""
     if isinstance(value, HeldTensor):
-        # A tensor that was given twice is one tensor: attention asks `query is key`.
+        # A tensor passed twice must be one tensor again: attention asks `query is key`.
         key = id(value)
         if key not in memo:
             memo[key] = value.rebuild()
@@ -67,10 +74,10 @@ class HeldArguments:
     """All arguments of one call of a region.
 
     Attributes:
-        tensors: The tensors among them, nested ones included, in order.
-        others: What is neither a tensor nor a container nor a plain value: modules,
-            generators, functions, objects.
-        is_nested: Whether there is a container among them, or one value twice.
+        tensors: The tensors, including those in containers, in order.
+        others: Modules, generators, functions, objects: all but tensors, containers and
+            plain values.
+        is_nested: Whether a container is among them, or one value twice.
     """
 
     __slots__ = (
@@ -79,7 +86,7 @@ class HeldArguments:
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Hold them; the innermost saved-tensor hooks of the caller are asked now."""
+        """Hold the arguments, through the caller's innermost saved-tensor hooks."""
         self.tensors: list[HeldTensor] = []
         self.others: list[Any] = []
         self._alone = nothing_surrounds()
@@ -109,25 +116,25 @@ class HeldArguments:
         return args, {k: rebuild(v, memo) for k, v in kwargs.items()}
 
     def begin_check(self) -> None:
-        """Take the fingerprints of the tensors, before the function runs."""
+        """Fingerprint the tensors, before the function runs."""
         for held in self.tensors:
             held.begin_check()
 
     def end_check(self) -> None:
-        """Notice which tensors the function wrote behind their version counters."""
+        """Find the tensors that the function wrote without bumping their version."""
         for held in self.tensors:
             held.end_check()
 
     def changed(self) -> list[HeldTensor]:
-        """Return the tensors whose content is another than when the region began."""
+        """Return the tensors whose content has changed since the region began."""
         return [held for held in self.tensors if held.has_changed()]
 
     def cuda_devices(self) -> set[int]:
-        """Return the indices of the CUDA devices on which the tensors lie."""
+        """Return the indices of the tensors' CUDA devices."""
         devices = (held.device for held in self.tensors)
         return {device.index for device in devices if device.type == "cuda"}
 
-    def _hold(self, value: Any, place: Place) -> Any:
+    def _hold(self, value: Any, place: ArgumentPlace) -> Any:
         memo = self._memo
         key = id(value)
         if key in memo:
@@ -144,8 +151,8 @@ class HeldArguments:
         self.others.append(value)
         return value
 
-    def _hold_container(self, value: Any, place: Place) -> Any:
-        # A container may hold itself: what leads back to it stands for itself.
+    def _hold_container(self, value: Any, place: ArgumentPlace) -> Any:
+        # A container may contain itself; the inner reference stands for itself.
         self._memo[id(value)] = value
         items = [
             item if type(item) in _LEAVES else self._hold(item, (place, key))
@@ -156,8 +163,10 @@ class HeldArguments:
         return value if isinstance(value, tuple) else _PlainContainer(value, items)
 
 
-_DONE: Memo = {}  # Nothing is held after the beginning.
+_DONE: Memo = {}  # Nothing more is held after __init__.
+
 _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
+
 _CONTAINERS = (list, tuple, dict, set)
 
 
@@ -170,7 +179,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield the items of a container with the key under which an error names each."""
+    """Yield a container's items, each with the key that an error message shows."""
     if isinstance(value, dict):
         yield from value.items()
     elif _is_record(value):
@@ -187,10 +196,10 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _maker(value: Any) -> Callable[[Any], Any]:
-    """Return the function that makes a container like `value` from a list of items.
+    """Return a function that builds a container like `value` from a list of items.
 
-    What is not an item (the keys, a subclass's attributes) is copied here and now,
-    before the function can change it.
+    All but the items (keys, attributes of a subclass) is copied now, before the
+    function can change it.
     """
     if isinstance(value, tuple):
         return getattr(value, "_make", type(value))
@@ -201,7 +210,7 @@ def _maker(value: Any) -> Callable[[Any], Any]:
     if isinstance(value, list):
         empty.clear()
         return lambda items: _refilled_list(empty, items)
-    # The model of the container must not keep the tensors themselves alive.
+    # The template must not keep the tensors alive.
     _refill(empty, keys, [None] * len(keys))
     return lambda items: _refill(copy.copy(empty), keys, items)
 
@@ -213,10 +222,10 @@ def _refilled_list(empty: list[Any], items: list[Any]) -> list[Any]:
 
 
 def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
-    """Put items under their keys, past the guards of frozen or fixed containers.
+    """Store items under their keys, also in frozen or fixed-size containers.
 
-    Some containers (the outputs of Hugging Face models) are a dict and a dataclass at
-    once, and hold each item twice.
+    Some containers (Hugging Face model outputs) are a dict and a dataclass at once, and
+    store each item twice.
     """
     attributes = getattr(container, "__dict__", {})
     for key, item in zip(keys, items, strict=True):
@@ -225,3 +234,31 @@ def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
         if not isinstance(container, dict) or key in attributes:
             object.__setattr__(container, key, item)
     return container
+
+
+def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
+    """Tell whether a rerun region must keep a nested tensor that autograd saves.
+
+    Args:
+        nested: The tensor.
+        arguments: The region's arguments.
+    """
+    return nested.layout is not torch.jagged or has_own_offsets(
+        nested, arguments.rebuild()
+    )
+
+
+def has_own_offsets(nested: Tensor, given: Any) -> bool:
+    """Tell whether a tensor is jagged with offsets that none of `given` has."""
+    offsets = _offsets_of(nested)
+    return offsets is not None and not any(
+        isinstance(t, Tensor) and _offsets_of(t) is offsets for t in tree_iter(given)
+    )
+
+
+def _offsets_of(tensor: Any) -> Tensor | None:
+    """Return the object that holds a jagged tensor's offsets; `None` for others."""
+    if not tensor.is_nested or tensor.layout is not torch.jagged:
+        return None
+    offsets: Tensor = tensor.offsets()
+    return offsets

@@ -1,13 +1,13 @@
-"""Regions inside `torch.compile`, which torch's own checkpoint runs.
+"""Regions inside `torch.compile`, run by torch's own checkpoint.
 
-Dynamo knows that function and turns its body into a graph, of which the partitioner
-runs again what is tagged so. Compiled code has no Python state to repair: random
-numbers and buffers are inputs and outputs of the graph. So of a region's options only
-what is kept means anything here, and that reaches torch by contexts.
+Dynamo knows `torch.utils.checkpoint` and turns a region's body into a graph, of which
+the partitioner recomputes the parts so tagged. Compiled code has no Python state to
+restore: random numbers and buffers are inputs and outputs of the graph. So of a
+region's options only what to keep applies, and it reaches torch through `context_fn`.
 
-Dynamo traces these functions. It makes no object of ours into a constant, and
-`context_fn` must be one. So `_number_of` runs for real, while Dynamo traces, and gives
-each set of contexts a number, which is a constant.
+Dynamo traces these functions. It requires `context_fn` to be a constant, and treats
+none of our objects as one. So `_number_of`, which really runs while Dynamo traces,
+gives each pair of contexts a number, and a number is a constant.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
 from membudget._torch import constant_to_dynamo
-from membudget.engine.diagnosis import module_names
-from membudget.engine.options import OPTION_NAMES, RegionOptions
+from membudget.engine.mismatch import module_names
+from membudget.engine.options import OPTION_NAMES, ContextPair
 from membudget.engine.policy import Policy, as_policy, reads_names
-from membudget.engine.selective import ContextPair, TorchPolicy, contexts_of
-from membudget.engine.statistics import Statistics
+from membudget.engine.selective import TorchPolicy, contexts_of
 from membudget.errors import OptionError
 
 
 def checkpoint_in_compiled_code(
     function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a region whose options stand among the keywords of the call.
+    """Run a region whose options are among the keywords of the call.
 
     Args:
-        function: What the region calls; `None` returns a decorator.
+        function: The region's function; `None` returns a decorator.
         args: Its positional arguments.
         kwargs: Its keyword arguments, and options of the region.
 
@@ -47,48 +46,38 @@ def checkpoint_in_compiled_code(
     keep, context_fn = kwargs.get("keep"), kwargs.get("context_fn")
     kwargs = {k: v for k, v in kwargs.items() if k not in OPTION_NAMES}
     if function is not None:
-        return _run(function, args, kwargs, keep, context_fn, "")
+        return run_compiled(function, args, kwargs, keep, context_fn)
 
     def decorated(wrapped: Callable[..., Any]) -> Callable[..., Any]:
         def region(*args: Any, **kwargs: Any) -> Any:
-            return _run(wrapped, args, kwargs, keep, context_fn, "")
+            return run_compiled(wrapped, args, kwargs, keep, context_fn)
 
         return region
 
     return decorated
 
 
-def run_in_compiled_code(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    statistics: Statistics | None,
-) -> Any:
-    """Run a region whose options were checked before.
-
-    Args:
-        function: What the region calls.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments, without options.
-        options: The region's options.
-        statistics: Where it would count: it knows the region's name in the model.
-
-    Returns:
-        What `function` returns.
-    """
-    label = "" if statistics is None else statistics.label
-    return _run(function, args, kwargs, options.keep, options.context_fn, label)
-
-
-def _run(
+def run_compiled(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     keep: Any,
     context_fn: Callable[[], ContextPair] | None,
-    label: str,
+    label: str = "",
 ) -> Any:
+    """Run a region through torch's checkpoint, which Dynamo turns into a graph.
+
+    Args:
+        function: The region's function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments, without options.
+        keep: What to keep; see `RegionOptions`.
+        context_fn: As in `torch.utils.checkpoint`.
+        label: The region's name in the model.
+
+    Returns:
+        What `function` returns.
+    """
     if keep is not None:
         owner = function.__self__ if isinstance(function, MethodType) else function
         if not isinstance(owner, Module):
@@ -101,7 +90,7 @@ def _run(
     )
 
 
-# What compiled code keeps, by number: a policy and the names of the region's modules.
+# By number: a policy, and the names of the region's modules.
 _KEPT: list[tuple[Policy, dict[str, str]]] = []
 
 
@@ -109,7 +98,8 @@ _KEPT: list[tuple[Policy, dict[str, str]]] = []
 def _number_of(keep: Any, owner: Module | None, label: str) -> int:
     try:
         hash(keep)
-    except AttributeError:  # Dynamo has not made the object that it traces.
+    # Dynamo traces the object's construction and has not run it.
+    except AttributeError:
         raise OptionError(
             "a policy was made inside a function that torch.compile traces: make it "
             "outside, as a global or an attribute, and name it inside"
@@ -129,5 +119,5 @@ def _number_of(keep: Any, owner: Module | None, label: str) -> int:
 
 
 def _contexts(number: int) -> ContextPair:
-    """Return the contexts that keep what has a number; called once for each trace."""
+    """Return the contexts with a number; called once per trace."""
     return contexts_of(TorchPolicy(*_KEPT[number]))

@@ -1,9 +1,9 @@
-"""One tensor among the arguments of a region, held so that a recompute can have it.
+"""One tensor argument of a region, held so that a recompute can use it.
 
-A tensor is held detached, so that the region's frame never keeps the graph above it
-alive, and through the saved-tensor hooks that surround the region, if there are any:
-so an offloader moves a region's inputs, and an outer region drops those of an inner
-one. Parameters are held as they are.
+A tensor is held detached, so that the region does not keep the graph of its inputs
+alive. Under saved-tensor hooks around the region, the hooks hold it: an offloader moves
+a region's inputs, and an outer region drops those of an inner one. Parameters are held
+as they are.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from torch.nn import Parameter
 
 from membudget._torch import is_forward_ad_on, top_saved_tensors_hooks
 from membudget.state.bits import SKIPPED, Fingerprint, content_of
-from membudget.state.identity import StorageMark, address_of, version_of
+from membudget.state.identity import address_of, storage_of, version_of
 
-Place = tuple[Any, Any]
+ArgumentPlace = tuple[Any, Any]
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the stride; `None` where there is none (a sparse tensor)."""
+    """Return the stride; `None` for a layout without strides (sparse)."""
     return tensor.stride() if tensor.layout is torch.strided else None
 
 
 def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Return `tensor` with the layout that it had before an offloader packed it.
+    """Return `tensor` in the layout that it had before hooks packed it.
 
-    `torch.autograd.graph.save_on_cpu` hands back contiguous tensors, and a kernel may
-    round differently on another layout: the recompute would not be bitwise equal.
+    `torch.autograd.graph.save_on_cpu` returns contiguous tensors. A kernel may round
+    differently on another layout, so that the recompute would not be bit-identical.
     """
     if stride is None or tensor.stride() == stride:
         return tensor
-    # An expanded dimension is one element, seen many times.
+    # An expanded dimension is one element seen many times.
     once = tensor[tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)]
     laid_out = torch.empty_strided(
         once.shape, stride, dtype=tensor.dtype, device=tensor.device
@@ -46,43 +46,47 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 
 
 class Packed:
-    """A tensor that went through the saved-tensor hooks that surround a region.
+    """A tensor packed by the saved-tensor hooks around a region.
 
-    Hooks may hold the tensor itself, or a copy. What they hand back is the tensor
-    itself if it has its storage, and then it must have its version, too.
+    Hooks may hold the tensor itself or a copy. What they return is the tensor itself if
+    it has the same storage, and then it must have the same version.
     """
 
-    __slots__ = ("_mark", "_packed", "_stride", "_version")
+    __slots__ = ("_packed", "_storage", "_stride", "_version")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]):
-        """Hand `tensor` to the hooks."""
-        self._mark = StorageMark(tensor)
+        """Pack `tensor`."""
+        self._storage = ref(storage_of(tensor))
         self._version = version_of(tensor)
         self._stride = stride_of(tensor)
         self._packed = pack(tensor.detach())
 
     def unpacked(self, unpack: Callable[[Any], Tensor]) -> tuple[Tensor, bool]:
-        """Return what the hooks hand back, and whether it was written since."""
+        """Unpack the tensor; also tell whether it was written after packing."""
         tensor = unpack(self._packed)
         # An alias made below autograd counts its own versions, from 0.
-        is_changed = version_of(tensor) > self._version and self._mark.is_of(tensor)
+        is_changed = (
+            version_of(tensor) > self._version
+            and address_of(tensor) != 0
+            and storage_of(tensor) is self._storage()
+        )
         return with_stride(tensor, self._stride).detach(), is_changed
 
 
-def _place_name(place: Place) -> str:
+def _place_name(place: ArgumentPlace) -> str:
     owner, key = place
     return f"argument {key!r}" if owner is None else f"{_place_name(owner)}[{key!r}]"
 
 
 class HeldTensor:
-    """One tensor among the arguments that requires a gradient.
+    """A tensor argument that requires a gradient.
 
     Attributes:
-        alias: A detached alias; it shares the content's version.
-        place: Where it was given: the owner and the key, nested.
+        alias: A detached alias, which shares the version counter.
+        place: Where it was passed: owner and key, nested.
         version: The version of its content when the region began.
-        changed_by_region: Whether the function itself wrote into it.
-        content: Its fingerprint when the region began, if the call is verified.
+        changed_by_region: Whether the function itself wrote it.
+        content: The fingerprint when the region began, in verified calls.
     """
 
     __slots__ = ("alias", "changed_by_region", "content", "place", "version")
@@ -90,7 +94,7 @@ class HeldTensor:
     alias: Tensor
     content: Fingerprint
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         """Hold `tensor`."""
         self.alias = tensor.detach()
         self.place = place
@@ -99,38 +103,38 @@ class HeldTensor:
 
     @property
     def device(self) -> torch.device:
-        """Where the caller had it."""
+        """The device on which it was passed."""
         return self.alias.device
 
     @property
     def name(self) -> str:
-        """Where it was given, as text: `argument 0` or `argument 'cache'['k']`."""
+        """Where it was passed, as text: `argument 0` or `argument 'cache'['k']`."""
         return _place_name(self.place)
 
     def given(self) -> Tensor | None:
-        """Return the tensor while the function runs; `None` if it is gone."""
+        """Return the tensor while the function runs; `None` if it was freed."""
         return self.alias
 
     def begin_check(self) -> None:
-        """Take the fingerprint of the content."""
+        """Fingerprint the content."""
         given = self.given()
         self.content = SKIPPED if given is None else content_of(given)
 
     def end_check(self) -> None:
-        """Notice whether the function wrote it behind the version counter."""
+        """Check whether the function wrote it without bumping the version."""
         given = self.given()
         if given is not None and content_of(given) != self.content:
             self.changed_by_region = True
 
     def note_forward_end(self) -> None:
-        """Notice whether the function wrote into its argument."""
+        """Check whether the function wrote it."""
         self.changed_by_region = self.has_changed()
 
     def has_changed(self) -> bool:
-        """Tell whether the content is another than when the region began.
+        """Tell whether its content has changed since the region began.
 
-        A caller who exchanges the storage (`x.data = y`) changes nothing here: the
-        region holds an alias of the old one.
+        If the caller exchanges the storage (`x.data = y`), nothing changes here: the
+        region holds an alias of the old storage.
         """
         return version_of(self.alias) != self.version or self.changed_by_region
 
@@ -140,11 +144,11 @@ class HeldTensor:
 
 
 class _HeldParameter(HeldTensor):
-    """A parameter, held as it is: a recompute's graph may end in it."""
+    """A parameter, held as it is: the graph of a recompute may end in it."""
 
     __slots__ = ("_address",)
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         self.alias = tensor
         self.place = place
         self.version = version_of(tensor)
@@ -152,7 +156,7 @@ class _HeldParameter(HeldTensor):
         self._address = address_of(tensor)
 
     def has_changed(self) -> bool:
-        """Tell whether its content was written, or exchanged (`p.data = q`)."""
+        """Tell whether its content was written or its storage exchanged."""
         return super().has_changed() or address_of(self.alias) != self._address
 
     def rebuild(self) -> Tensor:
@@ -160,11 +164,11 @@ class _HeldParameter(HeldTensor):
 
 
 class _HeldConstant(HeldTensor):
-    """A tensor without a gradient: the very object that was given, if it lives."""
+    """A tensor without a gradient: rebuilt as the caller's own object if it lives."""
 
     __slots__ = ("_origin",)
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         super().__init__(tensor, place)
         self._origin = ref(tensor)
 
@@ -176,11 +180,11 @@ class _HeldConstant(HeldTensor):
 
 
 class _HeldDual(HeldTensor):
-    """A tensor with a tangent of forward-mode differentiation, which `detach` drops."""
+    """A tensor with a forward-mode tangent, which `detach` would drop."""
 
     __slots__ = ("_requires_grad", "_tangent")
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         super().__init__(tensor, place)
         self._requires_grad = tensor.requires_grad
         self._tangent = unpack_dual(tensor).tangent
@@ -191,11 +195,11 @@ class _HeldDual(HeldTensor):
 
 
 class _HeldPacked(HeldTensor):
-    """A tensor that went through the saved-tensor hooks that surround the region."""
+    """A tensor packed by the saved-tensor hooks around the region."""
 
     __slots__ = ("_device", "_given", "_packed", "_requires_grad", "_unpack")
 
-    def __init__(self, tensor: Tensor, place: Place):
+    def __init__(self, tensor: Tensor, place: ArgumentPlace):
         hooks = top_saved_tensors_hooks()
         assert hooks is not None, "kind_of chooses this class under hooks alone"
         pack, self._unpack = hooks
@@ -216,7 +220,7 @@ class _HeldPacked(HeldTensor):
         return self._given()
 
     def note_forward_end(self) -> None:
-        """Notice whether the function wrote into its argument."""
+        """Check whether the function wrote it."""
         given = self._given()
         if given is not None:
             self.changed_by_region = version_of(given) != self.version
@@ -226,10 +230,11 @@ class _HeldPacked(HeldTensor):
         return self.changed_by_region or hasattr(self, "alias")
 
     def rebuild(self) -> Tensor:
-        """Return what the hooks hand back."""
+        """Unpack the tensor."""
         tensor, is_changed = self._packed.unpacked(self._unpack)
         if is_changed:
-            self.alias = tensor.detach()  # Their storage is the same: no byte more.
+            # The storage is the same, so this holds no extra memory.
+            self.alias = tensor.detach()
         return tensor.requires_grad_(self._requires_grad)
 
 
@@ -239,7 +244,7 @@ def nothing_surrounds() -> bool:
 
 
 def kind_of(tensor: Tensor, nothing_surrounds: bool) -> type[HeldTensor]:
-    """Return the class that holds such a tensor."""
+    """Return the class that holds this tensor."""
     # The `isinstance` of Parameter alone takes 0.7 µs.
     if type(tensor) is not Tensor and isinstance(tensor, Parameter):
         return _HeldParameter

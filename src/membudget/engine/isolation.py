@@ -1,18 +1,18 @@
-"""Random numbers when regions run in several threads at once.
+"""Random numbers of regions that run in several threads at once.
 
-torch's generators belong to the process. While one thread runs a region, another may
-draw from the same generator, so that a recompute from the state before the region finds
-other numbers; and a recompute that moves the generator back and forth disturbs the
-other thread. A lock round whole regions would serialise threads, and deadlock those
-that wait for each other inside a region.
+torch's generators are process-wide. If another thread draws from a generator while a
+region runs, a recompute from the state before the region draws different numbers, and a
+recompute that rewinds the generator disturbs the other thread. A lock around whole
+regions would serialise the threads, and deadlock those that wait for each other inside
+a region.
 
-So once a second thread runs regions, every region goes by *operators*: an observer
-notes the generator's state before each random operator, and the recompute puts it
-there for that operator alone. A lock is held for one operator. One thread alone, the
-rule, pays nothing for this.
+So once a second thread runs regions, all regions work per *operator*: an observer
+records the generator's state before each random operator, and the recompute restores
+that state for that operator alone. A lock is held for one operator. As long as one
+thread runs regions, which is the rule, this costs nothing.
 
-What is not covered: draws from Python's and NumPy's global streams in several threads
-at once, and draws of torch's outside of every region, while another thread recomputes.
+Not covered: draws from Python's and NumPy's global streams in several threads at once,
+and draws from torch's generators outside every region, while another thread recomputes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class _Registry:
 
     Attributes:
         owner: The identity of the one thread that runs regions.
-        running: How many regions the owner is inside of, without isolation.
-        shared: Whether there are several at a time.
-        threads: The identities of those that are, or were when it began.
+        running: How many regions the owner is inside, without isolation.
+        shared: Whether several threads run regions.
+        threads: Their identities, including those that have left their regions.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,15 @@ OPERATOR_LOCK = threading.RLock()
 
 
 def enter() -> bool:
-    """Note that this thread enters a region, or the recompute of one.
+    """Register that this thread enters a region, or a recompute of one.
 
     Returns:
-        Whether this thread counted itself, and must `leave`.
+        Whether this thread was counted, and must call `leave`.
     """
     registry = _REGISTRY
     me = threading.get_ident()
-    # No call stands between asking and counting, so no thread can come between.
+    # No call lies between the test and the increment, so no other thread can run in
+    # between.
     if not registry.shared and me == registry.owner:
         registry.running += 1
         return True
@@ -68,7 +69,7 @@ def enter() -> bool:
 
 
 def leave() -> None:
-    """Note that this thread left what it was counted for."""
+    """Register that this thread has left a region for which it was counted."""
     registry = _REGISTRY
     registry.running -= 1
     if registry.shared and registry.running <= 0:
@@ -81,7 +82,7 @@ def is_shared() -> bool:
 
 
 def _enter_slowly(registry: _Registry, me: int) -> bool:
-    """Make this thread the owner, or find that there are several."""
+    """Make this thread the owner, or find that there are several threads."""
     with registry.lock:
         idle = not registry.shared and registry.running <= 0
         if idle or not _others_alive(registry, me):
@@ -92,26 +93,26 @@ def _enter_slowly(registry: _Registry, me: int) -> bool:
             registry.quiet.clear()
             registry.shared = True
         registry.threads.add(me)
-    # Regions that the owner is inside of restore whole states. It is given the time to
-    # leave them; a bound, because it may be waiting for this very thread.
+    # The owner's open regions restore whole generator states, so give it time to leave
+    # them. Wait for a limited time, because the owner may be waiting for this thread.
     if registry.running > 0 and me != registry.owner:
         registry.quiet.wait(_HANDSHAKE_S)
     return False
 
 
 def _others_alive(registry: _Registry, me: int) -> bool:
-    # By identity alone: a new thread may have the identity of one that has ended.
+    # A new thread may reuse the identity of one that has ended.
     alive = {thread.ident for thread in threading.enumerate()}
     return bool((registry.threads - {me}) & alive)
 
 
 class RandomLog:
-    """The state of the generator before each random operator of one forward."""
+    """The generator's state before each random operator of one forward."""
 
     __slots__ = ("states",)
 
     def __init__(self) -> None:
-        """Begin with an empty log."""
+        """Start with an empty log."""
         self.states: list[Tensor] = []
 
     def recorder(self) -> Observer:
@@ -145,8 +146,8 @@ class _Play(Observer):
         generator = generator_of(args, kwargs)
         with OPERATOR_LOCK:
             before = generator.get_state()
-            # Past the end, the recompute has left the forward's way; that is found by
-            # comparing tensors.
+            # Past the end, the recompute no longer matches the forward; comparing the
+            # saved tensors reports that.
             generator.set_state(next(self.states, before))
             try:
                 return operator(*args, **kwargs)

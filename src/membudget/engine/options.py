@@ -1,4 +1,4 @@
-"""The options of a region: what they mean, and that they are checked at once."""
+"""The options of a region, validated when they are given, and its counters."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from membudget.engine.policy import Policy, as_policy
 from membudget.errors import OptionError
 
 DeterminismCheck = Literal["default", "values", "none"]
+
 Engine = Literal["auto", "rerun", "replay"]
+
 Verify = bool | Literal["fingerprints", "always"]
+
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
@@ -23,42 +26,43 @@ class RegionOptions:
 
     Attributes:
         use_reentrant: Use the classic variant, an `autograd.Function`. It has limits,
-            which are errors; it is here for code that asks for it.
+            which raise errors; it exists for code that asks for it.
         context_fn: Returns two context managers, one for the forward and one for each
-            recompute: selective checkpointing comes in this way.
-        determinism_check: What of a recomputed tensor is compared with the saved one:
-            `"default"` shape, dtype, device and stride, and in the calls that are
-            verified a fingerprint of its bytes; `"values"` the fingerprint always;
-            `"none"` nothing.
-        debug: Note the operators of both runs, for the message of a mismatch.
-        early_stop: End a recompute once the last tensor that is needed is made.
-        preserve_rng_state: Let a recompute draw the random numbers of the forward.
-        guards: Repair and check whatever the function can reach besides its arguments:
-            buffers, parameters, closed-over tensors, private generators, Python's and
-            NumPy's random streams, modes, context variables, process-wide settings,
-            training flags. `False` leaves what torch's own checkpoint promises: the
-            random streams of the CPU and the arguments' devices, in one thread at a
-            time, autocast, and arguments that did not change.
-        engine: How a dropped tensor is made again: `"rerun"` runs the function again,
-            `"replay"` the operators that are needed, which were recorded. `"auto"` is
-            rerun, which costs nothing for each operator, except where a rerun would
-            have to repair what its second run does again (running statistics in
-            training, private generators), or where `keep` is given.
-        keep: What a replay region keeps: a policy of `membudget.policies`, globs on
-            names of submodules, or a function of a candidate.
-        verify: Whether the first call of each signature is verified; see Rule 12 of
-            `region` for a rerun. A replay compares what it makes again with what it
-            dropped. With `True` the originals stay
-            until the forward ends, and each is replayed beside them; what does not come
-            back bit for bit is kept from then on, and this step is right, too. With
-            `"fingerprints"` only those stay, which take next to no memory; they are
-            compared in the backward, which raises `RecomputeMismatchError` if one
-            differs: the step must be run again, and what differed is kept by then.
-            With `"always"` every step does so, for kernels that are not reproducible
-            from run to run: each dropped byte is read twice more.
+            recompute, as selective checkpointing does.
+        determinism_check: What to compare of a recomputed tensor and the saved one:
+            `"default"` shape, dtype, device and stride, and in verified calls a
+            fingerprint of the bytes; `"values"` the fingerprint in every call; `"none"`
+            nothing.
+        debug: Record the operators of both runs, for the message of a mismatch.
+        early_stop: End a recompute once the last tensor that is needed is computed.
+        preserve_rng_state: Draw the forward's random numbers in a recompute.
+        guards: Restore and check everything that the function can reach besides its
+            arguments: buffers, parameters, closed-over tensors, private generators,
+            Python's and NumPy's random streams, modes, context variables, process-wide
+            settings, training flags. `False` leaves the guarantees of torch's own
+            checkpoint: autocast, unchanged arguments, and the random streams of the CPU
+            and of the arguments' devices, with regions in one thread at a time.
+        engine: How a dropped tensor is recomputed: `"rerun"` runs the function again,
+            `"replay"` re-runs the recorded operators that are needed. `"auto"` is
+            rerun, which costs nothing per operator, unless `keep` is given or the
+            second run would repeat effects that have to be undone (running statistics
+            in training, private generators).
+        keep: What a replay region keeps: a policy from `membudget.policies`, glob
+            patterns for names of submodules, or a function of a candidate.
+        verify: Whether to verify the first call of each signature; for a rerun, see
+            Rule 12 of `region`. A replay compares each recomputed tensor with the
+            dropped one. With `True`, the originals stay in memory until the forward
+            ends and each is replayed; one that does not reproduce bit for bit is kept
+            from then on, so that this step is exact, too. With `"fingerprints"`, only
+            fingerprints stay, which take next to no memory. The backward compares them
+            and raises `RecomputeMismatchError` on a difference; run the step again,
+            which then keeps the tensors at fault. `"always"` compares fingerprints in
+            every step, for kernels that are not reproducible from run to run: it reads
+            each dropped byte twice more.
         strict: Whether a replay region raises where plain autograd would, because a
-            saved tensor was written before the backward. Without it, the gradient is
-            that of what was saved, and an `OverwrittenWarning` says so the first time.
+            saved tensor was overwritten before the backward. Otherwise the gradient is
+            computed from the values that were saved, and an `OverwrittenWarning` says
+            so once.
     """
 
     use_reentrant: bool = False
@@ -74,25 +78,25 @@ class RegionOptions:
     strict: bool = False
 
     policy: Policy = field(init=False, repr=False, compare=False)
-    """What `keep` means; derived."""
+    """The policy that `keep` describes; derived."""
 
     decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
-    """What the policy decides by the operator alone, as far as it was asked."""
+    """The policy's decisions by operator alone, cached."""
 
     verifies: bool = field(init=False, repr=False, compare=False)
-    """Whether a rerun is verified in the first call of a signature; derived."""
+    """Whether a rerun verifies the first call of a signature; derived."""
 
     always_replays: bool = field(init=False, repr=False, compare=False)
-    """Whether the engine is replay, whatever the region reads; derived."""
+    """Whether the engine is replay, whatever the region reaches; derived."""
 
     may_replay: bool = field(init=False, repr=False, compare=False)
-    """Whether it is replay where a rerun would have to repair; derived."""
+    """Whether the engine is replay if a rerun would repeat effects; derived."""
 
     is_instrumented: bool = field(init=False, repr=False, compare=False)
     """Whether a forward needs more than hooks; derived, and read by every region."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Reject invalid values, and derive the rest."""
         self._check()
         object.__setattr__(self, "policy", as_policy(self.keep))
         object.__setattr__(self, "decisions", {})
@@ -107,7 +111,7 @@ class RegionOptions:
             and self.preserve_rng_state
         )
         object.__setattr__(self, "verifies", verifies)
-        # Whoever asks something of a rerun gets one.
+        # An option that only rerun has selects rerun.
         may = (
             self.engine == "auto"
             and self.determinism_check == "default"
@@ -141,13 +145,13 @@ class RegionOptions:
             )
         if self.keep is not None and (self.engine == "rerun" or self.use_reentrant):
             raise OptionError(
-                "keep is the replay engine's: a rerun keeps nothing inside of a "
-                "region. Leave engine and use_reentrant out."
+                "keep needs the replay engine, because a rerun keeps nothing inside a "
+                "region: omit engine and use_reentrant"
             )
         if self.engine == "replay" and (self.context_fn or self.use_reentrant):
             raise OptionError(
-                "engine='replay' has neither context_fn nor use_reentrant; give a "
-                "policy by keep="
+                "engine='replay' supports neither context_fn nor use_reentrant; pass a "
+                "policy as keep="
             )
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(
@@ -156,23 +160,24 @@ class RegionOptions:
             )
         if self.use_reentrant and (self.context_fn is not None or self.debug):
             raise OptionError(
-                "use_reentrant=True has neither context_fn nor debug: leave it out to "
-                "use the default engine, which has both"
+                "use_reentrant=True supports neither context_fn nor debug: omit it to "
+                "use the default engine, which supports both"
             )
 
 
 OPTION_NAMES = frozenset(f.name for f in fields(RegionOptions) if f.init)
+
 DEFAULTS = RegionOptions()
 
 
 def take_options(kwargs: dict[str, Any]) -> RegionOptions:
-    """Take the options of a region out of the keywords of a call.
+    """Remove the options of a region from the keywords of a call.
 
     Args:
-        kwargs: The keywords; what is an option is removed.
+        kwargs: The keywords; options are removed.
 
     Returns:
-        The options, checked.
+        The options, validated.
     """
     names = OPTION_NAMES & kwargs.keys() if kwargs else None
     if not names:
@@ -180,16 +185,16 @@ def take_options(kwargs: dict[str, Any]) -> RegionOptions:
     given = {name: kwargs.pop(name) for name in names}
     try:
         return _remembered(**given)
-    except TypeError:  # A value that cannot be hashed.
+    except TypeError:  # An unhashable value.
         return RegionOptions(**given)
 
 
-# A call site gives the same options each time, and checking them costs 3 µs.
+# A call site passes the same options each time, and validating them takes 3 µs.
 _remembered = lru_cache(maxsize=256, typed=True)(RegionOptions)
 
 
 def checked_options(options: Mapping[str, Any]) -> RegionOptions:
-    """Return options given by name, refusing names that are none."""
+    """Return options given by name; reject unknown names."""
     unknown = options.keys() - OPTION_NAMES
     if unknown:
         raise OptionError(
@@ -197,3 +202,33 @@ def checked_options(options: Mapping[str, Any]) -> RegionOptions:
             f"{', '.join(sorted(OPTION_NAMES))}"
         )
     return RegionOptions(**options)
+
+
+class Statistics:
+    """Counters over all calls of one region, for `status()`.
+
+    Attributes:
+        label: The region's name, which errors use, too.
+        forwards: Calls that dropped saved tensors.
+        skipped: Calls in which nothing required a gradient.
+        recomputes: How often dropped tensors were recomputed.
+        unrepeatable: Outputs that a replay region keeps because replaying them gave
+            other bits.
+    """
+
+    __slots__ = ("forwards", "label", "recomputes", "skipped", "unrepeatable")
+
+    def __init__(self, label: str = ""):
+        """Start at zero."""
+        self.label = label
+        self.forwards = 0
+        self.skipped = 0
+        self.recomputes = 0
+        self.unrepeatable = 0
+
+    def count_call(self, has_saved: bool) -> None:
+        """Count a call of the region."""
+        if has_saved:
+            self.forwards += 1
+        else:
+            self.skipped += 1

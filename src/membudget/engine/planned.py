@@ -1,8 +1,8 @@
 """A policy that keeps exactly the outputs that a plan names.
 
-The plan was made from one step. If another step takes another way, the operators that
-pass are not those that the plan names: then nothing more is kept in that call, which is
-always right and never takes more memory, and the difference is counted.
+A plan is made from one step. If another step takes another path, its operators are not
+those that the plan names. Then the region keeps nothing more in that call, which is
+always exact and never takes more memory, and counts the difference.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from membudget.engine.policy import Candidate, Policy
-from membudget.engine.stages import Stages
+from membudget.engine.policy import Candidate, Policy, Stages
 
 
 class Planned(Policy):
-    """Keep outputs by the number of the operator in the region's call.
+    """Keep outputs by the number of their operator in the region's call.
 
     Attributes:
-        differences: In how many calls other operators ran than the plan names.
+        differences: The number of calls that ran other operators than the plan names.
     """
 
     def __init__(
         self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
     ):
-        """Keep what a plan says.
+        """Keep the outputs that a plan names.
 
         Args:
-            kept: The overload that is expected, by the number of the operator (from 1)
-                and the index of its output.
-            stages: How the way back is divided.
+            kept: The overload that the plan expects, by operator number (from 1) and
+                output index.
+            stages: The stages of the backward pass.
         """
         self._kept = dict(kept)
         self.stages = stages
@@ -37,7 +36,7 @@ class Planned(Policy):
 
     def begin(self) -> Policy:
         """Return the policy of one call."""
-        return _Call(self, self._kept)
+        return _PlannedCall(self, self._kept)
 
     def keeps(self, candidate: Candidate) -> bool:
         """Tell whether the plan keeps the output, whatever else ran in the call."""
@@ -45,8 +44,8 @@ class Planned(Policy):
         return expected is not None and _is(candidate.operator, expected)
 
 
-class _Call(Policy):
-    """The policy in one call of the region: it knows what has passed."""
+class _PlannedCall(Policy):
+    """The policy during one call, which tracks the operators that have run."""
 
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
         self._plan = plan
@@ -79,17 +78,17 @@ class _Call(Policy):
 
 
 def _is(operator: Any, expected: str) -> bool:
-    """Tell whether an operator is the one that a plan expects, perhaps in place.
+    """Tell whether an operator is the expected one, or its in-place variant.
 
-    A plan made of fake tensors, which are a subclass, expects `add` where torch then
-    writes in place.
+    A plan made with fake tensors, which are a subclass, expects `add` where torch then
+    runs `add_`.
     """
     name = str(operator)
     return name == expected or in_place_or_not(name) == in_place_or_not(expected)
 
 
 def in_place_or_not(name: str) -> str:
-    """Return an operator's name without the mark of the variant that writes in place.
+    """Return an operator's name without the underscore of its in-place variant.
 
     Example:
         >>> in_place_or_not("aten.add_.Tensor"), in_place_or_not("aten.add.Tensor")

@@ -1,43 +1,62 @@
-"""What a replay region keeps: predicates on the operators of its forward.
+"""Policies: predicates that decide which outputs a replay region keeps.
 
-A policy is asked once for each output of an operator, when the operator has run; views
-are never asked about, because they cost nothing to make again. Policies are composed
-with `|`, `&` and `~`, and pickle.
+A policy is asked once per operator output, after the operator has run. It is not asked
+about views, because recomputing them costs nothing. Policies compose with `|`, `&` and
+`~`, and pickle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
-from membudget.engine.stages import Stages
 from membudget.errors import OptionError
+
+Output = tuple[int, int]
+"""The number of an operator in the region's call, from 1, and which of its outputs."""
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of a region's backward pass; each recomputes only what it serves.
+
+    A stage frees its recomputed tensors when it ends, except those that it holds for
+    later stages, so fewer are live at once.
+
+    Attributes:
+        firsts: The first saved tensor of each stage, by its index among the region's
+            saved tensors in forward order.
+        held: The outputs that each stage holds for later ones once it has computed
+            them.
+    """
+
+    firsts: Sequence[int]
+    held: Sequence[Collection[Output]]
+
+    def of(self, saved: int) -> int:
+        """Return the stage that serves a saved tensor."""
+        return max(0, bisect_right(self.firsts, saved) - 1)
 
 
 class Candidate:
     """An output that may be kept.
 
     Attributes:
-        operator: The overload that made it, `torch.ops.aten.mm.default` say.
+        operator: The overload that produced it, e.g. `torch.ops.aten.mm.default`.
         args: The operator's positional arguments.
         kwargs: Its keyword arguments.
         output: The output.
         index: The number of the operator within the region, from 1.
-        output_index: Which output of the operator it is; what it writes comes after
-            them.
+        output_index: The index of the output; written arguments follow the outputs.
     """
 
     __slots__ = (
-        "_module_path",
-        "args",
-        "index",
-        "kwargs",
-        "operator",
-        "output",
+        *("_module_path", "args", "index", "kwargs", "operator", "output"),
         "output_index",
     )
 
@@ -51,7 +70,7 @@ class Candidate:
         output_index: int,
         module_path: Callable[[], str],
     ):
-        """Note an output; the module path is found out only if it is asked for."""
+        """Describe an output; the module path is computed only on request."""
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
@@ -62,7 +81,7 @@ class Candidate:
 
     @property
     def module_path(self) -> str:
-        """The innermost module that runs, by its name in the region; `""` if none."""
+        """The innermost running module, by its name in the region; `""` if none."""
         return self._module_path()
 
 
@@ -70,30 +89,30 @@ class Policy:
     """A predicate on outputs.
 
     Attributes:
-        expects_to_keep: Whether keeping nothing in a region is worth a warning.
-        stages: How the way back through a region is divided; `None` for one stage.
+        expects_to_keep: Whether to warn if a region keeps nothing.
+        stages: The stages of the backward pass; `None` for a single one.
     """
 
     expects_to_keep = False
     stages: Stages | None = None
 
     def keeps(self, candidate: Candidate) -> bool:
-        """Tell whether an output is kept."""
+        """Tell whether to keep an output."""
         raise NotImplementedError
 
     def by_operator(self, operator: Any) -> bool | None:
-        """Decide by the operator alone; `None` where more must be known."""
+        """Decide by the operator alone; `None` if that is not enough."""
         return None
 
     def begin(self) -> Policy:
-        """Return the policy of one call of a region, which begins."""
+        """Return the policy for one call of a region, at its start."""
         return self
 
     def end(self) -> None:
-        """Take note that the call has ended."""
+        """React to the end of the call."""
 
     def keeps_name(self, name: str) -> bool:
-        """Tell whether a tensor that `membudget.name` tagged is kept."""
+        """Tell whether to keep a tensor with this name from `membudget.name`."""
         return False
 
     def __or__(self, other: Policy) -> Policy:
@@ -111,7 +130,7 @@ class Policy:
 
 @dataclass(frozen=True)
 class _Always(Policy):
-    """The same answer for every output."""
+    """The same decision for every output."""
 
     answer: bool
 
@@ -127,7 +146,7 @@ class _Always(Policy):
 
 @dataclass(frozen=True)
 class _Operators(Policy):
-    """Outputs of operators, by their names without namespace and overload."""
+    """Outputs of operators, by names without namespace and overload."""
 
     names: frozenset[str]
 
@@ -154,7 +173,7 @@ class _Named(Policy):
 
 @dataclass(frozen=True)
 class _Inside(Policy):
-    """Whatever runs inside submodules, so that they are not run again."""
+    """Everything that runs inside submodules, so that they do not run again."""
 
     patterns: tuple[str, ...]
 
@@ -176,18 +195,21 @@ class _Predicate(Policy):
 
 
 @dataclass(frozen=True)
-class _Either(Policy):
+class _Pair(Policy):
     first: Policy
     second: Policy
 
+    def _answers(self, operator: Any) -> tuple[bool | None, bool | None]:
+        return self.first.by_operator(operator), self.second.by_operator(operator)
+
+
+@dataclass(frozen=True)
+class _Either(_Pair):
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) or self.second.keeps(candidate)
 
     def by_operator(self, operator: Any) -> bool | None:
-        answers = (
-            self.first.by_operator(operator),
-            self.second.by_operator(operator),
-        )
+        answers = self._answers(operator)
         return True if True in answers else None if None in answers else False
 
     def keeps_name(self, name: str) -> bool:
@@ -195,18 +217,12 @@ class _Either(Policy):
 
 
 @dataclass(frozen=True)
-class _Both(Policy):
-    first: Policy
-    second: Policy
-
+class _Both(_Pair):
     def keeps(self, candidate: Candidate) -> bool:
         return self.first.keeps(candidate) and self.second.keeps(candidate)
 
     def by_operator(self, operator: Any) -> bool | None:
-        answers = (
-            self.first.by_operator(operator),
-            self.second.by_operator(operator),
-        )
+        answers = self._answers(operator)
         return False if False in answers else None if None in answers else True
 
     def keeps_name(self, name: str) -> bool:
@@ -229,7 +245,7 @@ class _Not(Policy):
 
 
 def reads_names(policy: Policy) -> bool:
-    """Tell whether a policy depends on names that `membudget.name` gives."""
+    """Tell whether a policy depends on names from `membudget.name`."""
     parts = [part for part in vars(policy).values() if isinstance(part, Policy)]
     return isinstance(policy, _Named) or any(map(reads_names, parts))
 
@@ -240,45 +256,30 @@ def operators(*names: str) -> Policy:
 
 
 def named(*names: str) -> Policy:
-    """Keep the tensors that `membudget.name` tagged with one of these names."""
+    """Keep the tensors that `membudget.name` gave one of these names."""
     return _Named(frozenset(names))
 
 
 def inside(*patterns: str) -> Policy:
-    """Keep whatever submodules make, so that a backward does not run them again.
+    """Keep everything that submodules compute, so that a backward does not rerun them.
 
     Args:
-        *patterns: Globs on the module's name within the region: `"*.attn"`, `"fc2"`.
+        *patterns: Glob patterns for the module's name in the region: `"*.attn"`,
+            `"fc2"`.
     """
     return _Inside(patterns)
 
 
 nothing: Policy = _Always(False)
+
 everything: Policy = _Always(True)
-matmuls = operators(
-    *("mm", "addmm", "bmm", "baddbmm", "addbmm", "mv", "addmv", "dot", "addr"),
-    *("_scaled_mm", "_grouped_mm", "_scaled_grouped_mm", "_int_mm"),
-    *("linear", "mkldnn_linear", "_addmm_activation"),
-)
-convolutions = operators(
-    *("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution"),
-    *("convolution_overrideable", "_slow_conv2d_forward", "conv_depthwise3d"),
-    *("cudnn_convolution_transpose", "miopen_convolution"),
-)
-attention = operators(
-    *("_scaled_dot_product_flash_attention", "_flash_attention_forward"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_efficient_attention_forward"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_attention_math_for_mps", "_cudnn_attention_forward"),
-    "_scaled_dot_product_fused_attention_overrideable",
-)
 
 
 def as_policy(keep: Any) -> Policy:
-    """Return what `keep=` means: a policy, globs of submodules, or a predicate.
+    """Return the policy that `keep=` describes: a policy, globs, or a predicate.
 
     Raises:
-        OptionError: If it is none of these.
+        OptionError: It is none of these.
     """
     if keep is None:
         return nothing

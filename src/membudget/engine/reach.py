@@ -1,15 +1,14 @@
 """What a region can read besides its arguments.
 
 A function reaches tensors, modules and random generators through its closure, its
-defaults, the globals that its code names, the object it is bound to, and whatever
-those hold in turn. `reach` walks that graph before each forward, so it must be quick:
-what can be known once for a code object or a class (which globals it names) is
-remembered, and of a module's attributes only those are looked at that may hold
-something.
+defaults, the globals that its code names, the object it is bound to, and whatever those
+hold in turn. `reach` walks that graph before every forward, so it must be fast. Facts
+that hold for a code object or a class (the globals it names) are cached, and of a
+module's attributes the walk visits only those that can hold something.
 
-The walk goes through containers, and through plain objects for `_MAX_DEPTH` steps. It
-sees more than the function reads, never mind: a change counts only once the
-recompute is about to read what was changed (see `watch`).
+The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
+may find more than the function reads, which is harmless: a change counts only when a
+recompute reads it (see `changes`).
 """
 
 from __future__ import annotations
@@ -18,49 +17,55 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import (
-    UninitializedBuffer,
-    UninitializedParameter,
-    is_lazy,
-)
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from membudget._torch import NormalizationWithStatistics, torchscript_types
+from membudget.engine.slots import (
+    CLASS_SLOTS,
+    INERT,
+    attribute_names,
+    class_slots,
+    global_slots,
+    is_library,
+)
 
 _MAX_DEPTH = 3
+
 _MAX_ITEMS = 4096
 
 
 class Reached:
-    """What a walk found, each thing once.
+    """What a walk found, each object once.
 
     Attributes:
-        tensors: Every tensor: parameters, buffers, attributes, closed-over ones.
-        buffers: Those that a forward may change as its state: the modules' buffers
-            and plain tensor attributes.
-        modules: Every module.
-        stateful_modules: Those of the user's own classes, whose forward may bind names.
-        writes_statistics: Whether a normalisation in training was among the modules.
-        runs_torchscript: Whether anything was traced or scripted.
-        is_lazy: Whether a lazy module has yet to make its parameters.
-        silent: Those buffers whose writing the version counter does not tell.
-        generators: Private random generators, of torch, Python and NumPy.
-        containers: Lists and dicts with their lengths, to tell which one grew.
-        names: A name for each tensor and container by its `id`; filled only if asked.
-        module_names: Likewise the path of each module.
+        tensors: All tensors: parameters, buffers, attributes, closed-over ones.
+        buffers: The tensors that a forward may advance as state: modules' buffers and
+            plain tensor attributes.
+        modules: All modules.
+        stateful_modules: Modules of the user's own classes, whose forward may bind
+            attributes.
+        writes_statistics: Whether a normalisation in training was found.
+        runs_torchscript: Whether traced or scripted code was found.
+        is_lazy: Whether a lazy module was found that has yet to create its parameters.
+        silent: The buffers (by `id`) that are written without a version bump.
+        generators: Private random generators of torch, Python and NumPy.
+        containers: Lists and dicts with their lengths, to find those that grow.
+        names: Names of tensors and containers by `id`; only on request.
+        module_names: The paths of modules by `id`; only on request.
     """
 
-    # Most walks find next to nothing: what is false or empty until then costs nothing.
+    # Most walks find nothing of these, so they are class attributes, which cost
+    # nothing.
     writes_statistics = runs_torchscript = is_lazy = False
 
     def __init__(self, names: bool = False):
-        """Begin with nothing found."""
+        """Start with nothing found."""
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
@@ -73,11 +78,11 @@ class Reached:
         self._seen: set[int] = set()
 
     def holds_state(self) -> bool:
-        """Tell whether anything was found that a forward or somebody may change."""
+        """Tell whether anything was found that can change."""
         return bool(self.tensors or self.modules or self.containers)
 
     def needs_repair(self) -> bool:
-        """Tell whether a rerun would have to repair what its second run does again."""
+        """Tell whether a second run would repeat effects that have to be undone."""
         return (
             self.writes_statistics
             or self.runs_torchscript
@@ -86,9 +91,9 @@ class Reached:
         )
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
-        """Take in one value and what it holds."""
+        """Visit a value and everything it holds."""
         kind = type(value)
-        if kind in _INERT:
+        if kind in INERT:
             return
         visitor = _VISITORS.get(kind) or _visitor_of(kind)
         if visitor is None or id(value) in self._seen:
@@ -111,7 +116,7 @@ class Reached:
         self.generators.append(value)
 
     def _torchscript(self, value: Any, name: str, depth: int) -> None:
-        """Take in what TorchScript runs: of a module, the tensors; no more is seen."""
+        """Collect the tensors of a scripted module; other script objects are opaque."""
         self.runs_torchscript = True
         if isinstance(value, torch.jit.ScriptModule):
             buffers = list(value.buffers())
@@ -126,7 +131,7 @@ class Reached:
         self.containers.append((value, len(value)))
         self._note(value, name)
         for i, item in enumerate(value):
-            if type(item) not in _INERT:
+            if type(item) not in INERT:
                 self.visit(
                     item, f"{name}[{i}]" if self.names is not None else "", depth
                 )
@@ -137,7 +142,7 @@ class Reached:
         self.containers.append((value, len(value)))
         self._note(value, name)
         for key, item in list(value.items()):
-            if type(item) not in _INERT:
+            if type(item) not in INERT:
                 inner = f"{name}[{key!r}]" if self.names is not None else ""
                 self.visit(item, inner, depth)
 
@@ -146,7 +151,7 @@ class Reached:
             return
         self.visit_call(type(value))
         for key, item in list(getattr(value, "__dict__", {}).items()):
-            if type(item) not in _INERT:
+            if type(item) not in INERT:
                 self.visit(item, f"{name}.{key}", depth + 1)
 
     def _method(self, value: types.MethodType, name: str, depth: int) -> None:
@@ -167,19 +172,19 @@ class Reached:
                     content = cell.cell_contents
                 except ValueError:  # The cell is still empty.
                     continue
-                if type(content) not in _INERT:
+                if type(content) not in INERT:
                     self.visit(content, cell_name, depth)
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
-        for namespace, key in _global_slots(value):
+        for namespace, key in global_slots(value):
             self.visit(namespace.get(key), key, depth + 1)
 
     def visit_call(self, kind: type) -> None:
-        """Take in the globals that the methods of a user's class name."""
-        slots = _CLASS_SLOTS.get(kind)
+        """Visit the globals that the methods of a user's class name."""
+        slots = CLASS_SLOTS.get(kind)
         if slots is None:
-            slots = _CLASS_SLOTS[kind] = _class_slots(kind)
+            slots = CLASS_SLOTS[kind] = class_slots(kind)
         for namespace, key in slots:
             self.visit(namespace.get(key), key, 1)
 
@@ -198,7 +203,7 @@ class Reached:
         self.modules.append(value)
         attributes = value.__dict__
         self.visit_call(type(value))
-        if not _is_library(type(value).__module__):
+        if not is_library(type(value).__module__):
             self.stateful_modules.append(value)
         naming = self.names is not None
         if naming:
@@ -209,7 +214,7 @@ class Reached:
                     self.visit(item, _join(name, key) if naming else "", depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
-        for key in _extras(value, attributes):
+        for key in attribute_names(value, attributes):
             item = attributes.get(key)
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
@@ -222,15 +227,6 @@ def _join(owner: str, key: str) -> str:
 
 
 Visitor = Callable[[Reached, Any, str, int], None]
-
-# Types of values that hold nothing: met so often that they are sorted out first.
-_INERT = frozenset(
-    (
-        *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType),
-        *(types.BuiltinFunctionType, types.MethodWrapperType, type(Tensor.sin)),
-    )
-)
 
 _VISITORS: dict[type, Visitor | None] = {
     Tensor: Reached._tensor,
@@ -248,7 +244,7 @@ _VISITORS: dict[type, Visitor | None] = {
 
 
 def _visitor_of(kind: type) -> Visitor | None:
-    """Decide once for each class what is done with its instances."""
+    """Choose the visitor for a class, once."""
     visitor: Visitor | None = Reached._object
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         visitor = Reached._uninitialised
@@ -264,7 +260,7 @@ def _visitor_of(kind: type) -> Visitor | None:
         visitor = Reached._sequence
     elif issubclass(kind, dict):
         visitor = Reached._mapping
-    elif issubclass(kind, type) or _is_library(kind.__module__):
+    elif issubclass(kind, type) or is_library(kind.__module__):
         visitor = None
     _VISITORS[kind] = visitor
     if visitor is None:
@@ -274,7 +270,7 @@ def _visitor_of(kind: type) -> Visitor | None:
 
 
 def _skip(reached: Reached, value: Any, name: str, depth: int) -> None:
-    """Pass over an instance of a class that holds nothing of the user's."""
+    """Skip an instance of a class that holds nothing of the user's."""
 
 
 def _is_numpy_generator(kind: type) -> bool:
@@ -284,97 +280,13 @@ def _is_numpy_generator(kind: type) -> bool:
     )
 
 
-_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
-
-
-@functools.cache
-def _is_library(module_name: str | None) -> bool:
-    """Tell whether code of this module is not the user's: torch's, ours, Python's."""
-    root = (module_name or "").partition(".")[0]
-    return root in {"torch", "membudget", "numpy"} or root in _STANDARD
-
-
-def _extras(module: Module, attributes: dict[str, Any]) -> list[str]:
-    """Return the names of a module's own attributes that may hold something.
-
-    They are remembered with the number of attributes, so that a new attribute is
-    noticed; an attribute that is `None` now may hold a tensor later and stays in.
-    """
-    known = _EXTRAS.get(module)
-    if known is not None and known[0] == len(attributes):
-        return known[1]
-    names = [
-        key
-        for key, item in attributes.items()
-        if key not in _MODULE_INTERNALS and (item is None or type(item) not in _INERT)
-    ]
-    _EXTRAS[module] = (len(attributes), names)
-    return names
-
-
-_MODULE_INTERNALS = frozenset(Module().__dict__)
-_EXTRAS: WeakKeyDictionary[Module, tuple[int, list[str]]] = WeakKeyDictionary()
-
-# A global that code names: the namespace and the key. Looked up anew in each walk,
-# because the global may be bound to something else by then.
-Slots = list[tuple[dict[str, Any], str]]
-_CLASS_SLOTS: dict[type, Slots] = {}
-_CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
-
-
-def _global_slots(function: types.FunctionType) -> Slots:
-    code = function.__code__
-    known = _CODE_SLOTS.get(id(code))
-    if known is None:
-        # The code object is kept with its slots, so that its id stays its own.
-        known = _CODE_SLOTS[id(code)] = (code, list(_named_globals(function)))
-    return known[1]
-
-
-def _named_globals(
-    function: types.FunctionType,
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the globals named by a user's function that can hold something."""
-    if _is_library(function.__module__):
-        return
-    namespace = function.__globals__
-    for key in _all_names(function.__code__):
-        value = namespace.get(key, namespace)
-        kind = type(value)
-        if value is namespace or (value is not None and kind in _INERT):
-            continue
-        if kind is types.FunctionType and _is_library(value.__module__):
-            continue
-        yield namespace, key
-
-
-def _all_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _all_names(constant)
-    return names
-
-
-def _class_slots(kind: type) -> Slots:
-    slots: Slots = []
-    for base in kind.__mro__:
-        if _is_library(base.__module__):
-            continue
-        for value in list(vars(base).values()):
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
-                slots.extend(_global_slots(function))
-    return slots
-
-
 def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:
-    """Walk everything that `function` can read besides its arguments' tensors.
+    """Walk everything that `function` can read besides its tensor arguments.
 
     Args:
-        function: What the region calls.
+        function: The region's function.
         others: Arguments that are neither tensors nor containers, such as modules.
-        names: Whether to note names, for a message; a forward does without.
+        names: Whether to record names, for a message; a forward does not.
 
     Returns:
         What was found.

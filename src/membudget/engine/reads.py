@@ -1,40 +1,45 @@
-"""What a region read besides its arguments, and how a recompute finds it again.
+"""State that a region read besides its arguments, and how a recompute gets it back.
 
-Three kinds of things, three ways:
+Three kinds of state, three ways:
 
 * *Buffers* (and plain tensor attributes of modules) are state that a forward may
   advance: BatchNorm's statistics, a router's bias, an amax history. They are copied
-  before the forward. A recompute starts from the copy, and what it writes is undone,
-  with the version counters, so that the step advances them once.
-* *Training flags*, and the attributes that a forward binds on modules of the user's own
-  classes (a counter, a lazily made mask), are bound to what they were, for the time of
-  the recompute. What a list or dict among them holds is not.
-* *Everything else* is compared by version and storage with what the forward left. A
-  change is an error once the recompute reads it (see `watch`).
+  before the forward. A recompute starts from the copy; what it writes is undone
+  afterwards, with the version counters, so that the step advances the state once.
+* *Training flags*, and attributes that a forward binds on modules of the user's own
+  classes (a counter, a lazily built mask), are rebound to their earlier values for the
+  time of the recompute. The items of lists and dicts among them are not restored.
+* *Everything else* is compared, by version and storage, with what the forward left. A
+  change is an error once the recompute reads it (see `changes`).
 
-BatchNorm's kernel writes its running statistics without telling the version counter.
-So its buffers, and all small ones, are always put back; another large one (a causal
-mask) only when its version says that the forward wrote it, and its copy is dropped at
-once otherwise.
+BatchNorm's kernel writes its running statistics without bumping the version. So its
+buffers, and all small ones, are always restored. Another large buffer (a causal mask)
+is restored only if its version says that the forward wrote it; otherwise its copy is
+dropped at once.
 
-In a call that is verified, fingerprints from before and after the forward tell what it
-wrote behind the version counters. The copies of the large buffers of such a function
-stay from then on; a parameter or a tensor in a dict cannot be put back, so that its
-recompute is refused.
+In a verified call, fingerprints from before and after the forward show what it wrote
+behind the version counters. From then on, the copies of that function's large buffers
+stay. A parameter, or a tensor in a dict, cannot be restored, so its recompute is
+refused.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.contents import Contents
-from membudget.engine.reach import Reached, reach
-from membudget.engine.watch import Watch, rewritten_error, silently_written_error
+from membudget.engine.changes import (
+    Contents,
+    Watch,
+    name_of,
+    names_of,
+    rewritten_error,
+    silently_written_error,
+)
+from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
@@ -42,12 +47,12 @@ from membudget.state.snapshots import enter_snapshots, is_small, take_snapshots
 
 
 class Externals(NamedTuple):
-    """Storages from outside of a region that are not what they were in its forward.
+    """Storages from outside a region that differ from what its forward saw.
 
     Attributes:
-        changed: Names of what somebody changed, by address.
-        put_back: Where the buffers lie that hold what the forward found, for as long
-            as the recompute runs.
+        changed: Names of storages that other code changed, by address.
+        put_back: Addresses of the buffers that hold the forward's content while the
+            recompute runs.
     """
 
     changed: dict[int, str]
@@ -55,28 +60,18 @@ class Externals(NamedTuple):
 
 
 class Reads:
-    """What one forward could read besides its arguments."""
+    """The state that one forward could read besides its arguments."""
 
     __slots__ = (
-        "_addresses",
-        "_containers",
-        "_contents",
-        "_gradients",
-        "_grown",
-        "_modules",
-        "_namespaces",
-        "_rewritten",
-        "_silent",
-        "_snapshots",
-        "_tensors",
-        "_training",
-        "_versions",
-        "_written",
+        *("_addresses", "_containers", "_contents", "_gradients", "_grown", "_modules"),
+        *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
+        *("_training", "_versions", "_written"),
     )
 
     def __init__(self, reached: Reached):
-        """Note everything before the function runs."""
-        # Detached, so that an activation kept on a module does not keep its graph.
+        """Record the state before the function runs."""
+        # Detached, so that an activation stored on a module does not keep its graph
+        # alive.
         self._tensors = [
             t if t.grad_fn is None else t.detach() for t in reached.tensors
         ]
@@ -95,7 +90,7 @@ class Reads:
         self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
-        """Take the fingerprint of everything, before the function runs."""
+        """Fingerprint everything, before the function runs."""
         self._contents = Contents(self._tensors)
         self._gradients = [
             (tensor, gradient, -1 if gradient is None else version_of(gradient))
@@ -105,16 +100,16 @@ class Reads:
         ]
 
     def not_put_back(self) -> list[Tensor]:
-        """Return what a recompute reads as it finds it."""
+        """Return the tensors that are not restored for a recompute."""
         state = self._put_back()
         return [tensor for tensor in self._tensors if id(tensor) not in state]
 
     def _put_back(self) -> set[int]:
-        """Return, by `id`, the buffers that a recompute finds as the forward did."""
+        """Return, by `id`, the buffers that are restored for a recompute."""
         return {id(buffer) for buffer, _ in self._snapshots}
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Notice, after the function ran, what it changed itself."""
+        """Find out, after the function ran, what it changed itself."""
         contents, self._contents = self._contents, None
         written = set(map(id, contents.silently_written())) if contents else None
         if contents is not None and calls is not None:
@@ -148,7 +143,7 @@ class Reads:
         )
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
-        """Return, by `id`, the buffers whose copies stay though no version says so."""
+        """Return, by `id`, the buffers whose copies stay although no version moved."""
         copied = self._put_back()
         calls.writes_silently |= bool(written & copied)
         return copied if calls.writes_silently else set()
@@ -173,7 +168,7 @@ class Reads:
         arguments: HeldArguments,
         hide_gradients: bool,
     ) -> Externals | None:
-        """Bring everything back for a recompute; see `Surroundings.enter_state`."""
+        """Restore everything for a recompute; see `Surroundings.enter_state`."""
         if self._written:
             names = names_of(function, arguments.others)
             raise silently_written_error([name_of(t, names) for t in self._written])
@@ -197,13 +192,13 @@ class Reads:
                 module.training = training
         for namespace, before in self._namespaces:
             now = namespace.copy()
-            # Whatever the recompute binds is unbound again, also where nothing was to
-            # be brought back.
+            # Names that the recompute binds are unbound afterwards, even if nothing had
+            # to be restored.
             scope.callback(_rebind, namespace, now)
             _rebind(namespace, before)
 
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
-        """Return the mode that looks out for what was changed, if anything was."""
+        """Return the observer that looks for changed operands, if there are any."""
         moved = arguments.changed()
         changed = self._changed()
         if not (changed or self._rewritten or moved):
@@ -225,7 +220,7 @@ class Reads:
         return Watch(watched, rewritten) if watched or rewritten else None
 
     def _changed(self) -> list[Tensor]:
-        """Return what somebody changed after the forward ended."""
+        """Return the tensors that other code changed after the forward ended."""
         changed = [
             i
             for i, (tensor, version, address) in enumerate(
@@ -235,8 +230,8 @@ class Reads:
         ]
         if not changed:
             return []
-        # What the forward wrote, a later forward may have written again: a buffer is
-        # brought back from its copy, and another tensor must have the same content.
+        # A later forward may have written again what this one wrote: a buffer is
+        # restored from its copy, any other tensor must have the same content.
         return [
             self._tensors[i]
             for i in changed
@@ -249,7 +244,7 @@ _ABSENT = object()
 
 
 def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Bind in `namespace` what is bound in `wanted`, and nothing else."""
+    """Make `namespace` bind exactly what `wanted` binds."""
     for key in namespace.keys() - wanted.keys():
         del namespace[key]
     for key, value in wanted.items():
@@ -258,10 +253,10 @@ def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return where a forward may bind names, with a copy of what is bound.
+    """Return the namespaces in which a forward may bind names, with copies.
 
-    An activation that is kept on a module is left out of the copy: it would keep its
-    graph, and with it the regions of the step before.
+    An activation stored on a module is detached in the copy: it would keep its graph
+    alive, and with it the regions of the previous step.
     """
     pairs = []
     for module in reached.modules:
@@ -275,22 +270,6 @@ def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]
                 bound[key] = value.detach()
         pairs.append((module.__dict__, bound))
     return pairs
-
-
-def names_of(function: Any, others: list[Any]) -> dict[int, str]:
-    """Return the names of what `function` reaches, by identity and by storage."""
-    reached = reach(function, others, names=True)
-    known = dict(reached.names or {})
-    for tensor in reached.tensors:
-        known.setdefault(address_of(tensor), known[id(tensor)])
-    return known
-
-
-def name_of(tensor: Tensor, names: dict[int, str]) -> str:
-    """Return what an error calls a tensor that the region reached."""
-    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
-    name = names.get(id(tensor)) or names.get(address_of(tensor))
-    return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
 
 
 def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:

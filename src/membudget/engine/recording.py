@@ -1,4 +1,4 @@
-"""What the forward of a region leaves behind: handles, and what they stood for."""
+"""What a rerun region's forward leaves behind: handles, and what they stood for."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from membudget.engine.arguments import must_keep
 from membudget.engine.calls import Calls
-from membudget.engine.compare import Metadata, metadata
-from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.nested import must_keep
-from membudget.engine.options import ContextPair, RegionOptions
-from membudget.engine.statistics import Statistics
+from membudget.engine.comparison import Fingerprints, Metadata, metadata
+from membudget.engine.mismatch import Trace
+from membudget.engine.options import ContextPair, RegionOptions, Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
-from membudget.engine.trace import Trace
 from membudget.errors import CheckpointError, RecomputeMismatchError
 from membudget.state.identity import address_of
 
-# An iterator at its end, a key that is there already. No lack of memory, which is a
-# RuntimeError of torch's.
+# Errors of code that runs twice: an exhausted iterator, a key that exists already.
+# Running out of memory is not among them; it is a RuntimeError of torch's.
 _STATEFUL = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
     *(OSError, StopIteration, TypeError, ValueError),
 )
 
 
-class Handle:
-    """What autograd holds in place of a saved tensor.
+class RerunHandle:
+    """What autograd stores in place of a saved tensor.
 
     Attributes:
         tensor: The recomputed tensor, until autograd takes it.
         version: The version of the tensor's content when it was recomputed; `None` if
-            the tensor may be written to, or torch counts none.
-        address: Where its storage lay then, because `y.data =` exchanges it; `None`
-            without guards, or without a storage.
+            it may be written to, or torch keeps none.
+        address: The address of its storage then, because `y.data =` exchanges it;
+            `None` without guards, or without a storage.
     """
 
     __slots__ = ("__weakref__", "address", "tensor", "version")
@@ -46,8 +44,8 @@ class Handle:
     version: int | None
 
 
-class Kept(Handle):
-    """A handle whose tensor was not dropped."""
+class KeptHandle(RerunHandle):
+    """A handle whose tensor is kept in memory."""
 
     __slots__ = ("_kept",)
 
@@ -59,39 +57,39 @@ class Kept(Handle):
 
     @property
     def tensor(self) -> Tensor:
-        """The tensor that was saved."""
+        """The saved tensor."""
         return self._kept
 
     @tensor.setter
     def tensor(self, value: Tensor | None) -> None:
-        """Do nothing: a handle is emptied when its tensor is taken, and this is not."""
+        """Ignore the assignment that empties a handle once its tensor is taken."""
 
 
 class Recording:
-    """One call of a region: what it was asked, what it saw, what it saved.
+    """One call of a region: its arguments, its surroundings, what it saved.
 
     Attributes:
-        function: What the region calls.
+        function: The region's function.
         options: The region's options.
-        statistics: Where to count, if somebody counts.
-        surroundings: What a recompute must see again.
-        handles: Of each saved tensor, in order, its handle: held weakly, because what
-            is dead needs no recompute.
-        metadata: Likewise its shape, dtype, device and stride.
-        calls: What earlier calls of the function showed; `None` without verification.
+        statistics: The region's counters, if any.
+        surroundings: The state that a recompute must restore.
+        handles: The handle of each saved tensor, in order; weak, because a dead handle
+            needs no recompute.
+        metadata: Shape, dtype, device and stride of each saved tensor.
+        calls: The history of the function's calls; `None` without verification.
         finished: Whether the forward has ended.
-        is_new: Whether the call went unverified, along a path that no verified call
+        is_new: Whether the call was not verified, and took a path that no verified call
             has taken.
-        holds: Whether what is saved stays until then, because the function is known, or
-            may yet be found, to differentiate inside (Rule 7).
+        holds: Whether saved tensors stay in memory until the forward ends, because the
+            function is known to differentiate inside, or may be found to (Rule 7).
         nested_backward: Whether the function differentiates inside (Rule 7).
-        fingerprints: Of each tensor's bytes, if they are to be compared.
-        trace: The operators of the forward, if debugging is on.
+        fingerprints: The fingerprints of the saved tensors, if they are to be compared.
+        trace: The operators of the forward, with `debug=True`.
         contexts: What `context_fn` returned, if there is one.
         lock: Held while handles are filled or emptied.
     """
 
-    # No slots: what most calls leave as it is costs them nothing.
+    # No slots: class attributes cost nothing in the calls that leave them unchanged.
     finished = holds = is_new = nested_backward = False
     contexts: ContextPair | None = None
     fingerprints: Fingerprints | None = None
@@ -106,13 +104,13 @@ class Recording:
         statistics: Statistics | None,
         calls: Calls | None = None,
     ):
-        """Note all that a recompute will need; the function has not run yet."""
+        """Record everything a recompute will need; the function has not run yet."""
         self.function = function
         self.options = options
         self.statistics = statistics
         kind = GuardedSurroundings if options.guards else Surroundings
         self.surroundings: Surroundings = kind(function, args, kwargs, options)
-        self.handles: list[ReferenceType[Handle]] = []
+        self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
         self.lock = RLock()
@@ -127,32 +125,32 @@ class Recording:
         """The region's name, for errors."""
         return self.statistics.label if self.statistics is not None else ""
 
-    def pack(self, tensor: Tensor) -> Handle:
-        """Note a tensor that autograd saves, and return what stands for it."""
+    def pack(self, tensor: Tensor) -> RerunHandle:
+        """Return a handle for a tensor that autograd saves, and drop the tensor."""
         if tensor.is_nested and must_keep(tensor, self.surroundings.arguments):
-            return Kept(tensor)
-        handle = Handle()
+            return KeptHandle(tensor)
+        handle = RerunHandle()
         handle.tensor = None
         self.handles.append(ref(handle))
         self.metadata.append(metadata(tensor))
         return handle
 
-    def pack_checked(self, tensor: Tensor) -> Handle:
-        """Do the same; take a fingerprint of the bytes, and hold the tensor."""
+    def pack_checked(self, tensor: Tensor) -> RerunHandle:
+        """Return a handle; also fingerprint the tensor, or hold it."""
         handle = self.pack(tensor)
-        if isinstance(handle, Kept):
+        if isinstance(handle, KeptHandle):
             return handle
         if self.fingerprints is not None:
             self.fingerprints.add(tensor)
         if self.holds:
-            # Detached: the tensor's history would hold the handle.
+            # Detached, because the tensor's history would own the handle.
             handle.tensor = tensor.detach()
             handle.version = None if tensor.is_inference() else tensor._version
             handle.address = address_of(tensor) or None
         return handle
 
     def last_needed(self) -> int:
-        """Return the last index whose handle lives and is empty, or -1."""
+        """Return the last index whose handle is live and empty, or -1."""
         handles = self.handles
         for index in range(len(handles) - 1, -1, -1):
             handle = handles[index]()
@@ -161,7 +159,7 @@ class Recording:
         return -1
 
     def empty(self) -> None:
-        """Let go of the recomputed tensors that nobody took."""
+        """Free the recomputed tensors that autograd has not taken."""
         for reference in self.handles:
             handle = reference()
             if handle is not None:
@@ -173,7 +171,7 @@ class Recording:
         return self.options.early_stop and not (calls is not None and calls.fills_late)
 
     def note_verified(self, fills_late: bool) -> None:
-        """Note that a recompute made what the forward saved, bit for bit.
+        """Record that a recompute gave the saved tensors bit for bit.
 
         Args:
             fills_late: Whether an operator fills what it saves only after saving it.
@@ -183,24 +181,24 @@ class Recording:
             self.calls.fills_late |= fills_late
 
     def blame(self, error: CheckpointError) -> None:
-        """Say what to do, if the region itself made its rerun differ."""
-        if error.remedy:  # A region around this one failed, and this one asked it.
+        """Add a remedy to an error that the region itself caused."""
+        if error.remedy:  # The error comes from a region around this one.
             return
         by_region = getattr(error, "by_region", False)
         if by_region or isinstance(error, RecomputeMismatchError):
             error.add_remedy(self._replay_from_now())
 
     def blame_state(self, error: Exception) -> None:
-        """Say what to do, if code raised that found its own state moved on."""
+        """Add a remedy to an error of code that found its own state advanced."""
         if isinstance(error, _STATEFUL):
             remedy = self._replay_from_now()
             error.add_note(f"The forward of the region raised nothing. {remedy}")
 
     def _replay_from_now(self) -> str:
-        """Give up rerunning the function, as far as its options leave the choice.
+        """Stop rerunning the function, if its options leave the engine open.
 
         Returns:
-            What an error says about it: what happens next, and what to do.
+            A remedy for an error message.
         """
         if self.calls is not None and self.options.may_replay:
             self.calls.owner.replays = True

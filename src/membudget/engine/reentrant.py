@@ -1,8 +1,8 @@
 """The classic variant: a region as an `autograd.Function` (`use_reentrant=True`).
 
-Its forward runs the function without a graph, its backward runs it again with one and
-differentiates that. It costs nothing for each saved tensor, and it has limits, each of
-which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`:
+Its forward runs the function without a graph; its backward runs it again with a graph
+and differentiates that. It costs nothing per saved tensor. Its limits silently lose
+gradients in other implementations; here each raises a `ReentrantLimitError`:
 
 * some tensor argument must require a gradient, if there are parameters to train;
 * tensors that require a gradient must be arguments themselves, not nested in one;
@@ -10,11 +10,11 @@ which loses gradients in silence elsewhere. Here each is a `ReentrantLimitError`
 * some output must depend on a tensor that requires a gradient;
 * `torch.autograd.grad`, `backward(inputs=...)` and double backward are refused.
 
-It is the one exception to "bit for bit". The gradient of a region's input arrives as
-one sum, where the plain step adds each use of the input to the gradients from outside
-in an order of its own. Floating-point addition is not associative, so a tensor that is
-used both inside and outside of a region, a shared parameter too, may get a gradient
-that differs in the last bit. torch's reentrant variant has the same order.
+It is the one exception to "bit for bit". The region's input receives its gradient as
+one sum, whereas the plain step adds the gradient of each use of the input separately,
+in an order of its own. Floating-point addition is not associative, so a tensor used
+both inside and outside the region, including a shared parameter, may get a gradient
+that differs in the last bit. torch's reentrant variant behaves the same way.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
-from membudget.engine.options import RegionOptions
-from membudget.engine.statistics import Statistics
+from membudget.engine.changes import rewritten_error
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.surroundings import GuardedSurroundings, Surroundings
 from membudget.engine.switches import RECOMPUTING
-from membudget.engine.watch import rewritten_error
 from membudget.errors import ReentrantLimitError
 from membudget.scope import Scope
 from membudget.state.identity import version_of
@@ -39,8 +38,8 @@ from membudget.state.identity import version_of
 _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 
 
-class _Call:
-    """One call of the region: what its backward needs."""
+class _ReentrantCall:
+    """One call of the region, as its backward needs it."""
 
     def __init__(
         self,
@@ -59,7 +58,7 @@ class _Call:
         self.keywords = {
             k: None if isinstance(v, Tensor) else v for k, v in kwargs.items()
         }
-        # The tensors are autograd's to save; all the rest is held as ever.
+        # Autograd saves the tensors; everything else is held as in any region.
         kind = GuardedSurroundings if options.guards else Surroundings
         self.surroundings: Surroundings = kind(
             function, self.others, self.keywords, options
@@ -68,7 +67,7 @@ class _Call:
     def run(
         self, others: Sequence[Any], keywords: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
-        """Call the function with `tensors` in their places among its arguments."""
+        """Call the function with `tensors` inserted among its arguments."""
         values = [*others, *keywords.values()]
         for position, tensor in zip(self.positions, tensors, strict=True):
             values[position] = tensor
@@ -78,9 +77,9 @@ class _Call:
 
 class _Reentrant(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> Any:
+    def forward(ctx: Any, call: _ReentrantCall, *tensors: Tensor) -> Any:
         ctx.call = call
-        # An undefined gradient must stay one: a plain step sends nothing there, either.
+        # An undefined gradient must stay undefined, as in the plain step.
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*tensors)
         versions = [version_of(tensor) for tensor in tensors]
@@ -119,9 +118,9 @@ class _Reentrant(torch.autograd.Function):
 
 
 def _differentiate(
-    call: _Call, inputs: list[Tensor], gradients: tuple[Tensor | None, ...]
+    call: _ReentrantCall, inputs: list[Tensor], gradients: tuple[Tensor | None, ...]
 ) -> None:
-    """Run the function again with a graph and send the gradients through it."""
+    """Rerun the function with a graph, and backpropagate the gradients through it."""
     if call.statistics is not None:
         call.statistics.recomputes += 1
     outputs: list[Any] = []
@@ -134,8 +133,8 @@ def _differentiate(
                 output = call.run(others, keywords, inputs)
             outputs.extend(output if isinstance(output, tuple | list) else [output])
 
-    # The buffers stay as the graph saw them until it was differentiated; autocast
-    # must have ended by then, or it would cast the operators of the backward.
+    # Buffers keep the forward's content until the graph is differentiated; autocast
+    # ends before, or it would cast the operators of the backward.
     with Scope() as state:
         call.surroundings.enter_state(state)
         me = get_ident()
@@ -171,19 +170,19 @@ def run_reentrant(
     """Run one region in the classic way.
 
     Args:
-        function: What the region calls.
-        args: Its positional arguments. A tensor among them may get a gradient.
+        function: The region's function.
+        args: Its positional arguments. Tensors among them may get a gradient.
         kwargs: Its keyword arguments; likewise.
         options: The region's options.
-        statistics: Where to count, if somebody counts.
+        statistics: The region's counters, if any.
 
     Returns:
         What `function` returns.
 
     Raises:
-        ReentrantLimitError: If a gradient would be lost.
+        ReentrantLimitError: A gradient would be lost.
     """
-    call = _Call(function, args, kwargs, options)
+    call = _ReentrantCall(function, args, kwargs, options)
     _check_hidden(call)
     if call.surroundings.is_lazy:
         raise ReentrantLimitError(
@@ -208,7 +207,7 @@ def run_reentrant(
     return call.sequence(output) if call.sequence is not None else output
 
 
-def _check_hidden(call: _Call) -> None:
+def _check_hidden(call: _ReentrantCall) -> None:
     for name, value in zip(
         call.names, (*call.others, *call.keywords.values()), strict=True
     ):
@@ -220,8 +219,8 @@ def _check_hidden(call: _Call) -> None:
             )
 
 
-def _check_grown(call: _Call) -> None:
-    """Refuse tensors that the function left in a container that it was given."""
+def _check_grown(call: _ReentrantCall) -> None:
+    """Reject tensors that the function stored in a container argument."""
     arguments = call.surroundings.arguments
     if arguments.is_nested and _count_tensors(
         (call.others, call.keywords)

@@ -1,46 +1,48 @@
 """`checkpoint`: run a function as a region.
 
-A region is a call whose saved tensors are dropped in the forward and recomputed when
-a backward asks for them. These are the rules of rerun; tests bear their numbers. Those
-of the other engine stand in `replay`.
+A region is a call whose saved tensors are dropped in the forward and recomputed in the
+backward pass. These are the rules of the rerun engine; tests cite their numbers. The
+rules of the other engine are in `replay`.
 
 Rule 1. Saved tensors belong to the innermost region. The inputs of a region are saved
     tensors of whatever surrounds it: an outer region drops them, an offloader moves
     them.
-Rule 2. A recompute runs the function once and stops when the last living handle is
-    served. Where nothing was saved, or no handle lives, nothing is recomputed.
+Rule 2. A recompute runs the function once and stops when the last live handle is
+    served. If nothing was saved, or no handle is live, nothing is recomputed.
 Rule 3. A recomputed tensor leaves its handle when autograd takes it. So memory falls as
-    the backward goes, and each further unpack (a second backward with `retain_graph`,
-    `ctx.saved_tensors` read twice) recomputes again, right each time. Inside
-    `execution_group` it stays.
-Rule 4. What a backward recomputed and did not use is freed when that backward ends.
+    the backward pass proceeds, and each further unpack (a second backward with
+    `retain_graph`, `ctx.saved_tensors` read twice) recomputes again, correctly each
+    time. Inside `execution_group` it stays.
+Rule 4. Recomputed tensors that a backward pass did not use are freed when it ends.
 Rule 5. A recompute sees what the forward saw: arguments and the containers among them,
     random streams, autocast, modes, settings, context variables, training flags, and
     the buffers that the forward advanced.
-Rule 6. A recompute leaves no trace: streams, buffers with their version counters, flags
-    and settings are afterwards what they were, also when it fails.
+Rule 6. A recompute leaves no trace: afterwards, streams, buffers with their version
+    counters, flags and settings are what they were before, also if it fails.
 Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
     tensors, and a recompute adds nothing to the parameters' gradients. What such a
-    function saves stays until its forward ends, so that nothing is recomputed in the
-    middle; a function's first calls find out whether it is one.
-Rule 8. What was changed since the forward raises once the recompute reads it. Every
-    source is known by its version and its storage (`.data =`), also an argument that
-    went through saved-tensor hooks around the region. A change by `.data.add_(...)`,
-    which hides on purpose, is seen where values are compared (Rule 12).
-Rule 9. A recomputed tensor that is not the saved one raises, and says where and why.
+    function saves stays in memory until its forward ends, so that nothing is recomputed
+    in the middle; the first calls of a function show whether it differentiates.
+Rule 8. If something was changed since the forward, the recompute raises once it reads
+    it. Every source is checked by version and storage (`.data =`), including arguments
+    that went through saved-tensor hooks around the region. A change by
+    `.data.add_(...)`, which bypasses the version on purpose, is found where values are
+    compared (Rule 12).
+Rule 9. A recomputed tensor that differs from the saved one raises; the error says where
+    and why.
 Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
     reference cycle of its own. When the graph dies, so does the region.
 Rule 11. An exception of the function passes through unchanged, from the forward and
-    from the recompute. It gains a note where it is the region's doing: the function
-    forbids saved-tensor hooks, or its recompute raised what its forward did not.
+    from the recompute. It gets a note if the region caused it: the function forbids
+    saved-tensor hooks, or its recompute raised what its forward did not.
 Rule 12. The first call of each signature is verified, and calls number 2, 4, 8, ...
-    (see `calls`): the bytes that the recompute makes are compared with the saved ones,
-    and the bytes of what the function reaches before its forward with those after. A
-    large buffer that was written behind its version counter is put back from then on,
-    as small ones always are. Anything else raises, and with the engine `"auto"` the
-    function is replayed from its next call on. What begins to differ between two
-    verified calls goes unseen until the next; `determinism_check="values"` compares the
-    bytes of all calls. Nothing is verified with `verify=False`, without guards, with
+    (see `calls`): the bytes of recomputed and saved tensors are compared, and the bytes
+    of everything the function reaches before and after its forward. A large buffer that
+    was written behind its version counter is restored from then on, as small ones
+    always are. Any other difference raises, and with engine `"auto"` the function is
+    replayed from its next call on. A difference that begins between two verified calls
+    goes unnoticed until the next; `determinism_check="values"` compares the bytes of
+    all calls. Nothing is verified with `verify=False`, without guards, with
     `determinism_check="none"` or with `preserve_rng_state=False`.
 """
 
@@ -55,19 +57,20 @@ from torch.compiler import is_compiling
 
 from membudget.engine import isolation
 from membudget.engine.calls import calls_of
-from membudget.engine.compiled import checkpoint_in_compiled_code, run_in_compiled_code
-from membudget.engine.diagnosis import note_refused_hooks
-from membudget.engine.frame import Frame
+from membudget.engine.compiled import checkpoint_in_compiled_code, run_compiled
+from membudget.engine.mismatch import note_refused_hooks
 from membudget.engine.options import (
     DEFAULTS,
+    ContextPair,
     RegionOptions,
+    Statistics,
     checked_options,
     take_options,
 )
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.selective import ContextPair, policy_of
-from membudget.engine.statistics import Statistics
+from membudget.engine.rerun_frame import RerunFrame
+from membudget.engine.selective import policy_of
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.switches import SWITCHES
 from membudget.errors import CheckpointError
@@ -90,9 +93,9 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)` without keeping its activations.
 
-    What autograd would save inside is dropped, and recomputed when a backward needs it.
-    Loss, gradients, buffers and random streams are those of the plain call, bit for
-    bit; the rules are at the top of this module. It is a drop-in for
+    What autograd would save inside is dropped, and recomputed when a backward pass
+    needs it. Loss, gradients, buffers and random streams equal those of the plain call
+    bit for bit; the rules are at the top of this module. It is a drop-in for
     `torch.utils.checkpoint.checkpoint`.
 
     The options below are taken out of `kwargs`. To pass a keyword of the same name to
@@ -105,21 +108,22 @@ def checkpoint(
             dataclasses.
         **kwargs: Its keyword arguments, and options of the region: `use_reentrant`,
             `context_fn`, `determinism_check`, `debug`, `early_stop`,
-            `preserve_rng_state`, `guards`, `engine`, `keep`, `verify`; see
+            `preserve_rng_state`, `guards`, `engine`, `keep`, `verify`, `strict`; see
             `RegionOptions`.
 
     Returns:
         What `function` returns; without a function, a decorator.
 
     Raises:
-        OptionError: An option has a value that cannot be meant.
+        OptionError: An option has an invalid value.
         ChangedSinceForwardError: In the backward, if something that the function read
             was changed in between (Rule 8).
-        RecomputeMismatchError: In the backward, if the function did not do the same
-            again (Rule 9).
+        RecomputeMismatchError: In the backward, if the recompute differs from the
+            forward (Rule 9).
 
-    Not counted among what is kept: 5 KiB for the state of the CPU's generator (outside
-    of torch's allocator), and a copy of the small buffers that the region can reach.
+    Memory that the region keeps besides its inputs: 5 KiB for the state of the CPU's
+    generator (outside torch's allocator), and a copy of the small buffers that it can
+    reach.
 
     Example:
         >>> import membudget as mb, torch
@@ -134,7 +138,7 @@ def checkpoint(
         return checkpoint_in_compiled_code(function, args, kwargs)
     options = take_options(kwargs)
     if function is None:
-        checked_options(kwargs)  # Whatever is left is no option.
+        checked_options(kwargs)  # Rejects the rest as unknown options.
         return lambda wrapped: _curried(wrapped, options)
     return _run_eagerly(function, args, kwargs, options, None)
 
@@ -146,20 +150,23 @@ def run_region(
     options: RegionOptions = DEFAULTS,
     statistics: Statistics | None = None,
 ) -> Any:
-    """Run one region with options that are already checked.
+    """Run one region with options that have been validated.
 
     Args:
-        function: What the region calls.
+        function: The region's function.
         args: Its positional arguments.
         kwargs: Its keyword arguments, without options.
         options: The region's options.
-        statistics: Where to count, if somebody counts.
+        statistics: The region's counters, if any.
 
     Returns:
         What `function` returns.
     """
     if is_compiling():
-        return run_in_compiled_code(function, args, kwargs, options, statistics)
+        label = "" if statistics is None else statistics.label
+        return run_compiled(
+            function, args, kwargs, options.keep, options.context_fn, label
+        )
     return _run_eagerly(function, args, kwargs, options, statistics)
 
 
@@ -204,12 +211,12 @@ def _frame(
     kwargs: dict[str, Any],
     options: RegionOptions,
     statistics: Statistics | None,
-) -> Frame | ReplayFrame:
-    """Choose the engine."""
+) -> RerunFrame | ReplayFrame:
+    """Create the frame of the engine that the options and the function select."""
     if not options.always_replays:
         calls = calls_of(function, args, kwargs) if options.verifies else None
         if calls is None or not (calls.owner.replays and options.may_replay):
-            frame = Frame(function, args, kwargs, options, statistics, calls)
+            frame = RerunFrame(function, args, kwargs, options, statistics, calls)
             if not frame.surroundings.needs_repair:
                 return frame
             if not options.may_replay:
@@ -219,10 +226,10 @@ def _frame(
 
 
 def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:
-    """Return the options of a rerun that was asked for where replay would be better.
+    """Return the options for a rerun that was requested where replay would be safer.
 
     Raises:
-        CheckpointError: If no rerun can be right.
+        CheckpointError: No rerun can be correct.
     """
     if surroundings.is_lazy:
         raise CheckpointError(
@@ -236,7 +243,7 @@ def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOpti
 
 
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
-    """Turn the contexts of selective checkpointing into a policy to keep."""
+    """Turn the contexts of selective checkpointing into a policy."""
     policy = policy_of(contexts)
     if policy is not None:
         return replace(options, context_fn=None, debug=False, keep=policy)

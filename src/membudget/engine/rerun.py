@@ -1,8 +1,8 @@
-"""One recompute: run the function again, and give each handle its tensor.
+"""One recompute: run the function again, and fill each handle with its tensor.
 
 The i-th tensor that autograd saves in the recompute belongs to the i-th handle of the
-forward. The run ends by an exception of its own as soon as the last handle that is
-needed has its tensor; the operator that would have used that tensor never runs.
+forward. The run ends, by an exception of its own, as soon as the last needed handle has
+its tensor; the operator that would have used that tensor never runs.
 """
 
 from __future__ import annotations
@@ -22,41 +22,43 @@ from membudget._torch import (
     storage_address,
 )
 from membudget.callsite import CallSite, calling_frame
-from membudget.engine.compare import (
+from membudget.engine.arguments import must_keep
+from membudget.engine.changes import changed_error
+from membudget.engine.comparison import (
     Metadata,
+    RecomputedFingerprints,
     describe,
     metadata,
-    mismatch_error,
     same_metadata,
 )
-from membudget.engine.diagnosis import (
+from membudget.engine.mismatch import (
+    Trace,
     likely_causes,
+    mismatch_error,
     module_names,
+    side_by_side,
 )
-from membudget.engine.fingerprints import Comparison
-from membudget.engine.nested import must_keep
 from membudget.engine.reads import Externals
-from membudget.engine.recording import Handle, Recording
-from membudget.engine.trace import Trace, side_by_side
-from membudget.engine.watch import changed_error
+from membudget.engine.recording import Recording, RerunHandle
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
 
 class _StopRecompute(BaseException):
-    """Everything that is needed is there. No `except Exception` of a user eats it.
+    """Ends a recompute that has everything it needs.
 
-    It is raised without an argument: C++ turns an exception that passes through it to
-    text. Which rerun it ends, that one knows itself.
+    A BaseException, so that no `except Exception` of the user catches it. It carries no
+    argument, because C++ turns an exception that passes through it into text. The rerun
+    that raised it knows from its own state that it did.
     """
 
 
 class Rerun:
     """One recompute of one region.
 
-    The graph that the recompute builds keeps this object, through its hooks, for as
-    long as the user's code keeps a tensor of it. So when the run is over the object
-    lets go of the region (Rule 10).
+    The hooks of the recompute's graph reference this object for as long as user code
+    keeps a tensor of that graph. So the object drops its reference to the region when
+    the run is over (Rule 10).
     """
 
     _cursor = 0
@@ -74,7 +76,9 @@ class Rerun:
         self._last_needed = recording.last_needed()
         self._is_guarded = recording.options.guards
         forward = recording.fingerprints
-        self._fingerprints = None if forward is None else Comparison(forward)
+        self._fingerprints = (
+            None if forward is None else RecomputedFingerprints(forward)
+        )
         self._may_stop = recording.stops_early()
 
     def run(self) -> None:
@@ -106,8 +110,8 @@ class Rerun:
                 else:
                     self._call(args, kwargs)
             if self._failure is not None:
-                # Raised again, in case the function caught it. A local name for it
-                # would tie its traceback into a reference cycle.
+                # Raised again, in case the function caught it. A local variable would
+                # tie its traceback into a reference cycle.
                 raise self._failure
             if not self._stopped:
                 self._check_count()
@@ -123,7 +127,7 @@ class Rerun:
             self._trace = None
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Call the function, to its end or until everything needed is there."""
+        """Call the function, until it ends or every needed tensor is computed."""
         push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
         try:
             self._recording.function(*args, **kwargs)
@@ -132,9 +136,9 @@ class Rerun:
                 self._compare(self._fingerprints)
         except _StopRecompute:
             if not self._stopped:
-                raise  # It ends the recompute around this one.
+                raise  # It ends an outer recompute.
         except Exception as error:
-            # TorchScript's interpreter turns what hooks raise to an error of its own.
+            # TorchScript's interpreter replaces an exception of a hook by its own.
             if self._failure is not None:
                 raise self._failure from None
             if not self._stopped:
@@ -149,7 +153,7 @@ class Rerun:
         return self._pack if self._fingerprints is None else self._pack_with_fingerprint
 
     def _pack(self, tensor: Tensor) -> None:
-        """Give the tensor that is being saved to the handle that it belongs to.
+        """Give the tensor that is being saved to its handle.
 
         Autograd gets nothing: the graph of the recompute is not used.
         """
@@ -182,7 +186,7 @@ class Rerun:
             self._stop()
 
     def _stop(self) -> None:
-        """End the run, unless the bytes of what is being saved are not there yet."""
+        """End the run, unless the operator has yet to fill what it is saving."""
         if self._fingerprints is not None and not self._fingerprints.is_filled():
             self._site = self._site or self._site_now()
             return
@@ -190,13 +194,13 @@ class Rerun:
         raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
-        """Do the same, and compare the bytes of tensors that are filled by now."""
+        """Give the tensor to its handle, and compare the bytes of filled ones."""
         if tensor.is_nested and self._is_kept(tensor):
             return
         self._give_and_compare(tensor, sys._getframe(1))
 
     def _give_and_compare(self, tensor: Tensor, caller: FrameType) -> None:
-        # `_pack` does not see who saves.
+        # `_pack` cannot see the caller.
         stops = self._recording.stops_early()
         self._may_stop = stops and not _fills_what_it_saved(caller)
         if self._fingerprints is not None:
@@ -205,8 +209,8 @@ class Rerun:
         self._pack(tensor)
 
     def _pack_whole(self, tensor: Tensor) -> Tensor:
-        """Do the same where the function differentiates inside (Rule 7)."""
-        # The graph holds the tensor, and the tensor's history would hold the graph.
+        """Give the tensor to its handle, and to autograd, which uses it (Rule 7)."""
+        # The graph owns the tensor, and the tensor's history would own the graph.
         tensor = tensor.detach()
         self._give_and_compare(tensor, sys._getframe(1))
         return tensor
@@ -214,8 +218,8 @@ class Rerun:
     def _is_kept(self, nested: Tensor) -> bool:
         return must_keep(nested, self._recording.surroundings.arguments)
 
-    def _check_external(self, handle: Handle, externals: Externals) -> None:
-        """Refuse what was changed; a buffer that is put back has no version to keep."""
+    def _check_external(self, handle: RerunHandle, externals: Externals) -> None:
+        """Reject a changed storage; accept later versions of a restored buffer."""
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
@@ -229,8 +233,8 @@ class Rerun:
         if not same_metadata(saved, made):
             self._fail(index, describe(saved), describe(made), saved, made)
 
-    def _compare(self, fingerprints: Comparison) -> None:
-        """Refuse a tensor whose bytes are not those of the forward."""
+    def _compare(self, fingerprints: RecomputedFingerprints) -> None:
+        """Reject a tensor whose bytes differ from the forward's."""
         index = fingerprints.difference()
         if index is not None:
             data = self._metadata[index]
@@ -279,17 +283,17 @@ def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _mark_what_it_has(handle: Handle, tensor: Tensor) -> None:
-    """Mark an inference tensor, which has no version, or a sparse one: no storage."""
+def _mark_what_it_has(handle: RerunHandle, tensor: Tensor) -> None:
+    """Mark a tensor without a version (inference) or without a storage (sparse)."""
     handle.version = None if tensor.is_inference() else tensor._version
     handle.address = None
 
 
 def _fills_what_it_saved(caller: FrameType) -> bool:
-    """Tell whether the operator that is saving writes its saved tensor afterwards.
+    """Tell whether the operator that is saving fills its saved tensor afterwards.
 
     RReLU saves its noise before it draws it (pytorch/pytorch#193671), so a recompute
-    that stops there would hand out uninitialised memory. The call that saves is looked
-    up in the Python code that made it.
+    that stops there would return uninitialised memory. The calling Python code shows
+    whether it calls such an operator.
     """
     return "rrelu" in caller.f_code.co_names

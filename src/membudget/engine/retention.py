@@ -1,39 +1,43 @@
-"""How long a recomputed tensor stays with its handle.
+"""How long recomputed tensors stay, and recomputing ahead of the backward pass.
 
-As a rule autograd takes it away, and what one backward recomputed but did not use is
-freed when that backward ends; a later backward over the same graph recomputes again.
+By default autograd takes a recomputed tensor, and those that one backward pass did not
+use are freed when it ends; a later backward over the same graph recomputes again.
 Inside an execution group a recomputed tensor stays until the group ends (or autograd
-drops the handle), so that several backwards recompute each region at most once.
+drops the handle), so that several backward passes recompute each region at most once.
+`collect_regions` lets a program recompute before a backward pass asks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 from typing import Protocol
 from weakref import ReferenceType, ref
 
 from membudget._torch import at_end_of_backward, current_graph_task_id
+from membudget.engine.switches import SWITCHES
+from membudget.errors import CheckpointError
 
 
 class Releasable(Protocol):
     """A frame whose handles may hold recomputed tensors."""
 
     def release(self) -> None:
-        """Let go of the recomputed tensors that nobody took."""
+        """Free the recomputed tensors that autograd has not taken."""
 
 
 _Frames = list["ReferenceType[Releasable]"]
 
-# Frames that recomputed in a backward, by the number of its graph task. A backward that
-# fails never calls back; its entry holds nothing but dead references, and is dropped
-# when later ones have pushed it out.
+# Frames that recomputed in a backward pass, by the number of its graph task. A backward
+# that fails never calls back; its entry holds only dead references, and is evicted by
+# later ones.
 _BY_BACKWARD: dict[int, _Frames] = {}
+
 _MOST_BACKWARDS = 64
 
-# The groups that are open: while there are any, recomputed tensors stay. They are
-# process-wide, because autograd runs on threads of its own: a recompute must see the
-# group from there.
+# The open groups: while there are any, recomputed tensors stay. The list is
+# process-wide, because autograd recomputes on threads of its own, which must see it.
 OPEN_GROUPS: list[_Frames] = []
 
 _OUTSIDE_BACKWARD = -1
@@ -41,11 +45,11 @@ _OUTSIDE_BACKWARD = -1
 
 @contextmanager
 def execution_group() -> Iterator[None]:
-    """Recompute each region at most once over all backwards run inside.
+    """Recompute each region at most once over all backward passes run inside.
 
-    Several backwards over one graph (one loss after another, or gradients for the
-    inputs first and for the weights later) then share the recomputed tensors. They are
-    held until the group ends, or until autograd frees what they belong to.
+    Several backward passes over one graph (one loss after another, or gradients of the
+    inputs first and of the weights later) then share the recomputed tensors. These stay
+    in memory until the group ends, or until autograd frees their graph.
 
     Example:
         >>> import membudget as mb, torch
@@ -68,11 +72,10 @@ def execution_group() -> Iterator[None]:
 
 
 def release_in_time(frame: Releasable) -> bool:
-    """See to it that `frame` is released when its recomputed tensors are out of date.
+    """Arrange for `frame` to be released when its recomputed tensors expire.
 
     Returns:
-        Whether somebody will release it; `False` outside of any backward, where the
-        caller must.
+        `False` outside every backward pass, where the caller must release it.
     """
     if OPEN_GROUPS:
         OPEN_GROUPS[-1].append(ref(frame))
@@ -95,3 +98,102 @@ def _release(frames: _Frames) -> None:
         frame = reference()
         if frame is not None:
             frame.release()
+
+
+class GraphExecGroup:
+    """Recompute each region at most once over all backward passes run inside.
+
+    As `torch.utils.checkpoint.GraphExecGroup`, except that the backward passes may
+    overlap. Groups do not nest.
+    """
+
+    def __init__(self) -> None:
+        """Create a group; `with` opens it."""
+        self._group: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> GraphExecGroup:
+        """Open the group.
+
+        Raises:
+            CheckpointError: A group is open already.
+        """
+        if OPEN_GROUPS:
+            raise CheckpointError(
+                "GraphExecGroup contexts cannot be nested; leave the outer one first"
+            )
+        self._group = execution_group()
+        self._group.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the group and free its recomputed tensors."""
+        if self._group is not None:
+            self._group.__exit__(kind, error, trace)
+            self._group = None
+
+
+class Recomputable(Protocol):
+    """One call of a region, of either engine."""
+
+    def recompute(self) -> None:
+        """Recompute every dropped tensor now."""
+
+
+class Regions:
+    """The regions that ran inside a `collect_regions` block, weakly referenced.
+
+    They live as long as the graph they belong to.
+    """
+
+    __slots__ = ("_frames",)
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self._frames: list[ReferenceType[Recomputable]] = []
+
+    def add(self, frame: Recomputable) -> None:
+        """Add a region that ran."""
+        self._frames.append(ref(frame))
+
+    def __len__(self) -> int:
+        """Return how many are live."""
+        return len(self._alive())
+
+    def recompute(self) -> None:
+        """Recompute what the regions dropped, before a backward pass asks for it.
+
+        The next backward takes the tensors and frees them as usual. A pipeline stage
+        can recompute while it waits for the gradient.
+        """
+        for frame in self._alive():
+            frame.recompute()
+
+    def _alive(self) -> list[Recomputable]:
+        frames = (reference() for reference in self._frames)
+        return [frame for frame in frames if frame is not None]
+
+
+@contextmanager
+def collect_regions() -> Iterator[Regions]:
+    """Collect the regions that run inside, in this thread.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> with mb.collect_regions() as regions:
+        ...     y = mb.checkpoint(lambda x: x.sin().exp(), x)
+        >>> regions.recompute()
+        >>> y.sum().backward()
+    """
+    regions = Regions()
+    before, any_before = SWITCHES.collector, SWITCHES.any
+    SWITCHES.collector, SWITCHES.any = regions.add, True
+    try:
+        yield regions
+    finally:
+        SWITCHES.collector, SWITCHES.any = before, any_before

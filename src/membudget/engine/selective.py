@@ -1,16 +1,15 @@
-"""Selective checkpointing by contexts, in the form that torch gave it.
+"""Selective checkpointing by contexts, in torch's form.
 
-torch hands a region two contexts, one for the forward and one for the recompute. Those
-made here are torch's own, and carry our policy. A region of ours takes the policy and
-runs under the replay engine: the function never runs twice, so nothing can come out of
-step. Wherever torch's checkpoint takes the contexts, as it does inside of
-`torch.compile`, they do there what torch's do.
+torch gives a region two contexts, one for the forward and one for the recompute. The
+contexts made here are torch's own and carry our policy. A region of ours takes the
+policy and runs under the replay engine: the function never runs twice, so forward and
+recompute cannot get out of step. Where torch's checkpoint gets the contexts, as inside
+`torch.compile`, they behave like torch's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,28 +24,28 @@ from membudget._torch import (
     is_view_operator,
     tree_iter,
 )
+from membudget.engine.options import ContextPair
 from membudget.engine.policy import Candidate, Policy
 from membudget.errors import OptionError, OptionTypeError
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
-ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class TorchPolicy:
-    """A policy of ours as the function that torch's contexts ask.
+    """One of our policies, as the function that torch's contexts call.
 
     Attributes:
         policy: What a region of ours keeps.
     """
 
     def __init__(self, policy: Policy, module_names: Mapping[str, str] | None = None):
-        """Begin one call of a region.
+        """Start one call of a region.
 
         Args:
-            policy: What is kept.
-            module_names: The name in the region of each module, by its `id` as text.
+            policy: Decides what to keep.
+            module_names: Each module's name in the region, by its `id` as text.
         """
         self.policy = policy
         self._call = policy.begin()
@@ -63,7 +62,8 @@ class TorchPolicy:
         """Decide on one operator."""
         self._number += 1
         if not isinstance(operator, OperatorOverload):
-            return True  # A higher-order operator: replay cannot run it again, either.
+            # A higher-order operator, which replay cannot run again either.
+            return True
         if is_view_operator(operator):
             return False
         return any(
@@ -79,8 +79,8 @@ class TorchPolicy:
     def _path(self) -> str:
         """Return the innermost module of the operator that is being traced.
 
-        Dynamo notes with each operator the modules that ran, by their ids, to which it
-        adds "@1" in a second call.
+        Dynamo attaches to each operator the modules that ran, by `id`, with "@1"
+        appended in a second call.
         """
         stack = fx_traceback.get_current_meta().get("nn_module_stack") or {}
         for key in reversed(stack):
@@ -89,12 +89,12 @@ class TorchPolicy:
                 return name
         if self._module_names or not stack:
             return ""
-        # A lambda, of which Dynamo shows no object: the path from the compiled code.
+        # For a lambda, Dynamo gives no object: use the path from the compiled code.
         return str([*stack.values()][-1][0]).replace("L['self'].", "")
 
 
 class _FunctionPolicy(TorchPolicy):
-    """The function that the user gave in torch's form."""
+    """A policy function that the user gave in torch's form."""
 
     def __init__(self, policy: _Function):
         super().__init__(policy)
@@ -120,7 +120,7 @@ class _Overloads(Policy):
 
 @dataclass(frozen=True)
 class _Function(Policy):
-    """What a function of torch's form decides to save."""
+    """What a policy function in torch's form decides to save."""
 
     function: PolicyFunction
     expects_to_keep = True
@@ -145,18 +145,18 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_fn_or_list: A function `(context, operator, *args, **kwargs)` that
-            returns a `CheckpointPolicy` or a bool, asked once for each output in the
+            returns a `CheckpointPolicy` or a bool, called once per output in the
             forward; or a list of operators to keep, in which a packet
             (`torch.ops.aten.mm`) stands for all of its overloads. In a region of ours,
-            views are never asked about.
-        allow_cache_entry_mutation: Without effect in a region of ours, where what is
-            changed in place after it was kept is right.
+            it is not called for views.
+        allow_cache_entry_mutation: No effect in a region of ours, where writing a kept
+            tensor in place is always safe.
 
     Returns:
         The context for the forward and the one for the recompute.
 
     Raises:
-        OptionError: If the policy is neither a function nor a list of operators.
+        OptionError: The policy is neither a function nor a list of operators.
 
     Warns:
         UserWarning: If the policy keeps nothing in a region.
@@ -179,7 +179,7 @@ def create_selective_checkpoint_contexts(
 
 
 def contexts_of(policy: TorchPolicy, allow_mutation: bool = False) -> ContextPair:
-    """Return torch's contexts, which ask `policy` for each operator."""
+    """Return torch's contexts, which call `policy` for each operator."""
     pair: ContextPair = torch_checkpointing.create_selective_checkpoint_contexts(
         policy, allow_mutation
     )

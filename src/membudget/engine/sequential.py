@@ -1,9 +1,9 @@
-"""Regions over the segments of a chain of layers.
+"""Run a chain of layers as regions, one per segment.
 
-A chain of n equal layers in k segments keeps k inputs and, in the backward, one segment
-of n/k activations; the sum is least at k = √n (Chen, Xu, Zhang and Guestrin 2016,
-"Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4.1). The
-last segment is never recomputed: its backward comes at once.
+A chain of n equal layers in k segments keeps k inputs and, in the backward pass, the
+activations of one segment of n/k layers; the sum is least at k = √n (Chen, Xu, Zhang
+and Guestrin 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174,
+section 4.1). The last segment is never recomputed, because its backward comes first.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Layer = Callable[..., Any]
 
 
 def segment_bounds(layers: int, segments: int) -> list[int]:
-    """Return where each of `segments` even segments begins, and the end.
+    """Return the start of each of `segments` even segments, and the end.
 
-    No two segments differ by more than one layer; the longer ones come first.
+    Segments differ by at most one layer; the longer ones come first.
 
     Args:
-        layers: How many layers there are.
-        segments: How many segments to cut them into.
+        layers: The number of layers.
+        segments: The number of segments.
 
     Raises:
-        OptionError: If there are fewer layers than segments, or no segment.
+        OptionError: There are fewer layers than segments, or no segment.
 
     Example:
         >>> segment_bounds(11, 6)
@@ -57,23 +57,23 @@ def checkpoint_sequential(
     *inputs: Any,
     **options: Any,
 ) -> Any:
-    """Run a chain of layers in segments, each of which is a region but the last.
+    """Run a chain of layers in segments, each of which is a region except the last.
 
     Args:
-        functions: An `nn.Sequential` or the layers in order. Each takes what the one
+        functions: An `nn.Sequential`, or the layers in order. Each takes what the one
             before returned.
-        segments: How many segments, from 1 to the number of layers. Left out or
+        segments: The number of segments, from 1 to the number of layers. Omitted or
             `"sqrt"`: about the square root of the number of layers.
-        *inputs: What the first layer takes. If there are several, a tuple that a layer
-            returns is handed to the next as several arguments; otherwise as one, as
-            `nn.Sequential` does.
+        *inputs: The inputs of the first layer. If there are several, a tuple that a
+            layer returns is passed to the next as several arguments; otherwise as one,
+            as `nn.Sequential` does.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:
         What the last layer returns.
 
     Raises:
-        OptionError: If `segments` does not suit the layers, or an option is unknown.
+        OptionError: `segments` does not suit the layers, or an option is unknown.
 
     Example:
         >>> import membudget as mb, torch
@@ -103,7 +103,8 @@ def _count(segments: int | Literal["sqrt"] | None, layers: int) -> int:
 def _run_segment(
     layers: list[Layer], values: Any, spread: bool, options: RegionOptions
 ) -> tuple[Any, ...]:
-    # A partial, because the walk over what a region can read looks into its arguments.
+    # A partial, because the walk over everything a region can read visits its
+    # arguments.
     function = functools.partial(_run_layers, layers, spread)
     result = run_region(function, values, {}, options)
     return result if spread and isinstance(result, tuple) else (result,)

@@ -1,11 +1,12 @@
-"""Which calls of a function are alike, as far as that is known before they run.
+"""Signatures: which calls of a function are alike, as far as is known beforehand.
 
-A signature is the function and the modules that it holds or is given, their training
-flags, autocast, the shapes and dtypes of its tensors, and its flags and strings. No
-numbers: a function that is given a step's number would never be known.
+A signature consists of the function and the modules that it holds or is given, their
+training flags, autocast, the shapes and dtypes of its tensors, and its flags and
+strings. Numbers are left out: a function that takes the step's number would never be
+known.
 
-Functions and modules stand in it by their `id`. Whoever keeps a signature holds them
-weakly, and lets it go before an `id` names another.
+Functions and modules are identified by `id`. Code that stores a signature must hold
+them weakly, and drop the signature before an `id` is reused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.nn import Module, Parameter
 
 from membudget._torch import is_any_autocast_enabled
 
-Key = tuple[Any, ...]
+Signature = tuple[Any, ...]
 
 _MOST_ENTRIES = 256
 _MOST_ITEMS = 64
@@ -31,12 +32,12 @@ _MOST_ITEMS = 64
 
 def signature_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Key, list[Any], int]:
+) -> tuple[Signature, list[Any], int]:
     """Describe a call, in less than a microsecond.
 
     Returns:
-        The signature; what stands in it by its `id`; and how many of those belong to
-        the function, whatever it is called with.
+        The signature; the objects that it identifies by `id`; and how many of those
+        belong to the function, whatever its arguments.
     """
     key: list[Any] = [is_any_autocast_enabled()]
     parts: list[Any] = []
@@ -54,8 +55,8 @@ def signature_of(
     return tuple(key), parts, held
 
 
-# What a value says of a call: each appends to the key, and to the parts what the key
-# names by its `id`.
+# How each kind of value is described: the function appends to the key, and to `parts`
+# each object that the key identifies by `id`.
 
 
 def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -64,7 +65,7 @@ def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_callee(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Describe what is called: an object of a user's class is known by itself."""
+    """Describe what is called: an object of a user's class is identified by `id`."""
     kind = type(value)
     describe = _DESCRIBERS.get(kind) or _describer_of(kind)
     if describe is _describe_kind:
@@ -109,7 +110,7 @@ def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
     for cell in closure:
         try:
             content = cell.cell_contents
-        except ValueError:  # It is still empty.
+        except ValueError:  # The cell is still empty.
             continue
         _describe(content, key, parts)
 
@@ -131,7 +132,7 @@ def _describe_partial(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Describe the modules alone: a log that grows says nothing of a call."""
+    """Describe only the modules among items: a log that grows must not matter."""
     if len(key) > _MOST_ENTRIES:
         return
     key.append(type(value))
@@ -169,7 +170,7 @@ _OF_CONTENT = (_describe_module, _describe_items, _describe_mapping)
 
 
 def _describer_of(kind: type) -> Describer:
-    """Decide once for each class how its instances are described."""
+    """Choose how to describe instances of a class, once."""
     describer: Describer = _describe_kind
     if issubclass(kind, Module):
         describer = _describe_module

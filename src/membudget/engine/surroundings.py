@@ -1,9 +1,9 @@
-"""Everything a call of a region depends on, noted before it and brought back later.
+"""Everything a call of a region depends on: recorded before it, restored later.
 
-This is Rules 5 and 6, shared by both variants of rerun: the arguments, the random
-sources, the ambient state, and what the function can reach. `Surroundings` promises
-what torch's own checkpoint promises; `GuardedSurroundings` all that the rules say.
-Bringing back ends with a `Scope`; that gradients are on is the caller's to see to.
+This implements Rules 5 and 6, for both variants of rerun: arguments, random sources,
+ambient state, and what the function can reach. `Surroundings` gives the guarantees of
+torch's own checkpoint; `GuardedSurroundings` all of the rules. What is restored lasts
+until a `Scope` ends. The caller enables gradients.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from membudget.engine import isolation
 from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.contents import Contents
+from membudget.engine.changes import Contents, name_of, names_of, silently_written_error
 from membudget.engine.isolation import RandomLog
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import Reached, reach
-from membudget.engine.reads import Externals, Reads, name_of, names_of
-from membudget.engine.watch import silently_written_error
+from membudget.engine.reads import Externals, Reads
 from membudget.scope import Scope
 from membudget.state.rng import (
     Noted,
@@ -35,20 +34,20 @@ from membudget.state.rng import (
 
 
 class Surroundings:
-    """What one call of a region saw: arguments, torch's random streams, autocast.
+    """Arguments, torch's random streams and autocast of one call.
 
     Attributes:
         arguments: Its arguments.
         reads: What else it could read; `None` if nothing, or without guards.
         needs_repair: Whether it can reach running statistics that it will write,
-            private generators, TorchScript or lazy modules: what a replay need not
-            put back.
-        runs_torchscript: Whether it can reach what was traced or scripted. TorchScript
+            private generators, TorchScript or lazy modules, whose state a replay need
+            not restore.
+        runs_torchscript: Whether it can reach traced or scripted code. TorchScript
             compiles a function by what its earlier runs have seen, so a second run may
             save other tensors than the first.
         is_lazy: Whether it can reach parameters that its forward will initialise.
-        trainable: Whether it can reach a tensor that requires a gradient, which only
-            the reentrant variant asks.
+        trainable: Whether it can reach a tensor that requires a gradient; only the
+            reentrant variant reads this.
         random_log: The random operators, where several threads run regions.
     """
 
@@ -66,7 +65,7 @@ class Surroundings:
         kwargs: dict[str, Any],
         options: RegionOptions,
     ):
-        """Note everything; the function has not run yet."""
+        """Record the state; the function has not run yet."""
         self.arguments = arguments = HeldArguments(args, kwargs)
         self._autocast = Autocast() if is_any_autocast_enabled() else None
         self._noted: Noted = (
@@ -79,10 +78,10 @@ class Surroundings:
         """Prepare to find what the function writes behind the version counters."""
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Note, after the function ran, what it changed itself.
+        """Find out, after the function ran, what it changed itself.
 
         Args:
-            calls: What earlier calls of the function showed, and where to note more.
+            calls: The history of the function's calls, which is updated.
         """
 
     def run_in_context(self, body: Callable[[], None]) -> None:
@@ -90,7 +89,7 @@ class Surroundings:
         body()
 
     def enter_ambient(self, scope: Scope) -> None:
-        """Bring back random sources, modes and settings until `scope` ends."""
+        """Restore random sources, modes and settings until `scope` ends."""
         if self._autocast is not None or is_any_autocast_enabled():
             enter_autocast(self._autocast, scope)
         bring_back(self._noted, scope)
@@ -98,25 +97,25 @@ class Surroundings:
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False
     ) -> Externals | None:
-        """Bring back buffers, attributes and flags until `scope` ends.
+        """Restore buffers, attributes and flags until `scope` ends.
 
         Args:
             scope: Where undoing is registered.
             hide_gradients: Whether the function runs a backward of its own, whose
-                gradients must not be added to those of the parameters again.
+                gradients must not be accumulated again.
 
         Returns:
-            What is not as it was in the forward, if there is anything.
+            The storages that differ from the forward, if any.
         """
         return None
 
     def refusing_silent_writes(self) -> AbstractContextManager[None]:
-        """Return what raises at its end if a recompute wrote memory unseen."""
+        """Return a context that raises on exit if a recompute wrote memory unseen."""
         return nullcontext()
 
 
 class GuardedSurroundings(Surroundings):
-    """What one call of a region saw, all of it."""
+    """The whole state that one call of a region saw."""
 
     _is_checked = False
 
@@ -127,7 +126,7 @@ class GuardedSurroundings(Surroundings):
         kwargs: dict[str, Any],
         options: RegionOptions,
     ):
-        """Note everything; the function has not run yet."""
+        """Record the state; the function has not run yet."""
         self._function = function
         self._autocast = Autocast() if is_any_autocast_enabled() else None
         self._ambient = Ambient()
@@ -159,7 +158,7 @@ class GuardedSurroundings(Surroundings):
                 self.reads.begin_check()
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Note, after the function ran, what it changed itself."""
+        """Find out, after the function ran, what it changed itself."""
         if self.reads is not None:
             self.reads.finish(calls)
         for held in self.arguments.tensors:
@@ -170,13 +169,13 @@ class GuardedSurroundings(Surroundings):
 
     def run_in_context(self, body: Callable[[], None]) -> None:
         """Call `body` with the context variables of the forward."""
-        # A copy, because one context cannot be entered twice at a time.
+        # Copied, because one context cannot be entered twice at a time.
         self._ambient.context.copy().run(body)
 
     def enter_ambient(self, scope: Scope) -> None:
-        """Bring back random sources, modes and settings until `scope` ends."""
+        """Restore random sources, modes and settings until `scope` ends."""
         if self._noted and self.random_log is None and isolation.is_shared():
-            # This forward ran before there were several threads.
+            # This forward ran before a second thread did.
             scope.enter_context(isolation.OPERATOR_LOCK)
         super().enter_ambient(scope)
         self._ambient.enter(scope)
@@ -186,7 +185,7 @@ class GuardedSurroundings(Surroundings):
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False
     ) -> Externals | None:
-        """Bring back buffers, attributes and flags until `scope` ends."""
+        """Restore buffers, attributes and flags until `scope` ends."""
         reads = self.reads
         if reads is None:
             if not self.arguments.changed():
@@ -196,11 +195,11 @@ class GuardedSurroundings(Surroundings):
 
     @contextmanager
     def refusing_silent_writes(self) -> Iterator[None]:
-        """Fingerprint what a recompute reads and does not put back, before and after.
+        """Fingerprint what a recompute reads and does not restore, before and after.
 
         Raises:
-            ChangedSinceForwardError: If any of it was written while its version counter
-                stood still; with the names.
+            ChangedSinceForwardError: Some of it was written without a version bump; the
+                error names it.
         """
         given = [held.given() for held in self.arguments.tensors]
         found = [] if self.reads is None else self.reads.not_put_back()

@@ -1,8 +1,8 @@
-"""Switches that hold for a stretch of code in one thread.
+"""Switches that apply to a block of code in one thread.
 
-Each is a slot of one `threading.local`, so that reading one costs an attribute. A
-region reads them once, in its forward: a switch belongs to the forward, not to the
-backward that comes later.
+Each is an attribute of one `threading.local`, so that reading one is cheap. A region
+reads them once, in its forward: a switch belongs to the forward, not to the backward
+pass that comes later.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 
 
 class _Switches(threading.local):
-    """What holds in this thread; class attributes are the defaults.
+    """The switches of this thread; class attributes are the defaults.
 
     Attributes:
-        any: Whether any of the others may differ from its default: all that a region
-            must ask in the rule.
+        any: Whether any other may differ from its default; in most calls, a region
+            reads only this one.
     """
 
     any: bool = False
@@ -30,8 +30,8 @@ class _Switches(threading.local):
 
 SWITCHES = _Switches()
 
-# The identities of threads that are inside of a recompute, once for each level. Adding
-# and removing one is half as dear as counting in a `threading.local`.
+# The identities of threads inside a recompute, once per nesting level. Appending and
+# removing costs half as much as counting in a `threading.local`.
 RECOMPUTING: list[int] = []
 
 
@@ -62,13 +62,13 @@ def disable_checkpointing() -> Iterator[None]:
 
 @contextmanager
 def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
-    """Switch early stop on or off for the regions entered here, in this thread.
+    """Enable or disable early stop for the regions entered here, in this thread.
 
-    It wins over the argument `early_stop` and belongs to the forward: the recompute
-    of a region follows what held when the region ran.
+    Overrides the argument `early_stop`, and belongs to the forward: the recompute of a
+    region follows the setting under which the region ran.
 
     Args:
-        enable: Whether a recompute stops once the last tensor that is needed is made.
+        enable: Whether a recompute stops once the last needed tensor is computed.
     """
     with _switched("early_stop", enable):
         yield
@@ -76,19 +76,19 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
 
 @contextmanager
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
-    """Switch debugging on or off for the regions entered here, in this thread.
+    """Enable or disable debugging for the regions entered here, in this thread.
 
     Args:
-        enabled: Wins over the argument `debug` of regions; `None` leaves it to that.
+        enabled: Overrides the argument `debug` of regions; `None` leaves it.
     """
     with _switched("debug", enabled):
         yield
 
 
 def is_recomputing() -> bool:
-    """Tell whether the code that asks runs in the recompute of a region.
+    """Tell whether the calling code runs in the recompute of a region.
 
-    Use it to guard side effects that must happen once a step, such as appending to a
+    Use it to guard side effects that must happen once per step, such as appending to a
     list of auxiliary losses:
 
     Example:

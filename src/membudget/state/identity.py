@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from membudget._torch import (
     detach_with_version,
@@ -75,23 +74,3 @@ class SavedVersion:
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     with without_dispatch_modes():
         return torch.empty(0, dtype=dtype, device=device)
-
-
-class StorageMark:
-    """Knows a storage again without keeping its memory.
-
-    The reference is weak, and while it lives the address is given to no other storage.
-    """
-
-    __slots__ = ("_address", "_reference")
-
-    def __init__(self, tensor: Tensor):
-        """Mark the storage of `tensor`, if it has one."""
-        self._address = address_of(tensor)
-        self._reference = (
-            StorageWeakRef(tensor.untyped_storage()) if self._address else None
-        )
-
-    def is_of(self, tensor: Tensor) -> bool:
-        """Tell whether this is the storage of `tensor`."""
-        return self._address != 0 and address_of(tensor) == self._address

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
-from membudget.engine.policy import Candidate, Policy
-from membudget.engine.stages import Stages
+from membudget.engine.policy import Candidate, Policy, Stages
 
 Outputs = set[tuple[int, int]]
 

@@ -1,8 +1,9 @@
-"""What one call of a replay region checks: its way, its values, its saved versions.
+"""Per call of a replay region: follow a verified path, or verify.
 
-A call either follows a *path*, the operators of a call that was verified, or it leaves
-all known ones and is verified from there on (Rule 8): beside its originals
-(`verify`), which puts this very step right, or by fingerprints (`fingerprinted`).
+A call either follows a *path*, the operators of a verified call, or it leaves all known
+paths and is verified from there on (Rule 8): against the original tensors (`verify`),
+which also corrects this step, or by fingerprints (`fingerprinted`). Besides, it checks
+whether saved tensors were overwritten before the backward.
 """
 
 from __future__ import annotations
@@ -12,14 +13,12 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from membudget.engine.options import RegionOptions
-from membudget.engine.replay.fingerprinted import Comparison, Fingerprinter
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.replay.fingerprinted import BackwardComparison, Fingerprinter
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.signature import Verified
-from membudget.engine.replay.values import Handle
-from membudget.engine.replay.verify import Originals
-from membudget.engine.statistics import Statistics
+from membudget.engine.replay.tape import ReplayHandle
+from membudget.engine.replay.verify import Originals, Verified
 from membudget.errors import ChangedSinceForwardError, OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
@@ -37,21 +36,15 @@ _OVERWRITTEN = (
 
 
 class Checks:
-    """What is checked of one call.
+    """The checks of one call.
 
     Attributes:
         recorder: Records the call; `None` once the forward has ended.
     """
 
     __slots__ = (
-        "_comparison",
-        "_is_strict",
-        "_originals",
-        "_served",
-        "_statistics",
-        "_verified",
-        "_verify",
-        "recorder",
+        *("_comparison", "_is_strict", "_originals", "_served", "_statistics"),
+        *("_verified", "_verify", "recorder"),
     )
 
     def __init__(
@@ -61,13 +54,13 @@ class Checks:
         verified: Verified | None,
         statistics: Statistics | None,
     ):
-        """Begin before the function runs.
+        """Prepare, before the function runs.
 
         Args:
             recorder: Records the call.
             options: The region's options.
-            verified: What earlier calls have shown; `None` where nothing is verified.
-            statistics: Where to count, if somebody counts.
+            verified: The results of earlier calls; `None` without verification.
+            statistics: The region's counters, if any.
         """
         self.recorder: Recorder | None = recorder
         self._verify = options.verify
@@ -76,7 +69,7 @@ class Checks:
         self._statistics = statistics
         self._originals: Originals | None = None
         self._served: Originals | None = None
-        self._comparison: Comparison | None = None
+        self._comparison: BackwardComparison | None = None
         if verified is not None:
             self._begin(recorder, verified)
 
@@ -94,7 +87,7 @@ class Checks:
             self._verify_from_here(recorder, self._verify is not True)
 
     def _leave_path(self) -> None:
-        """Follow another path, or verify what comes from here on."""
+        """Follow another verified path, or verify from here on."""
         recorder, verified = self.recorder, self._verified
         assert recorder is not None
         assert verified is not None
@@ -115,16 +108,16 @@ class Checks:
             recorder.fingerprinter = Fingerprinter()
 
     def _before_write(self, address: int) -> None:
-        """Note what lies in a storage that an operator is about to write."""
+        """Preserve the tensors in a storage that an operator is about to write."""
         assert self.recorder is not None
         for noted in (self._originals, self._served, self.recorder.fingerprinter):
             if noted is not None:
                 noted.before_write(address)
 
-    # What is saved.
+    # Saved tensors.
 
-    def note(self, recorder: Recorder, handle: Handle, tensor: Tensor) -> None:
-        """Note what autograd saves, and what stands for it."""
+    def note(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
+        """Note a tensor that autograd saves, and its handle."""
         recording = recorder.recording
         if recording.path is not None:
             recording.recent.append((handle, tensor))
@@ -135,17 +128,17 @@ class Checks:
         if is_first or self._is_strict:
             handle.saved_version = _saved_version(tensor)
 
-    def _add(self, recorder: Recorder, handle: Handle, tensor: Tensor) -> None:
+    def _add(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
         if self._originals is not None:
             self._originals.add(handle, tensor)
         elif recorder.fingerprinter is not None:
             recorder.fingerprinter.add(handle, tensor)
 
-    def original(self, recorder: Recorder, handle: Handle) -> Tensor | None:
-        """Return what a handle stands for, where that is still there.
+    def original(self, recorder: Recorder, handle: ReplayHandle) -> Tensor | None:
+        """Return the original tensor of a handle, if it is still in memory.
 
-        While the forward runs, what is still to be verified may have been written
-        unseen: a backward inside of the forward gets the original.
+        An unverified value may have been written unseen, so a backward inside the
+        forward gets the original.
         """
         if self._originals is not None:
             return self._originals.of(handle)
@@ -156,16 +149,17 @@ class Checks:
             self._served.add(handle, tensor)
         return tensor
 
-    # What is made again.
+    # Recomputed tensors.
 
     def finish(
         self, recorder: Recorder, replayer: Replayer
     ) -> Callable[[Tensor], Fingerprint] | None:
-        """Verify what the forward has dropped, or see to it that the backward does.
+        """Verify what the forward has dropped, or arrange for the backward to do it.
 
         Returns:
-            How to take fingerprints of sources, if their content is to be compared:
-            whole beside originals, which take memory anyway, by a sample elsewhere.
+            The function that fingerprints sources, if their content is to be compared:
+            of all elements beside originals, which take memory anyway, of a sample
+            elsewhere.
         """
         verified = self._verified
         self.recorder = None
@@ -176,15 +170,15 @@ class Checks:
         originals, self._originals = self._originals, None
         served, self._served = self._served, None
         if served is not None:
-            # No later backward may ask for these, and so compare them.
-            served.compare(replayer, recording.tracker, verified.pins)
-            self._count_pins(verified)
+            # Nothing would compare these later: a backward may not ask for them again.
+            served.compare(replayer, recording.tracker, verified.unrepeatable)
+            self._count_unrepeatable(verified)
         if originals is not None:
-            originals.compare(replayer, recording.tracker, verified.pins)
-            self._count_pins(verified)
+            originals.compare(replayer, recording.tracker, verified.unrepeatable)
+            self._count_unrepeatable(verified)
             verified.add(path)
         elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
-            self._comparison = Comparison(verified, path)
+            self._comparison = BackwardComparison(verified, path)
         elif recording.path is None:
             verified.add(path)  # Nothing was dropped.
         elif path[: recording.number] not in verified.paths:
@@ -193,30 +187,32 @@ class Checks:
             return content_of
         return sample_of if verified.is_sampled() else None
 
-    def check_inside(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
-        """Check what a backward takes while the forward still runs."""
+    def check_inside(
+        self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer
+    ) -> None:
+        """Check a value that a backward takes while the forward still runs."""
         if handle.fingerprint is not None and self._verified is not None:
-            Comparison(self._verified, ()).check(handle, tensor, replayer)
+            BackwardComparison(self._verified, ()).check(handle, tensor, replayer)
 
-    def check(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
-        """Check what a backward takes."""
+    def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
+        """Check a value that a backward takes."""
         if handle.fingerprint is None or self._comparison is None:
             return
         try:
             self._comparison.compare(handle, tensor, replayer)
         finally:
             if self._verified is not None:
-                self._count_pins(self._verified)
+                self._count_unrepeatable(self._verified)
 
-    def _count_pins(self, verified: Verified) -> None:
+    def _count_unrepeatable(self, verified: Verified) -> None:
         if self._statistics is not None:
-            self._statistics.pinned = len(verified.pins)
+            self._statistics.unrepeatable = len(verified.unrepeatable)
 
-    def check_version(self, handle: Handle) -> None:
-        """Do what autograd does where no saved-tensor hooks are (row B14).
+    def check_version(self, handle: ReplayHandle) -> None:
+        """Check a saved tensor's version, as autograd does without saved-tensor hooks.
 
         Raises:
-            ChangedSinceForwardError: With `strict`, if the tensor was written.
+            ChangedSinceForwardError: The tensor was written, and `strict` is set.
         """
         saved = handle.saved_version
         if saved is None or not saved.has_moved():
@@ -229,8 +225,8 @@ class Checks:
         if self._verified is not None and not self._verified.has_warned:
             self._verified.has_warned = True
             warnings.warn(
-                f"{_OVERWRITTEN} Plain autograd would raise; replay gives the gradient "
-                "of what was saved. strict=True raises, too.",
+                f"{_OVERWRITTEN} Plain autograd would raise; replay computes the "
+                "gradient from the values that were saved. strict=True raises, too.",
                 OverwrittenWarning,
                 stacklevel=2,
             )
@@ -241,5 +237,5 @@ def _saved_version(tensor: Tensor) -> SavedVersion | None:
         return None
     try:
         return SavedVersion(tensor)
-    except RuntimeError:  # A conjugate, say.
+    except RuntimeError:  # A conjugated tensor, for example.
         return None

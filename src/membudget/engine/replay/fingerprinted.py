@@ -1,17 +1,17 @@
-"""Verify a recording in the memory of the step itself, by fingerprints.
+"""Verify a recording by fingerprints, without holding any original.
 
-As `verify`, and for the same reason; but no original stays. The rules:
+As `verify`, for steps with no memory to spare. The rules:
 
-1. A fingerprint is taken at the last moment at which somebody could write the tensor:
-   before an operator writes it, before the first operator at which only this file still
-   holds its memory, or when the forward ends. So a hidden write after the saving is
-   seen, and what an operator fills after it was saved; and the memory goes before the
-   next operator takes any.
-2. It is compared when the backward takes the value, which is made then anyway.
-3. The step cannot be put right any more where they differ: it raises. What is at fault
-   is pinned, so that the step can be run again; and that is what differs although
-   nothing that it was made of does.
-4. The path counts as verified when a backward has ended.
+1. A fingerprint is taken at the last moment before the tensor can change: before an
+   operator writes it, before the first operator that finds only the engine's references
+   to its storage, or at the end of the forward. So it includes hidden writes after the
+   tensor was saved and content filled in after saving, and the memory is freed before
+   the next operator allocates.
+2. It is compared when a backward pass takes the value, which is recomputed then anyway.
+3. On a difference the gradients of this step are already wrong, so the backward raises.
+   The outputs at fault are kept from then on, so that the step can be run again: those
+   that differ although all their inputs are right.
+4. The path counts as verified once a backward pass has ended.
 """
 
 from __future__ import annotations
@@ -28,21 +28,20 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.signature import Path, Verified
-from membudget.engine.replay.values import Handle, Value
-from membudget.engine.replay.verify import is_made_again, pin
-from membudget.errors import RecomputeMismatchError
-from membudget.state.bits import (
-    content_of,
-    has_bits,
-    has_changed,
-    may_be_a_workspace,
+from membudget.engine.replay.tape import ReplayHandle, Value
+from membudget.engine.replay.verify import (
+    OperatorPath,
+    Verified,
+    is_recomputed,
+    keep_from_now_on,
 )
+from membudget.errors import RecomputeMismatchError
+from membudget.state.bits import content_of, has_bits, has_changed, may_be_a_workspace
 from membudget.state.identity import address_of
 
 
 class Fingerprinter:
-    """Takes the fingerprints of what a forward drops.
+    """Fingerprints the tensors that a forward drops.
 
     Attributes:
         taken: How many it has taken.
@@ -51,20 +50,20 @@ class Fingerprinter:
     __slots__ = ("_held", "taken")
 
     def __init__(self) -> None:
-        """Begin with none."""
-        self._held: dict[int, list[tuple[Handle, Tensor]]] = {}
+        """Start with none."""
+        self._held: dict[int, list[tuple[ReplayHandle, Tensor]]] = {}
         self.taken = 0
 
-    def add(self, handle: Handle, tensor: Tensor) -> None:
-        """Note what stands for a tensor that autograd saves."""
-        value = getattr(handle, "value", None)  # It may be found later.
-        is_source = value is not None and not is_made_again(value)
+    def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
+        """Note a saved tensor and its handle."""
+        value = getattr(handle, "value", None)  # The value may not be known yet.
+        is_source = value is not None and not is_recomputed(value)
         if has_bits(tensor) and not may_be_a_workspace(tensor) and not is_source:
             held = self._held.setdefault(address_of(tensor), [])
             held.append((handle, detach_with_version(tensor)))
 
-    def of(self, handle: Handle) -> Tensor | None:
-        """Return what a handle stands for, as long as it has no fingerprint."""
+    def of(self, handle: ReplayHandle) -> Tensor | None:
+        """Return the tensor of a handle, until its fingerprint is taken."""
         for held in self._held.values():
             for other, tensor in held:
                 if other is handle:
@@ -72,27 +71,28 @@ class Fingerprinter:
         return None
 
     def take_ready(self) -> None:
-        """Take those of what nobody else holds any more (Rule 1)."""
+        """Fingerprint the tensors to which only the engine still refers (Rule 1)."""
         for address, held in list(self._held.items()):
-            # One use is the object of the storage, to which the tracker refers.
+            # One use is the storage's Python object, which the tracker references.
             if storage_uses(address) <= len(held) + 1:
                 self.take(address)
 
     def take_all(self) -> None:
-        """Take those that are left: the forward has ended."""
+        """Fingerprint the remaining tensors: the forward has ended."""
         for address in list(self._held):
             self.take(address)
 
     def before_write(self, address: int) -> None:
-        """Take those of a storage that an operator is about to write.
+        """Fingerprint the tensors in a storage that an operator is about to write.
 
-        Some operators save what they are about to fill (RReLU its noise).
+        If a value is not known yet, its operator saved the tensor before filling it
+        (RReLU its noise), and this may be the write that fills it.
         """
         if all(hasattr(handle, "value") for handle, _ in self._held.get(address, ())):
             self.take(address)
 
     def take(self, address: int) -> None:
-        """Take those of one storage."""
+        """Fingerprint the tensors in one storage."""
         held = self._held.pop(address, ())
         self.taken += len(held)
         with without_dispatch_modes():
@@ -100,34 +100,34 @@ class Fingerprinter:
                 handle.fingerprint = content_of(tensor)
 
 
-class Comparison:
-    """Compares what a backward takes from one call with its fingerprints."""
+class BackwardComparison:
+    """Compares what a backward pass takes from one call with the fingerprints."""
 
     __slots__ = ("_is_ending", "_path", "_verified")
 
-    def __init__(self, verified: Verified, path: Path):
-        """Begin when the forward has ended.
+    def __init__(self, verified: Verified, path: OperatorPath):
+        """Create the comparison when the forward has ended.
 
         Args:
-            verified: Where to note what differs, and that the path is verified.
+            verified: Receives the outputs that differ, and the verified path.
             path: The operators that the forward ran.
         """
         self._verified = verified
         self._path = path
         self._is_ending = False
 
-    def compare(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
-        """Compare what a backward takes; the path is verified when that ends."""
+    def compare(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
+        """Compare a value; mark the path as verified when the backward pass ends."""
         self.check(handle, tensor, replayer)
         if not self._is_ending and current_graph_task_id() >= 0:
             self._is_ending = True
             at_end_of_backward(self._end)
 
-    def check(self, handle: Handle, tensor: Tensor, replayer: Replayer) -> None:
-        """Compare what was made again for a handle.
+    def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
+        """Compare the recomputed tensor of a handle.
 
         Raises:
-            RecomputeMismatchError: If it is something else (Rule 3).
+            RecomputeMismatchError: It differs (Rule 3).
         """
         with without_dispatch_modes():
             differs = _differs(handle, tensor)
@@ -138,34 +138,41 @@ class Comparison:
     def _end(self) -> None:
         self._verified.add(self._path)
 
-    def _error(self, handle: Handle, wrong: list[Value]) -> RecomputeMismatchError:
+    def _error(
+        self, handle: ReplayHandle, wrong: list[Value]
+    ) -> RecomputeMismatchError:
         roots = {value.root or value for value in wrong}
-        pins = self._verified.pins
-        texts = [pin(root, pins) for root in roots if not _comes_of(root, roots)]
+        unrepeatable = self._verified.unrepeatable
+        texts = [
+            keep_from_now_on(root, unrepeatable)
+            for root in roots
+            if not _comes_of(root, roots)
+        ]
         operation = (handle.value.root or handle.value).operation
         return RecomputeMismatchError(
-            "the gradients of this step are wrong and not whole. Drop them and run the "
-            "step again:\n  " + "\n  ".join(texts),
+            "the gradients of this step are wrong and incomplete. Discard them and run "
+            "the step again:\n  " + "\n  ".join(texts),
             operator=str(operation and operation.operator),
             causes=("a hidden write", "an operator that is not deterministic"),
         )
 
 
-def _differs(handle: Handle, tensor: Tensor) -> bool:
+def _differs(handle: ReplayHandle, tensor: Tensor) -> bool:
     noted, handle.fingerprint = handle.fingerprint, None
     assert noted is not None
-    return is_made_again(handle.value) and has_changed(tensor, noted)
+    return is_recomputed(handle.value) and has_changed(tensor, noted)
 
 
-def _all_wrong(first: Handle, replayer: Replayer) -> list[Value]:
-    """Return what is wrong of all that the region has still to serve."""
+def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[Value]:
+    """Return all values of live handles that differ, starting with the first."""
     wrong = [first.value]
     for handle in replayer.living():
         if handle.fingerprint is None:
             continue
         try:
             tensor = replayer.take(handle, stays=True)
-        except Exception:  # No memory, or an operator that cannot run again: enough.
+        # Out of memory, or an operator that cannot run again; report what was found.
+        except Exception:
             break
         if _differs(handle, tensor):
             wrong.append(handle.value)
@@ -174,7 +181,7 @@ def _all_wrong(first: Handle, replayer: Replayer) -> list[Value]:
 
 
 def _comes_of(value: Value, others: Collection[Value]) -> bool:
-    """Tell whether a value was made of any of the others."""
+    """Tell whether a value was computed from any of the others."""
     seen: set[Value] = set()
     found = [value]
     while found:

@@ -1,74 +1,56 @@
-"""One call of a replay region: record it, drop what the policy does not keep.
+"""One call of a replay region: the saved-tensor hooks around recorder and replayer.
 
-The frame has the hooks that autograd calls. `pack` gives a handle that stands for the
-tensor's value; `unpack` asks the replayer. When the forward ends, what only a running
-forward needs is dropped; what is left of the recording hangs on the handles.
+`_pack` returns a handle for the saved tensor's value, `_unpack` asks the replayer for
+its content. When the forward ends, everything that only a running forward needs is
+dropped; the handles own the rest.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from threading import RLock
 from types import MethodType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from membudget._torch import (
     hide_from_dynamo,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
-    without_dispatch_modes,
 )
 from membudget.callsite import running_module
 from membudget.engine import isolation, retention
-from membudget.engine.ambient import Ambient
-from membudget.engine.diagnosis import module_names
-from membudget.engine.held import Packed
-from membudget.engine.options import RegionOptions
-from membudget.engine.reads import name_of, names_of
+from membudget.engine.ambient import operator_conditions
+from membudget.engine.changes import changed_error, name_of, names_of
+from membudget.engine.mismatch import module_names
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.checks import Checks
+from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.recording import OperatorRecording
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.running import SourceChangedError, SourceFreedError
-from membudget.engine.replay.signature import verified
-from membudget.engine.replay.tracker import copy_of
-from membudget.engine.replay.values import Handle, Value
-from membudget.engine.retention import OPEN_GROUPS
-from membudget.engine.statistics import Statistics
-from membudget.engine.watch import changed_error
-from membudget.errors import (
-    ChangedSinceForwardError,
-    CheckpointError,
+from membudget.engine.replay.sources import (
+    SourceChangedError,
+    SourceFreedError,
+    settle_source,
 )
+from membudget.engine.replay.tape import ReplayHandle
+from membudget.engine.replay.verify import verified
+from membudget.engine.retention import OPEN_GROUPS
+from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.ops import tensors_in
-from membudget.scope import Scope
 from membudget.state.bits import is_subclass
-from membudget.state.identity import address_of, version_of
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+from membudget.state.identity import address_of
 
 
 class ReplayFrame:
     """One call of a replay region."""
 
     __slots__ = (
-        "__weakref__",
-        "_arguments",
-        "_checks",
-        "_function",
-        "_lock",
-        "_named",
-        "_outer",
-        "_recorder",
-        "_replayer",
-        "_statistics",
+        *("__weakref__", "_arguments", "_checks", "_function", "_lock", "_named"),
+        *("_outer", "_recorder", "_replayer", "_statistics"),
     )
 
     def __init__(
@@ -90,13 +72,13 @@ class ReplayFrame:
         if options.verify:
             known = verified(options.policy, function, args, kwargs)
         policy = options.policy.begin()
-        recording = OperatorRecording(
+        recording = ForwardRecord(
             policy,
             options.decisions,
-            set() if known is None else known.pins,
+            set() if known is None else known.unrepeatable,
             self._module_path(),
         )
-        self._replayer = Replayer(_surroundings(), policy.stages)
+        self._replayer = Replayer(operator_conditions(), policy.stages)
         self._recorder: Recorder | None = Recorder(recording)
         self._checks = Checks(self._recorder, options, known, statistics)
         self._recorder.sees_subclasses = any(map(is_subclass, tensors)) or (
@@ -106,7 +88,7 @@ class ReplayFrame:
     # The forward.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and drop what the policy does not keep."""
+        """Run the function, and drop what the policy does not keep."""
         self.begin()
         try:
             assert self._function is not None
@@ -118,7 +100,7 @@ class ReplayFrame:
         return result
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         assert self._recorder is not None
         self._outer = top_saved_tensors_hooks()
         push_saved_tensors_hooks(self._pack, self._unpack)
@@ -139,10 +121,10 @@ class ReplayFrame:
         )
 
     def abandon(self) -> None:
-        """Stop recording; nothing will be asked for."""
+        """Stop recording, without a result."""
         recorder = self._recorder
         if recorder is None:
-            return  # Its end has failed, and has put everything back.
+            return  # `end` has failed, and has restored the thread.
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
         self._recorder = self._function = self._checks.recorder = None
@@ -157,7 +139,7 @@ class ReplayFrame:
             try:
                 recorder.finish()
             finally:
-                # Whatever fails, the thread is left as it was.
+                # Restore the thread, whatever fails.
                 pop_saved_tensors_hooks()
                 self._recorder = self._function = None
             self._settle(recorder)
@@ -168,15 +150,14 @@ class ReplayFrame:
     def _settle(self, recorder: Recorder) -> None:
         recording, outer = recorder.recording, self._outer
         policy = recording.policy
-        if policy.expects_to_keep and recording.number and not recording.kept:
-            _warn_that_nothing_is_kept(recording.number)
+        recording.warn_if_nothing_is_kept()
         policy.end()
         recording.tracker.clear()
         take = self._checks.finish(recorder, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
-                _settle(source, outer, take)
+                settle_source(source, outer, take)
         if outer is not None:
             self._replayer.unpack = outer[1]
 
@@ -185,7 +166,7 @@ class ReplayFrame:
         """Whether the forward saved anything."""
         return bool(self._replayer.handles)
 
-    def _pack(self, tensor: Tensor) -> Handle:
+    def _pack(self, tensor: Tensor) -> ReplayHandle:
         recorder = self._recorder
         assert recorder is not None
         recorder.is_suspended = True
@@ -214,7 +195,7 @@ class ReplayFrame:
 
     # The backward.
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: ReplayHandle) -> Tensor:
         with self._lock:
             recorder = self._recorder
             if recorder is None:
@@ -222,14 +203,14 @@ class ReplayFrame:
                 tensor = self._take(handle, bool(OPEN_GROUPS))
                 self._checks.check(handle, tensor, self._replayer)
                 return tensor
-            # A backward of the function's own, while the forward still runs.
+            # The function runs a backward of its own, inside the forward.
             self.note_backward_inside()
             if recorder.changes_formulas():
                 raise _inexact_inside()
             with recorder.suspended():
                 recorder.settle()
                 original = self._checks.original(recorder, handle)
-                # An open group is that of a backward in which this forward is rerun.
+                # An open group belongs to a backward in which this forward is rerun.
                 tensor = self._take(handle, False) if original is None else original
                 if original is None:
                     self._checks.check_inside(handle, tensor, self._replayer)
@@ -237,12 +218,12 @@ class ReplayFrame:
             return tensor
 
     def note_backward_inside(self) -> None:
-        """Tell a region around this one, which would run it again (its Rule 7)."""
+        """Tell a region around this one, which would have to rerun it (its Rule 7)."""
         owner: Any = getattr(self._outer and self._outer[1], "__self__", None)
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
 
-    def _take(self, handle: Handle, stays: bool) -> Tensor:
+    def _take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         replayer = self._replayer
         if replayer.is_ready(handle):
             return replayer.take(handle, stays)
@@ -260,9 +241,9 @@ class ReplayFrame:
         except SourceFreedError:
             replayer.release()
             raise CheckpointError(
-                "a replay needs a parameter whose memory is freed: FSDP has resharded "
-                "it, and gathers it for the backward of its own module alone. Put the "
-                "region inside that module, or keep what the module makes."
+                "a replay needs a parameter whose memory FSDP has freed: it gathers "
+                "the parameter only for the backward of its own module. Put the region "
+                "inside that module, or keep the module's outputs."
             ) from None
         except BaseException:
             replayer.release()
@@ -275,12 +256,12 @@ class ReplayFrame:
         return tensor
 
     def recompute(self) -> None:
-        """Make every dropped value now; the next backward takes them."""
+        """Compute every dropped value now; the next backward takes them."""
         with self._lock:
             self._replayer.prepare()
 
     def release(self) -> None:
-        """Let go of the values that were made again and not taken."""
+        """Free the recomputed values that autograd has not taken."""
         with self._lock:
             self._replayer.release()
 
@@ -294,29 +275,15 @@ class ReplayFrame:
 
 
 def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
-    """Refer to what an error takes names from.
+    """Refer weakly to the object from which an error takes names.
 
-    The graph holds the frame, and what the function holds may hold the graph.
+    The graph owns the frame, and the function may own the graph.
     """
     owner = function.__self__ if isinstance(function, MethodType) else function
     try:
         return ref(owner)
     except TypeError:
-        return _nothing
-
-
-def _nothing() -> None:
-    return None
-
-
-def _warn_that_nothing_is_kept(operators: int) -> None:
-    warnings.warn(
-        "the policy of a selective region kept the output of none of its "
-        f"{operators} operators. A policy function sees overloads, such as "
-        "torch.ops.aten.mm.default; compare with those, or give a list, in which "
-        "torch.ops.aten.mm stands for all of its overloads.",
-        stacklevel=4,
-    )
+        return lambda: None
 
 
 def _inexact_inside() -> CheckpointError:
@@ -327,50 +294,6 @@ def _inexact_inside() -> CheckpointError:
     )
 
 
-def _settle(
-    source: Value, outer: Hooks | None, take: Callable[[Tensor], Any] | None
-) -> None:
-    """Note what tells whether a source is changed, or hand it to the hooks around.
-
-    Args:
-        source: The source.
-        outer: The hooks around the region.
-        take: Takes a fingerprint of its content, where that is compared, too, because
-            some writers raise no version.
-    """
-    tensor = source.tensor
-    assert tensor is not None
-    if source.is_state:
-        # The next call of the function writes it again, before the backward of this.
-        tensor = source.tensor = copy_of(tensor)
-        source.address = None
-    if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
-        source.version = version_of(tensor)
-        if source.address is None:
-            source.address = address_of(tensor)
-        if take is not None and not source.is_state:
-            with without_dispatch_modes():
-                source.content = take, take(tensor)
-    else:
-        if source.address == address_of(tensor):
-            source.address = None  # The hooks may give back a copy.
-        source.packed = Packed(tensor, outer[0])
-        source.tensor = None
-
-
-def _surroundings() -> Callable[[Scope], None]:
-    """Note what operators depend on; return what brings it back."""
-    ambient = Ambient()
-    if not torch.cuda.is_initialized():
-        return ambient.enter_for_operators
-    stream = torch.cuda.current_stream()
-
-    def enter(scope: Scope) -> None:
-        ambient.enter_for_operators(scope)
-        scope.enter_context(torch.cuda.stream(stream))
-
-    return enter
-
-
 hide_from_dynamo(ReplayFrame._pack)
+
 hide_from_dynamo(ReplayFrame._unpack)

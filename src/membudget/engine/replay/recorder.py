@@ -1,12 +1,11 @@
-"""Record the operators of a region as a graph of values.
+"""The recorder: observes a region's operators, and writes them to the tape.
 
-The recorder observes below autograd and autocast: it sees each operator with the
-tensors that the backend sees, runs it, and notes what came of what. Which value a
-tensor has is the tracker's to know.
+It observes below autograd and autocast: it sees each operator with the tensors that the
+backend gets, runs it, and records which values came from which.
 
-Sources, whose content is held, are: what comes from outside; what the policy keeps;
-what comes from an operator that cannot run again; what is read although no operator was
-seen to write it (`torch.empty` that NumPy filled); what appears from nowhere.
+Sources, whose content is held, are: tensors from outside the region; outputs that the
+policy keeps; outputs of operators that cannot run again; memory that is read although
+no observed operator wrote it (`torch.empty` filled by NumPy).
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import (
-    is_fake,
-    is_fake_mode_active,
-)
+from membudget._torch import is_fake, is_fake_mode_active
+from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, is_empty
+from membudget.engine.replay.execute import FAULTY
 from membudget.engine.replay.fingerprinted import Fingerprinter
-from membudget.engine.replay.foreign import FAULTY
-from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.tracker import AS_STRIDED, EMPTY, is_empty
-from membudget.engine.replay.values import Handle
-from membudget.engine.replay.writing import run_in_place, run_special, written_by
-from membudget.observer import Observer
-from membudget.ops import (
-    OperatorFacts,
-    facts_of,
-    flat_outputs,
-)
+from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.tape import ReplayHandle
+from membudget.engine.replay.writes import run_in_place, run_special, written_by
+from membudget.observer import Observer, observers
+from membudget.ops import OperatorFacts, facts_of, flat_outputs
 from membudget.state.identity import address_of
 
 
@@ -41,22 +33,22 @@ class Recorder(Observer):
     """Records one forward of a region.
 
     Attributes:
-        recording: What is recorded.
-        is_suspended: Whether operators pass unseen: those of the engine itself.
-        opaque_depth: Inside of how many `opaque()` the code is.
-        fingerprinter: Takes fingerprints of what is dropped, if they are wanted.
+        recording: The record.
+        is_suspended: Whether operators pass unrecorded: those of the engine itself.
+        opaque_depth: The nesting depth of `opaque()` blocks.
+        fingerprinter: Fingerprints dropped tensors, if they are to be compared.
     """
 
-    def __init__(self, recording: OperatorRecording):
+    def __init__(self, recording: ForwardRecord):
         """Prepare to fill `recording`."""
         self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
         self.fingerprinter: Fingerprinter | None = None
-        self._late: list[tuple[Handle, Tensor]] = []
+        self._late: list[tuple[ReplayHandle, Tensor]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator and note it."""
+        """Run one operator and record it."""
         if self.is_suspended:
             return operator(*args, **kwargs)
         if self.fingerprinter is not None:
@@ -98,30 +90,31 @@ class Recorder(Observer):
             return self._run_empty(func, args, kwargs)
         return run_special(self.recording, func, facts, args, kwargs)
 
-    def handle(self, tensor: Tensor) -> Handle:
-        """Return what stands for a tensor that autograd saves."""
-        handle = Handle()
+    def handle(self, tensor: Tensor) -> ReplayHandle:
+        """Return the handle that autograd stores for a saved tensor."""
+        handle = ReplayHandle()
         entry = self.recording.tracker.entry(tensor)
         is_strided = tensor.is_nested and tensor.layout is not torch.jagged
         if is_strided and entry.value.operation is not None:
-            # No two of them can be compared: torch tells of none of their sizes.
+            # Strided nested tensors cannot be compared: torch exposes none of their
+            # sizes.
             self.recording.tracker.hold_value(tensor, entry)
         if is_empty(entry.value):
-            # The operator that saves it will fill it (RReLU its noise), or somebody
-            # has done so unseen.
+            # Either the saving operator will fill it (RReLU its noise), or code that
+            # cannot be observed has done so.
             self._late.append((handle, tensor))
         else:
             handle.value = self.recording.tracker.mark_read(tensor, entry)
         return handle
 
     def settle(self) -> None:
-        """Find the values of tensors that were saved before they were filled."""
+        """Assign values to tensors that were saved before they were filled."""
         late, self._late = self._late, []
         for handle, tensor in late:
             handle.value = self.recording.tracker.read(tensor)
 
     def finish(self) -> None:
-        """Stop recording; what was saved is known to the last."""
+        """Stop recording, and assign the last values."""
         self.__exit__(None, None, None)
         self.recording.recent.clear()
         self.settle()
@@ -135,7 +128,7 @@ class Recorder(Observer):
         self.settle()
         return output
 
-    # What code inside the region says.
+    # Calls by code inside the region.
 
     def name(self, tensor: Tensor, label: str) -> None:
         """Keep a tensor if the policy keeps its name."""
@@ -146,13 +139,13 @@ class Recorder(Observer):
                     self.recording.tracker.hold_value(tensor, entry)
 
     def begin_opaque(self, written: Sequence[Tensor]) -> None:
-        """Hold what the operators make from now on."""
+        """Hold what operators produce from now on."""
         self.opaque_depth += 1
         with self.suspended():
             self.recording.tracker.before_write(written, False)
 
     def end_opaque(self, written: Sequence[Tensor]) -> None:
-        """Record again; hold what was written."""
+        """Leave an opaque block, and hold what it wrote."""
         self.opaque_depth -= 1
         with self.suspended():
             for tensor in written:
@@ -160,32 +153,33 @@ class Recorder(Observer):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let operators pass unseen."""
+        """Let operators pass unrecorded."""
         before, self.is_suspended = self.is_suspended, True
         try:
             yield
         finally:
             self.is_suspended = before
 
-    # Operators with a way of their own.
+    # Operators that need their own recording.
 
     def _run_view(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run a view operator: its outputs lie in the memory of its argument."""
+        """Run a view operator, whose outputs share their argument's memory."""
         tracker = self.recording.tracker
         entry = tracker.entry(args[0])
         if not entry.address:
-            # A part of a sparse tensor has a storage of its own, which says nothing
-            # of whose part it is.
+            # A component of a sparse tensor has a storage that does not tell whose it
+            # is.
             tracker.hold_memory(args[0], entry)
             output = func(*args, **kwargs)
             self._hold_outputs(output)
             return output
         output = func(*args, **kwargs)
         if func is AS_STRIDED and entry.memory.root is None:
-            # It counts from where the storage begins, and hooks around the region may
-            # give a source back in another one. So what it shows is a source, too.
+            # `as_strided` counts from the start of the storage, and saved-tensor hooks
+            # around the region may return a source in another storage. So its result is
+            # a source, too.
             return output
         value, address = entry.value, entry.address
         operation = self.recording.operation(func, [value, *args[1:]], kwargs)
@@ -213,7 +207,7 @@ class Recorder(Observer):
     def _run_opaque(
         self, func: Any, facts: OperatorFacts | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run what cannot be run again: what it makes or writes is held."""
+        """Run an operator that cannot run again; hold what it produces or writes."""
         written = [] if facts is None else list(written_by(facts, args, kwargs))
         if facts is not None and facts.is_gather:
             self._hold_living()
@@ -225,9 +219,9 @@ class Recorder(Observer):
         return output
 
     def _hold_living(self) -> None:
-        """Hold every tensor that is alive, so that no replay goes further back.
+        """Hold every live tensor, so that no replay reaches back past this point.
 
-        FSDP gathers the parameters of a layer, and frees those of the layers before. In
+        FSDP gathers a layer's parameters and frees those of the layers before it. In
         the backward, too, only one layer at a time has its parameters.
         """
         tracker = self.recording.tracker
@@ -245,3 +239,64 @@ class Recorder(Observer):
                 and id(item) not in self.recording.tracker.table
             ):
                 self.recording.tracker.meet(item, None)
+
+
+def _recorders() -> list[Recorder]:
+    return [o for o in observers() if isinstance(o, Recorder)]
+
+
+def name(tensor: Tensor, label: str) -> Tensor:
+    """Name a tensor, so that a policy can keep it.
+
+    Costs nothing, and does nothing, outside a replay region.
+
+    Args:
+        tensor: A tensor that the code computes.
+        label: The name that `membudget.policies.named(label)` keeps.
+
+    Returns:
+        `tensor` itself.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> def block(x):
+        ...     h = mb.name(x.sin(), "h")
+        ...     return h.exp() * h.cos()
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> y = mb.checkpoint(block, x, keep=mb.policies.named("h"))
+    """
+    for recorder in _recorders():
+        recorder.name(tensor, label)
+    return tensor
+
+
+@contextmanager
+def opaque(*written: Tensor) -> Iterator[None]:
+    """Mark code with effects that the dispatcher cannot see.
+
+    Use it around raw Triton kernels, ctypes, or NumPy on shared memory: the outputs of
+    operators inside are kept, and so are the tensors passed here.
+
+    Args:
+        *written: Tensors that the code writes.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> def halves(x):
+        ...     out = torch.zeros_like(x)
+        ...     with mb.opaque(out):
+        ...         out.numpy()[:] = x.detach().numpy() / 2
+        ...     return x * out
+        >>> x = torch.ones(3, requires_grad=True)
+        >>> mb.checkpoint(halves, x, engine="replay").sum().backward()
+        >>> x.grad
+        tensor([0.5000, 0.5000, 0.5000])
+    """
+    recorders = _recorders()
+    for recorder in recorders:
+        recorder.begin_opaque(written)
+    try:
+        yield
+    finally:
+        for recorder in recorders:
+            recorder.end_opaque(written)

@@ -1,19 +1,21 @@
-"""Make dropped values again by running the recorded operators, and no others.
+"""Recompute dropped values by running the recorded operations that they need.
 
-When autograd asks for the first dropped value, a *plan* is made: what do the handles
-that are still alive need, and how often will each value be used? Then only the path to
-the wanted value is run, in the order of the forward. What a later handle of the plan
-needs stays, and goes at its last use; so in one backward each operator runs at most
-once. A handle that is asked again begins a new plan: a second backward recomputes.
+When autograd asks for the first dropped value, the replayer makes a *plan*: it counts
+how often each value is needed by the live handles and by the operations between them
+and the sources. It then runs only the slice that leads to the requested value, in the
+order of the forward. Values that later handles of the plan need stay in memory until
+their last use, so each operation runs at most once per backward pass. A request for a
+handle that the plan has already served starts a new plan: a second backward pass
+recomputes.
 
-Where the region has *stages*, a plan serves the handles of one of them: the first
-request of another begins a plan for that, and what the stages hold is carried over.
+If the backward pass has *stages*, a plan serves the handles of one stage. The first
+request of another stage starts a plan for that stage, which starts from the values that
+the stage before carries over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -25,68 +27,51 @@ from membudget._torch import (
     current_graph_task_id,
     set_grad_enabled,
 )
-from membudget.engine.replay.foreign import call_again
-from membudget.engine.replay.running import (
-    SourceChangedError,
-    SourceFreedError,
-    call_random,
-    check_source,
-    derived,
-    is_freed,
-    is_read_by,
-    unpacked,
-)
-from membudget.engine.replay.tracker import copy_of
-from membudget.engine.replay.values import Handle, Operation, Scratch, Value
-from membudget.engine.stages import Stages
-from membudget.ops import flat_outputs
+from membudget.engine.policy import Stages
+from membudget.engine.replay.execute import Executor, is_read_by
+from membudget.engine.replay.sources import copy_of
+from membudget.engine.replay.tape import Operation, ReplayHandle, Value
 from membudget.scope import Scope
 from membudget.state.identity import version_of
 
 
-class Replayer:
+class Replayer(Executor):
     """Serves the handles of one region.
 
     Attributes:
-        handles: The handles, held weakly.
-        unpack: The saved-tensor hook around the region that gives packed sources back.
-        plans_run: How many plans made something, those of stages together.
-        stages: How the way back is divided.
+        handles: The handles, weakly referenced, in the order of the forward.
+        plans_run: How many plans ran operations; the stages of one backward pass count
+            as one.
+        stages: The stages of the backward pass; `None` for a single one.
     """
 
     __slots__ = (
         "_enter",
-        "_memoised",
-        "_plan",
         "_plan_ran",
-        "_stage",
         "_task",
         "handles",
         "plans_run",
         "stages",
-        "unpack",
     )
 
     def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
-        """Begin without handles.
+        """Start without handles.
 
         Args:
-            enter: Brings back what operators depend on, until the scope ends.
-            stages: How the way back is divided; `None` for one stage.
+            enter: Restores the conditions on which operators depend, until the scope
+                ends.
+            stages: The stages of the backward pass; `None` for a single one.
         """
+        super().__init__()
         self.stages = stages
-        self.handles: list[ReferenceType[Handle]] = []
-        self.unpack: Any = None
+        self.handles: list[ReferenceType[ReplayHandle]] = []
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
-        self._plan = 0
         self._task = -1  # The backward for which the plan was made.
-        self._stage = -1  # The stage that it serves; -1 for all.
-        self._memoised: dict[Value, None] = {}
 
-    def is_ready(self, handle: Handle) -> bool:
-        """Tell whether `take` would run nothing, and refuse nothing."""
+    def is_ready(self, handle: ReplayHandle) -> bool:
+        """Tell whether `take` would neither run an operation nor raise."""
         value = handle.value
         return value.tensor is not None and (
             handle.served != self._plan and self._stage in (-1, handle.stage)
@@ -94,12 +79,12 @@ class Replayer:
             else value.version == version_of(value.tensor)
         )
 
-    def take(self, handle: Handle, stays: bool) -> Tensor:
+    def take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         """Return the content of a handle's value.
 
         Args:
             handle: The handle.
-            stays: Whether the value stays, for another backward.
+            stays: Whether to keep the value for another backward pass.
         """
         value = handle.value
         if value.is_held():
@@ -122,9 +107,9 @@ class Replayer:
     def _lent(self, value: Value, tensor: Tensor) -> Tensor:
         """Return a tensor for autograd to read, and for its kernels to overwrite.
 
-        As in plain autograd, several saved tensors may share memory. What operators of
-        the plan still read is another matter: of that, autograd gets a copy; and of
-        what is held for another stage.
+        As in plain autograd, several saved tensors may share memory. But if an
+        operation of the plan has yet to read the memory, or another stage needs it,
+        autograd gets a copy.
         """
         owner = value.root or value
         others = self._of_other_stages() if owner.is_carried else []
@@ -133,8 +118,8 @@ class Replayer:
         owner.is_lent = True
         return tensor
 
-    def living(self) -> list[Handle]:
-        """Return the handles that somebody still has."""
+    def living(self) -> list[ReplayHandle]:
+        """Return the handles that are still alive."""
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None]
 
@@ -142,23 +127,23 @@ class Replayer:
         return [h.value for h in self.living() if h.stage != self._stage]
 
     def prepare(self) -> None:
-        """Make every value now that a living handle will ask for."""
+        """Compute the values of all live handles now."""
         self._make_plan(-1)
         for value in self._wanted():
             if value.tensor is None:
                 self._materialise(value)
 
     def release(self) -> None:
-        """Let go of all that was made again and not taken."""
+        """Free the recomputed values that autograd has not taken."""
         for value in self._memoised:
             if not value.is_held():
                 value.tensor = None
         self._memoised.clear()
         self._plan_ran = 0
-        self._task = -2  # So that the next request makes a plan.
+        self._task = -2  # Makes the next request start a plan.
 
     def _wanted(self) -> list[Value]:
-        """Return the values of living handles that the plan has to make."""
+        """Return the values of live handles that the plan has to compute."""
         return [
             h.value
             for h in self.living()
@@ -184,7 +169,7 @@ class Replayer:
                 value.tensor = None
 
     def _count_path(self) -> None:
-        """Count the uses of all that leads to what the plan has to make."""
+        """Count the uses of every value that leads to one the plan has to compute."""
         wanted: list[Value] = []
         for value in self._wanted():
             self._count(value, wanted)
@@ -201,7 +186,7 @@ class Replayer:
                 self._count_held(operation.outputs)
 
     def _count(self, value: Value, wanted: list[Value]) -> None:
-        """Count one more use; a value without content must be made."""
+        """Count one use; a value without content must be computed."""
         self._begin(value)
         value.uses += 1
         if value.tensor is None:
@@ -211,7 +196,7 @@ class Replayer:
             value.root.view_uses += 1
 
     def _count_held(self, values: Iterable[tuple[int, ReferenceType[Value]]]) -> None:
-        """Count one more use of what the stage holds for later ones."""
+        """Count one use of each value that the stage carries over to later ones."""
         assert self.stages is not None
         held = self.stages.held[self._stage]
         for index, reference in values:
@@ -229,23 +214,6 @@ class Replayer:
             value.uses = value.view_uses = value.reads = 0
             value.is_lent = value.is_carried = False
 
-    def _used(self, value: Value) -> None:
-        value.uses -= 1
-        if value.root is not None:
-            value.root.view_uses -= 1
-        if value.uses > 0 or value.is_held() or self._is_unpacked_for_all(value):
-            return
-        value.tensor = None
-        # It leads to what it was made of, which must go with its last handle.
-        self._memoised.pop(value, None)
-
-    def _is_unpacked_for_all(self, value: Value) -> bool:
-        """Tell whether a source stays for all stages.
-
-        Hooks around the region may give it back but once in a backward.
-        """
-        return self._stage >= 0 and value.packed is not None
-
     # Running.
 
     def _materialise(self, value: Value) -> None:
@@ -254,23 +222,23 @@ class Replayer:
             return
         path = self._path_to(value)
         if path is None:
-            # Something is needed that the plan had done with.
+            # The plan has already freed something that this value needs.
             self._make_plan(self._stage)
             path = self._path_to(value)
             assert path is not None
         operations, packed = path
-        # In a new thread, products would run on all cores until somebody asks.
+        # A new thread would use all cores for matrix products until it has asked once.
         torch.get_num_threads()
         for source in packed:
-            self._source(source)  # Above autograd, for an outer region may rerun.
-        # The stages of one backward are one recompute.
+            self._source(source)  # Above autograd, because an outer region may rerun.
+        # The stages of one backward pass count as one recompute.
         number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
         if self._plan_ran != number:
             self._plan_ran = number
             self.plans_run += 1
         operations.sort(key=_number)
         if value.root is not None and value.root.tensor is not None:
-            with BelowAutograd():  # Views compute nothing; no setting matters.
+            with BelowAutograd():  # Views compute nothing, so no setting matters.
                 for operation in operations:
                     self._run(operation)
             return
@@ -287,10 +255,10 @@ class Replayer:
                 self._run(operation)
 
     def _path_to(self, value: Value) -> tuple[list[Operation], list[Value]] | None:
-        """Return the operators to run, and the sources to unpack.
+        """Return the operations to run for a value, and the sources to unpack.
 
         Returns:
-            Both; `None` if the plan does not count on them.
+            Both; `None` if the plan has no uses left for one of the values.
         """
         operations: dict[int, Operation] = {}
         packed = []
@@ -309,90 +277,9 @@ class Replayer:
             wanted += [v for v in operation.inputs() if v.tensor is None]
         return list(operations.values()), packed
 
-    def _run(self, operation: Operation) -> None:
-        bases = self._bases(operation) if operation.targets else _NO_BASES
-        args = [self._argument(a, bases) for a in operation.args]
-        kwargs = operation.kwargs
-        if kwargs:
-            kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
-        if operation.is_foreign:
-            output = call_again(operation.operator, args, kwargs)
-        elif operation.drawn is None:
-            output = operation.operator(*args, **kwargs)
-        else:
-            output = call_random(operation, args, kwargs)
-        self._note(operation, output, bases)
-        del args, kwargs, output, bases
-        for value in operation.inputs():
-            if not operation.is_view:
-                (value.root or value).reads -= 1
-            self._used(value)
-
-    def _note(
-        self, operation: Operation, output: Any, bases: dict[Value, Tensor]
-    ) -> None:
-        made = (output,) if type(output) is Tensor else flat_outputs(output)
-        written: dict[int, Value] = {}
-        if bases:
-            written = {index: root for root, index in operation.targets}
-        for index, reference in operation.outputs:
-            value = reference()
-            # One of several outputs may be held, and stays what it is.
-            if value is None or value.operation is not operation:
-                continue
-            if value.plan == self._plan and value.uses > 0:
-                root = written.get(index)
-                value.tensor = made[index] if root is None else bases[root]
-                self._memoised[value] = None
-
-    def _bases(self, operation: Operation) -> dict[Value, Tensor]:
-        """Return the memory that a writing operator may write, for each target."""
-        bases = {}
-        for root, _ in operation.targets:
-            if root.operation is None:
-                bases[root] = copy_of(self._source(root))
-            elif root.uses <= 1 and root.view_uses <= 0 and not root.is_lent:
-                assert root.tensor is not None
-                bases[root] = root.tensor  # Nobody else will ask for it.
-            else:
-                assert root.tensor is not None
-                bases[root] = copy_of(root.tensor)
-        return bases
-
-    def _argument(self, argument: Any, bases: dict[Value, Tensor]) -> Any:
-        kind = type(argument)
-        if kind is Value:
-            if bases and (argument.root or argument) in bases:
-                return derived(argument, bases)
-            if argument.operation is None:
-                return self._source(argument)
-            return argument.tensor
-        if kind is list:
-            return [self._argument(item, bases) for item in argument]
-        if kind is Scratch:
-            return torch.zeros(argument.shape, **argument.options)
-        return argument
-
-    def _source(self, value: Value) -> Tensor:
-        """Return the content of a source that an operator is about to read."""
-        check_source(value, tensor := self._content(value))
-        return tensor
-
-    def _content(self, value: Value) -> Tensor:
-        tensor = value.tensor
-        if tensor is None:
-            tensor = value.tensor = unpacked(value, self.unpack)
-            self._memoised[value] = None
-        elif value.version is not None and version_of(tensor) != value.version:
-            raise SourceChangedError(tensor)
-        if is_freed(tensor):
-            raise SourceFreedError
-        return tensor
-
 
 def _number(operation: Operation) -> int:
     return operation.number
 
 
-_FIRST_TASK = 3  # Backwards have numbers from -2 on; these become negative.
-_NO_BASES: dict[Any, Tensor] = {}
+_FIRST_TASK = 3  # Task numbers start at -2; these become negative.

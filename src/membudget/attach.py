@@ -1,10 +1,10 @@
-"""How a module carries a region: by a change of class.
+"""How a region is attached to a module: by changing the module's class.
 
-The module's class becomes a subclass, made here, that differs in `forward` alone (FSDP2
-and parametrizations do the same to a module). No module is added, no name changes,
-`isinstance` holds, and hooks on the module run once, because they surround `forward`. A
-copy or a pickle of the module is a plain one. Taking the region off gives the class
-back.
+The module's class is replaced by a generated subclass that overrides `forward` alone
+(FSDP2 and parametrizations replace classes the same way). No module is added, no name
+changes, `isinstance` holds, and hooks on the module run once, because they surround
+`forward`. A copy or a pickle of the module is a plain one. Removing the region restores
+the class.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import torch
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
-from membudget.engine.statistics import Statistics
 from membudget.errors import SelectionError
 
 _KEY = "_membudget_region"
@@ -29,11 +28,11 @@ _CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
 
 
 class Carried(Protocol):
-    """What stands between a module's call and its forward."""
+    """What runs between a module's call and its forward."""
 
     @property
     def statistics(self) -> Statistics | None:
-        """Where it counts, if it does."""
+        """Its counters, if any."""
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -42,8 +41,8 @@ class Carried(Protocol):
 
 
 @dataclass(slots=True)
-class Region:
-    """A region on one module."""
+class ModuleRegion:
+    """A region attached to one module."""
 
     options: RegionOptions
     statistics: Statistics
@@ -56,26 +55,26 @@ class Region:
 
 
 def put_region(module: Module, options: RegionOptions, name: str = "") -> Statistics:
-    """Put a region on one module.
+    """Attach a region to one module.
 
     Args:
         module: The module.
         options: The region's options.
-        name: What errors and `status()` call it.
+        name: The module's name in errors and `status()`.
 
     Returns:
-        Where the region counts.
+        The region's counters.
     """
-    region = Region(options, Statistics(name))
+    region = ModuleRegion(options, Statistics(name))
     put(module, region, name)
     return region.statistics
 
 
 def put(module: Module, carried: Carried, name: str) -> None:
-    """Put something on one module, in the place of what it carries.
+    """Attach something to one module, replacing what is attached.
 
     Raises:
-        SelectionError: If the module cannot carry anything.
+        SelectionError: The module cannot carry anything.
     """
     check_can_carry(name, module)
     if not has_region(module):
@@ -84,28 +83,28 @@ def put(module: Module, carried: Carried, name: str) -> None:
 
 
 def carried_by(module: Module) -> Carried | None:
-    """Return what a module carries."""
+    """Return what is attached to a module."""
     carried: Carried | None = module.__dict__.get(_KEY)
     return carried
 
 
 def remove_region(module: Module) -> None:
-    """Take off what one module carries, if it does."""
+    """Remove what is attached to a module, if anything."""
     module.__dict__.pop(_KEY, None)
-    # Somebody else (FSDP2) may have changed the class on top; then it stays, and its
-    # forward finds no region and runs the module's own.
+    # FSDP2 may have subclassed the class since. Then it stays, and its forward finds no
+    # region and runs the module's own.
     plain = vars(type(module)).get("_membudget_plain_class")
     if plain is not None:
         module.__class__ = plain
 
 
 def has_region(module: Module) -> bool:
-    """Tell whether a module carries something."""
+    """Tell whether something is attached to a module."""
     return _KEY in module.__dict__
 
 
 def statistics_of(module: Module) -> Statistics | None:
-    """Return where a module's region counts; `None` without a region."""
+    """Return the counters of a module's region; `None` without a region."""
     carried = carried_by(module)
     return None if carried is None else carried.statistics
 
@@ -135,7 +134,7 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
     def reduce(self: Module, protocol: Any) -> Any:
         return _without_region(super(made, self).__reduce_ex__(protocol), made, plain)
 
-    # Set afterwards: some classes rewrite the `forward` of a subclass when it is made.
+    # Set afterwards, because some classes rewrite a subclass's `forward` on creation.
     made.forward = forward
     made.__reduce_ex__ = reduce
     _CLASSES[plain] = made
@@ -145,10 +144,10 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
 def _without_region(
     reduced: Any, made: type[Module], plain: type[Module]
 ) -> tuple[Any, ...]:
-    """Return what `__reduce_ex__` returned, of a plain module."""
+    """Return the result of `__reduce_ex__` for the plain module."""
     parts = list(reduced)
     if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # Pickle refuses this one for an object of another class than it names.
+        # Pickle rejects `__newobj__` for an object of another class than it names.
         parts[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
     parts[1] = tuple(plain if item is made else item for item in parts[1])
     if len(parts) > 2 and isinstance(parts[2], dict):
@@ -157,7 +156,7 @@ def _without_region(
 
 
 def check_can_carry(name: str, module: Module) -> None:
-    """Refuse a module whose forward a change of class does not reach."""
+    """Reject a module whose forward cannot be overridden by a subclass."""
     if isinstance(module, torch.jit.ScriptModule):
         why = "it is a TorchScript module, whose class cannot be changed"
     elif isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from membudget.engine.replay import foreign
-from membudget.engine.replay.foreign import call_again, call_noting_draws
+from membudget.engine.replay import execute
+from membudget.engine.replay.execute import call_noting_draws, replay_foreign
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +24,13 @@ def library() -> Iterator[torch.library.Library]:
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget what earlier tests found out of operators."""
-    monkeypatch.setattr(foreign, "FAULTY", set())
-    monkeypatch.setattr(foreign, "_TRUSTED", set())
+    monkeypatch.setattr(execute, "FAULTY", set())
+    monkeypatch.setattr(execute, "_TRUSTED", set())
 
 
 def known() -> tuple[set[Any], set[Any]]:
     """Return the operators that are faulty, and those that are trusted."""
-    return foreign.FAULTY, foreign._TRUSTED
+    return execute.FAULTY, execute._TRUSTED
 
 
 def operator(library: Any, name: str, run: Callable[..., Any], schema: str = "") -> Any:
@@ -62,7 +62,7 @@ def test_a_replay_leaves_the_random_streams_where_they_were(library, kind):
     before = streams()
     for _ in range(2):  # On copies, and when it is trusted.
         assert torch.equal(
-            call_again(draws, (torch.ones(2),), {}), torch.full((2,), 2.0)
+            replay_foreign(draws, (torch.ones(2),), {}), torch.full((2,), 2.0)
         )
         assert streams() == before
 
@@ -94,7 +94,7 @@ def test_an_operator_that_writes_what_it_does_not_declare_gets_copies(library):
     writes = operator(library, "writes", run)
     x = torch.ones(2)
     for _ in range(2):
-        assert torch.equal(call_again(writes, (x,), {}), torch.full((2,), 4.0))
+        assert torch.equal(replay_foreign(writes, (x,), {}), torch.full((2,), 4.0))
         assert torch.equal(x, torch.ones(2))
     assert known() == ({writes}, set())
 
@@ -108,8 +108,8 @@ def test_an_operator_that_writes_nothing_gets_copies_but_once(library):
 
     reads = operator(library, "reads", run)
     x = torch.ones(2)
-    call_again(reads, (x,), {})
-    call_again(reads, (x,), {})
+    replay_foreign(reads, (x,), {})
+    replay_foreign(reads, (x,), {})
     assert [pointer == x.data_ptr() for pointer in seen] == [False, True]
     assert known() == (set(), {reads})
 
@@ -123,7 +123,7 @@ def test_what_an_operator_declares_to_write_it_may_write(library):
         library, "declares", run, "(Tensor(a!) x, *, Tensor y) -> Tensor"
     )
     x = torch.ones(2)
-    found = call_again(declares, (x,), {"y": torch.full((2,), 3.0)})
+    found = replay_foreign(declares, (x,), {"y": torch.full((2,), 3.0)})
     assert torch.equal(found, torch.full((2,), 6.0))
     assert torch.equal(x, torch.full((2,), 2.0))
     assert known() == (set(), set())

@@ -1,10 +1,8 @@
-"""What a forward of a replay region records: operations, and what they made.
-
-Which value a tensor has is the tracker's to know; what is kept, the policy's.
-"""
+"""The record of one forward: its operations, and which outputs the policy keeps."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -12,12 +10,12 @@ import torch
 from torch import Tensor
 
 from membudget.engine import isolation
-from membudget.engine.nested import has_own_offsets
+from membudget.engine.arguments import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
-from membudget.engine.replay.foreign import call_noting_draws
-from membudget.engine.replay.signature import Path, Pins
-from membudget.engine.replay.tracker import Tracker
-from membudget.engine.replay.values import Handle, Operation
+from membudget.engine.replay.aliasing import Tracker
+from membudget.engine.replay.execute import call_noting_draws
+from membudget.engine.replay.tape import Operation, ReplayHandle
+from membudget.engine.replay.verify import OperatorPath, OutputIndices
 from membudget.ops import (
     WHOLE,
     OperatorFacts,
@@ -30,65 +28,57 @@ from membudget.state.identity import address_of
 from membudget.state.rng import source_of
 
 
-class OperatorRecording:
+class ForwardRecord:
     """The record of one forward, while it runs.
 
     Attributes:
-        tracker: What is known of the tensors.
+        tracker: Maps live tensors to values.
         number: How many operators have run.
-        path: The operators of a call that was verified and that this one repeats, so
-            far; `None` where it repeats none.
+        path: The verified path (the operators of an earlier call) that this call has
+            followed so far; `None` if it has left all of them.
         recent: What autograd has saved since the last operator, while the call follows
-            a path: the inputs of an operator are saved before it is seen to leave that.
-        taken: The operators of this call, where it repeats none.
-        left_path: Called when the call leaves the path; finds another.
+            a path. An operator's inputs are saved before the operator is seen to leave
+            the path, and then must be verified too.
+        taken: The operators of this call, if it follows no path.
+        left_path: Called when the call leaves its path; looks for another.
         kept: How many outputs the policy kept.
-        policy: What to keep.
+        policy: Decides what to keep.
     """
 
     __slots__ = (
-        "_decisions",
-        "_module_path",
-        "_pins",
-        "kept",
-        "left_path",
-        "number",
-        "path",
-        "policy",
-        "recent",
-        "taken",
-        "tracker",
+        *("_decisions", "_module_path", "_unrepeatable", "kept", "left_path", "number"),
+        *("path", "policy", "recent", "taken", "tracker"),
     )
 
     def __init__(
         self,
         policy: Policy,
         decisions: dict[Any, bool | None],
-        pins: Pins,
+        unrepeatable: OutputIndices,
         module_path: Callable[[], str],
     ):
-        """Begin with nothing recorded.
+        """Start with an empty record.
 
         Args:
-            policy: What to keep.
-            decisions: What it decides by the operator alone, as far as it was asked.
-            pins: Outputs to keep whatever the policy says, by operator and index.
-            module_path: Returns the path of the module that is running.
+            policy: Decides what to keep.
+            decisions: The policy's decisions by operator alone, cached.
+            unrepeatable: Outputs kept whatever the policy says.
+            module_path: Returns the path of the running module.
         """
         self.tracker = Tracker()
         self.number = 0
         self.kept = 0
-        self.path: Path | None = None
-        self.recent: list[tuple[Handle, Tensor]] = []
+        self.path: OperatorPath | None = None
+        self.recent: list[tuple[ReplayHandle, Tensor]] = []
         self.taken: list[Any] | None = None
         self.left_path: Callable[[], None] | None = None
         self.policy = policy
-        self._pins = pins
+        self._unrepeatable = unrepeatable
         self._module_path = module_path
         self._decisions = decisions
 
     def advance(self, facts: OperatorFacts | None) -> None:
-        """Count an operator, and follow the path."""
+        """Count an operator, and check that the call still follows its path."""
         number = self.number
         self.number = number + 1
         path = self.path
@@ -105,7 +95,7 @@ class OperatorRecording:
     def operation(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]
     ) -> Operation:
-        """Note that an operator runs, with values in the place of tensors."""
+        """Record an operator call, with values in place of tensors."""
         tracker = self.tracker
         tracker.clock += 1
         operation = Operation(
@@ -117,7 +107,7 @@ class OperatorRecording:
     def record_tensors(
         self, positions: tuple[int, ...], recorded: list[Any]
     ) -> list[int]:
-        """Put values in the place of tensors; return where the tensors lie."""
+        """Replace tensors by their values; return the addresses of their storages."""
         tracker = self.tracker
         addresses = []
         for position in positions:
@@ -125,7 +115,7 @@ class OperatorRecording:
                 break
             tensor = recorded[position]
             if not isinstance(tensor, Tensor):
-                continue  # `None`, or a number in the place of a tensor.
+                continue  # `None`, or a Python number.
             entry = tracker.table.get(id(tensor))
             address = address_of(tensor)
             if (
@@ -146,7 +136,7 @@ class OperatorRecording:
         output: Any,
         addresses: Collection[int],
     ) -> None:
-        """Note outputs, which may be several, or none, or views."""
+        """Record outputs of any number: fresh tensors or views of arguments."""
         table = self.tracker.table
         outputs = flat_outputs(output)
         operation.decides |= len(outputs) > 1 and decides(
@@ -158,7 +148,8 @@ class OperatorRecording:
             if not isinstance(item, Tensor) or id(item) in table:
                 continue
             if item.is_nested and has_own_offsets(item, args):
-                self.tracker.meet(item, None)  # Its offsets, made again, are others.
+                # Recomputed offsets would be another symbolic size.
+                self.tracker.meet(item, None)
                 continue
             address = address_of(item)
             if address and address in addresses:
@@ -188,7 +179,7 @@ class OperatorRecording:
         index: int,
         address: int,
     ) -> None:
-        """Note an output that lies in memory of its own."""
+        """Record an output in a storage of its own."""
         value = operation.output(index)
         entry = self.tracker.enter_fresh(output, value, address)
         if self.keeps(operation, facts, args, output, index):
@@ -202,8 +193,8 @@ class OperatorRecording:
         output: Tensor,
         index: int,
     ) -> bool:
-        """Tell whether an output is held."""
-        if self._pins and (self.number, index) in self._pins:
+        """Tell whether an output is kept."""
+        if self._unrepeatable and (self.number, index) in self._unrepeatable:
             return True
         operator = operation.operator
         if operation.decides or self._decides(facts, args, output):
@@ -236,7 +227,7 @@ class OperatorRecording:
     def run(
         self, operation: Operation, facts: OperatorFacts, args: Any, kwargs: Any
     ) -> Any:
-        """Run an operator; note where its generator stood."""
+        """Run an operator, and record the generator state from which it draws."""
         func = operation.operator
         if facts.is_foreign:
             operation.is_foreign = True
@@ -251,6 +242,17 @@ class OperatorRecording:
             return func(*args, **kwargs)
 
     def hold_written(self, tensor: Tensor) -> None:
-        """Hold the memory of a tensor that was written unseen, or cannot be again."""
+        """Hold the memory of a tensor that was written unseen or unrepeatably."""
         entry = self.tracker.entry(tensor)
         self.tracker.after_write(entry.memory, None)
+
+    def warn_if_nothing_is_kept(self) -> None:
+        """Warn if a selective policy kept none of the outputs."""
+        if self.policy.expects_to_keep and self.number and not self.kept:
+            warnings.warn(
+                "the policy of a selective region kept the output of none of its "
+                f"{self.number} operators. A policy function sees overloads, such as "
+                "torch.ops.aten.mm.default; compare with those, or give a list, in "
+                "which torch.ops.aten.mm stands for all of its overloads.",
+                stacklevel=5,
+            )

@@ -1,8 +1,8 @@
-"""Record operators that write their arguments, draw, or take lists of tensors.
+"""Record operators that write arguments, draw random numbers, or take tensor lists.
 
-A write is made functional: an operator on a memory that is not held gives it a new
-root, and a replay writes into a copy of the old one, or into the old one itself where
-nothing else needs that. What is written into held memory is there, and needs no replay.
+Writes are made functional. An operator that writes memory gives it a new root value; a
+replay writes into a copy of the old root, or into the old root itself if nothing else
+needs it. Held memory already has its new content, and is not replayed.
 """
 
 from __future__ import annotations
@@ -12,18 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from membudget.engine.replay.recording import OperatorRecording
-from membudget.engine.replay.values import Operation, Scratch
-from membudget.ops import (
-    OperatorFacts,
-    flat_outputs,
-    tensors_in,
-)
+from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.tape import Operation, Scratch
+from membudget.ops import OperatorFacts, flat_outputs, tensors_in
 from membudget.state.identity import address_of
 
 
 def run_in_place(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     func: Any,
     facts: OperatorFacts,
     args: Any,
@@ -57,16 +53,16 @@ def run_in_place(
 
 
 def run_special(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     func: Any,
     facts: OperatorFacts,
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operator that is no plain function of tensors by position."""
+    """Run an operator that is not a plain function of positional tensors."""
     written = list(written_by(facts, args, kwargs))
     scratch = _statistics(facts, args)
-    marks = _Marks(facts.is_view, written, scratch)
+    marks = _OperandRoles(facts.is_view, written, scratch)
     operation = recording.operation(
         func,
         [_recorded(recording, a, marks) for a in args],
@@ -82,7 +78,7 @@ def run_special(
 
 
 def _run_writing(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     operation: Operation,
     facts: OperatorFacts,
     args: Any,
@@ -91,7 +87,7 @@ def _run_writing(
 ) -> Any:
     written, scratch = changed
     tracker = recording.tracker
-    # Whether a replay yields something besides what is written into held memory.
+    # Does a replay produce anything besides the content of held memory?
     entries = [tracker.entry(t) for t in written]
     is_needed = facts.returns_fresh or any(
         entry.memory.root is not None for entry in entries
@@ -122,7 +118,7 @@ def _run_writing(
 
 
 def _keep_written(
-    recording: OperatorRecording,
+    recording: ForwardRecord,
     operation: Operation,
     facts: OperatorFacts,
     args: Any,
@@ -137,8 +133,8 @@ def _keep_written(
             recording.tracker.hold_value(tensor, entry)
 
 
-def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any:
-    """Return what stands for an argument in the recording."""
+def _recorded(recording: ForwardRecord, argument: Any, marks: _OperandRoles) -> Any:
+    """Return what the tape stores for an argument."""
     if isinstance(argument, Tensor):
         if id(argument) in marks.scratch:
             return Scratch(argument)
@@ -152,8 +148,8 @@ def _recorded(recording: OperatorRecording, argument: Any, marks: _Marks) -> Any
     return argument
 
 
-class _Marks:
-    """What an operator does with its tensors, which are known by identity."""
+class _OperandRoles:
+    """How an operator uses its tensors, which are identified by `id`."""
 
     __slots__ = ("is_view", "scratch", "written")
 
@@ -172,7 +168,7 @@ def written_by(
 
 
 def _statistics(facts: OperatorFacts, args: Any) -> list[Tensor]:
-    """Return the running statistics that a normalisation will write."""
+    """Return the running statistics that a normalisation in training writes."""
     if facts.statistics is None or not facts.statistics(args):
         return []
     return [t for t in args[3:5] if isinstance(t, Tensor)]

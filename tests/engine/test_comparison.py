@@ -1,21 +1,16 @@
-"""Is the recomputed tensor the saved one, by its metadata; and what an error says."""
+"""Is a recomputed tensor the saved one: its metadata, and its bytes."""
 
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from membudget.engine.compare import (
-    describe,
-    metadata,
-    mismatch_error,
-    same_metadata,
-)
+from membudget.engine.comparison import Fingerprints, describe, metadata, same_metadata
+from membudget.state.bits import fingerprint
 
 X = torch.zeros(2, 3)
 
@@ -72,49 +67,54 @@ def test_metadata_reads_as_a_person_writes_it(tensor: Tensor, text: str):
     assert describe(metadata(tensor)) == text
 
 
-@dataclass
-class Site:
-    module_path: str = "layers.1"
-    operator: str = "torch.Tensor.exp"
-    line: str = "model.py:7 in forward"
+def prints_of(saving: list[Tensor], x: Tensor) -> list[tuple[int, int]]:
+    """Return the fingerprints of what RReLU saves, and after it a sine."""
+    prints = Fingerprints()
+
+    def pack(tensor: Tensor) -> Tensor:
+        prints.add(tensor)
+        saving.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        torch.rrelu(x, training=True).sin()
+    prints.settle()
+    return prints.taken
 
 
-def error(index: int | None, site: Any, traces: str = "") -> Any:
-    return mismatch_error(index, site, "two", "three", ["a cache", "a flag"], traces)
+def test_an_operator_that_fills_what_it_saved_is_waited_for() -> None:
+    saved: list[Tensor] = []
+
+    taken = prints_of(saved, torch.linspace(-2, 2, 100, requires_grad=True))
+
+    assert taken == [fingerprint(tensor) for tensor in saved]
+    assert len(taken) == 3
 
 
-def test_an_error_names_the_tensor_the_place_and_the_causes():
-    found = error(4, Site())
-    assert str(found).splitlines() == [
-        "the recompute of a region did not repeat its forward: saved tensor 4 differs.",
-        "  saved in the forward: two",
-        "  made by the recompute: three",
-        "  where: module 'layers.1', torch.Tensor.exp at model.py:7 in forward",
-        "  likely cause: a cache",
-        "  likely cause: a flag",
-        "  To see the operators of both runs, give the region debug=True or use "
-        "set_checkpoint_debug_enabled(True).",
-    ]
-    assert (found.index, found.saved, found.recomputed) == (4, "two", "three")
-    assert list(found.causes) == ["a cache", "a flag"]
-    assert found.module_path == "layers.1"
-    assert found.operator == "torch.Tensor.exp"
-    assert found.line == "model.py:7 in forward"
+def test_a_vector_of_bytes_is_not_compared() -> None:
+    prints = Fingerprints()
+    prints.add(torch.zeros(3, dtype=torch.uint8))
+    prints.add(torch.ones(3, dtype=torch.uint8))
+    prints.settle()
+
+    assert prints.taken[0] == prints.taken[1]
 
 
-def test_an_error_about_the_number_of_tensors_names_no_place():
-    found = error(None, None)
-    assert "the number of tensors differs" in str(found)
-    assert "where:" not in str(found)
-    assert found.index is None
-    assert found.module_path == found.operator == found.line == ""
+def test_the_tensors_of_an_operator_wait_until_another_one_saves() -> None:
+    prints = Fingerprints()
+    counts: list[int] = []
 
+    def pack(tensor: Tensor) -> Tensor:
+        prints.add(tensor)
+        counts.append(len(prints.taken))
+        return tensor
 
-def test_an_error_outside_of_modules_names_the_operator_alone():
-    assert "  where: torch.Tensor.exp at " in str(error(0, Site(module_path="")))
-
-
-def test_traces_stand_in_the_place_of_the_advice_to_make_them():
-    text = str(error(0, Site(), traces="both traces"))
-    assert text.endswith("both traces")
-    assert "debug=True" not in text
+    x, y = (torch.linspace(0, 1, 3, requires_grad=True) for _ in range(2))
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        (x * y).sin().exp()
+    # Both factors of the product are saved by one operator.
+    assert counts == [0, 0, 2, 3]
+    prints.settle()
+    assert len(prints.taken) == 4
+    prints.settle()
+    assert len(prints.taken) == 4

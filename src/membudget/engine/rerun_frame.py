@@ -1,8 +1,8 @@
-"""One call of a region: run the function, drop what autograd would save, give it back.
+"""One call of a rerun region: run the function, drop what autograd would save.
 
-While the function runs, the frame's `pack` hook gives autograd a `Handle` for each
-tensor that autograd would save, and the tensor is gone. When a backward asks a handle
-for its tensor, a `Rerun` fills all handles that live. The rules are in `region`.
+While the function runs, the `pack` hook returns a `RerunHandle` for each tensor that
+autograd would save, and the tensor is freed. When the backward pass asks a handle for
+its tensor, a `Rerun` fills all live handles. The rules are in `region`.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from membudget._torch import (
     storage_address,
 )
 from membudget.engine import isolation, retention
-from membudget.engine.compare import mismatch_error
-from membudget.engine.fingerprints import Fingerprints
-from membudget.engine.recording import Handle, Recording
+from membudget.engine.comparison import Fingerprints
+from membudget.engine.mismatch import Trace, mismatch_error
+from membudget.engine.recording import Recording, RerunHandle
 from membudget.engine.rerun import Rerun
 from membudget.engine.retention import OPEN_GROUPS
 from membudget.engine.switches import RECOMPUTING
-from membudget.engine.trace import Trace
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.scope import Scope
 
 
-class Frame(Recording):
-    """A recording that makes itself, and gives back what it dropped."""
+class RerunFrame(Recording):
+    """A recording that can rerun itself, with the hooks that autograd calls."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop what autograd would save."""
@@ -68,12 +67,12 @@ class Frame(Recording):
     def _may_verify(self) -> bool:
         """Tell whether this call can be verified.
 
-        Inside of a recompute nobody asks for what it saves.
+        Inside a recompute it cannot: nothing asks for what the call saves.
         """
         return get_ident() not in RECOMPUTING and may_read_bytes()
 
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do the same with a random log, a trace, fingerprints, a user's context."""
+        """Run the function with a random log, trace, fingerprints or user context."""
         options = self.options
         with Scope() as scope:
             if self.surroundings.random_log is not None:
@@ -105,7 +104,7 @@ class Frame(Recording):
             if self.fingerprints is not None:
                 self.fingerprints.settle()
 
-    def _unpack(self, handle: Handle) -> Tensor:
+    def _unpack(self, handle: RerunHandle) -> Tensor:
         tensor = handle.tensor
         if not self.finished:
             self.note_backward_inside()
@@ -121,21 +120,21 @@ class Frame(Recording):
         return tensor
 
     def note_backward_inside(self) -> None:
-        """Note that the function differentiates inside (Rule 7).
+        """Record that the function differentiates inside (Rule 7).
 
-        A replay region inside of this one says so, too.
+        A replay region inside this one reports it, too.
         """
         self.nested_backward = True
         if self.calls is not None:
             self.calls.owner.differentiates = True
 
-    def _recomputed(self, handle: Handle) -> Tensor:
+    def _recomputed(self, handle: RerunHandle) -> Tensor:
         with self.lock:
             tensor = handle.tensor
             if tensor is None:
                 self._recompute()
                 tensor = handle.tensor
-                # With one handle there is nothing left over to be released.
+                # With one handle nothing is left over to be freed.
                 if len(self.handles) > 1 and not retention.release_in_time(self):
                     self.empty()
         if tensor is None:
@@ -144,21 +143,21 @@ class Frame(Recording):
                 None,
                 f"{len(self.handles)} tensors",
                 "fewer tensors, and not the one that is needed",
-                ["determinism_check='none' hides where the runs part"],
+                ["determinism_check='none' hides where the runs diverge"],
             )
         return tensor
 
     def release(self) -> None:
-        """Let go of the recomputed tensors that nobody took (Rule 4).
+        """Free the recomputed tensors that autograd has not taken (Rule 4).
 
-        The lock keeps the end of one thread's backward from emptying the handles that
+        The lock keeps the end of one thread's backward from emptying handles that
         another thread's recompute has just filled.
         """
         with self.lock:
             self.empty()
 
     def recompute(self) -> None:
-        """Make every dropped tensor now; the next backward takes them."""
+        """Recompute every dropped tensor now; the next backward takes them."""
         with self.lock:
             if self.last_needed() >= 0:
                 self._recompute()

@@ -1,0 +1,245 @@
+"""Run recorded operators again, and contain the ones that break their schemas.
+
+A kernel registered through `torch.library` may write memory that its schema does not
+declare, or draw from NumPy's random stream. So its first replay runs on copies of its
+arguments. If it writes one, it is *faulty*: it runs on copies for the rest of the step,
+and its outputs are kept in later recordings. Every replay of such an operator restores
+the global random streams; an operator that advances one in the forward without
+declaring it has its outputs kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget._torch import tree_iter, tree_map_only, without_dispatch_modes
+from membudget.engine import isolation
+from membudget.engine.replay.sources import (
+    SourceChangedError,
+    SourceFreedError,
+    check_source,
+    copy_of,
+    is_freed_parameter,
+    unpacked,
+)
+from membudget.engine.replay.tape import Operation, Scratch, Value
+from membudget.ops import flat_outputs
+from membudget.scope import Scope
+from membudget.state.bits import fingerprint
+from membudget.state.identity import version_of
+from membudget.state.rng import bring_back, global_sources, note
+
+FAULTY: set[Any] = set()
+"""Operators that wrote an argument that they do not declare."""
+
+_TRUSTED: set[Any] = set()
+
+
+def call_noting_draws(
+    operator: Any, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, bool]:
+    """Run an operator; also tell whether it advanced a global random stream."""
+    before = note(global_sources())
+    output = operator(*args, **kwargs)
+    after = note(global_sources())
+    moved = any(a[1] is not b[1] for a, b in zip(before, after, strict=True))
+    return output, moved
+
+
+def replay_foreign(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Replay an operator that may break its schema, and contain its side effects."""
+    with Scope() as scope:
+        bring_back(note(global_sources()), scope)
+        if operator in _TRUSTED:
+            return operator(*args, **kwargs)
+        return _call_on_copies(operator, args, kwargs)
+
+
+@torch.no_grad()
+def _call_on_copies(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    if operator._schema.is_mutable:
+        # The arguments that it declares to write are copies already.
+        return operator(*args, **kwargs)
+    copies = tree_map_only(Tensor, _copy, (args, kwargs))
+    output = operator(*copies[0], **copies[1])
+    if operator not in FAULTY:
+        with without_dispatch_modes():
+            same = [_bits((args, kwargs)) == _bits(copies)]
+        (_TRUSTED if all(same) else FAULTY).add(operator)
+    return output
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone(memory_format=torch.preserve_format)
+
+
+def _bits(arguments: Any) -> list[Any]:
+    return [fingerprint(t) for t in tree_iter(arguments) if isinstance(t, Tensor)]
+
+
+def derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
+    """Apply the view operators that lead from a base in `bases` to `value`."""
+    base = bases.get(value)
+    if base is not None:
+        return base
+    operation = value.operation
+    assert operation is not None
+    args = [derived(a, bases) if type(a) is Value else a for a in operation.args]
+    output = operation.operator(*args, **operation.kwargs)
+    tensor = output if isinstance(output, Tensor) else output[value.index]
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """Re-run a random operator from its recorded state; restore the live one."""
+    assert operation.drawn is not None
+    source, noted = operation.drawn
+    with isolation.OPERATOR_LOCK:
+        now = source.note()
+        source.bring_back(noted)
+        try:
+            return operation.operator(*args, **kwargs)
+        finally:
+            source.bring_back(now)
+
+
+def is_read_by(wanted: list[Value], owner: Value) -> bool:
+    """Tell whether recomputing some values may read the memory of another.
+
+    Values that a stage carries over are in memory, and need no recomputation.
+    """
+    pending = list(wanted)
+    seen: set[int] = set()
+    while pending:
+        value = pending.pop()
+        operation = value.operation
+        is_there = value.tensor is not None and (value.root or value).is_carried
+        if operation is None or is_there or id(operation) in seen:
+            continue
+        seen.add(id(operation))
+        for read in operation.inputs():
+            if not operation.is_view and (read.root or read) is owner:
+                return True
+            pending.append(read)
+    return False
+
+
+class Executor:
+    """Runs recorded operations again.
+
+    Attributes:
+        unpack: The unpack hook around the region, which restores packed sources.
+    """
+
+    __slots__ = ("_memoised", "_plan", "_stage", "unpack")
+
+    def __init__(self) -> None:
+        """Start before the first plan."""
+        self.unpack: Any = None
+        self._plan = 0
+        self._stage = -1  # The stage that the plan serves; -1 for all.
+        self._memoised: dict[Value, None] = {}
+
+    def _run(self, operation: Operation) -> None:
+        bases = self._bases(operation) if operation.targets else _NO_BASES
+        args = [self._argument(a, bases) for a in operation.args]
+        kwargs = operation.kwargs
+        if kwargs:
+            kwargs = {n: self._argument(a, bases) for n, a in kwargs.items()}
+        if operation.is_foreign:
+            output = replay_foreign(operation.operator, args, kwargs)
+        elif operation.drawn is None:
+            output = operation.operator(*args, **kwargs)
+        else:
+            output = call_random(operation, args, kwargs)
+        self._note(operation, output, bases)
+        del args, kwargs, output, bases
+        for value in operation.inputs():
+            if not operation.is_view:
+                (value.root or value).reads -= 1
+            self._used(value)
+
+    def _note(
+        self, operation: Operation, output: Any, bases: dict[Value, Tensor]
+    ) -> None:
+        made = (output,) if type(output) is Tensor else flat_outputs(output)
+        written: dict[int, Value] = {}
+        if bases:
+            written = {index: root for root, index in operation.targets}
+        for index, reference in operation.outputs:
+            value = reference()
+            # An output that became a source keeps its content.
+            if value is None or value.operation is not operation:
+                continue
+            if value.plan == self._plan and value.uses > 0:
+                root = written.get(index)
+                value.tensor = made[index] if root is None else bases[root]
+                self._memoised[value] = None
+
+    def _bases(self, operation: Operation) -> dict[Value, Tensor]:
+        """Return the memory that a writing operator may overwrite, for each target."""
+        bases = {}
+        for root, _ in operation.targets:
+            if root.operation is None:
+                bases[root] = copy_of(self._source(root))
+            elif root.uses <= 1 and root.view_uses <= 0 and not root.is_lent:
+                assert root.tensor is not None
+                bases[root] = root.tensor  # This is its last use.
+            else:
+                assert root.tensor is not None
+                bases[root] = copy_of(root.tensor)
+        return bases
+
+    def _argument(self, argument: Any, bases: dict[Value, Tensor]) -> Any:
+        kind = type(argument)
+        if kind is Value:
+            if bases and (argument.root or argument) in bases:
+                return derived(argument, bases)
+            if argument.operation is None:
+                return self._source(argument)
+            return argument.tensor
+        if kind is list:
+            return [self._argument(item, bases) for item in argument]
+        if kind is Scratch:
+            return torch.zeros(argument.shape, **argument.options)
+        return argument
+
+    def _source(self, value: Value) -> Tensor:
+        """Return the content of a source, checked, for an operator to read."""
+        check_source(value, tensor := self._content(value))
+        return tensor
+
+    def _content(self, value: Value) -> Tensor:
+        tensor = value.tensor
+        if tensor is None:
+            tensor = value.tensor = unpacked(value, self.unpack)
+            self._memoised[value] = None
+        elif value.version is not None and version_of(tensor) != value.version:
+            raise SourceChangedError(tensor)
+        if is_freed_parameter(tensor):
+            raise SourceFreedError
+        return tensor
+
+    def _used(self, value: Value) -> None:
+        value.uses -= 1
+        if value.root is not None:
+            value.root.view_uses -= 1
+        if value.uses > 0 or value.is_held() or self._is_unpacked_for_all(value):
+            return
+        value.tensor = None
+        # The value references its inputs, which must be freed with its last handle.
+        self._memoised.pop(value, None)
+
+    def _is_unpacked_for_all(self, value: Value) -> bool:
+        """Tell whether a packed source stays in memory for all stages.
+
+        Hooks around the region may be unable to restore it twice in one backward.
+        """
+        return self._stage >= 0 and value.packed is not None
+
+
+_NO_BASES: dict[Any, Tensor] = {}
