@@ -13,8 +13,8 @@ import pytest
 
 import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
-from membudget.plan_text import described, differences, kept_text
 from membudget.planner.plan import VERSION, KeptOutput, Plan, PlannedRegion
+from membudget.report.plan_text import described, differences, kept_text
 from tests.commands import without_torch
 from tests.planner import drafts
 

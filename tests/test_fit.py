@@ -12,8 +12,7 @@ import membudget as mb
 from membudget import tries
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import Fitted, fit
-from membudget.fit_text import region_table
-from membudget.plan_text import head
+from membudget.report.plan_text import head, region_table
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
 

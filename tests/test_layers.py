@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,13 +18,13 @@ FLOORS = (
     "cli cli_plan cli_options",
     "compat policies tradeoff trial",
     "fit tries planning modes",
-    "fit_text plan_text",
+    "report",
     "audit free limit",
     "apply spans carrier",
     "planner profile memory",
     "engine",
     "step selection state scope ops observer graph",
-    "callsite files sizes tables target",
+    "callsite files sizes target",
     "_torch _torch_observing _torch_precision _torch_settings errors",
 )
 FLOOR_OF = {unit: n for n, units in enumerate(FLOORS) for unit in units.split()}
@@ -30,8 +32,9 @@ FLOOR_OF = {unit: n for n, units in enumerate(FLOORS) for unit in units.split()}
 PLANNER_MAY = {"planner", "graph", "errors"}
 
 WITHOUT_TORCH = (
-    *("errors", "files", "graph", "cli", "cli_options", "cli_plan", "plan_text"),
-    *("fit_text", "limit", "tables", "tradeoff", "__init__"),
+    *("errors", "files", "graph", "cli", "cli_options", "cli_plan", "limit", "sizes"),
+    *("tradeoff", "__init__", "profile/live_ranges", "profile/polynomial"),
+    *(f"report/{path.stem}" for path in sorted((SOURCE / "report").glob("*.py"))),
     *(f"planner/{path.stem}" for path in sorted((SOURCE / "planner").glob("*.py"))),
 )
 
@@ -47,8 +50,20 @@ def module_name(path: Path) -> str:
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each imported module of ours, and whether it is for type checking alone."""
+    """Yield each module that a file imports, and whether for type checking alone.
+
+    A result may print itself: imports of `report` inside its `__str__` or `report` are
+    left out, because they run when somebody prints it and load nothing before.
+    """
     tree = ast.parse(path.read_text())
+    prints_itself = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and node.name in ("__str__", "report")
+        for inner in ast.walk(node)
+        if isinstance(inner, ast.ImportFrom)
+        and (inner.module or "").startswith("membudget.report.")
+    }
     typing_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -56,6 +71,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         for inner in ast.walk(node)
     }
     for node in ast.walk(tree):
+        if id(node) in prints_itself:
+            continue
         names: list[str] = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -163,7 +180,23 @@ def test_rich_is_imported_in_one_module():
         for name, typing_only in imports(path)
         if name.split(".")[0] == "rich" and not typing_only
     }
-    assert users == {"tables"}
+    assert users == {"report.tables"}
+
+
+@pytest.mark.parametrize("package", ["profile", "memory", "state.snapshot", "step"])
+def test_measuring_a_step_loads_nothing_that_applies_plans(package: str):
+    code = f"import sys, membudget.{package}; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    above = ("apply", "audit", "spans", "carrier", "report", "fit")
+    loaded = found.stdout.split()
+    assert f"membudget.{package}" in loaded
+    assert not [
+        name
+        for name in loaded
+        if name.startswith(tuple(f"membudget.{unit}" for unit in above))
+    ]
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)

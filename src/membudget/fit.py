@@ -17,14 +17,13 @@ from membudget.apply import Applied, Status
 from membudget.audit import AuditReport, audit
 from membudget.carrier import has_region
 from membudget.errors import OptionError
-from membudget.fit_text import region_table
 from membudget.free import budget_in_all, free_bytes
 from membudget.modes import AUTO, check_mode
-from membudget.plan_text import PLAIN_FITS, head
 from membudget.planner.plan import Plan
 from membudget.planning import check_budget, limit_of
 from membudget.profile import Device, Profile, profile
 from membudget.profile.optimizer import OptimizerLike
+from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import LossFunction, Step, check_arguments
 from membudget.tries import Measured, Task, try_mode, try_plans
 

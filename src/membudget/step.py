@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget.errors import OptionError
-from membudget.state.restore import State
+from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
 LossFunction = Callable[[Any, Any], Tensor]

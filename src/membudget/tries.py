@@ -15,7 +15,7 @@ from membudget.planner.answers import Chosen
 from membudget.planner.plan import Plan
 from membudget.planning import choose, choose_mode, make_plan, mode_is_over, planner_of
 from membudget.profile import Profile
-from membudget.profile.run import state_kept
+from membudget.profile.profiling import state_kept
 from membudget.step import Step
 
 MOST_PLANS = 4

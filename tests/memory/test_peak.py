@@ -12,8 +12,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 import membudget as mb
-from membudget.memory.events import Change, Events
-from membudget.memory.peak import _from_events
+from membudget.memory.peak import Change, Events, _from_events
 
 FLOAT_BYTES = 4
 

@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile as torch_profile
 
 import membudget as mb
 from membudget._torch import is_profiling
-from membudget.memory.events import quiet_stderr
+from membudget.memory.peak import quiet_stderr
 from membudget.profile import profile
 
 

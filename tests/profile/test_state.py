@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget._torch import dispatch_modes, top_saved_tensors_hooks
 from membudget.profile import profile
-from membudget.state.streams import frozen, global_streams
+from membudget.state.rng import frozen, global_streams
 from tests.untidy import Untidy
 
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import membudget as mb
 from membudget.profile.polynomial import CLOSE, envelope, evaluate, fitted, largest_root
-from membudget.profile.summary import summarise
 from membudget.profile.sweep import Point, of_points
+from membudget.report.module_tree import summarise
 from tests.profile.small_models import language_model, perceptron
 
 BUDGETS = st.integers(0, 1 << 40)

@@ -15,9 +15,9 @@ Nothing here shares code with the engine's own bookkeeping of random streams and
 buffers: an audit that did could not find it wrong.
 """
 
-from membudget.audit.compare import Difference
+from membudget.audit.differences import Difference
 from membudget.audit.forms import audit
-from membudget.audit.report import AuditReport, Compared
+from membudget.audit.verdict import AuditReport, Compared
 from membudget.selection import default_names
 
 __all__ = ["AuditReport", "Compared", "Difference", "audit", "default_names"]

@@ -9,12 +9,11 @@ from typing import Any, TypeVar, overload
 
 from torch.nn import Module
 
-from membudget.audit.compare import Outcome, Results, compare
-from membudget.audit.regions import counting, regions_for
-from membudget.audit.report import AuditReport
-from membudget.audit.run import Run, compare_runs
+from membudget.audit.differences import Outcome, Results, compare
+from membudget.audit.runs import Run, compare_runs, counting, regions_for
+from membudget.audit.verdict import AuditReport
 from membudget.errors import OptionError
-from membudget.state.restore import State
+from membudget.state.snapshot import State
 from membudget.step import LossFunction, Step
 
 V = TypeVar("V")

@@ -38,7 +38,7 @@ from membudget.engine.watch import Watch, rewritten_error, silently_written_erro
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
-from membudget.state.snapshots import enter_snapshots, is_small, take_snapshots
+from membudget.state.snapshot import enter_snapshots, is_small, take_snapshots
 
 
 class Externals(NamedTuple):

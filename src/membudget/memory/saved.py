@@ -116,7 +116,7 @@ class SavedReport:
 
     def __str__(self) -> str:
         """Return a table, one line a saved tensor, with the total below."""
-        from membudget.tables import Table, page
+        from membudget.report.tables import Table, page
 
         table = Table(title=f"saved for backward: {self.total_bytes:,} bytes")
         for column in ("module", "operator", "line", "kind", "shape", "bytes"):

@@ -6,8 +6,8 @@ together, `report` and `sweep` are for people.
 """
 
 from membudget.profile.devices import DEVICES, Device
+from membudget.profile.profiling import profile
 from membudget.profile.result import Profile
-from membudget.profile.run import profile
 from membudget.profile.sweep import Sweep, sweep
 
 __all__ = ["DEVICES", "Device", "Profile", "Sweep", "profile", "sweep"]

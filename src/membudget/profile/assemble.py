@@ -16,12 +16,12 @@ from membudget.graph import (
     Value,
 )
 from membudget.ops import decides, facts_of
-from membudget.profile.recorder import StepRecorder
-from membudget.profile.records import (
+from membudget.profile.lifetimes import (
     RecordedOperator,
     RecordedStorage,
     RecordedValue,
 )
+from membudget.profile.step_recorder import StepRecorder
 
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,58 @@ from membudget.ops import facts_of
 
 MOST_REAL_BYTES = 1 << 26
 """An integer tensor larger than this is fake, too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """What a call saw of a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def is_contiguous(self) -> bool:
+        """Tell whether its elements lie one after the other."""
+        expected = 1
+        for size, stride in zip(
+            reversed(self.shape), reversed(self.stride), strict=True
+        ):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def is_strided(self) -> bool:
+        """Tell whether it is a plain tensor: a sparse one has no strides."""
+        return len(self.stride) == len(self.shape)
+
+    def is_matrix(self) -> bool:
+        """Tell whether its last two dimensions lie as BLAS takes them."""
+        if len(self.shape) < 2:
+            return True
+        (rows, columns), (down, across) = self.shape[-2:], self.stride[-2:]
+        return (across == 1 and down >= columns) or (down == 1 and across >= rows)
+
+    def zeros(self) -> Tensor:
+        """Return such a tensor, of zeros."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return tensor.zero_()
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """A call with specs in place of tensors, and the operators that made it."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    indices: list[int]
+
+    def specs(self) -> Iterator[TensorSpec]:
+        """Yield the specs among the arguments."""
+        for leaf in tree_iter((self.args, self.kwargs)):
+            if isinstance(leaf, TensorSpec):
+                yield leaf
 
 
 @contextmanager

@@ -9,6 +9,7 @@ autograd, too, has let go of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,9 +17,59 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from membudget.graph import Kind
+from membudget.graph import Kind, Phase
 from membudget.memory.storage import plain_parts
-from membudget.profile.records import RecordedStorage, RecordedValue
+
+
+@dataclass(slots=True)
+class RecordedOperator:
+    """An operator while the step is recorded; see `graph.Operator`."""
+
+    operator: Any
+    phase: Phase
+    place: tuple[str, str]
+    node: int | None
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    flops: int = 0
+    nanoseconds: int = 0
+    workspace_bytes: int = 0
+
+
+@dataclass(slots=True)
+class RecordedValue:
+    """A content; see `graph.Value`."""
+
+    storage: int
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    operator: int
+    output: int
+
+
+@dataclass(slots=True)
+class RecordedStorage:
+    """A storage, and how many tensors look at it; see `graph.Storage`."""
+
+    bytes: int
+    kind: Kind
+    name: str
+    birth: int
+    death: int | None = None
+    released: int | None = None
+    tensors: int = 0
+
+
+@dataclass(slots=True)
+class RecordedSaved:
+    """A tensor that autograd keeps; see `graph.Saved`."""
+
+    value: int
+    moment: int
+    place: tuple[str, str]
+    asked: list[int] = field(default_factory=list)
+    freed: int | None = None
 
 
 class Lifetimes:

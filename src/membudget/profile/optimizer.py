@@ -18,7 +18,7 @@ from membudget._torch import new_fake_mode, tree_iter
 from membudget.errors import OptionError
 from membudget.memory.storage import storage_bytes
 from membudget.profile.fake import AnyNumber, twin
-from membudget.profile.recorder import StepRecorder
+from membudget.profile.step_recorder import StepRecorder
 from membudget.step import Step
 
 OptimizerLike = Optimizer | type[Optimizer] | None

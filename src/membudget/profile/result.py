@@ -53,10 +53,9 @@ class Profile:
 
     def report(self) -> str:
         """Return the profile as a page of text."""
-        from membudget.profile.report import About, render
+        from membudget.report.profile_text import profile_text
 
-        about = About(self.model, self.tensors, self.cost, self.loss_from, self.notes)
-        return render(self.graph, about)
+        return profile_text(self)
 
     def __str__(self) -> str:
         """Return the report."""

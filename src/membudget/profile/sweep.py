@@ -17,7 +17,7 @@ from typing import Any
 
 from membudget.errors import OptionError
 from membudget.profile.devices import Device
-from membudget.profile.kept import saved_activations
+from membudget.profile.live_ranges import saved_activations
 from membudget.profile.optimizer import OptimizerLike
 from membudget.profile.polynomial import (
     Fit,
@@ -28,8 +28,7 @@ from membudget.profile.polynomial import (
     largest_root,
     residual,
 )
-from membudget.profile.run import profile
-from membudget.profile.text import aligned
+from membudget.profile.profiling import profile
 from membudget.sizes import format_bytes
 from membudget.target import call_make
 
@@ -101,7 +100,7 @@ class Sweep:
         for point in self.points:
             if point.size == size:
                 return point.total_bytes
-        peak = evaluate(self._at_peak(size), size)
+        peak = evaluate(self.curve_at(size), size)
         return round(peak + evaluate(self.static.coefficients, size))
 
     def largest(self, budget_bytes: int) -> Largest:
@@ -149,31 +148,22 @@ class Sweep:
                     "coefficients": [float(c) for c in fit.coefficients],
                     "residual": fit.residual,
                 }
-                for quantity, fit in self._fits()
+                for quantity, fit in self.fits()
             },
         }
 
     def __str__(self) -> str:
         """Return the measured sizes as a table, and the fits below."""
-        titles = (self.name, "total", "static", "peak", "saved")
-        rows = []
-        for p in self.points:
-            sizes = (p.total_bytes, p.static_bytes, p.peak_bytes, p.saved_bytes)
-            rows.append((str(p.size), *map(format_bytes, sizes)))
-        lines = aligned([titles, *rows])
-        lines += ["", "bytes, fitted:"]
-        for quantity, fit in self._fits():
-            off = f"(off by {fit.residual:.2%}, at most)"
-            lines.append(f"  {quantity:6} = {fit.text(self.name)}   {off}")
-        if len({self._at_peak(point.size) for point in self.points}) > 1:
-            moved = f"another operator makes the peak as {self.name} grows"
-            lines.append(f"  {moved}; what fits is told by the bytes at each")
-        return "\n".join(lines)
+        from membudget.report.profile_text import sweep_text
 
-    def _at_peak(self, size: int) -> tuple[Fraction, ...]:
+        return sweep_text(self)
+
+    def curve_at(self, size: int) -> tuple[Fraction, ...]:
+        """Return the polynomial of the op index that makes the peak at a size."""
         return max(self.moments, key=lambda moment: evaluate(moment, size))
 
-    def _fits(self) -> list[tuple[str, Fit]]:
+    def fits(self) -> list[tuple[str, Fit]]:
+        """Return the fitted polynomials, by name."""
         names = ("total", "static", "peak", "saved")
         return [(name, getattr(self, name)) for name in names]
 

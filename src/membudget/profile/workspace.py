@@ -29,11 +29,11 @@ from membudget._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from membudget.memory.events import recorded_events
+from membudget.memory.peak import recorded_events
 from membudget.memory.storage import plain_parts, storage_bytes
 from membudget.ops import facts_of
-from membudget.profile.recorder import MARK, StepRecorder
-from membudget.profile.records import RecordedCall, TensorSpec
+from membudget.profile.fake import RecordedCall, TensorSpec
+from membudget.profile.step_recorder import MARK, StepRecorder
 
 MOST_BYTES = 1 << 27
 """A call whose operands are larger is not tried."""

@@ -30,7 +30,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import Module
 
-from membudget.state.streams import Stream, private_stream
+from membudget.state.rng import Stream, stream_of
 
 TensorKind = Literal["parameter", "buffer", "attribute", "output"]
 # A dict, list, set or deque, or a dataclass whose fields are slots.
@@ -110,7 +110,7 @@ def walk(roots: Iterable[tuple[str, Any]], kind: TensorKind = "attribute") -> Fo
 def _enter(place: _Place, found: Found) -> Iterator[_Place]:
     """Note what stands at `place`, and yield what it holds."""
     value = place.value
-    stream = private_stream(value)
+    stream = stream_of(value)
     if stream is not None:
         found.streams[_unique(place.name, found.streams)] = stream
     elif isinstance(value, Tensor):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from membudget._torch import is_profiling
-from membudget.memory.events import quiet_stderr, recorded_events
+from membudget.memory.peak import quiet_stderr, recorded_events
 
 
 def test_allocations_and_releases_are_told_in_order():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from membudget.audit.compare import Comparison, Outcome, Results, compare
+from membudget.audit.differences import Comparison, Outcome, Results, compare
 from membudget.state.copies import hold
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.fit_text import region_table
 from membudget.graph import ModuleCall
 from membudget.planner.answers import Chosen, simulated
 from membudget.planner.regions import Region, keeping
+from membudget.report.plan_text import region_table
 
 
 class Block(nn.Module):

@@ -17,8 +17,12 @@ from functools import reduce
 from itertools import groupby
 
 from membudget.graph import Operator, StepGraph
-from membudget.profile.alive import PeakContents, peak_contents
-from membudget.profile.kept import SavedActivation, saved_activations
+from membudget.profile.live_ranges import (
+    PeakContents,
+    SavedActivation,
+    peak_contents,
+    saved_activations,
+)
 
 ITSELF = "(itself)"
 OUTSIDE = "(itself, loss)"

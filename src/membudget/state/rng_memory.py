@@ -25,14 +25,14 @@ from typing import Any
 import torch
 from torch import Generator
 
-Mark = Callable[[], Any]
+Reader = Callable[[], Any]
 
 _HEADER_BYTES = object.__basicsize__  # The reference count moves and says nothing.
 _RAW = attrgetter("raw")  # In C, so that a mark takes 60 ns.
 _WORDS = 624  # Of a Mersenne twister.
 
 
-def mark_of(generator: Any) -> Mark | None:
+def raw_state_reader(generator: Any) -> Reader | None:
     """Return a function that reads the mark of a generator, for as long as that lives.
 
     Args:
@@ -43,30 +43,30 @@ def mark_of(generator: Any) -> Mark | None:
 
     Example:
         >>> generator = random.Random(0)
-        >>> mark = mark_of(generator)
+        >>> mark = raw_state_reader(generator)
         >>> before = mark()
         >>> before == mark(), generator.random() > 0, before == mark()
         (True, True, False)
     """
-    kind = _kind_of(generator)
+    kind = _reader_for(generator)
     owner: Any = type(generator)
-    if kind is None or not _is_honest(kind, owner):
+    if kind is None or not _is_reliable(kind, owner):
         return None
     return kind(generator)
 
 
-def _kind_of(generator: Any) -> Callable[[Any], Mark] | None:
+def _reader_for(generator: Any) -> Callable[[Any], Reader] | None:
     if sys.implementation.name != "cpython":
         return None
     if isinstance(generator, Generator):
-        return _torch_mark if generator.device.type == "cpu" else None
+        return _torch_reader if generator.device.type == "cpu" else None
     if isinstance(generator, random.Random):
-        return _python_mark
-    return _numpy_mark if _is_mersenne_twister(generator) else None
+        return _python_reader
+    return _numpy_reader if _is_mersenne_twister(generator) else None
 
 
 @cache
-def _is_honest(kind: Callable[[Any], Mark], owner: Any) -> bool:
+def _is_reliable(kind: Callable[[Any], Reader], owner: Any) -> bool:
     """Tell whether a mark of this kind moves with every draw, and not without one."""
     try:
         generator, draws = _PROBES[kind](owner)
@@ -89,7 +89,7 @@ def _memory(address: int, size_bytes: int) -> Any:
     return (ctypes.c_char * size_bytes).from_address(address)
 
 
-def _python_mark(generator: Any) -> Mark:
+def _python_reader(generator: Any) -> Reader:
     size_bytes = random.Random.__basicsize__ - _HEADER_BYTES
     memory = _memory(id(generator) + _HEADER_BYTES, size_bytes)
     return lambda: (memory.raw, generator.gauss_next)
@@ -106,7 +106,7 @@ def _is_mersenne_twister(generator: Any) -> bool:
     return type(bits).__name__ == "MT19937"
 
 
-def _numpy_mark(generator: Any) -> Mark:
+def _numpy_reader(generator: Any) -> Reader:
     size_bytes = type(generator).__basicsize__ - _HEADER_BYTES
     spare = _memory(id(generator) + _HEADER_BYTES, size_bytes)
     bits = generator._bit_generator
@@ -128,7 +128,7 @@ def _numpy_probe(owner: Any) -> Any:
     return generator, (generator.random_sample, normal, normal)
 
 
-def _torch_mark(generator: Any) -> Mark:
+def _torch_reader(generator: Any) -> Reader:
     start, size_bytes = _torch_engine()
     memory = _memory(_torch_address(generator) + start, size_bytes)
     return partial(_RAW, memory)
@@ -169,7 +169,7 @@ def _torch_probe(owner: Any) -> Any:
 
 
 _PROBES: dict[Any, Callable[[Any], Any]] = {
-    _python_mark: _python_probe,
-    _numpy_mark: _numpy_probe,
-    _torch_mark: _torch_probe,
+    _python_reader: _python_probe,
+    _numpy_reader: _numpy_probe,
+    _torch_reader: _torch_probe,
 }

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from membudget.graph import StepGraph
 from membudget.planner.timeline import Interval, Timeline, lifetimes, of_intervals
-from membudget.profile.alive import (
+from membudget.profile.live_ranges import (
     Alive,
     Held,
     PeakContents,
@@ -21,7 +21,7 @@ from membudget.profile.alive import (
     keeping,
     touched_storages,
 )
-from membudget.profile.summary import repeated_blocks
+from membudget.report.module_tree import repeated_blocks
 from membudget.sizes import format_bytes
 
 _NOTABLE = 0.25

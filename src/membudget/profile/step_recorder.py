@@ -36,14 +36,9 @@ from membudget.callsite import place_of
 from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
 from membudget.ops import OperatorFacts, facts_of, flat_outputs
-from membudget.profile.flops import flops_of
-from membudget.profile.lifetimes import Lifetimes
-from membudget.profile.records import (
-    RecordedCall,
-    RecordedOperator,
-    RecordedSaved,
-    TensorSpec,
-)
+from membudget.profile.cost import flops_of
+from membudget.profile.fake import RecordedCall, TensorSpec
+from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 
 MARK = "membudget operator "
 """With an operator's index, the name of its event under a profiler."""

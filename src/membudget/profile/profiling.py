@@ -26,11 +26,11 @@ from membudget.profile.cost import (
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import fake_tensors, without_meta
 from membudget.profile.optimizer import OptimizerLike, record_optimizer
-from membudget.profile.recorder import StepRecorder
 from membudget.profile.result import Profile
+from membudget.profile.step_recorder import StepRecorder
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.selection import default_names
-from membudget.state.restore import State
+from membudget.state.snapshot import State
 from membudget.step import CallableStep, LossFunction, Step, check_arguments
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15

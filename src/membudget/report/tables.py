@@ -88,3 +88,82 @@ def page(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
         for part in parts:
             console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+_BARS = " ▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[int], columns: int) -> str:
+    """Return a bar for each of some columns: the most of the values that fall into it.
+
+    Example:
+        >>> sparkline([0, 1, 4, 8, 2, 1], columns=6)
+        ' ▁▄█▂▁'
+    """
+    count = len(values)
+    top = max(values, default=0) or 1
+    bars = []
+    for column in range(columns if count else 0):
+        start = column * count // columns
+        end = max(start + 1, (column + 1) * count // columns)
+        # Upwards, so that whatever is not zero can be seen.
+        bars.append(_BARS[-(-max(values[start:end]) * 8 // top)])
+    return "".join(bars)
+
+
+def marks(texts: Sequence[tuple[int, str]]) -> str:
+    """Return a line with each text at its column, or behind the one before.
+
+    Example:
+        >>> marks([(0, "└forward"), (12, "└backward")])
+        '└forward    └backward'
+    """
+    line = ""
+    for column, text in texts:
+        line = line.ljust(column) if len(line) <= column else f"{line} "
+        line += text
+    return line
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a table, its columns to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]
+
+
+def share(part: float, total: float) -> str:
+    """Return a part in percent; a dot for nothing."""
+    return f"{part / total:.1%}" if total and part else "·"
+
+
+def flops(count: int) -> str:
+    """Return a number of floating-point operations.
+
+    Example:
+        >>> flops(256), flops(3_600_000_000_000)
+        ('256 FLOP', '3.6 TFLOP')
+    """
+    value = float(count)
+    if value < 1000:
+        return f"{count} FLOP"
+    for unit in ("kFLOP", "MFLOP", "GFLOP", "TFLOP"):
+        value /= 1000
+        if value < 999.95:
+            return f"{value:.1f} {unit}"
+    return f"{value / 1000:,.1f} PFLOP"
+
+
+def time(seconds: float) -> str:
+    """Return a time.
+
+    Example:
+        >>> time(0.0191), time(2.5e-6), time(3e-9)
+        ('19.1 ms', '2.5 µs', '3 ns')
+    """
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "µs")):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.1f} {unit}"
+    return f"{seconds * 1e9:.0f} ns"

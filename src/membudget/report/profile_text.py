@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from membudget.graph import StepGraph
-from membudget.planner.timeline import Timeline, timeline
-from membudget.profile.advice import advise
-from membudget.profile.alive import Alive, PeakContents, described
-from membudget.profile.kept import SavedActivation
-from membudget.profile.summary import (
+from membudget.planner.timeline import Timeline
+from membudget.profile.live_ranges import (
+    Alive,
+    PeakContents,
+    SavedActivation,
+    described,
+)
+from membudget.report.advice import advise
+from membudget.report.module_tree import (
     OUTSIDE,
     Figures,
     ModuleNode,
@@ -20,9 +23,23 @@ from membudget.profile.summary import (
     fold,
     summarise,
 )
-from membudget.profile.text import flops, marks, share, sparkline, time
+from membudget.report.tables import (
+    Padding,
+    Table,
+    aligned,
+    empty_table,
+    flops,
+    marks,
+    page,
+    share,
+    sparkline,
+    time,
+)
 from membudget.sizes import format_bytes
-from membudget.tables import Padding, Table, empty_table, page
+
+if TYPE_CHECKING:
+    from membudget.profile.result import Profile
+    from membudget.profile.sweep import Sweep
 
 WIDTH = 120
 COLUMNS = 80
@@ -38,23 +55,12 @@ TOP = 8
 """How many saved tensors, and how many storages at the peak, are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class About:
-    """What a report says of a profile besides its graph; see `Profile`."""
-
-    model: str
-    tensors: str
-    cost: str
-    loss_from: str
-    notes: tuple[str, ...]
-
-
-def render(graph: StepGraph, about: About) -> str:
-    """Return the report of a profile."""
-    summary = summarise(graph, about.model)
-    line = timeline(graph)
+def profile_text(found: Profile) -> str:
+    """Return the report of a profile: sizes, timeline, modules, peak and advice."""
+    graph, line = found.graph, found.timeline
+    summary = summarise(graph, found.model)
     parts = (
-        *_header(graph, about),
+        *_header(found),
         *_sizes(graph, line),
         *_timeline(graph, line),
         *_modules(summary),
@@ -68,10 +74,11 @@ def render(graph: StepGraph, about: About) -> str:
 # Parts of the report.
 
 
-def _header(graph: StepGraph, about: About) -> Iterator[Any]:
-    cost = "measured" if about.cost == "measured" else f"roofline of {about.cost}"
-    yield f"{about.model}: one training step, recorded on {about.tensors} tensors"
-    yield f"  loss   {about.loss_from}"
+def _header(found: Profile) -> Iterator[Any]:
+    graph = found.graph
+    cost = "measured" if found.cost == "measured" else f"roofline of {found.cost}"
+    yield f"{found.model}: one training step, recorded on {found.tensors} tensors"
+    yield f"  loss   {found.loss_from}"
     seconds = {
         phase: sum(o.seconds for o in graph.operators if o.phase == phase)
         for phase in ("forward", "backward", "optimizer")
@@ -79,7 +86,7 @@ def _header(graph: StepGraph, about: About) -> Iterator[Any]:
     parts = ", ".join(f"{name} {time(s)}" for name, s in seconds.items() if s)
     yield f"  time   {time(sum(seconds.values()))} ({parts}), {cost}"
     yield f"  work   {len(graph.operators):,} operators, {flops(graph.flops)}"
-    for note in about.notes:
+    for note in found.notes:
         yield Padding(f"note   {note}", (0, 0, 0, 2))
 
 
@@ -256,3 +263,21 @@ def _advice(graph: StepGraph, peak: PeakContents) -> Iterator[Any]:
     yield "advice"
     for text in advise(graph, peak).texts:
         yield Padding(f"- {text}", (0, 0, 0, 2))
+
+
+def sweep_text(found: Sweep) -> str:
+    """Return the measured sizes of a sweep as a table, and the fits below."""
+    titles = (found.name, "total", "static", "peak", "saved")
+    rows = []
+    for p in found.points:
+        sizes = (p.total_bytes, p.static_bytes, p.peak_bytes, p.saved_bytes)
+        rows.append((str(p.size), *map(format_bytes, sizes)))
+    lines = aligned([titles, *rows])
+    lines += ["", "bytes, fitted:"]
+    for quantity, fit in found.fits():
+        off = f"(off by {fit.residual:.2%}, at most)"
+        lines.append(f"  {quantity:6} = {fit.text(found.name)}   {off}")
+    if len({found.curve_at(point.size) for point in found.points}) > 1:
+        moved = f"another operator makes the peak as {found.name} grows"
+        lines.append(f"  {moved}; what fits is told by the bytes at each")
+    return "\n".join(lines)

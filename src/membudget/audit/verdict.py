@@ -7,10 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from membudget.apply import RegionStatus
-from membudget.audit.compare import Difference
-
-MAX_LINES = 12
-"""How many differences the text shows of each list; `AuditReport` holds them all."""
+from membudget.audit.differences import Difference
 
 
 @dataclass(frozen=True)
@@ -38,19 +35,10 @@ class Compared:
     streams: int = 0
 
     def __str__(self) -> str:
-        """Return the counts as one phrase, those that are zero left out."""
-        nouns = {
-            "losses": ("loss", "losses"),
-            "no_gradients": ("missing gradient", "missing gradients"),
-            "attributes": ("tensor attribute", "tensor attributes"),
-            "streams": ("random stream", "random streams"),
-        }
-        phrases = []
-        for name, count in asdict(self).items():
-            one, many = nouns.get(name, (name.removesuffix("s"), name))
-            if count:
-                phrases.append(f"{count:,} {one if count == 1 else many}")
-        return ", ".join(phrases)
+        """Return the counts that are not zero, as one phrase."""
+        from membudget.report.audit_text import counts_text
+
+        return counts_text(self)
 
 
 @dataclass(frozen=True)
@@ -154,53 +142,6 @@ class AuditReport:
 
     def __str__(self) -> str:
         """Return the report as one screen of text."""
-        verdict = "equal to the last bit" if self.equal else self._count_differences()
-        lines = [f"audit: {verdict}", f"  compared  {self.compared}"]
-        if self.loss_from:
-            lines.append(f"  loss      {self.loss}, {self.loss_from}")
-        lines.append(f"  regions   {self._region_line()}")
-        lines += [f"  warning   {warning}" for warning in self.warnings]
-        lines += _section("differences, plain beside budgeted:", self.differences)
-        lines += _section("differences between two plain runs:", self.unrepeatable)
-        lines += _section("Python values that differ:", self.side_effects)
-        return "\n".join(lines)
+        from membudget.report.audit_text import audit_text
 
-    def _count_differences(self) -> str:
-        count = len(self.differences)
-        return f"NOT equal: {count:,} difference{'' if count == 1 else 's'}"
-
-    def _region_line(self) -> str:
-        if self.regions is None:
-            return "not counted, the step calls them itself"
-        idle = [region.name for region in self.regions if not region.forwards]
-        uneven = [
-            f"{region.name} ({region.recomputes})"
-            for region in self.regions
-            if region.recomputes != region.forwards
-        ]
-        text = f"{self.regions_ran} of {len(self.regions)} ran"
-        text += _listed("without", idle) + f", {self.recomputes} recomputes"
-        return text + _listed("not once a forward:", uneven)
-
-
-def _listed(word: str, names: list[str], limit: int = 6) -> str:
-    """Return some names in brackets; nothing if there are none."""
-    if not names:
-        return ""
-    return f" ({word} {', '.join(names[:limit])}{', ...' if names[limit:] else ''})"
-
-
-def _section(title: str, differences: tuple[Difference, ...]) -> list[str]:
-    """Return a titled list of differences, cut to `MAX_LINES`."""
-    if not differences:
-        return []
-    shown = differences[:MAX_LINES]
-    kind_width = max(len(item.kind) for item in shown)
-    name_width = min(40, max(len(item.name) for item in shown))
-    lines = [title] + [
-        f"  {item.kind:{kind_width}}  {item.name:{name_width}}  {item.detail}"
-        for item in shown
-    ]
-    if len(differences) > len(shown):
-        lines.append(f"  and {len(differences) - len(shown):,} more")
-    return lines
+        return audit_text(self)

@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membudget.state import marks
-from membudget.state.marks import mark_of
+from membudget.state import rng_memory
+from membudget.state.rng_memory import raw_state_reader
 
 Draw = Callable[[Any], object]
 
@@ -56,7 +56,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Draw], Draw]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_this_python_and_this_torch_have_marks_of_every_kind(kind: str) -> None:
-    assert mark_of(KINDS[kind][0]()) is not None
+    assert raw_state_reader(KINDS[kind][0]()) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -66,7 +66,7 @@ def test_a_mark_moves_exactly_when_the_state_does(
 ) -> None:
     make, draws, state_of = KINDS[kind]
     generator = make()
-    mark = mark_of(generator)
+    mark = raw_state_reader(generator)
     assert mark is not None
     names = data.draw(st.lists(st.sampled_from(sorted(draws)), max_size=8))
     for name in names:
@@ -84,7 +84,7 @@ def test_a_mark_moves_exactly_when_the_state_does(
 def test_a_mark_comes_back_with_the_state(kind: str) -> None:
     make, draws, _ = KINDS[kind]
     generator = make()
-    mark = mark_of(generator)
+    mark = raw_state_reader(generator)
     assert mark is not None
     start = mark()
     other = make()
@@ -106,7 +106,7 @@ def restore(generator: Any, other: Any) -> None:
 
 def test_an_exchanged_twister_of_numpy_is_noticed() -> None:
     generator = np.random.RandomState(3)
-    mark = mark_of(generator)
+    mark = raw_state_reader(generator)
     assert mark is not None
     before = mark()
 
@@ -116,18 +116,18 @@ def test_an_exchanged_twister_of_numpy_is_noticed() -> None:
 
 
 def test_a_generator_without_a_twister_has_no_mark() -> None:
-    assert mark_of(np.random.default_rng()) is None
-    assert mark_of(np.random.RandomState(np.random.PCG64(1))) is None
+    assert raw_state_reader(np.random.default_rng()) is None
+    assert raw_state_reader(np.random.RandomState(np.random.PCG64(1))) is None
 
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
     """Let other probes decide whether marks of a kind can be trusted."""
-    replaced: dict[Any, Any] = dict(marks._PROBES)
-    monkeypatch.setattr(marks, "_PROBES", replaced)
-    marks._is_honest.cache_clear()
+    replaced: dict[Any, Any] = dict(rng_memory._PROBES)
+    monkeypatch.setattr(rng_memory, "_PROBES", replaced)
+    rng_memory._is_reliable.cache_clear()
     yield replaced
-    marks._is_honest.cache_clear()
+    rng_memory._is_reliable.cache_clear()
 
 
 def probe_of(draw: Draw) -> Any:
@@ -139,11 +139,11 @@ def probe_of(draw: Draw) -> Any:
 def test_a_mark_that_a_draw_does_not_move_is_not_trusted(
     probes: dict[Any, Any],
 ) -> None:
-    probes[marks._python_mark] = probe_of(lambda g: g.random())
-    assert mark_of(random.Random(0)) is not None
-    marks._is_honest.cache_clear()
-    probes[marks._python_mark] = probe_of(lambda g: None)
-    assert mark_of(random.Random(0)) is None
+    probes[rng_memory._python_reader] = probe_of(lambda g: g.random())
+    assert raw_state_reader(random.Random(0)) is not None
+    rng_memory._is_reliable.cache_clear()
+    probes[rng_memory._python_reader] = probe_of(lambda g: None)
+    assert raw_state_reader(random.Random(0)) is None
 
 
 def test_a_mark_that_moves_by_itself_is_not_trusted(
@@ -151,9 +151,9 @@ def test_a_mark_that_moves_by_itself_is_not_trusted(
 ) -> None:
     numbers = iter(range(99))
     moving: Any = lambda generator: lambda: next(numbers)  # noqa: E731
-    monkeypatch.setattr(marks, "_python_mark", moving)
+    monkeypatch.setattr(rng_memory, "_python_reader", moving)
     probes[moving] = probe_of(lambda g: g.random())
-    assert mark_of(random.Random(0)) is None
+    assert raw_state_reader(random.Random(0)) is None
 
 
 @pytest.mark.parametrize("error", [LookupError, TypeError, AttributeError])
@@ -163,8 +163,8 @@ def test_where_the_state_is_not_found_there_is_no_mark(
     def fail(owner: Any) -> Any:
         raise error
 
-    probes[marks._torch_mark] = fail
-    assert mark_of(torch.Generator()) is None
+    probes[rng_memory._torch_reader] = fail
+    assert raw_state_reader(torch.Generator()) is None
 
 
 def test_a_subclass_that_draws_otherwise_is_tried_by_itself() -> None:
@@ -172,5 +172,5 @@ def test_a_subclass_that_draws_otherwise_is_tried_by_itself() -> None:
         def standard_normal(self, size: Any = None) -> Any:
             return 0.0
 
-    assert mark_of(Constant(0)) is None
-    assert mark_of(np.random.RandomState(0)) is not None
+    assert raw_state_reader(Constant(0)) is None
+    assert raw_state_reader(np.random.RandomState(0)) is not None

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from membudget.state.copies import HeldTensor, first_difference, hold, is_same
-from membudget.state.restore import State
-from membudget.state.streams import frozen, global_streams
+from membudget.state.rng import frozen, global_streams
+from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
 Kind = Literal[

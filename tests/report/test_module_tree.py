@@ -12,9 +12,9 @@ from torch import nn
 import membudget as mb
 from membudget.graph import StepGraph
 from membudget.planner.timeline import timeline
-from membudget.profile.advice import advise, floor
-from membudget.profile.alive import keeping
-from membudget.profile.summary import (
+from membudget.profile.live_ranges import keeping
+from membudget.report.advice import advise, floor
+from membudget.report.module_tree import (
     Figures,
     ModuleNode,
     Summary,

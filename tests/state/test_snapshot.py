@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget.audit import audit
-from membudget.audit.compare import Outcome
-from membudget.state.restore import State
-from membudget.state.streams import frozen, global_streams
+from membudget.audit.differences import Outcome
+from membudget.state.rng import frozen, global_streams
+from membudget.state.snapshot import State
 from tests.untidy import Untidy
 
 

@@ -1,0 +1,1 @@
+"""Everything that is printed for a person to read: tables, reports, advice."""
