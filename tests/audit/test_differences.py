@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from membudget.audit.differences import Comparison, Outcome, Results, compare
-from membudget.state.copies import hold
+from membudget.audit.differences import Outcome, Results, RunDifferences, compare
+from membudget.state.copies import host_copy
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 
@@ -23,7 +23,7 @@ def outcome(
     """Return what a run left behind, by hand."""
     made = Outcome.__new__(Outcome)
     made.tensors = {
-        key: None if tensor is None else hold(tensor)  # type: ignore[misc]
+        key: None if tensor is None else host_copy(tensor)  # type: ignore[misc]
         for key, tensor in (tensors or {}).items()
     }
     made.values, made.streams = values or {}, streams or {}
@@ -31,7 +31,7 @@ def outcome(
     return made
 
 
-def compared(plain: Outcome, other: Outcome, start: Any = None) -> Comparison:
+def compared(plain: Outcome, other: Outcome, start: Any = None) -> RunDifferences:
     return compare(plain, other, start or {}, "fitted")
 
 
@@ -54,7 +54,7 @@ def test_a_gradient_that_one_run_alone_has_is_a_difference_from_none():
     assert "fitted None" in found.detail
     (found,) = compared(none, got).differences
     assert "plain has None" in found.detail
-    assert compared(none, outcome({key: None})) == Comparison((), ())
+    assert compared(none, outcome({key: None})) == RunDifferences((), ())
 
 
 def test_an_attribute_that_one_run_alone_left_is_a_side_effect():
@@ -77,7 +77,7 @@ def test_an_attribute_that_both_left_is_compared_by_its_bits():
     found = compared(outcome({key: ONE}), outcome({key: TWO}))
     assert [d.name for d in found.differences] == ["model.average"]
     assert found.side_effects == ()
-    assert compared(outcome({key: ONE}), outcome({key: ONE})) == Comparison((), ())
+    assert compared(outcome({key: ONE}), outcome({key: ONE})) == RunDifferences((), ())
 
 
 def test_elements_that_differ_are_counted_and_the_first_is_named():
@@ -95,7 +95,7 @@ def test_elements_that_differ_are_counted_and_the_first_is_named():
 def test_values_are_compared_by_their_text():
     nan = float("nan")
     same = compared(outcome(values={"x": nan}), outcome(values={"x": nan}))
-    assert same == Comparison((), ())
+    assert same == RunDifferences((), ())
     found = compared(outcome(values={"x": 1}), outcome(values={"x": True}))
     assert [s.detail for s in found.side_effects] == ["plain 1, fitted True"]
     found = compared(outcome(values={"x": 1}), outcome(values={"y": 2}))

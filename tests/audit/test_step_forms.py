@@ -161,7 +161,7 @@ def test_two_models_are_compared_by_the_names_of_their_parameters():
         loss.backward()
         return loss
 
-    with pytest.raises(mb.OptionError, match=r"do not begin equal.*0\.weight"):
+    with pytest.raises(mb.OptionError, match=r"differ before the step.*0\.weight"):
         audit(step, plain=plain, budgeted=other)
 
     other.load_state_dict(plain.state_dict())

@@ -1,4 +1,4 @@
-"""Marks of random generators: while they are the same, so is the state."""
+"""Raw states of random generators: while they are equal, so is the public state."""
 
 from __future__ import annotations
 
@@ -55,45 +55,47 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Draw], Draw]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_this_python_and_this_torch_have_marks_of_every_kind(kind: str) -> None:
+def test_every_kind_of_generator_is_read_raw_here(
+    kind: str,
+) -> None:
     assert raw_state_reader(KINDS[kind][0]()) is not None
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-def test_a_mark_moves_exactly_when_the_state_does(
+def test_the_raw_state_changes_exactly_when_the_state_does(
     kind: str, data: st.DataObject
 ) -> None:
     make, draws, state_of = KINDS[kind]
     generator = make()
-    mark = raw_state_reader(generator)
-    assert mark is not None
+    read = raw_state_reader(generator)
+    assert read is not None
     names = data.draw(st.lists(st.sampled_from(sorted(draws)), max_size=8))
     for name in names:
-        before, state = mark(), state_of(generator)
-        assert mark() == before
+        before, state = read(), state_of(generator)
+        assert read() == before
 
         draws[name](generator)
 
-        assert (mark() == before) == (state_of(generator) == state)
+        assert (read() == before) == (state_of(generator) == state)
 
 
-# A torch generator keeps the bytes of a spare Gaussian that is used up, so its mark may
-# be another one for the same state; the state is then written once more than needed.
+# A torch generator keeps the bytes of a spare Gaussian that is used up, so its raw
+# state may differ while the state is equal; that costs one needless write.
 @pytest.mark.parametrize("kind", ["python", "numpy"])
-def test_a_mark_comes_back_with_the_state(kind: str) -> None:
+def test_the_raw_state_is_restored_with_the_state(kind: str) -> None:
     make, draws, _ = KINDS[kind]
     generator = make()
-    mark = raw_state_reader(generator)
-    assert mark is not None
-    start = mark()
+    read = raw_state_reader(generator)
+    assert read is not None
+    start = read()
     other = make()
 
     for draw in draws.values():
         draw(generator)
     restore(generator, other)
 
-    assert mark() == start
+    assert read() == start
 
 
 def restore(generator: Any, other: Any) -> None:
@@ -104,25 +106,25 @@ def restore(generator: Any, other: Any) -> None:
         generator.set_state(other.get_state())
 
 
-def test_an_exchanged_twister_of_numpy_is_noticed() -> None:
+def test_a_replaced_bit_generator_of_numpy_is_noticed() -> None:
     generator = np.random.RandomState(3)
-    mark = raw_state_reader(generator)
-    assert mark is not None
-    before = mark()
+    read = raw_state_reader(generator)
+    assert read is not None
+    before = read()
 
     generator._bit_generator = np.random.MT19937(3)
 
-    assert mark() != before
+    assert read() != before
 
 
-def test_a_generator_without_a_twister_has_no_mark() -> None:
+def test_a_generator_without_a_mersenne_twister_is_not_read_raw() -> None:
     assert raw_state_reader(np.random.default_rng()) is None
     assert raw_state_reader(np.random.RandomState(np.random.PCG64(1))) is None
 
 
 @pytest.fixture
 def probes(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[Any, Any]]:
-    """Let other probes decide whether marks of a kind can be trusted."""
+    """Replace the probes that decide which kinds of generators are read raw."""
     replaced: dict[Any, Any] = dict(rng_memory._PROBES)
     monkeypatch.setattr(rng_memory, "_PROBES", replaced)
     rng_memory._is_reliable.cache_clear()
@@ -136,7 +138,7 @@ def probe_of(draw: Draw) -> Any:
     return lambda owner: (generator, (lambda: draw(generator),))
 
 
-def test_a_mark_that_a_draw_does_not_move_is_not_trusted(
+def test_a_raw_state_that_a_draw_leaves_unchanged_is_not_trusted(
     probes: dict[Any, Any],
 ) -> None:
     probes[rng_memory._python_reader] = probe_of(lambda g: g.random())
@@ -146,7 +148,7 @@ def test_a_mark_that_a_draw_does_not_move_is_not_trusted(
     assert raw_state_reader(random.Random(0)) is None
 
 
-def test_a_mark_that_moves_by_itself_is_not_trusted(
+def test_a_raw_state_that_changes_without_a_draw_is_not_trusted(
     probes: dict[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = iter(range(99))
@@ -157,7 +159,7 @@ def test_a_mark_that_moves_by_itself_is_not_trusted(
 
 
 @pytest.mark.parametrize("error", [LookupError, TypeError, AttributeError])
-def test_where_the_state_is_not_found_there_is_no_mark(
+def test_a_state_that_is_not_found_is_not_read_raw(
     probes: dict[Any, Any], error: type[Exception]
 ) -> None:
     def fail(owner: Any) -> Any:
@@ -167,7 +169,7 @@ def test_where_the_state_is_not_found_there_is_no_mark(
     assert raw_state_reader(torch.Generator()) is None
 
 
-def test_a_subclass_that_draws_otherwise_is_tried_by_itself() -> None:
+def test_a_subclass_that_draws_differently_is_probed_on_its_own() -> None:
     class Constant(np.random.RandomState):
         def standard_normal(self, size: Any = None) -> Any:
             return 0.0

@@ -1,4 +1,4 @@
-"""What a run left behind, and in what two runs differ."""
+"""The outcome of a run, and the differences between two outcomes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from membudget.state.copies import HeldTensor, first_difference, hold, is_same
+from membudget.state.copies import TensorCopy, first_difference, host_copy, is_same
 from membudget.state.rng import frozen, global_streams
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
-Kind = Literal[
+DifferenceKind = Literal[
     "loss",
     "output",
     "gradient",
@@ -23,27 +23,29 @@ Kind = Literal[
 ]
 
 
+TensorCopies = dict[tuple[DifferenceKind, str], TensorCopy | None]
+
+
 @dataclass(frozen=True)
 class Difference:
-    """One thing that two runs of a step left differently.
+    """One result or piece of state that differs between two runs of a step.
 
     Attributes:
-        kind: What it is. An "attribute" is a tensor that a module, or the batch, holds
-            without registering it; a "stream" is a source of random numbers; a "value"
-            is a Python number, string or length.
-        name: Its name: a parameter's or buffer's as in the model, otherwise the
+        kind: Its kind. An "attribute" is a tensor that a module or the batch holds
+            unregistered; a "stream" is a source of random numbers; a "value" is a
+            Python number, string or length.
+        name: Its name: of a parameter or buffer as in the model, otherwise the
             expression that leads to it.
         detail: How it differs, in words.
-        elements: How many elements of a tensor differ; `None` if it is no tensor, or
-            one of another shape.
-        total: How many elements the tensor has.
+        elements: Number of elements of a tensor that differ; `None` if it is not a
+            tensor, or the shapes differ.
+        total: Number of elements of the tensor.
         index: The first element that differs.
-        plain: The value there after the plain run, as text.
-        other: The value there after the run that was compared with it: the budgeted
-            one, or the second plain one.
+        plain: Its value after the plain run, as text.
+        other: Its value after the other run: the budgeted run, or the second plain run.
     """
 
-    kind: Kind
+    kind: DifferenceKind
     name: str
     detail: str
     elements: int | None = None
@@ -53,52 +55,52 @@ class Difference:
     other: str = ""
 
     def __str__(self) -> str:
-        """Return it as one line."""
+        """Return the difference as one line."""
         return f"{self.kind} {self.name}: {self.detail}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as data for JSON."""
+        """Return the difference as data for JSON."""
         return asdict(self)
 
 
 class Results:
-    """What a run returned, held as it was when the run returned it.
+    """What a step returned, copied before anything can change it.
 
     Attributes:
-        tensors: The content of each tensor by kind and name.
+        tensors: A copy of each tensor, by kind and name.
         values: The Python values, by name.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing."""
-        self.tensors: dict[tuple[Kind, str], HeldTensor | None] = {}
+        """Start empty."""
+        self.tensors: TensorCopies = {}
         self.values: dict[str, Any] = {}
 
     @classmethod
     def of(cls, output: Any) -> Results:
-        """Hold what a user's own step returned."""
+        """Copy what a user's own step returned."""
         results = cls()
-        results.hold("output", output)
+        results.add("output", output)
         return results
 
-    def hold(self, kind: Literal["loss", "output"], value: Any) -> None:
-        """Hold the tensors and the Python values in `value`."""
+    def add(self, kind: Literal["loss", "output"], value: Any) -> None:
+        """Copy the tensors and the Python values in `value`."""
         found = walk([(kind, value)], "output")
         for name, (_, tensor) in found.tensors.items():
-            self.tensors[kind, name] = hold(tensor)
+            self.tensors[kind, name] = host_copy(tensor)
             self.values[f"{name}.requires_grad"] = tensor.requires_grad
         self.values |= found.values
 
 
 class Outcome:
-    """What one run left behind, held to be compared.
+    """The results of one run, and the state after it.
 
     Attributes:
-        tensors: The content of each tensor by kind and name; `None` for the gradient
-            of a leaf that got none.
+        tensors: A copy of each tensor, by kind and name; `None` for the gradient of a
+            leaf that received none.
         streams: The state of each random stream, by name.
-        results: The Python values in what the step returned, by name.
-        values: The Python values that the step's objects hold, by name.
+        results: The Python values that the step returned, by name.
+        values: The Python values in the objects that the step may change, by name.
     """
 
     def __init__(
@@ -107,41 +109,45 @@ class Outcome:
         state: State,
         results: Results | None = None,
     ) -> None:
-        """Hold what `roots` hold now.
+        """Copy the current state of `roots`.
 
         Args:
             roots: The objects that the run may have changed, by name.
-            state: The state before the run. What the run did not change is shared with
-                it, and only what it had has gradients: a region may leave a tensor of
-                its own on a module, and that one's gradient is nobody's.
+            state: The state before the run. Unchanged tensors share its copies.
+                Gradients are taken of its leaves only, not of tensors that a region
+                leaves on a module.
             results: What the run returned.
         """
         found = walk(roots.items())
         results = results or Results()
-        self.tensors: dict[tuple[Kind, str], HeldTensor | None] = {**results.tensors}
+        self.tensors: dict[tuple[DifferenceKind, str], TensorCopy | None] = {
+            **results.tensors
+        }
         for name, (kind, tensor) in found.tensors.items():
-            self.tensors[kind, name] = hold(tensor, state.content(name))
+            self.tensors[kind, name] = host_copy(tensor, state.content(name))
             if state.had_leaf(tensor):
                 grad = tensor.grad
-                self.tensors["gradient", name] = None if grad is None else hold(grad)
+                self.tensors["gradient", name] = (
+                    None if grad is None else host_copy(grad)
+                )
         streams = global_streams() | found.streams
         self.streams = {name: frozen(stream.read()) for name, stream in streams.items()}
         self.values = found.values
         self.results = results.values
 
-    def of(self, kind: Kind) -> dict[str, HeldTensor | None]:
+    def of(self, kind: DifferenceKind) -> dict[str, TensorCopy | None]:
         """Return the tensors of one kind, by name."""
-        return {name: held for (k, name), held in self.tensors.items() if k == kind}
+        return {name: copy for (k, name), copy in self.tensors.items() if k == kind}
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunDifferences:
     """The differences between two runs.
 
     Attributes:
-        differences: Those in loss, outputs, gradients, parameters, buffers, tensor
-            attributes and random streams.
-        side_effects: Those in Python values that the model or the batch holds.
+        differences: In loss, outputs, gradients, parameters, buffers, tensor attributes
+            and random streams.
+        side_effects: In Python values that the model or the batch holds.
     """
 
     differences: tuple[Difference, ...]
@@ -153,13 +159,13 @@ def compare(
     other: Outcome,
     start_streams: Mapping[str, Any],
     label: str,
-) -> Comparison:
-    """Compare what two runs left behind.
+) -> RunDifferences:
+    """Compare the outcomes of two runs.
 
     Args:
-        plain: What the plain run left.
-        other: What the run that is compared with it left.
-        start_streams: The state of each random stream before both.
+        plain: The outcome of the plain run.
+        other: The outcome of the other run.
+        start_streams: The state of each random stream before both runs.
         label: What to call the other run.
     """
     differences = [
@@ -171,7 +177,7 @@ def compare(
         *_one_sided_attributes(plain, other, label),
         *_value_differences("value", plain.values, other.values, label),
     ]
-    return Comparison(tuple(differences), tuple(side_effects))
+    return RunDifferences(tuple(differences), tuple(side_effects))
 
 
 _ABSENT = object()
@@ -183,23 +189,23 @@ def _tensor_differences(
     for kind, name in plain.tensors | other.tensors:
         left = plain.tensors.get((kind, name), _ABSENT)
         right = other.tensors.get((kind, name), _ABSENT)
-        if isinstance(left, HeldTensor) and isinstance(right, HeldTensor):
+        if isinstance(left, TensorCopy) and isinstance(right, TensorCopy):
             if not is_same(left, right):
                 yield _tensor_difference(kind, name, left, right, label)
-        elif left is not right and (kind != "attribute"):
+        elif left is not right and kind != "attribute":
             texts = _presence(left), _presence(right)
             detail = f"plain has {texts[0]}, {label} {texts[1]}"
             yield Difference(kind, name, detail, plain=texts[0], other=texts[1])
 
 
 def _presence(value: object) -> str:
-    if isinstance(value, HeldTensor):
+    if isinstance(value, TensorCopy):
         return value.about
     return "None" if value is None else "none of that name"
 
 
 def _tensor_difference(
-    kind: Kind, name: str, left: HeldTensor, right: HeldTensor, label: str
+    kind: DifferenceKind, name: str, left: TensorCopy, right: TensorCopy, label: str
 ) -> Difference:
     place = first_difference(left, right) if left.about == right.about else None
     if place is None:
@@ -227,7 +233,7 @@ def _tensor_difference(
 def _one_sided_attributes(
     plain: Outcome, other: Outcome, label: str
 ) -> Iterator[Difference]:
-    """Yield tensors that only one run left: a list of them that grew, mostly."""
+    """Yield tensors that exist after one run only: mostly in a list that grew."""
     for kind, name in plain.tensors | other.tensors:
         if kind == "attribute" and (kind, name) not in other.tensors:
             yield Difference("value", name, f"only plain left this tensor, not {label}")
@@ -242,7 +248,7 @@ def _value_differences(
     label: str,
 ) -> Iterator[Difference]:
     for name in [*plain, *(name for name in other if name not in plain)]:
-        # By their text, so that a NaN equals a NaN, and `1` differs from `True`.
+        # Compared as text, so that a NaN equals a NaN, and `1` differs from `True`.
         left, right = (
             repr(values[name]) if name in values else "nothing"
             for values in (plain, other)

@@ -1,4 +1,4 @@
-"""What an audit says: one screen of plain text, or data for JSON."""
+"""The report of an audit."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from membudget.audit.differences import Difference
 
 @dataclass(frozen=True)
 class Compared:
-    """How many things of each kind an audit compared.
+    """How many objects of each kind an audit compared.
 
     Attributes:
-        losses: 1, or 0 where the step was the user's own.
+        losses: 1, or 0 if the step is the user's own.
         outputs: Tensors that the step returned.
-        gradients: Gradients that the plain step made.
-        no_gradients: Tensors that require a gradient and got none in the plain step.
-        parameters: Parameters, whose content a step without optimizer leaves alone.
+        gradients: Gradients that the plain step computed.
+        no_gradients: Tensors that require a gradient and received none.
+        parameters: Parameters; a step without an optimizer must not change them.
         buffers: Buffers.
-        attributes: Tensors that a module or the batch holds without registering them.
+        attributes: Tensors that a module or the batch holds unregistered.
         streams: Random streams.
     """
 
@@ -43,22 +43,21 @@ class Compared:
 
 @dataclass(frozen=True)
 class AuditReport:
-    """A plain step beside the same step under regions.
+    """The comparison of a plain step with the same step under regions.
 
     Attributes:
-        differences: What differs between them, to the bit: loss, outputs, gradients,
+        differences: Bitwise differences between the two, in loss, outputs, gradients,
             parameters, buffers, tensor attributes and random streams.
-        side_effects: Python values (counters, lengths of lists) that differ. They are
-            no bits of the step, so `equal` does not count them: code with side effects
-            ran once more than in the plain step.
-        unrepeatable: What differs between two runs of the plain step.
-        compared: How many things of each kind were compared.
-        regions: What each region did in the budgeted run; `None` if the step calls its
-            regions itself, so that nobody counted.
+        side_effects: Python values (counters, lengths of lists) that differ, because
+            code with side effects ran again in a recompute. `equal` ignores them.
+        unrepeatable: Differences between two runs of the plain step.
+        compared: How many objects of each kind were compared.
+        regions: What each region did in the budgeted run; `None` if the step calls
+            `checkpoint` itself, which is not counted.
         loss_from: Where the loss comes from, in words; empty for a user's own step.
         loss: The plain step's loss, as text; empty for a user's own step.
         zero_gradients: Whether every gradient of the plain step is zero, so that equal
-            gradients say little.
+            gradients prove little.
     """
 
     differences: tuple[Difference, ...]
@@ -72,31 +71,31 @@ class AuditReport:
 
     @property
     def equal(self) -> bool:
-        """Whether the budgeted step equals the plain one to the last bit."""
+        """Whether the budgeted step equals the plain step bit for bit."""
         return not self.differences
 
     @property
     def repeatable(self) -> bool:
-        """Whether the plain step equals itself; if not, a difference proves nothing."""
+        """Whether two plain steps are equal; if not, a difference proves nothing."""
         return not self.unrepeatable
 
     @property
     def regions_ran(self) -> int | None:
-        """How many regions dropped saved tensors; `None` if nobody counted."""
+        """Number of regions that dropped saved tensors; `None` if not counted."""
         if self.regions is None:
             return None
         return sum(region.forwards > 0 for region in self.regions)
 
     @property
     def recomputes(self) -> int | None:
-        """How often regions were recomputed, in all; `None` if nobody counted."""
+        """Number of recomputes of all regions; `None` if not counted."""
         if self.regions is None:
             return None
         return sum(region.recomputes for region in self.regions)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader must know before trusting `equal`, one sentence each."""
+        """Reasons not to rely on `equal`, one sentence each."""
         return tuple(self._warnings())
 
     def _warnings(self) -> Iterator[str]:

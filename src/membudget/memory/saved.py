@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from membudget._torch import storage_address, tree_iter
 from membudget.callsite import CallSite, calling_frame
 from membudget.errors import ChangedSinceForwardError
-from membudget.memory.storage import plain_parts, storage_bytes
+from membudget.memory.storage import storage_bytes
+from membudget.state.bits import plain_parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from membudget.graph import Kind, Phase
-from membudget.memory.storage import plain_parts
+from membudget.state.bits import plain_parts
 
 
 @dataclass(slots=True)

@@ -30,10 +30,11 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.memory.peak import recorded_events
-from membudget.memory.storage import plain_parts, storage_bytes
+from membudget.memory.storage import storage_bytes
 from membudget.ops import facts_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.step_recorder import MARK, StepRecorder
+from membudget.state.bits import plain_parts
 
 MOST_BYTES = 1 << 27
 """A call whose operands are larger is not tried."""

@@ -1,9 +1,13 @@
-"""The state that a step starts from, held so that every run starts from the same.
+"""Capture the state of a step, and restore it: all of it, or some buffers.
 
-Python objects are put back by identity: a holder (the attributes of a module, a list, a
-dict) holds the same things again. Tensors are put back by content, in place, so that
-whoever else holds them sees the old content too. Gradients are laid aside while runs
-are compared, and given back in the end: the very same tensors.
+`State` lets every run of a step start from the same state. Python objects are restored
+by identity: the attributes of a module, a list or a dict hold the same objects again.
+Tensors are restored by content, in place, so that whoever else holds them sees the old
+content too. Gradients are set aside while steps run, and given back in the end: the
+same tensors.
+
+`take_snapshots` and `enter_snapshots` let a recompute start from the buffers that the
+forward saw, and undo what it writes into them.
 """
 
 from __future__ import annotations
@@ -18,53 +22,53 @@ from torch import Tensor
 from membudget import _torch
 from membudget.errors import MembudgetError, OptionError
 from membudget.scope import Scope
-from membudget.state.copies import HeldTensor, hold, is_same, write
+from membudget.state.bits import has_bits
+from membudget.state.copies import TensorCopy, host_copy, is_same, write_back
 from membudget.state.identity import version_of
 from membudget.state.rng import Stream, frozen, global_streams
-from membudget.state.walk import Holder, copy_of, put_back, walk
+from membudget.state.walk import Holder, items_of, put_back, walk
+
+_SMALL_BYTES = 64 * 1024
+
+Snapshots = list[tuple[Tensor, Tensor]]
 
 
 @dataclass
-class _HeldState:
-    """One tensor of the start state.
+class _TensorState:
+    """One tensor of the captured state.
 
     Attributes:
         tensor: The tensor itself.
         content: A copy of its content.
-        alias: Its storage and shape, for a step that exchanges them (`p.data = ...`).
+        alias: Has its storage and shape, for a step that assigns `tensor.data`.
         requires_grad: Whether it required a gradient.
-        grad: Its gradient, laid aside, with a copy of that one's content.
+        grad: Its gradient, set aside, and a copy of the gradient's content.
     """
 
     tensor: Tensor
-    content: HeldTensor
+    content: TensorCopy
     alias: Tensor
     requires_grad: bool
-    grad: tuple[Tensor, HeldTensor] | None
+    grad: tuple[Tensor, TensorCopy] | None
 
 
 class State:
-    """Everything that a step can change, as it was when this was made.
-
-    Args:
-        roots: The objects whose state it is, with the name under which each is
-            reported; two may have the same name.
-
-    Raises:
-        OptionError: If a parameter is not yet there (a lazy module's).
-    """
+    """Everything that a step can change, as it was when this was created."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], contents: bool = True) -> None:
-        """Hold the state; nothing is changed.
+        """Capture the state; nothing is changed.
 
         Args:
-            roots: The objects.
-            contents: Whether to hold what is in the tensors. A step on fake tensors
-                cannot write it, and it may not be there.
+            roots: The objects to walk, each with the name for reports and errors.
+            contents: Whether to copy the tensors' contents. A step on fake tensors
+                cannot write them, and `meta` tensors have none.
+
+        Raises:
+            OptionError: If a parameter has no shape yet (of a lazy module).
         """
         found = walk(roots)
         self._tensors = {
-            name: _held_state(name, tensor)
+            name: _captured(name, tensor)
             for name, (_, tensor) in found.tensors.items()
             if contents
         }
@@ -74,119 +78,104 @@ class State:
             if not contents and tensor.is_leaf
         ]
         self._leaves = {
-            id(held.tensor)
-            for held in self._tensors.values()
-            if held.requires_grad and held.tensor.is_leaf
+            id(state.tensor)
+            for state in self._tensors.values()
+            if state.requires_grad and state.tensor.is_leaf
         }
         self._holders: list[tuple[Holder, Any]] = [
-            (holder, copy_of(holder)) for holder in found.holders
+            (holder, items_of(holder)) for holder in found.holders
         ]
         self._streams: dict[str, tuple[Stream, Any]] = {
             name: (stream, stream.read())
             for name, stream in (global_streams() | found.streams).items()
         }
 
-    def content(self, name: str) -> HeldTensor | None:
-        """Return the content of a tensor, if there was one of that name."""
-        held = self._tensors.get(name)
-        return None if held is None else held.content
+    def content(self, name: str) -> TensorCopy | None:
+        """Return the captured content of a tensor; `None` if it has no such name."""
+        state = self._tensors.get(name)
+        return None if state is None else state.content
 
     def had_leaf(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor was there, and gets a gradient if a step uses it."""
+        """Tell whether a tensor was captured as a leaf that requires a gradient."""
         return id(tensor) in self._leaves
 
     def stream_states(self) -> dict[str, Any]:
-        """Return the state of each random stream, by name."""
+        """Return the captured state of each random stream, by name."""
         return {name: frozen(state) for name, (_, state) in self._streams.items()}
 
     def restore(self) -> None:
-        """Put everything back, except gradients, which are laid aside.
+        """Restore everything except gradients, which become `None`.
 
         Raises:
-            MembudgetError: If the content of a tensor cannot be put back.
+            MembudgetError: If the content of a tensor cannot be restored.
         """
         for holder, content in self._holders:
             put_back(holder, content)
-        for name, held in self._tensors.items():
-            _restore_tensor(name, held)
+        for name, state in self._tensors.items():
+            _restore_tensor(name, state)
         for tensor, _ in self._gradients:
             tensor.grad = None
-        for stream, state in self._streams.values():
-            stream.write(state)
-        # Casts of weights that autocast remembers would be found by the next run.
+        for stream, captured in self._streams.values():
+            stream.write(captured)
+        # Otherwise the next run would find weights that autocast cast in this one.
         torch.clear_autocast_cache()
 
     def restore_gradients(self) -> None:
-        """Give the gradients back that were laid aside."""
+        """Give back the gradients that were set aside."""
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
-        for name, held in self._tensors.items():
-            if held.grad is not None:
-                grad, content = held.grad
+        for name, state in self._tensors.items():
+            if state.grad is not None:
+                grad, content = state.grad
                 _write_if_changed(f"the gradient of {name!r}", grad, content)
-                held.tensor.grad = grad
+                state.tensor.grad = grad
 
 
-def _held_state(name: str, tensor: Tensor) -> _HeldState:
+def _captured(name: str, tensor: Tensor) -> _TensorState:
     if torch.nn.parameter.is_lazy(tensor):
         raise OptionError(
             f"{name!r} has no shape yet, because its module is lazy; an audit needs a "
             f"model that can be put back. Run the model once, then audit it."
         )
     grad = tensor.grad if tensor.is_leaf else None
-    return _HeldState(
+    return _TensorState(
         tensor,
-        hold(tensor),
+        host_copy(tensor),
         tensor.detach(),
         tensor.requires_grad,
-        None if grad is None else (grad, hold(grad)),
+        None if grad is None else (grad, host_copy(grad)),
     )
 
 
-def _restore_tensor(name: str, held: _HeldState) -> None:
-    tensor = held.tensor
-    if _is_plain(tensor) and _layout(tensor) != _layout(held.alias):
-        tensor.data = held.alias
-    _write_if_changed(repr(name), tensor, held.content)
+def _restore_tensor(name: str, state: _TensorState) -> None:
+    tensor = state.tensor
+    if has_bits(tensor) and _layout(tensor) != _layout(state.alias):
+        tensor.data = state.alias
+    _write_if_changed(repr(name), tensor, state.content)
     if tensor.is_leaf:
         tensor.grad = None
-        if tensor.requires_grad != held.requires_grad:
-            tensor.requires_grad_(held.requires_grad)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor has one storage, which a step may exchange for another."""
-    kinds = (Tensor, torch.nn.Parameter)
-    return (
-        type(tensor) in kinds
-        and tensor.layout is torch.strided
-        and not tensor.is_nested
-    )
+        if tensor.requires_grad != state.requires_grad:
+            tensor.requires_grad_(state.requires_grad)
 
 
 def _layout(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def _write_if_changed(name: str, tensor: Tensor, content: HeldTensor) -> None:
-    if is_same(hold(tensor), content):
+def _write_if_changed(name: str, tensor: Tensor, content: TensorCopy) -> None:
+    if is_same(host_copy(tensor), content):
         return
-    write(tensor, content)
-    if not is_same(hold(tensor), content):
+    write_back(tensor, content)
+    if not is_same(host_copy(tensor), content):
         raise MembudgetError(
             f"the audited step changed {name} ({content.about}), and that cannot be "
             f"put back"
         )
 
 
-_SMALL_BYTES = 64 * 1024
-
-Snapshots = list[tuple[Tensor, Tensor]]
-
-
 @torch.no_grad()
 def take_snapshots(buffers: list[Tensor]) -> Snapshots:
-    """Copy each buffer once."""
+    """Copy each buffer once; buffers that require a gradient are left out."""
     unique = {id(buffer): buffer for buffer in buffers}
     with _torch.without_dispatch_modes():
         return [
@@ -197,12 +186,16 @@ def take_snapshots(buffers: list[Tensor]) -> Snapshots:
 
 
 def is_small(buffer: Tensor) -> bool:
-    """Tell whether a copy costs little; nobody can tell of a sparse tensor."""
+    """Tell whether a copy is cheap: at most 64 KiB, or of unknown size (sparse)."""
     return buffer.layout is not torch.strided or buffer.nbytes <= _SMALL_BYTES
 
 
 def enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
-    """Put the copies into their buffers until `scope` ends; leave no version moved."""
+    """Write the copies into their buffers until `scope` ends.
+
+    The end of `scope` restores the contents from before; version counters stay as they
+    were throughout.
+    """
     buffers = [buffer for buffer, _ in snapshots]
     versions = [version_of(buffer) for buffer in buffers]
     with torch.no_grad(), _torch.without_dispatch_modes():
@@ -217,6 +210,6 @@ def enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
         scope.callback(undo)
         for buffer, copy in snapshots:
             buffer.copy_(copy)
-        # What the recompute saves has the version that it will have when this is
-        # undone: a view of a wrapper cannot be told by its address.
+        # A tensor that the recompute saves must have the version that it has after
+        # `undo`; a view of a wrapper subclass cannot be recognised by its address.
         _torch.set_versions(buffers, versions)
