@@ -40,7 +40,7 @@ def _shaken(graph: StepGraph, added_s: float) -> StepGraph:
 
 
 def _given_measured(
-    graph: StepGraph, recorded: cost.Marks, timed: Sequence[cost.Marks]
+    graph: StepGraph, recorded: cost.TimerEvents, timed: Sequence[cost.TimerEvents]
 ) -> StepGraph:
     graph = _roofline(_share_out(graph, recorded, timed), PROCESSOR)
     return _shaken(graph, _LAUNCH_S)

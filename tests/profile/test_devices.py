@@ -39,7 +39,12 @@ def test_a_profile_refuses_an_unknown_device_before_anything_runs():
     [
         ({"float32": 0.0}, 1.0, 1.0, r"flops_per_s\['float32'\] = 0.0"),
         ({"float32": 1.0, "float16": -1.0}, 1.0, 1.0, r"\['float16'\] = -1.0"),
-        ({"float32": 1.0}, 0, 1.0, "'mine' has bytes_per_s = 0; a rate is over 0"),
+        (
+            {"float32": 1.0},
+            0,
+            1.0,
+            "bytes_per_s = 0; a rate must be positive",
+        ),
         ({"float32": 1.0}, 1.0, float("nan"), "link_bytes_per_s = nan"),
         ({"float16": 1.0}, 1.0, 1.0, "no rate for 'float32'"),
     ],

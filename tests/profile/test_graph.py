@@ -127,7 +127,7 @@ def test_a_missing_part_is_refused_by_its_name(key):
     whole = data()
     del whole[key]
 
-    with pytest.raises(mb.OptionError, match=f"not whole: KeyError\\('{key}'"):
+    with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{key}'"):
         StepGraph.from_dict(whole)
 
 
@@ -136,7 +136,7 @@ def test_a_missing_column_is_refused_by_its_name(column):
     whole = data()
     del whole["values"][column]
 
-    with pytest.raises(mb.OptionError, match=f"not whole: KeyError\\('{column}'"):
+    with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{column}'"):
         StepGraph.from_dict(whole)
 
 
@@ -145,7 +145,7 @@ def test_columns_of_different_lengths_are_refused(column):
     whole = data()
     whole["values"][column].append(0)
 
-    with pytest.raises(mb.OptionError, match=r"not whole: .*(longer|shorter)"):
+    with pytest.raises(mb.OptionError, match=r"incomplete: .*(longer|shorter)"):
         StepGraph.from_dict(whole)
 
 
@@ -153,13 +153,13 @@ def test_static_bytes_of_another_kind_are_refused():
     whole = data()
     whole["static"]["more"] = 1
 
-    with pytest.raises(mb.OptionError, match="not whole: TypeError"):
+    with pytest.raises(mb.OptionError, match="incomplete: TypeError"):
         StepGraph.from_dict(whole)
 
 
 @pytest.mark.parametrize("table", [None, 3, [], "text"])
 def test_a_table_that_is_none_is_refused(table):
-    with pytest.raises(mb.OptionError, match="not whole"):
+    with pytest.raises(mb.OptionError, match="incomplete"):
         StepGraph.from_dict({**data(), "values": table})
 
 
@@ -171,7 +171,7 @@ def test_a_profile_without_a_part_is_refused(key):
     whole = found.to_dict()
     del whole[key]
 
-    with pytest.raises(mb.OptionError, match=f"not whole: KeyError\\('{key}'"):
+    with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{key}'"):
         Profile.from_dict(whole)
 
 

@@ -107,7 +107,7 @@ def test_an_optimizer_over_other_parameters_is_refused():
     model, x = network()
     optimizer = optim.SGD(nn.Linear(2, 2).parameters())
 
-    with pytest.raises(mb.OptionError, match=r"^the SGD is over none of the model's"):
+    with pytest.raises(mb.OptionError, match=r"^the SGD has none of the model's"):
         profile(model, x, optimizer=optimizer, device="h100")
 
 

@@ -193,7 +193,7 @@ def test_bytes_that_do_not_grow_fit_at_every_size():
     found = mb.sweep(make, batch=[1, 2])
 
     assert found.largest(10).size == 0
-    with pytest.raises(mb.OptionError, match="do not grow with batch, so that every"):
+    with pytest.raises(mb.OptionError, match="do not grow with batch, so every"):
         found.largest(1 << 30)
 
 

@@ -16,7 +16,7 @@ FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
 @pytest.mark.parametrize("thing", [torch.sin, None, nn.Linear])
 def test_what_is_no_module_is_refused(thing):
-    with pytest.raises(mb.OptionError, match=r"needs a torch\.nn\.Module"):
+    with pytest.raises(mb.OptionError, match=r"expected a torch\.nn\.Module"):
         profile(thing, torch.ones(1))
 
 

@@ -12,7 +12,7 @@ from torch import nn
 import membudget as mb
 from membudget.graph import StepGraph
 from membudget.planner.timeline import timeline
-from membudget.profile.live_ranges import keeping
+from membudget.profile.live_ranges import saved_ranges
 from membudget.report.advice import advise, floor
 from membudget.report.module_tree import (
     Figures,
@@ -166,7 +166,7 @@ def test_what_something_else_holds_cannot_be_dropped():
             return self.blocks(self.cache)
 
     graph = mb.profile(Cached(), torch.ones(512, 64, requires_grad=True)).graph
-    held = keeping(graph)
+    held = saved_ranges(graph)
     names = {i: graph.operators[graph.storages[i].birth].name for i in held}
     can_be_dropped = {names[i]: h.drop_start < h.last for i, h in held.items()}
 
@@ -255,7 +255,7 @@ def test_small_logits_are_not_worth_a_word():
     advice = advise(found.graph, summarise(found.graph).peak)
 
     assert not any("logits" in text for text in advice.texts)
-    assert any("Checkpointing can drop" in text for text in advice.texts)
+    assert any("Checkpointing can drop at most" in text for text in advice.texts)
 
 
 def test_gradients_at_the_peak_are_what_is_advised_about():
@@ -271,7 +271,7 @@ def test_static_bytes_beyond_the_peak_are_what_is_advised_about():
     advice = advise(found.graph, summarise(found.graph).peak)
 
     assert found.graph.static.total > found.peak_bytes
-    assert any("are there before the step" in text for text in advice.texts)
+    assert any("are in use before the step" in text for text in advice.texts)
 
 
 def test_a_peak_in_the_optimizer_is_said_to_lie_there():
@@ -281,7 +281,7 @@ def test_a_peak_in_the_optimizer_is_said_to_lie_there():
 
     assert peak.operator is not None
     assert peak.operator.phase == "optimizer"
-    assert "lies in the optimizer's step" in advise(found.graph, peak).texts[0]
+    assert "is in the optimizer's step" in advise(found.graph, peak).texts[0]
 
 
 @pytest.mark.parametrize("names", ["h.*", ["h.0", "h.2"], ["h.*", "head"], ["embed"]])

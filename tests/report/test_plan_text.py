@@ -50,10 +50,10 @@ def rows_of(table: str) -> list[list[str]]:
     ]
 
 
-def test_a_line_says_what_a_region_keeps_and_makes_again(found):
+def test_a_line_says_what_a_region_keeps_and_recomputes(found):
     table = region_table(found.graph, chosen(found, {"0": ("aten.addmm.default",)}))
 
-    head = ["region", "keeps", "makes again", "operators", "kept", "of the step"]
+    head = ["region", "keeps", "recomputes", "operators", "kept", "of the step"]
     titles, rule, *_ = table.splitlines()
     assert [cell.strip() for cell in titles.split("  ") if cell.strip()] == head
     assert set(rule) == {"─"}
@@ -78,12 +78,13 @@ def test_neighbours_that_do_the_same_share_a_line_with_the_sums(found):
     assert second[4] == "0 B"
 
 
-def test_the_time_is_told_apart_into_operators_and_the_regions_own(found):
+def test_recomputation_and_overhead_of_regions_are_separate_times(found):
     table = region_table(found.graph, chosen(found, {"0": ()}))
 
     share = rows_of(table)[0][-1]
     assert table.endswith(
-        f"what is made again takes {share}, and the regions themselves take 50.0%"
+        f"recomputation takes {share} of the plain step, "
+        "and the regions' overhead 50.0%"
     )
 
 

@@ -50,7 +50,7 @@ def test_a_report_says_every_byte_of_the_total(gpt):
 def test_the_report_of_a_language_model_names_the_logits(gpt):
     report = " ".join(gpt.report().split())
 
-    assert "The logits, float32[32, 5000], and what the loss makes of them" in report
+    assert "The logits, float32[32, 5000], and what the loss computes" in report
     assert "Chunk the loss" in report
     assert "_log_softmax float32[32, 5000]" in report
 
@@ -100,8 +100,8 @@ def broken(text: str) -> dict[str, str]:
     return {
         "the profile cannot be read: .*delimiter": text[: len(text) // 2],
         "the data has version 2": json.dumps(newer),
-        "not whole: KeyError\\('model'\\)": json.dumps(headless),
-        "not whole: KeyError": "{}",
+        "incomplete: KeyError\\('model'\\)": json.dumps(headless),
+        "incomplete: KeyError": "{}",
         "a profile is a JSON object; this is a list": "[1, 2]",
         "the profile cannot be read: Expecting value": "What?",
     }

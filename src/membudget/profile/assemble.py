@@ -1,8 +1,9 @@
-"""Make a `StepGraph` of what a recorder saw."""
+"""Build the `StepGraph` of a recorded step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,33 +17,26 @@ from membudget.graph import (
     Value,
 )
 from membudget.ops import decides, facts_of
-from membudget.profile.lifetimes import (
-    RecordedOperator,
-    RecordedStorage,
-    RecordedValue,
-)
+from membudget.profile.lifetimes import RecordedOperator, RecordedStorage
 from membudget.profile.step_recorder import StepRecorder
 
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
-    """Return the recorded step as numbers.
+    """Return the recorded step as a graph.
 
     Args:
-        recorder: What recorded it; it is not used again.
-        optimizer_bytes: Of the optimizer's state.
+        recorder: The recorder of the step; it must not be used afterwards.
+        optimizer_bytes: Bytes of the optimizer's state.
 
     Returns:
-        The graph. Its operators' seconds are those of the recorded run.
+        The graph, with each operator's seconds in the recorded run.
     """
     _add_in_place(recorder)
     count = len(recorder.operators)
     phases = [operator.phase for operator in recorder.operators]
     return StepGraph(
         operators=tuple(_operator(recorder, o) for o in recorder.operators),
-        values=tuple(
-            Value(v.storage, v.bytes, v.shape, v.dtype, v.operator, v.output)
-            for v in recorder.lifetimes.values
-        ),
+        values=tuple(recorder.lifetimes.values),
         storages=tuple(_storage(s, count) for s in recorder.lifetimes.storages),
         saved=tuple(
             Saved(
@@ -66,13 +60,13 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 
 
 def _add_in_place(recorder: StepRecorder) -> None:
-    """Let sums of gradients lie where the plain step puts them.
+    """Move accumulated gradients to the storages that the plain step uses.
 
-    Under a dispatch mode autograd writes nothing in place. Otherwise it does in two
-    cases. Where two gradients meet, it adds into the older one if nobody else holds
-    its storage (a view has a base that does). The gradient of `x[index]` is put into
-    fresh zeros. So the result of either is taken to lie in its first operand, if that
-    is no view and dies at once.
+    Without a dispatch mode autograd works in place in two cases: it adds one gradient
+    into another if nothing else holds that one's storage, and it writes the gradient of
+    `x[index]` into new zeros. Under the recorder's dispatch mode it does neither. So
+    the result of such an operator is moved to the storage of its first operand, if that
+    is not a view and dies there.
     """
     last_sum: dict[int, int] = {}
     for index, operator in enumerate(recorder.operators):
@@ -94,15 +88,15 @@ def _add_in_place(recorder: StepRecorder) -> None:
 def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
     nodes = []
     for position in operator.inputs:
-        maker = recorder.lifetimes.values[position].operator
-        nodes.append(recorder.operators[maker].node if maker >= 0 else None)
+        producer = recorder.lifetimes.values[position].operator
+        nodes.append(recorder.operators[producer].node if producer >= 0 else None)
     return nodes[0] != nodes[1] and operator.node in nodes
 
 
 def _can_take(
     recorder: StepRecorder,
-    older: RecordedValue,
-    made: RecordedValue,
+    older: Value,
+    made: Value,
     moment: int,
     last_sum: int | None,
 ) -> bool:
@@ -123,9 +117,10 @@ def _merge(recorder: StepRecorder, target: int, made: int) -> None:
     old, new = recorder.lifetimes.storages[target], recorder.lifetimes.storages[made]
     old.death, old.kind, old.name = new.death, new.kind, new.name
     new.bytes, new.kind, new.name = 0, "activation", ""
-    for value in recorder.lifetimes.values:
+    values = recorder.lifetimes.values
+    for index, value in enumerate(values):
         if value.storage == made:
-            value.storage = target
+            values[index] = replace(value, storage=target)
 
 
 def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
@@ -138,7 +133,7 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         phase=recorded.phase,
         module_path=recorded.place[0],
         line=recorded.place[1],
-        # `empty_like(x)` reads the shape of x alone.
+        # `empty_like(x)` reads only the shape of x.
         inputs=() if facts is not None and facts.is_empty else tuple(recorded.inputs),
         outputs=tuple(recorded.outputs),
         flops=recorded.flops,
@@ -164,7 +159,7 @@ def _dtypes(recorder: StepRecorder, values: Sequence[int]) -> list[Any]:
 
 
 def _makes_nothing(recorder: StepRecorder, recorded: RecordedOperator) -> bool:
-    """Tell whether the outputs lie in the inputs' memory, and nothing was written."""
+    """Tell whether all outputs share memory with inputs, and nothing was written."""
     if not recorded.outputs or recorded.operator._schema.is_mutable:
         return False
     read = {recorder.lifetimes.values[i].storage for i in recorded.inputs}

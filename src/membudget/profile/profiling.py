@@ -16,7 +16,7 @@ from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
 from membudget.profile.assemble import assemble
 from membudget.profile.cost import (
-    Marks,
+    TimerEvents,
     notes_on,
     roofline,
     roofline_of_optimizer,
@@ -35,7 +35,7 @@ from membudget.step import CallableStep, LossFunction, Step, check_arguments
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15
 _TIMED_S = 0.5
-"""A machine may be slow for a moment: short steps are timed for so long, or longer."""
+"""Short steps are timed for at least this long: a machine may be slow for a moment."""
 
 _ABSENT: Any = object()
 
@@ -50,50 +50,50 @@ def profile(
     fake: bool | None = None,
     device: str | Device | None = None,
 ) -> Profile:
-    """Record one training step: what it keeps, what each operator costs, its peak.
+    """Record one training step: what it saves, what each operator costs, its peak.
 
-    The step is a forward, a loss and a backward, with gradients `None` before; with an
-    optimizer, its step too. A real profile runs the step once to warm up, once
-    recorded, and 3 to 15 times with a stopwatch, for half a second. Afterwards
+    The step is forward, loss and backward, starting with gradients `None`, and the
+    optimizer's step if there is one. A real profile runs the step once to warm up, once
+    recorded, and 3 to 15 times with a stopwatch, for at least half a second. Afterwards
     parameters, buffers, gradients, Python state of the modules and random streams are
-    what they were.
+    restored.
 
-    A fake profile runs it once, on tensors without memory, and costs no more than its
-    Python. Tensors of integers alone are computed for real. What cannot be known
-    without values fails with the line that asks: `loss.item()`, a branch on an
-    activation, a loop over the experts that were chosen. Kernels are those that the
-    CPU would choose, or CUDA if the model lies there; a `meta` model is taken to lie on
-    the CPU.
+    A fake profile runs the step once, on tensors without memory; it takes the time of
+    the step's Python code. Operators on integers only are computed for real. Code that
+    needs the value of an activation (`loss.item()`, a branch, a loop over the chosen
+    experts) is an error that names the line. Operators dispatch as on the CPU, or as on
+    CUDA if the model lies there; a `meta` model is treated as on the CPU.
 
     Args:
         model: Any module. For a fake profile its parameters may be real, fake or on
             `meta`. Or a step: a function without arguments that runs forward and
-            backward; then give `modules`, and no batch.
-        batch: What the model is called with: a tuple as arguments, a mapping as
-            keywords, anything else as the one argument.
-        loss_fn: Makes the loss of `(output, batch)`. Without one, the loss is the
-            output if it is one number, `output.loss` or `output["loss"]`, or else the
-            sum of the output's floating tensors.
+            backward; then pass `modules`, and no batch.
+        batch: The arguments of the model: a tuple is passed as positional arguments, a
+            mapping as keywords, anything else as the only argument.
+        loss_fn: Called with the output and the batch. Without it the loss is the output
+            if that is one number, else `output.loss` or `output["loss"]`, else the sum
+            of all floating tensors in the output.
         modules: With a step, the model that it trains.
-        optimizer: Whose state and temporaries count: an optimizer over the model's
-            parameters, which is not touched, or a class such as `torch.optim.AdamW`.
+        optimizer: Counts the state and temporaries of an optimizer: an instance over
+            the model's parameters, which is left alone, or a class such as
+            `torch.optim.AdamW`.
         fake: Whether to run on fake tensors; by default if a parameter is fake or on
             `meta`.
-        device: Whose time to estimate, by its roofline: a name of
+        device: Estimates seconds by the roofline of this device: a name in
             `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default a
-            real profile measures, and a fake one takes this machine's CPU.
+            real profile measures, and a fake one uses this machine's CPU.
 
     Returns:
         The profile.
 
     Raises:
-        OptionError: If `model` is no module or a lazy one, the loss is not one number
+        OptionError: If `model` is not a module or is lazy, the loss is not one number
             or requires no gradient, the device is unknown, a profiler is running, or a
             fake step needs values.
 
-    Not counted: what never passes torch's allocator, and its rounding; the states of
-    generators (5 KiB each) that a region of the model notes; on fake tensors,
-    the workspace of kernels that are too large to be tried, or not the CPU's.
+    Not counted: memory that does not come from torch's allocator, and the allocator's
+    rounding; generator states (5 KiB each) that regions of the model capture; on fake
+    tensors, workspaces of CPU kernels that are too large to try and of other devices.
 
     Example:
         >>> import torch
@@ -150,19 +150,19 @@ def _real_profile(
         timed = [] if target else list(_timed_steps(step, blocks))
         step.prepare()
         recorder = _recorder(step, is_fake=False)
-        marks = Marks(lambda: len(recorder.operators))
+        events = TimerEvents(lambda: len(recorder.operators))
         with allocations() as table:
-            _record(recorder, step, marks, blocks)
+            _record(recorder, step, events, blocks)
         note_workspaces(recorder, table)
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
     if target is None:
-        timed_graph = share_out(roofline_of_optimizer(graph), marks, timed)
-        notes = notes_on(marks, timed)
+        timed_graph = share_out(roofline_of_optimizer(graph), events, timed)
+        notes = notes_on(events, timed)
         if optimizer is not None:
             notes += (
-                "the optimizer's step was not run: its seconds are what this processor "
-                "takes at best",
+                "the optimizer's step was not run: its seconds are this processor's "
+                "roofline",
             )
         return _profile(step, timed_graph, "real", "measured", notes)
     return _profile(step, roofline(graph, target), "real", target.name, ())
@@ -179,11 +179,10 @@ def _fake_profile(
     ):
         recorder = _recorder(step, is_fake=True)
         with _explaining_fakes():
-            _record(recorder, step, Marks(lambda: 0), {})
+            _record(recorder, step, TimerEvents(lambda: 0), {})
         if is_profiling():
             notes.append(
-                "a profiler was running, so no kernel was tried; what they need beside "
-                "their outputs counts as 0"
+                "a profiler was running, so no kernel was tried; workspaces count as 0"
             )
         elif all(t.device.type == "cpu" for t in step.tensors()):
             notes += _untried(try_kernels(recorder))
@@ -193,8 +192,8 @@ def _fake_profile(
     target = target or device_of("cpu")
     if target in DEVICES.values() and not torch.cuda.is_available():
         notes.append(
-            "kernels are those that the CPU chooses: attention on the device may keep "
-            "and need other bytes"
+            "operators dispatch as on the CPU: attention on the device may save and "
+            "need other bytes"
         )
     graph = roofline(graph, target)
     return _profile(step, graph, "fake", target.name, tuple(notes))
@@ -204,15 +203,15 @@ def _untried(count: int) -> list[str]:
     if not count:
         return []
     return [
-        f"{count} operators were too large to be tried, or not on zeros; what they "
-        "need beside their outputs counts as 0"
+        f"{count} operators were too large to be tried, or failed on zeros; their "
+        "workspaces count as 0"
     ]
 
 
 def _record(
-    recorder: StepRecorder, step: Step, marks: Marks, blocks: dict[str, Module]
+    recorder: StepRecorder, step: Step, events: TimerEvents, blocks: dict[str, Module]
 ) -> None:
-    """Record one step; its gradients are left on the leaves."""
+    """Record one step; the gradients stay on the leaves."""
     for name, parameter in step.model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
     for name, buffer in step.model.named_buffers():
@@ -222,12 +221,12 @@ def _record(
 
     def begin_backward() -> None:
         recorder.begin("backward")
-        marks.note("loss")
+        events.note("loss")
 
-    with marks.on(blocks), recorder.recording():
-        marks.note("start")
+    with events.on(blocks), recorder.recording():
+        events.note("start")
         step.run(begin_backward)
-        marks.note("end")
+        events.note("end")
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             recorder.lifetimes.name_gradient(parameter.grad, name)
@@ -236,7 +235,7 @@ def _record(
             recorder.lifetimes.name_gradient(tensor.grad, name)
 
 
-def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[Marks]:
+def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
     end_s = time.monotonic() + _TIMED_S
     for number in range(_MOST_TIMED):
         if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
@@ -244,14 +243,14 @@ def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[Marks]:
         yield _timed(step, blocks)
 
 
-def _timed(step: Step, blocks: dict[str, Module]) -> Marks:
+def _timed(step: Step, blocks: dict[str, Module]) -> TimerEvents:
     step.prepare()
-    marks = Marks(synchronised_clock())
-    with marks.on(blocks):
-        marks.note("start")
-        step.run(lambda: marks.note("loss"))
-        marks.note("end")
-    return marks
+    events = TimerEvents(synchronised_clock())
+    with events.on(blocks):
+        events.note("start")
+        step.run(lambda: events.note("loss"))
+        events.note("end")
+    return events
 
 
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:
@@ -268,7 +267,7 @@ def _blocks(model: Module) -> dict[str, Module]:
 
 @contextmanager
 def state_kept(step: Step, has_values: bool) -> Iterator[None]:
-    """Leave everything as it was, gradients included."""
+    """Restore the state of the step at the end, gradients included."""
     roots = [("", step.model), ("batch", step.batch), ("loss_fn", step.loss_fn)]
     state = State(roots, contents=has_values)
     try:

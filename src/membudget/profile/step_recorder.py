@@ -1,9 +1,9 @@
 """Record one training step as it runs, on real tensors or on fake ones.
 
-An observer sees each operator with the tensors that the backend sees, and `Lifetimes`
- watches when those die. The saved-tensor hooks give autograd an
-alias of what it keeps: so it is known how long something *else* holds a storage, which
-is when a region that drops the saved tensor would free it.
+An observer sees each operator with the tensors that the backend sees; `Lifetimes`
+records when they die. Saved-tensor hooks give autograd an alias of each saved tensor,
+so that it is known how long anything *else* holds the storage: that is when a region
+that drops the saved tensor would free it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 
 MARK = "membudget operator "
-"""With an operator's index, the name of its event under a profiler."""
+"""Followed by the op index: the name of an operator's profiler event."""
 
 
-class _Kept:
-    """What autograd holds in place of a saved tensor."""
+class _SavedAlias:
+    """Held by autograd in place of a saved tensor."""
 
     __slots__ = ("__weakref__", "index", "tensor")
 
@@ -58,12 +58,12 @@ class StepRecorder(Observer):
     """The observer that records a step.
 
     Attributes:
-        operators: What ran.
-        lifetimes: What is known of tensors and storages.
-        saved: What autograd kept.
-        calls: The calls of modules.
-        distinct: On fake tensors, the distinct calls of operators.
-        phase: The part of the step that runs now.
+        operators: The operators that ran, in order.
+        lifetimes: The live ranges of tensors and storages.
+        saved: The tensors that autograd saved.
+        calls: The module calls of the forward.
+        distinct: On fake tensors, the distinct operator calls.
+        phase: The phase that is running.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class StepRecorder(Observer):
         is_fake: bool,
         finds_backward: bool = False,
     ):
-        """Begin with nothing recorded.
+        """Start with nothing recorded.
 
         Args:
             module_names: The paths of modules, by their `id`.
-            is_fake: Whether the tensors are fake, so that distinct calls are noted; if
-                not, each operator is an event for a running profiler.
-            finds_backward: Whether the backward begins with the first operator that
-                autograd runs, because nobody says when it does.
+            is_fake: Whether the tensors are fake. If so, distinct calls are recorded;
+                otherwise each operator becomes a profiler event.
+            finds_backward: Whether the backward phase begins with the first operator
+                that autograd runs, because `begin("backward")` will not be called.
         """
         self.operators: list[RecordedOperator] = []
         self.lifetimes = Lifetimes()
@@ -104,7 +104,7 @@ class StepRecorder(Observer):
                 self._last_node = self._newest_node = node_sequence_number()
                 yield
         except BaseException:
-            self.lifetimes.stop()  # What it watches would hold what it found.
+            self.lifetimes.stop()  # Its callbacks would keep recorded tensors alive.
             raise
         finally:
             pop_saved_tensors_hooks()
@@ -139,7 +139,7 @@ class StepRecorder(Observer):
                 handle.remove()
 
     def begin(self, phase: Phase) -> None:
-        """Note that another part of the step begins."""
+        """Start the next phase of the step."""
         self.phase = phase
         self.lifetimes.is_forward = phase == "forward"
 
@@ -207,14 +207,14 @@ class StepRecorder(Observer):
             for tensor in tensors:
                 lifetimes.lies_in(tensor, storage)
         for position, tensor in enumerate(outputs):
-            # What is known already is handed through as it was, or written.
+            # A known tensor among the outputs is an input, passed through or written.
             if isinstance(tensor, Tensor) and not lifetimes.is_known(tensor):
                 recorded.outputs.append(lifetimes.new_value(tensor, index, position))
         for position, tensor in enumerate(written, len(outputs)):
             recorded.outputs.append(lifetimes.new_value(tensor, index, position))
 
     def _place(self, node: int | None) -> tuple[str, str]:
-        """Return module path and line: the stack's, or those of the node's forward."""
+        """Return module path and user line: of the stack, or of the node's forward."""
         if node is not None and node in self._places:
             return self._places[node]
         if self.phase != "forward":
@@ -226,14 +226,14 @@ class StepRecorder(Observer):
         self._last_node = newest
         return place
 
-    # What autograd keeps.
+    # Saved tensors.
 
-    def _pack(self, tensor: Tensor) -> _Kept:
+    def _pack(self, tensor: Tensor) -> _SavedAlias:
         if self._is_suspended or self.phase != "forward":
-            return _Kept(tensor, -1)
+            return _SavedAlias(tensor, -1)
         with self._suspended():
             is_leaf = tensor.is_leaf and tensor.requires_grad
-            kept = _Kept(tensor if is_leaf else tensor.detach(), len(self.saved))
+            kept = _SavedAlias(tensor if is_leaf else tensor.detach(), len(self.saved))
         value = self.lifetimes.saved_value(tensor)
         if not is_leaf:
             self.lifetimes.know_alias(kept.tensor, value)
@@ -247,14 +247,15 @@ class StepRecorder(Observer):
         return kept
 
     def _saving_operator(self) -> int:
-        """Return the operator that saves: one to come its inputs, else its outputs.
+        """Return the op index that saves: the next one its inputs, else the last one.
 
-        An operator's node is made before its inputs are saved, and before it runs.
+        Autograd creates an operator's node, saves its inputs, runs it, saves its
+        outputs. So a node newer than the last operator's belongs to the next operator.
         """
         is_to_come = node_sequence_number() > self._newest_node
         return len(self.operators) - (not is_to_come)
 
-    def _unpack(self, kept: _Kept) -> Tensor:
+    def _unpack(self, kept: _SavedAlias) -> Tensor:
         if kept.index >= 0:
             self.saved[kept.index].asked.append(self.lifetimes.moment)
         return kept.tensor
@@ -280,7 +281,7 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
 def _written(
     func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors that the operator writes, statistics of a norm included."""
+    """Return the tensors that an operator writes, including a norm's statistics."""
     written = list(written_arguments(func, args, kwargs))
     if facts.statistics is not None and facts.statistics(args):
         written += [t for t in args[3:5] if isinstance(t, Tensor)]

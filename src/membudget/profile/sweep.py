@@ -1,11 +1,10 @@
-"""Profile a step at several sizes, and learn how its bytes grow.
+"""Profile a step at several sizes, and extrapolate its bytes to others.
 
-The bytes that are alive at one moment of a step are a polynomial in most sizes: of
-degree one in the batch, of degree two in the length of a sequence whose attention keeps
-its scores. The peak is the largest of them, and another moment may make it at another
-size: of a small batch, the gradients of the parameters; of a large one, the
-activations. So a polynomial is fitted to each moment, and what they say at a size is
-right for as long as the same operators run.
+The live bytes at one op index are a polynomial in most sizes: of degree one in the
+batch size, of degree two in the length of a sequence whose attention saves its scores.
+The peak is the largest of them, and can move to another op index: with a small batch to
+the gradients of the parameters, with a large one to the activations. So one polynomial
+is fitted to each op index; they predict the peak as long as the same operators run.
 """
 
 from __future__ import annotations
@@ -39,10 +38,11 @@ class Point:
 
     Attributes:
         size: The size.
-        peak_bytes: The most bytes that the step allocates.
-        saved_bytes: Of the activations that autograd keeps.
-        static_bytes: What is there before: parameters, optimizer, batch.
-        seconds: Of the step.
+        peak_bytes: Peak of the bytes that the step allocates.
+        saved_bytes: Bytes of activations that autograd saves.
+        static_bytes: Bytes in use before the step: parameters, buffers, optimizer
+            state, batch.
+        seconds: Time of the step.
     """
 
     size: int
@@ -63,8 +63,8 @@ class Largest:
 
     Attributes:
         size: The size; 0 if none fits.
-        total_bytes: What it needs: measured if it was, else predicted; 0 for size 0.
-        is_extrapolated: Whether it lies outside of the sizes that were measured.
+        total_bytes: Its total, measured or else predicted; 0 for size 0.
+        is_extrapolated: Whether it lies outside the measured sizes.
     """
 
     size: int
@@ -77,14 +77,14 @@ class Sweep:
     """Steps of several sizes.
 
     Attributes:
-        name: Of the size.
-        points: What was measured, by ascending size.
-        peak: How `peak_bytes` grow.
-        saved: How `saved_bytes` grow.
-        static: How `static_bytes` grow.
-        total: How `total_bytes` grow: the sum of the fits of static and peak bytes.
-        moments: The polynomials of the moments that make the peak at some size, from
-            the constant on; that of `peak` if not all sizes run the same operators.
+        name: Name of the size, such as `"batch"`.
+        points: The measurements, by ascending size.
+        peak: Fit of `peak_bytes`.
+        saved: Fit of `saved_bytes`.
+        static: Fit of `static_bytes`.
+        total: Fit of `total_bytes`: the sum of the fits of static and peak bytes.
+        moments: The polynomials of the op indices that make the peak at some size,
+            constant first; only that of `peak` if sizes run different operators.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Sweep:
     moments: tuple[tuple[Fraction, ...], ...]
 
     def total_at(self, size: int) -> int:
-        """Return the total at a size: measured if it was, else predicted."""
+        """Return the total at a size, measured or else predicted."""
         for point in self.points:
             if point.size == size:
                 return point.total_bytes
@@ -104,16 +104,16 @@ class Sweep:
         return round(peak + evaluate(self.static.coefficients, size))
 
     def largest(self, budget_bytes: int) -> Largest:
-        """Return the largest size whose total fits; more bytes never give a smaller.
+        """Return the largest size whose total fits a budget.
 
-        The measured sizes have the last word; between and beyond them, the polynomials
-        of the moments.
+        Measured sizes take precedence; between and beyond them the polynomials of
+        `moments` predict. A larger budget never gives a smaller size.
 
         Args:
-            budget_bytes: For the total: parameters and optimizer too.
+            budget_bytes: Budget of the total, parameters and optimizer state included.
 
         Raises:
-            OptionError: If the total does not grow with the size, and all of them fit.
+            OptionError: If every size fits, because the total does not grow with it.
         """
         fitting = [p.size for p in self.points if p.total_bytes <= budget_bytes]
         above = [p.size for p in self.points if p.total_bytes > budget_bytes]
@@ -124,7 +124,7 @@ class Sweep:
             ends += [] if end is None else [end]
         if not ends:
             raise OptionError(
-                f"the bytes do not grow with {self.name}, so that every {self.name} "
+                f"the bytes do not grow with {self.name}, so every {self.name} "
                 f"fits {format_bytes(budget_bytes)}"
             )
         size = max(min(ends), *fitting, 0)
@@ -179,20 +179,20 @@ def sweep(
     """Profile a step at several sizes.
 
     Args:
-        make: Called with the size by name; returns (model, batch) or (model, batch,
-            loss_fn), as `profile` takes them.
-        fake: As for `profile`, but fake unless said otherwise.
+        make: Called with the size as keyword; returns (model, batch) or (model, batch,
+            loss_fn) for `profile`.
+        fake: As for `profile`, but `True` by default.
         device: As for `profile`.
         optimizer: As for `profile`.
-        **sizes: One name with the sizes to try, such as `batch=[1, 2, 4, 8]`.
+        **sizes: One name with its sizes, such as `batch=[1, 2, 4, 8]`.
 
     Returns:
-        What was measured, and how it grows.
+        The measurements, and how they grow.
 
     Raises:
-        OptionError: If there is not one name with at least two different positive
-            sizes, `make` does not take it or returns something else, or a profile is
-            refused.
+        OptionError: If there is not exactly one name with at least two different
+            positive sizes, `make` does not accept it or returns something else, or
+            `profile` raises it.
 
     Example:
         >>> import torch
@@ -227,12 +227,12 @@ def sweep(
 def of_points(
     name: str, points: Sequence[Point], curves: Sequence[Sequence[tuple[str, int]]]
 ) -> Sweep:
-    """Return the sweep of what was measured.
+    """Fit the measurements of a sweep.
 
     Args:
-        name: Of the size.
-        points: By ascending size.
-        curves: For each size, the operators with the bytes alive at each.
+        name: Name of the size.
+        points: The measurements, by ascending size.
+        curves: For each size, each operator's name and the live bytes at it.
     """
     sizes = [point.size for point in points]
     peak = fitted(sizes, [point.peak_bytes for point in points])

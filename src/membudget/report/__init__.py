@@ -1,1 +1,1 @@
-"""Everything that is printed for a person to read: tables, reports, advice."""
+"""All text for people: reports, tables and advice."""

@@ -1,8 +1,8 @@
-"""What lowers the peak of a step, and what does not.
+"""Advice: what lowers the peak of a step, and what does not.
 
-Checkpointing drops activations that the forward made and only autograd holds. It drops
-neither gradients, nor what the operator of the peak reads, writes and needs besides:
-if those are large, something else must be done about them.
+Checkpointing drops activations of the forward that only autograd holds. It drops no
+gradients, and nothing that the peak's operator reads, writes or needs as workspace. If
+those are large, something else must shrink them.
 """
 
 from __future__ import annotations
@@ -11,38 +11,37 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from membudget.graph import StepGraph
+from membudget.graph import Operator, StepGraph
 from membudget.planner.timeline import Interval, Timeline, lifetimes, of_intervals
 from membudget.profile.live_ranges import (
-    Alive,
-    Held,
+    LiveItem,
     PeakContents,
-    described,
-    keeping,
+    SavedRange,
+    saved_ranges,
     touched_storages,
 )
 from membudget.report.module_tree import repeated_blocks
 from membudget.sizes import format_bytes
 
 _NOTABLE = 0.25
-"""A part of the peak that is at least this large is worth a word."""
+"""The least fraction of the peak that is worth mentioning."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """What is to be done about the peak.
+    """What could lower the peak.
 
     Attributes:
-        droppable_bytes: What of the peak's contents checkpointing could have dropped.
-        fixed_bytes: The rest.
-        logits_bytes: What of the rest are the logits, and what the loss and its
-            gradient make of them: large storages that are made at the end of the
-            forward, outside of the repeated blocks, or before the backward gets there.
-        gradient_bytes: What of the rest are gradients of parameters.
-        floor_bytes: No checkpointing of this step, with its operators in this order,
-            allocates less.
-        floor_moment: Where that is reached.
-        texts: In words.
+        droppable_bytes: Bytes at the peak that checkpointing could have dropped.
+        fixed_bytes: The other bytes at the peak.
+        logits_bytes: Fixed bytes of the logits and of what the loss and its gradient
+            compute from them: large storages made after the repeated blocks in the
+            forward and before them in the backward pass.
+        gradient_bytes: Fixed bytes of gradients of parameters.
+        floor_bytes: Lower bound of the peak for any checkpointing of this step that
+            keeps the order of its operators.
+        floor_moment: Op index at which the bound is reached.
+        texts: The advice in words.
     """
 
     droppable_bytes: int
@@ -55,11 +54,11 @@ class Advice:
 
 
 def advise(graph: StepGraph, peak: PeakContents) -> Advice:
-    """Return what lowers the peak.
+    """Return advice about the peak.
 
     Args:
         graph: The step.
-        peak: What is alive at its peak.
+        peak: What is live at its peak.
     """
     least = floor(graph)
     large = logits(graph, peak)
@@ -77,11 +76,11 @@ def advise(graph: StepGraph, peak: PeakContents) -> Advice:
     return dataclasses.replace(found, texts=texts)
 
 
-def logits(graph: StepGraph, peak: PeakContents) -> tuple[Alive, ...]:
-    """Return the logits and what the loss makes of them, if alive at the peak.
+def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
+    """Return the logits and the loss's tensors of their size, if live at the peak.
 
-    They are made by the last module, by what runs after it outside of every module, and
-    by the backward of both; none is much smaller than the largest.
+    They are made by the last module, by the code after it outside all modules, and by
+    the backward pass of both; each has at least half the bytes of the largest.
     """
     start, end = _end_of_forward(graph)
     made = [
@@ -97,10 +96,9 @@ def logits(graph: StepGraph, peak: PeakContents) -> tuple[Alive, ...]:
 
 
 def _end_of_forward(graph: StepGraph) -> tuple[int, int]:
-    """Return when the last module's forward begins and when its backward ends.
+    """Return the op range from the last module's forward to the end of its backward.
 
-    If the last module is one of the repeated blocks, or lies inside one, it is what
-    runs after it that counts.
+    If the last module is a repeated block, or inside one, the range starts after it.
     """
     paths = [operator.module_path for operator in graph.operators]
     forward = range(graph.backward_start)
@@ -115,28 +113,29 @@ def _end_of_forward(graph: StepGraph) -> tuple[int, int]:
 
 
 def floor(graph: StepGraph) -> Timeline:
-    """Return the timeline of the step if each saved activation were dropped at once.
+    """Return the timeline with saved activations live as briefly as possible.
 
-    It would come back only for the operators that read it. What is alive then is alive
-    under every plan that keeps the operators' order, so none has a smaller peak.
+    Each is dropped as soon as only autograd holds it, and is live again only during the
+    operators that read it. Under every plan that keeps the order of the operators at
+    least these bytes are live, so no plan has a smaller peak.
     """
-    held = keeping(graph)
-    reads: dict[int, list[int]] = {index: [] for index in held}
+    ranges = saved_ranges(graph)
+    reads: dict[int, list[int]] = {index: [] for index in ranges}
     for moment in range(len(graph.operators)):
         for index in touched_storages(graph, moment) & reads.keys():
             reads[index].append(moment)
-    intervals = lifetimes(graph, without=held)
-    for index, hold in held.items():
-        intervals += _needed(graph, index, hold, reads[index])
+    intervals = lifetimes(graph, without=ranges)
+    for index, saved in ranges.items():
+        intervals += _needed(graph, index, saved, reads[index])
     return of_intervals(graph, intervals)
 
 
 def _needed(
-    graph: StepGraph, index: int, hold: Held, reads: list[int]
+    graph: StepGraph, index: int, saved: SavedRange, reads: list[int]
 ) -> Iterator[Interval]:
-    """Yield when a saved storage is alive if it is dropped wherever it can be."""
+    """Yield when a saved storage is live if it is dropped wherever possible."""
     storage = graph.storages[index]
-    start, end = max(hold.drop_start, storage.birth), hold.last
+    start, end = max(saved.drop_start, storage.birth), saved.last
     if start >= end:
         yield storage.birth, storage.death, storage.bytes
         return
@@ -148,7 +147,7 @@ def _needed(
 
 
 def _texts(
-    graph: StepGraph, peak: PeakContents, found: Advice, large: tuple[Alive, ...]
+    graph: StepGraph, peak: PeakContents, found: Advice, large: tuple[LiveItem, ...]
 ) -> Iterator[str]:
     total = peak.peak_bytes
     if peak.operator is None or not total:
@@ -156,7 +155,7 @@ def _texts(
         return
     if peak.operator.phase == "optimizer":
         yield (
-            "The peak lies in the optimizer's step, when no activation is alive: "
+            "The peak is in the optimizer's step, when no activation is live: "
             "checkpointing does not lower it."
         )
     else:
@@ -164,38 +163,47 @@ def _texts(
     if found.logits_bytes >= _NOTABLE * total:
         yield (
             f"The logits, {large[0].dtype}{list(large[0].shape)}, and what the loss "
-            f"makes of them are {_part(found.logits_bytes, total)}. Checkpointing does "
-            "not lower that. Chunk the loss: compute it, and its gradient, for a few "
-            "rows at a time."
+            f"computes from them are {_part(found.logits_bytes, total)}. Checkpointing "
+            "does not lower that. Chunk the loss: compute it, and its gradient, for a "
+            "few rows at a time."
         )
     if found.gradient_bytes >= _NOTABLE * total:
         yield (
             "Gradients of parameters are "
             f"{_part(found.gradient_bytes, total)}. Checkpointing does not lower that. "
-            "Train fewer parameters, or in a smaller dtype, or let the optimizer step "
-            "inside the backward (register_post_accumulate_grad_hook)."
+            "Train fewer parameters, use a smaller dtype, or run the optimizer inside "
+            "the backward pass (register_post_accumulate_grad_hook)."
         )
     if graph.static.total > total:
         yield (
-            f"{format_bytes(graph.static.total)} are there before the step, more than "
-            f"the {format_bytes(total)} that it allocates: a smaller dtype, or another "
-            "optimizer, saves more than checkpointing can."
+            f"{format_bytes(graph.static.total)} are in use before the step, more than "
+            f"the {format_bytes(total)} that it allocates: a smaller dtype or another "
+            "optimizer saves more than checkpointing can."
         )
 
 
 def _about_checkpointing(graph: StepGraph, total: int, found: Advice) -> str:
     if not found.droppable_bytes:
         return (
-            "Nothing that is alive at the peak can be dropped: checkpointing does not "
+            "Nothing that is live at the peak can be dropped: checkpointing does not "
             "lower it."
         )
     least = graph.operators[found.floor_moment]
     return (
-        f"Checkpointing can drop {_part(found.droppable_bytes, total)}, at most: saved "
-        "activations that are not in use then. No choice of regions brings the step "
-        f"below {format_bytes(found.floor_bytes)}, which it needs anyway during "
-        f"{described(least)}."
+        f"Checkpointing can drop at most {_part(found.droppable_bytes, total)}: saved "
+        "activations that no operator uses then. No choice of regions lowers the step "
+        f"below {format_bytes(found.floor_bytes)}, which it needs during "
+        f"{operator_text(least)}."
     )
+
+
+def operator_text(operator: Operator) -> str:
+    """Return what runs and where, in words."""
+    if operator.phase == "optimizer":
+        return f"{operator.name} (the optimizer's step)"
+    of = operator.module_path or "the model's own code or the loss"
+    line = f", {operator.line}" if operator.line else ""
+    return f"{operator.name} ({operator.phase} of {of}{line})"
 
 
 def _part(size: int, total: int) -> str:

@@ -1,9 +1,13 @@
-"""What each module of a step costs and keeps: a tree whose totals are sums.
+"""What each module of a step costs and saves, as a tree whose totals are sums.
 
-Each operator, parameter, saved tensor and byte that is alive at the peak belongs to one
-module. A module that computes something besides its children has a child `(itself)`, or
-`(itself, loss)` for the model, so that a module is the sum of its children. Equal
-blocks can be folded into one row.
+Each operator, parameter, saved tensor and byte live at the peak belongs to one module.
+A module that computes something outside its children has a child `(itself)`, and the
+model `(itself, loss)`, so that each module is the sum of its children:
+
+    model            100        model                       100
+    ├── h.0           40        ├── h.0 … h.1 (2×)           80
+    ├── h.1           40   ──>  └── (itself, loss)           20
+    └── (itself, loss) 20       after `fold`
 
 Pure functions over a `StepGraph`; nothing here needs torch.
 """
@@ -26,22 +30,22 @@ from membudget.profile.live_ranges import (
 
 ITSELF = "(itself)"
 OUTSIDE = "(itself, loss)"
-"""The model's own code, and what runs outside of every module."""
+"""The model's own code, and everything outside all modules."""
 
 OPTIMIZER = "(optimizer)"
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is known of a module, or of several.
+    """The figures of one or several modules.
 
     Attributes:
-        parameter_bytes: Of its parameters; a shared one belongs to its first name.
-        saved_bytes: Of the activations that autograd keeps for the backward.
-        peak_bytes: Of what is alive at the peak.
+        parameter_bytes: Bytes of parameters; a shared one counts for its first name.
+        saved_bytes: Bytes of activations saved for the backward pass.
+        peak_bytes: Bytes live at the peak.
         flops: Floating-point operations, forward and backward.
-        forward_seconds: What its forward takes.
-        seconds: What all of it takes.
+        forward_seconds: Time of the forward.
+        seconds: Time of forward and backward.
     """
 
     parameter_bytes: int = 0
@@ -58,7 +62,7 @@ class Figures:
 
     @property
     def is_nothing(self) -> bool:
-        """Whether all of it is zero."""
+        """Whether all figures are zero."""
         return self == Figures()
 
 
@@ -67,10 +71,10 @@ class ModuleNode:
     """A module and those below it, or several equal ones folded into one.
 
     Attributes:
-        label: As it is printed: `"attn"`, or `"h.0 … h.11 (12×)"`.
-        paths: Of the modules that it stands for; none for `(itself)` and the like.
-        figures: The sum of the children's, if there are any.
-        children: In the order of the forward.
+        label: Its name in the report: `"attn"`, or `"h.0 … h.11 (12×)"`.
+        paths: Paths of its modules; empty for `(itself)` and the like.
+        figures: The sum of the children's figures, if there are children.
+        children: Its children, in the order of the forward.
     """
 
     label: str
@@ -80,7 +84,7 @@ class ModuleNode:
 
     @property
     def signature(self) -> object:
-        """What equal blocks have in common; times and the moment of the peak differ."""
+        """Equal for equal blocks; leaves out times and the peak, which differ."""
         own = self.figures
         below = tuple((child.label, child.signature) for child in self.children)
         return (own.parameter_bytes, own.saved_bytes, own.flops, below)
@@ -88,12 +92,12 @@ class ModuleNode:
 
 @dataclass(frozen=True)
 class Summary:
-    """One step, summed up.
+    """The summary of a step.
 
     Attributes:
-        modules: The model, its modules below.
-        saved: What autograd keeps, the largest first.
-        peak: What is alive at the peak.
+        modules: The tree of modules; its root is the model.
+        saved: What autograd saves, largest first.
+        peak: What is live at the peak.
     """
 
     modules: ModuleNode
@@ -102,16 +106,16 @@ class Summary:
 
     @property
     def saved_bytes(self) -> int:
-        """All that autograd keeps of what the step made."""
+        """Bytes that the step made and autograd saves."""
         return sum(activation.bytes for activation in self.saved)
 
 
 def summarise(graph: StepGraph, model: str = "model") -> Summary:
-    """Sum up a step.
+    """Summarise a step.
 
     Args:
         graph: The step.
-        model: What to call the model.
+        model: Name of the model.
 
     Returns:
         The summary; its modules are not folded.
@@ -129,7 +133,7 @@ def summarise(graph: StepGraph, model: str = "model") -> Summary:
 def _own_figures(
     graph: StepGraph, saved: Iterable[SavedActivation], peak: PeakContents
 ) -> dict[str, Figures]:
-    """Return what belongs to each module itself, in the order of the forward."""
+    """Return each module's own figures, without children, in forward order."""
     own: defaultdict[str, Figures] = defaultdict(Figures)
     for operator in graph.operators:
         if operator.phase != "optimizer":
@@ -183,26 +187,33 @@ def _sum(nodes: Iterable[ModuleNode]) -> Figures:
 
 
 def fold(node: ModuleNode) -> ModuleNode:
-    """Fold runs of equal modules, such as the blocks of a transformer, into one.
+    """Fold consecutive equal modules, such as a transformer's blocks, into one.
 
     Args:
         node: A tree that is not folded.
 
     Returns:
-        The tree, with the same figures at its root.
+        The folded tree; its root has the same figures.
     """
     children: list[ModuleNode] = []
-    for _, run in groupby(node.children, key=lambda child: child.signature):
-        equal = list(run)
-        is_worth_it = len(equal) > 1 and all(child.paths for child in equal)
-        children += [_merge(equal)] if is_worth_it else equal
+    for run in _equal_runs(node):
+        children += [_merge(run)] if _is_foldable(run) else run
     folded = tuple(fold(child) for child in children)
     figures = _sum(folded) if folded else node.figures
     return ModuleNode(node.label, node.paths, figures, folded)
 
 
+def _equal_runs(node: ModuleNode) -> Iterable[list[ModuleNode]]:
+    for _, run in groupby(node.children, key=lambda child: child.signature):
+        yield list(run)
+
+
+def _is_foldable(run: Sequence[ModuleNode]) -> bool:
+    return len(run) > 1 and all(child.paths for child in run)
+
+
 def _merge(nodes: Sequence[ModuleNode]) -> ModuleNode:
-    """Return the sum of trees of one shape."""
+    """Return the sum of equal trees."""
     paths = tuple(path for node in nodes for path in node.paths)
     first, last = nodes[0], nodes[-1]
     label = f"{first.paths[0]} … {last.paths[0]} ({len(nodes)}×)"
@@ -223,17 +234,16 @@ def _merged_children(nodes: Sequence[ModuleNode]) -> tuple[ModuleNode, ...]:
 
 
 def repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
-    """Return the paths of the equal modules in a row that cost most; none if none do.
+    """Return the paths of the most expensive run of equal modules; empty without one.
 
-    Regions go on them, so what lies outside of them stays when blocks are recomputed.
+    Regions go on these blocks; what lies outside them is not recomputed.
     """
 
-    def runs(node: ModuleNode) -> Iterable[tuple[ModuleNode, ...]]:
-        for _, run in groupby(node.children, key=lambda child: child.signature):
-            equal = tuple(run)
-            if len(equal) > 1 and all(child.paths for child in equal):
-                yield equal
-            for child in equal:
+    def runs(node: ModuleNode) -> Iterable[list[ModuleNode]]:
+        for run in _equal_runs(node):
+            if _is_foldable(run):
+                yield run
+            for child in run:
                 yield from runs(child)
 
     found = max(

@@ -1,4 +1,4 @@
-"""Plans as a person reads them: one plan, or what differs between two."""
+"""The text of plans: one plan, the differences of two, and what each region does."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from membudget.report.tables import rendered
 from membudget.sizes import format_bytes
 
 MOST_NUMBERS = 8
-"""How many numbers of one operator a report shows; the plan holds them all."""
+"""How many numbers of one operator a report shows; the plan has them all."""
+
+MOST_KINDS = 3
+"""How many kinds of operators a cell names."""
 
 
 PLAIN_FITS = "the plain step fits: no region is needed"
 
 
 def described(plan: Plan) -> str:
-    """Return what a plan predicts, and what each of its regions keeps."""
+    """Return the predictions of a plan, and what each region keeps."""
     if not plan.regions:
         return f"{head(plan)}\n\n{PLAIN_FITS}"
     rows = [
@@ -33,13 +36,17 @@ def described(plan: Plan) -> str:
 
 
 def head(plan: Plan, measured_bytes: int | None = None) -> str:
-    """Return what a plan predicts, beside what was measured.
+    """Return the predictions of a plan, beside the measured peak.
+
+    Args:
+        plan: The plan.
+        measured_bytes: Measured peak above the bytes in use before the step.
 
     Example:
         >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
         >>> print(head(plan, 1990))
         GPT: 0 regions, seconds cpu
-        budget         2.0 KiB  above what is there before the step
+        budget         2.0 KiB  above what is in use before the step
         plain          4.0 KiB  peak of the plain step
         predicted      2.0 KiB  peak under the plan
         measured       1.9 KiB  0.9950 of the predicted, 97.2% of the budget
@@ -48,7 +55,7 @@ def head(plan: Plan, measured_bytes: int | None = None) -> str:
     count = len(plan.regions)
     lines = [
         f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
-        f"budget    {_bytes(plan.budget_bytes)}  above what is there before the step",
+        f"budget    {_bytes(plan.budget_bytes)}  above what is in use before the step",
         f"plain     {_bytes(plan.plain_peak_bytes)}  peak of the plain step",
         f"predicted {_bytes(plan.peak_bytes)}  peak under the plan",
     ]
@@ -67,7 +74,7 @@ def head(plan: Plan, measured_bytes: int | None = None) -> str:
 
 
 def kept_text(kept: Iterable[KeptOutput]) -> str:
-    """Return operators whose outputs stay, by their names and numbers.
+    """Return the operators whose outputs are kept, by name and number.
 
     Example:
         >>> norm = "aten.native_layer_norm.default"
@@ -92,7 +99,7 @@ def kept_text(kept: Iterable[KeptOutput]) -> str:
 
 
 def short_name(operator: str) -> str:
-    """Return the name of an operator without its namespace and overload if usual.
+    """Return an operator's name without `aten.` and `.default`.
 
     Example:
         >>> short_name("aten.addmm.default"), short_name("aten.add.Tensor")
@@ -102,7 +109,7 @@ def short_name(operator: str) -> str:
 
 
 def differences(first: Plan, second: Plan) -> list[str]:
-    """Return one line for each thing in which two plans differ; none if they are equal.
+    """Return one line for each difference between two plans.
 
     Example:
         >>> import dataclasses
@@ -115,7 +122,7 @@ def differences(first: Plan, second: Plan) -> list[str]:
     found = [*_models(first, second), *_predictions(first, second)]
     found += _regions(first.regions, second.regions)
     if not found and first != second:
-        found.append("the regions stand in another order, or one stands there twice")
+        found.append("the regions are in another order, or one is listed twice")
     return found
 
 
@@ -166,7 +173,7 @@ def _regions(
         if left is None or right is None:
             one, which = (right, "second") if left is None else (left, "first")
             assert one is not None
-            yield f"{name}: in the {which} plan alone, keeps {kept_text(one.kept)}"
+            yield f"{name}: only in the {which} plan, keeps {kept_text(one.kept)}"
             continue
         if left.operators != right.operators:
             yield f"{name}: {left.operators} operators -> {right.operators} operators"
@@ -177,72 +184,68 @@ def _regions(
             alone = [kept for kept in mine if kept not in others]
             if alone:
                 outputs = ", ".join(map(_output, alone))
-                yield f"{name}: the {which} alone keeps {outputs}"
+                yield f"{name}: only the {which} keeps {outputs}"
 
 
 def _bytes(size: int) -> str:
-    """Return a size, which may be negative, in a column."""
+    """Return a size, which may be negative, padded to a column."""
     text = format_bytes(abs(size))
     return f"{'-' + text if size < 0 else text:>12}"
 
 
-MOST_KINDS = 3
-"""How many kinds of operators a cell names; the plan holds them all."""
-
-
 def region_table(graph: StepGraph, chosen: Chosen) -> str:
-    """Return a table of what each region keeps and makes again.
+    """Return a table of what each region keeps and recomputes.
 
     Neighbours that do the same share a line, with the sum of their bytes and seconds.
 
     Args:
         graph: The plain step.
-        chosen: The regions of a plan, and what comes of them.
+        chosen: The regions of a plan, and their simulation.
     """
     pairs = zip(chosen.calls, chosen.regions, strict=True)
     again = chosen.simulation.recomputed
-    regions = [_described(graph, call.path, region, again) for call, region in pairs]
+    regions = [_region_line(graph, call.path, region, again) for call, region in pairs]
     rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
-    titles = ("region", "keeps", "makes again", "operators", "kept", "of the step")
-    makes = _share(sum(region.seconds for region in regions), graph)
-    own = _share(chosen.seconds - chosen.simulation.seconds, graph)
+    titles = ("region", "keeps", "recomputes", "operators", "kept", "of the step")
+    recompute = _share(sum(region.seconds for region in regions), graph)
+    overhead = _share(chosen.seconds - chosen.simulation.seconds, graph)
     return (
-        f"{rendered(titles, rows, left=3)}\n\nof the plain step's time, what is made "
-        f"again takes {makes}, and the regions themselves take {own}"
+        f"{rendered(titles, rows, left=3)}\n\nrecomputation takes {recompute} of the "
+        f"plain step, and the regions' overhead {overhead}"
     )
 
 
 @dataclass(frozen=True)
-class _Described:
+class _RegionLine:
     """One region.
 
     Attributes:
-        path: The module.
-        operators: How many operators run in its call.
-        keeps: The operators whose outputs stay, by name and number.
-        kept_bytes: What those take.
-        makes: The operators that run again, likewise.
-        seconds: What those take.
+        path: Its module.
+        operators: Number of operators in the module's call.
+        keeps: The operators whose outputs are kept, by name and count.
+        kept_bytes: Bytes of those outputs.
+        recomputes: The recomputed operators, by name and count.
+        seconds: Time of the recomputed operators.
     """
 
     path: str
     operators: int
     keeps: str
     kept_bytes: int
-    makes: str
+    recomputes: str
     seconds: float
 
 
-def _content(region: _Described) -> tuple[object, ...]:
-    return region.operators, region.keeps, region.makes
+def _content(region: _RegionLine) -> tuple[object, ...]:
+    return region.operators, region.keeps, region.recomputes
 
 
-def _described(
+def _region_line(
     graph: StepGraph, path: str, region: Region, recomputed: Iterable[int]
-) -> _Described:
+) -> _RegionLine:
     again = [index for index in recomputed if region.start <= index < region.end]
     kept = region.kept & _needed(graph, region, again)
-    return _Described(
+    return _RegionLine(
         path or "(the model)",
         region.end - region.start,
         _counted(graph, sorted({graph.storages[storage].birth for storage in kept})),
@@ -253,13 +256,13 @@ def _described(
 
 
 def _needed(graph: StepGraph, region: Region, again: Iterable[int]) -> set[int]:
-    """Return the storages that must stay for the region's backward."""
+    """Return the storages that the region's backward pass and its recompute read."""
     read = [value for index in again for value in graph.operators[index].inputs]
     return {*saved_storages(graph, region), *storages_of(graph, read)}
 
 
 def _counted(graph: StepGraph, operators: Iterable[int]) -> str:
-    """Return operators by their names, each with how many there are."""
+    """Return operator names with counts, most frequent first."""
     counts = Counter(short_name(graph.operators[index].name) for index in operators)
     found = counts.most_common()
     texts = [name if n == 1 else f"{name} ×{n}" for name, n in found[:MOST_KINDS]]
@@ -267,14 +270,14 @@ def _counted(graph: StepGraph, operators: Iterable[int]) -> str:
     return ", ".join(texts) + (f" and {rest} more" if rest else "") or "nothing"
 
 
-def _row(alike: list[_Described], graph: StepGraph) -> tuple[str, ...]:
+def _row(alike: list[_RegionLine], graph: StepGraph) -> tuple[str, ...]:
     first = alike[0]
     name = first.path
     if alike[1:]:
         name = f"{first.path} to {alike[-1].path} ({len(alike)})"
     kept = format_bytes(sum(region.kept_bytes for region in alike))
     share = _share(sum(region.seconds for region in alike), graph)
-    return name, first.keeps, first.makes, str(first.operators), kept, share
+    return name, first.keeps, first.recomputes, str(first.operators), kept, share
 
 
 def _share(seconds: float, graph: StepGraph) -> str:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from membudget.graph import StepGraph
 from membudget.planner.timeline import Timeline
 from membudget.profile.live_ranges import (
-    Alive,
+    LiveItem,
     PeakContents,
     SavedActivation,
-    described,
 )
-from membudget.report.advice import advise
+from membudget.report.advice import advise, operator_text
 from membudget.report.module_tree import (
     OUTSIDE,
     Figures,
@@ -219,7 +218,7 @@ def _peak(peak: PeakContents) -> Iterator[Any]:
     total = peak.peak_bytes
     yield ""
     yield f"the peak: {format_bytes(total)} ({total:,} bytes), in"
-    yield f"  {described(peak.operator)}"
+    yield f"  {operator_text(peak.operator)}"
     yield ""
     groups = empty_table(("alive then", "left"), ("", "right"), ("share", "right"))
     for group, size in peak.by_group().items():
@@ -229,7 +228,7 @@ def _peak(peak: PeakContents) -> Iterator[Any]:
     yield _origins(peak.items, total)
 
 
-def _origins(items: Sequence[SavedActivation | Alive], total: int) -> Table:
+def _origins(items: Sequence[SavedActivation | LiveItem], total: int) -> Table:
     table = empty_table(
         ("", "right"),
         ("share", "right"),
@@ -249,7 +248,7 @@ def _origins(items: Sequence[SavedActivation | Alive], total: int) -> Table:
     return table
 
 
-def _origin(item: SavedActivation | Alive) -> tuple[str, ...]:
+def _origin(item: SavedActivation | LiveItem) -> tuple[str, ...]:
     """Return where an item comes from; the blocks of a list count as one place."""
     names = item.module_path.split(".")
     path = ".".join("*" if name.isdigit() else name for name in names)

@@ -1,7 +1,7 @@
-"""Tables of text, for a person to read.
+"""Tables, curves and numbers as text.
 
-Only this module imports rich, which draws from Python's `random` when it is imported
-and for some styles; the user's stream must not move by it.
+Only this module imports rich. Rich draws from Python's `random` on import and for some
+styles, so the user's random state is restored around it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 @contextmanager
 def _python_random_kept() -> Iterator[None]:
-    """Leave Python's `random` as it was."""
+    """Restore the state of Python's `random` at the end."""
     state = random.getstate()
     try:
         yield
@@ -32,7 +32,7 @@ with _python_random_kept():
 __all__ = ["Padding", "Table", "empty_table", "page", "rendered"]
 
 WIDTH = 100
-"""Of a page; a longer cell goes on in the next line."""
+"""Width of a page; longer cells wrap."""
 
 
 def rendered(
@@ -41,9 +41,9 @@ def rendered(
     """Return a table as text.
 
     Args:
-        titles: Of the columns.
+        titles: The column titles.
         rows: The cells.
-        left: How many columns begin at their left; the others end at their right.
+        left: How many columns are left-aligned; the rest are right-aligned.
 
     Example:
         >>> print(rendered(("module", "bytes"), [("h.0", "12"), ("h.11", "3")]))
@@ -64,7 +64,7 @@ def empty_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
     """Return a table without rows.
 
     Args:
-        *columns: The title of each, and at which side its cells are aligned.
+        *columns: Title and alignment of each column.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     for title, side in columns:
@@ -73,14 +73,14 @@ def empty_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
 
 
 def page(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
-    """Return texts and tables as one text, each on lines of its own.
+    """Return texts and tables as one text, each starting on a new line.
 
     Args:
         parts: The texts and tables.
-        width: Of the longest line; what is longer goes on in the next.
+        width: Longest line; longer texts wrap.
     """
     out = StringIO()
-    # Names of modules are no markup, whatever brackets are in them.
+    # `markup=False`: brackets in module names must not be read as styles.
     console = Console(
         file=out, width=width, color_system=None, markup=False, highlight=False
     )
@@ -94,7 +94,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[int], columns: int) -> str:
-    """Return a bar for each of some columns: the most of the values that fall into it.
+    """Return one bar per column: the maximum of the values in it.
 
     Example:
         >>> sparkline([0, 1, 4, 8, 2, 1], columns=6)
@@ -106,13 +106,13 @@ def sparkline(values: Sequence[int], columns: int) -> str:
     for column in range(columns if count else 0):
         start = column * count // columns
         end = max(start + 1, (column + 1) * count // columns)
-        # Upwards, so that whatever is not zero can be seen.
+        # Rounded up, so that every value above zero is visible.
         bars.append(_BARS[-(-max(values[start:end]) * 8 // top)])
     return "".join(bars)
 
 
 def marks(texts: Sequence[tuple[int, str]]) -> str:
-    """Return a line with each text at its column, or behind the one before.
+    """Return a line with each text at its column, or right after the one before.
 
     Example:
         >>> marks([(0, "└forward"), (12, "└backward")])
@@ -126,7 +126,7 @@ def marks(texts: Sequence[tuple[int, str]]) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines of a table, its columns to the right."""
+    """Return the lines of a table with right-aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
@@ -135,12 +135,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def share(part: float, total: float) -> str:
-    """Return a part in percent; a dot for nothing."""
+    """Return a part as a percentage; a dot for zero."""
     return f"{part / total:.1%}" if total and part else "·"
 
 
 def flops(count: int) -> str:
-    """Return a number of floating-point operations.
+    """Return a number of floating-point operations with a unit.
 
     Example:
         >>> flops(256), flops(3_600_000_000_000)
@@ -157,7 +157,7 @@ def flops(count: int) -> str:
 
 
 def time(seconds: float) -> str:
-    """Return a time.
+    """Return a time with a unit.
 
     Example:
         >>> time(0.0191), time(2.5e-6), time(3e-9)
