@@ -123,7 +123,6 @@ class LiveItem:
         phase: The phase in which it was made.
         shape: Shape of the first tensor in it.
         dtype: Dtype of the first tensor in it.
-        is_read: Whether the peak's operator reads or writes it.
         is_droppable: Whether a region could have dropped it: only autograd holds it,
             and the peak's operator does not use it.
     """
@@ -137,7 +136,6 @@ class LiveItem:
     phase: Phase
     shape: tuple[int, ...] = ()
     dtype: str = ""
-    is_read: bool = True
     is_droppable: bool = False
 
 
@@ -243,7 +241,6 @@ def _live_item(
         phase=producer.phase,
         shape=value.shape if value else (),
         dtype=value.dtype if value else "",
-        is_read=index in touched,
         is_droppable=is_dropped and index not in touched,
     )
 

@@ -1,4 +1,4 @@
-"""A profile as text, for a person to read."""
+"""The text of a profile and of a sweep."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
 
 WIDTH = 120
 COLUMNS = 80
-"""Of the sparkline."""
+"""Width of the sparkline."""
 
 MOST_ROWS = 32
-"""The table of modules is cut at the depth at which it would have more."""
+"""The module table is cut at the depth at which it would have more rows."""
 
 MOST_CHILDREN = 24
-"""Of the children of a module, the largest are shown; the others are one row."""
+"""How many children of a module are shown, the largest; the others share a row."""
 
 TOP = 8
-"""How many saved tensors, and how many storages at the peak, are shown."""
+"""How many saved tensors, and how many storages at the peak, are listed."""
 
 
 def profile_text(found: Profile) -> str:
@@ -112,7 +112,7 @@ def _timeline(graph: StepGraph, line: Timeline) -> Iterator[str]:
     if not count:
         return
     yield ""
-    yield "bytes that the step allocates, operator by operator"
+    yield "live bytes that the step allocated, operator by operator"
     alive = [
         size + operator.workspace_bytes
         for size, operator in zip(line.alive_bytes, graph.operators, strict=True)
@@ -127,7 +127,7 @@ def _timeline(graph: StepGraph, line: Timeline) -> Iterator[str]:
 
 
 def _column(moment: int, count: int) -> int:
-    """Return the first column of the sparkline in which a moment is."""
+    """Return the column of the sparkline that contains an op index."""
     return moment * COLUMNS // count
 
 
@@ -159,10 +159,10 @@ def _cells(figures: Figures, root: ModuleNode) -> Iterator[str]:
 
 
 def visible(root: ModuleNode) -> list[tuple[int, ModuleNode]]:
-    """Return the rows of a table of modules, each with its depth.
+    """Return the rows of a module table, each with its depth.
 
-    The tree is cut at the greatest depth at which it has few rows, but shows the
-    children of the root.
+    The tree is cut at the greatest depth with at most `MOST_ROWS` rows; the children of
+    the root are always shown.
     """
     rows = _rows(root, 0, 1)
     for most in range(2, _height(root) + 1):
@@ -186,7 +186,7 @@ def _height(node: ModuleNode) -> int:
 
 
 def _largest(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
-    """Return the nodes in their order, with the smallest put together if many."""
+    """Return the nodes in order; if there are many, the smallest merged into one."""
     if len(nodes) <= MOST_CHILDREN:
         return list(nodes)
 
@@ -205,8 +205,8 @@ def _saved(summary: Summary) -> Iterator[Any]:
     count, total = len(summary.saved), summary.saved_bytes
     yield ""
     yield (
-        f"saved for the backward: {format_bytes(total)} ({total:,} bytes) in {count:,} "
-        f"storages{', most of it by' if count else ''}"
+        f"saved for the backward pass: {format_bytes(total)} ({total:,} bytes) in "
+        f"{count:,} storages{', most of it by' if count else ''}"
     )
     if count:
         yield _origins(summary.saved, total)
@@ -220,7 +220,7 @@ def _peak(peak: PeakContents) -> Iterator[Any]:
     yield f"the peak: {format_bytes(total)} ({total:,} bytes), in"
     yield f"  {operator_text(peak.operator)}"
     yield ""
-    groups = empty_table(("alive then", "left"), ("", "right"), ("share", "right"))
+    groups = empty_table(("live then", "left"), ("", "right"), ("share", "right"))
     for group, size in peak.by_group().items():
         groups.add_row(group, format_bytes(size), share(size, total))
     yield groups
@@ -238,7 +238,7 @@ def _origins(items: Sequence[SavedActivation | LiveItem], total: int) -> Table:
         ("operator", "left"),
         ("tensor", "left"),
     )
-    # What is equal but for the number of its block makes one row.
+    # Items that differ only in the number of their block share a row.
     counts = Counter((_origin(item), item.bytes) for item in items)
     rows = sorted(counts.items(), key=lambda row: -row[0][1] * row[1])
     for (origin, size), count in rows[:TOP]:
@@ -249,7 +249,7 @@ def _origins(items: Sequence[SavedActivation | LiveItem], total: int) -> Table:
 
 
 def _origin(item: SavedActivation | LiveItem) -> tuple[str, ...]:
-    """Return where an item comes from; the blocks of a list count as one place."""
+    """Return where an item comes from, with `*` for the number of a block."""
     names = item.module_path.split(".")
     path = ".".join("*" if name.isdigit() else name for name in names)
     operator = item.operator.removeprefix("aten.").removesuffix(".default")
@@ -278,5 +278,5 @@ def sweep_text(found: Sweep) -> str:
         lines.append(f"  {quantity:6} = {fit.text(found.name)}   {off}")
     if len({found.curve_at(point.size) for point in found.points}) > 1:
         moved = f"another operator makes the peak as {found.name} grows"
-        lines.append(f"  {moved}; what fits is told by the bytes at each")
+        lines.append(f"  {moved}; `largest` uses a polynomial per operator")
     return "\n".join(lines)
