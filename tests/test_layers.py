@@ -118,7 +118,7 @@ def unit_of(name: str) -> str:
     return name.split(".")[0]
 
 
-def test_no_two_modules_import_each_other_in_a_circle():
+def test_modules_have_no_import_cycle():
     graph = {module_name(path): ours(path) for path in FILES}
     done: set[str] = set()
 
@@ -145,7 +145,7 @@ def test_some_modules_do_not_import_torch(name: str):
     [path for path in FILES if not path.name.startswith("_torch")],
     ids=module_name,
 )
-def test_private_names_of_torch_stand_in_modules_named_so(path: Path):
+def test_private_names_of_torch_appear_only_in_torch_modules(path: Path):
     tree = ast.parse(path.read_text())
     private = [
         ast.unparse(node)

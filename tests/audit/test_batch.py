@@ -1,4 +1,4 @@
-"""The batch is as it was for each run of an audit, and after it."""
+"""Every run of an audit starts with the same batch, and the audit restores it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def consume(batch: Any) -> Tensor:
         SlottedBatch,
     ],
 )
-def test_a_batch_that_the_step_consumes_is_there_for_the_next_run(make):
+def test_a_batch_that_the_step_consumes_is_restored_for_the_next_run(make):
     class Consumes(nn.Sequential):
         def forward(self, batch: Any) -> Tensor:
             return super().forward(consume(batch))
@@ -65,7 +65,7 @@ def test_a_batch_that_the_step_consumes_is_there_for_the_next_run(make):
     ],
     ids=["dict", "OrderedDict", "UserDict", "defaultdict"],
 )
-def test_a_mapping_that_the_loss_function_consumes_is_there_for_the_next_run(batch):
+def test_a_mapping_that_the_loss_function_consumes_is_restored_for_the_next_run(batch):
     x = torch.randn(5, 4)
     batch["x"], batch["labels"] = x, torch.ones(5, 4)
 
@@ -82,7 +82,7 @@ def test_a_mapping_that_the_loss_function_consumes_is_there_for_the_next_run(bat
     assert batch["x"] is x
 
 
-def test_a_batch_tensor_that_the_step_overwrites_is_as_it_was():
+def test_a_batch_tensor_that_the_step_overwrites_is_restored():
     class Overwrites(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -110,7 +110,7 @@ def test_a_batch_that_requires_a_gradient_is_compared_and_left_without_one():
     assert x.grad is None
 
 
-def test_a_model_that_knows_itself_is_walked_once():
+def test_a_model_with_a_reference_to_itself_is_walked_once():
     model: Any = nn.Sequential(nn.Linear(4, 4))
     model.owner = Holder(torch.ones(1))
     model.owner.model = [model]

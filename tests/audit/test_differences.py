@@ -1,4 +1,4 @@
-"""What an audit calls a difference, and on which side."""
+"""Which outcomes of two runs are differences, and which are side effects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def compared(plain: Outcome, other: Outcome, start: Any = None) -> RunDifference
 @pytest.mark.parametrize(
     "key", [("gradient", "w"), ("parameter", "w"), ("buffer", "w"), ("output", "y")]
 )
-def test_a_tensor_that_one_run_alone_has_is_a_difference(key):
+def test_a_tensor_of_one_run_only_is_a_difference(key):
     with_it, without = outcome({key: ONE}), outcome()
     (found,) = compared(with_it, without).differences
     assert (found.kind, found.name) == key
@@ -47,7 +47,7 @@ def test_a_tensor_that_one_run_alone_has_is_a_difference(key):
     assert "plain has none of that name" in found.detail
 
 
-def test_a_gradient_that_one_run_alone_has_is_a_difference_from_none():
+def test_a_gradient_of_one_run_only_differs_from_none():
     key = ("gradient", "w")
     got, none = outcome({key: ONE}), outcome({key: None})
     (found,) = compared(got, none).differences
@@ -57,7 +57,7 @@ def test_a_gradient_that_one_run_alone_has_is_a_difference_from_none():
     assert compared(none, outcome({key: None})) == RunDifferences((), ())
 
 
-def test_an_attribute_that_one_run_alone_left_is_a_side_effect():
+def test_an_attribute_of_one_run_only_is_a_side_effect():
     key = ("attribute", "model.cache[3]")
     with_it, without = outcome({key: ONE}), outcome()
     found = compared(with_it, without)
@@ -72,7 +72,7 @@ def test_an_attribute_that_one_run_alone_left_is_a_side_effect():
     ]
 
 
-def test_an_attribute_that_both_left_is_compared_by_its_bits():
+def test_an_attribute_of_both_runs_is_compared_bit_for_bit():
     key = ("attribute", "model.average")
     found = compared(outcome({key: ONE}), outcome({key: TWO}))
     assert [d.name for d in found.differences] == ["model.average"]
@@ -126,14 +126,14 @@ def test_long_values_are_shortened():
         (2, 3, "both drew from it, and fitted left it elsewhere than plain"),
     ],
 )
-def test_of_a_stream_it_is_told_who_drew(plain, other, detail):
+def test_a_stream_difference_says_which_run_drew(plain, other, detail):
     left, right = (outcome(streams={"torch": s}) for s in (plain, other))
     (found,) = compared(left, right, {"torch": 1}).differences
     assert (found.kind, found.name, found.detail) == ("stream", "torch", detail)
     assert compared(left, left, {"torch": 1}).differences == ()
 
 
-def test_results_hold_tensors_and_values_as_they_are_now():
+def test_results_copy_tensors_and_values():
     tensor = torch.ones(2, requires_grad=True) * 1
     results = Results.of({"y": tensor, "n": 3})
     with torch.no_grad():

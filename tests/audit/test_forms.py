@@ -125,7 +125,7 @@ def test_a_difference_says_how_many_elements_differ_and_the_first_with_both_valu
     )
 
 
-def test_a_gradient_that_only_one_run_makes_is_a_difference():
+def test_a_gradient_that_only_one_run_computes_is_a_difference():
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def step(last: int) -> None:
@@ -228,7 +228,7 @@ def test_a_list_that_grew_twice_is_a_warning_and_not_a_difference():
     assert model.losses == []
 
 
-def test_a_plain_step_that_does_not_repeat_itself_is_said_so_and_where():
+def test_a_plain_step_that_is_not_repeatable_is_reported_with_the_place():
     calls = 0
 
     class Counts(nn.Linear):
@@ -247,7 +247,7 @@ def test_a_plain_step_that_does_not_repeat_itself_is_said_so_and_where():
     assert any("does not repeat itself" in text for text in report.warnings)
 
 
-def test_regions_that_do_not_run_are_said_so():
+def test_regions_that_do_not_run_are_reported():
     model = nn.ModuleDict({"used": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     model.forward = lambda x: model["used"](x)
 
@@ -258,7 +258,7 @@ def test_regions_that_do_not_run_are_said_so():
     assert "no region ran" in str(report)
 
 
-def test_gradients_that_are_all_zero_are_said_so():
+def test_gradients_that_are_all_zero_are_reported():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
 
     report = audit(model, torch.randn(3, 2), lambda output, _: output.sum() * 0)

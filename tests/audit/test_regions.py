@@ -70,7 +70,7 @@ def test_the_longest_list_of_blocks_gets_the_regions(make, names):
     assert default_names(make()) == names
 
 
-def test_a_model_with_nothing_to_choose_from_is_refused():
+def test_a_model_with_nothing_to_choose_from_is_rejected():
     with pytest.raises(mb.SelectionError, match="Linear has no ModuleList"):
         audit(nn.Linear(4, 4), torch.ones(1, 4))
 
@@ -88,7 +88,7 @@ def test_a_selection_is_that_of_apply():
     assert audited(blocks=nn.Linear, where=lambda name, _: name > "2") == ["3", "4"]
 
 
-def test_a_wrong_selection_or_option_is_refused_before_the_step_runs():
+def test_a_wrong_selection_or_option_is_rejected_before_the_step_runs():
     model = nn.Sequential(linear())
     model.register_forward_hook(lambda *_: pytest.fail("the step ran"))
 
@@ -98,7 +98,7 @@ def test_a_wrong_selection_or_option_is_refused_before_the_step_runs():
         audit(model, torch.ones(1, 4), determinism_check="never")
 
 
-def test_a_selection_for_a_model_that_carries_regions_is_refused():
+def test_a_selection_for_a_model_that_carries_regions_is_rejected():
     model = nn.Sequential(linear(), linear())
     mb.apply(model, names="0")
 
@@ -126,7 +126,7 @@ def test_regions_inside_the_model_are_plain_in_the_plain_run():
     assert ran == [False, False, False, True]
 
 
-def test_regions_that_were_there_stay_and_count_nothing():
+def test_existing_regions_stay_and_their_counters_do_not_move():
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
     applied = mb.apply(model, blocks=nn.Linear)
     model(torch.randn(2, 4)).sum().backward()

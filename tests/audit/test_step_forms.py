@@ -52,7 +52,7 @@ X = torch.ones(2, 4)
     ],
     ids=["tensor", "tuple", "dict", "dataclass", "list"],
 )
-def test_a_batch_is_given_to_the_model_as_its_kind_says(batch, args, keywords):
+def test_a_batch_is_passed_to_the_model_by_its_type(batch, args, keywords):
     TAKEN.clear()
 
     assert audit(Takes(), batch).equal
@@ -127,7 +127,7 @@ def test_parameters_of_the_loss_function_are_compared():
         (lambda y: y, lambda y, _: 1.0, "it returned float"),
     ],
 )
-def test_an_output_that_makes_no_loss_is_refused(make, loss_fn, message):
+def test_an_output_without_a_loss_is_rejected(make, loss_fn, message):
     with pytest.raises(mb.OptionError, match=message):
         audit(Returns(make), X, loss_fn)
 
@@ -173,7 +173,7 @@ def test_two_models_are_compared_by_the_names_of_their_parameters():
     assert report.compared.gradients == 2
 
 
-def test_a_step_without_backward_is_said_so():
+def test_a_step_without_a_backward_pass_is_reported():
     report = audit(torch.sin, plain=X, budgeted=X, modules=())
 
     assert "does the step call backward()" in str(report)

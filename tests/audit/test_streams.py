@@ -77,7 +77,7 @@ def test_a_stream_says_which_run_drew_from_it():
     assert details["torch CPU"] == "budgeted drew from it, plain did not"
 
 
-def test_a_source_without_a_state_is_no_stream():
+def test_a_source_without_a_state_is_not_a_stream():
     model: Any = nn.Sequential(nn.Linear(4, 4))
     model.source = random.SystemRandom()
 

@@ -1,4 +1,4 @@
-"""The allocator's events, and nothing else that the profiler says."""
+"""The allocator's events, without the profiler's own output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from membudget._torch import is_profiling
 from membudget.memory.peak import quiet_stderr, recorded_events
 
 
-def test_allocations_and_releases_are_told_in_order():
+def test_allocations_and_releases_are_in_order():
     x = torch.zeros(1000)
 
     with recorded_events() as events:
@@ -25,7 +25,7 @@ def test_allocations_and_releases_are_told_in_order():
     assert "[memory]" not in names
 
 
-def test_releases_of_what_was_there_before_are_left_out():
+def test_releases_of_earlier_allocations_are_left_out():
     x = torch.zeros(1000)
     with recorded_events():
         seen = [x.sin() for _ in range(100)]
@@ -51,7 +51,7 @@ def test_recording_ends_with_a_failure_and_prints_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_only_what_is_written_in_between_is_hidden(capfd):
+def test_only_output_inside_quiet_stderr_is_hidden(capfd):
     os.write(2, b"before ")
     with quiet_stderr():
         os.write(2, b"hidden ")
@@ -60,7 +60,7 @@ def test_only_what_is_written_in_between_is_hidden(capfd):
     assert capfd.readouterr().err == "before after"
 
 
-def test_being_quiet_leaves_no_file_open():
+def test_quiet_stderr_leaves_no_file_open():
     def is_open(number: int) -> bool:
         try:
             os.fstat(number)

@@ -1,4 +1,4 @@
-"""Seconds that add up."""
+"""The seconds of operators add up to measured blocks, or to a roofline."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_operators_that_took_no_time_get_none():
     assert all(math.isfinite(o.seconds) for o in shared.operators)
 
 
-def test_measured_seconds_are_there_for_every_part_of_the_step():
+def test_every_phase_of_the_step_has_measured_seconds():
     found = profile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(64, 64))
 
     assert found.cost == "measured"
@@ -134,7 +134,7 @@ def test_a_device_s_seconds_are_its_roofline(fake):
         assert o.seconds == max(o.flops / rate, moved / speed)
 
 
-def test_half_precision_has_the_rate_of_half_precision():
+def test_each_dtype_uses_its_own_rate():
     device = DEVICES["a100"]
     model = nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16, device="meta")
     x = torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta")
@@ -145,7 +145,7 @@ def test_half_precision_has_the_rate_of_half_precision():
     assert product.seconds == product.flops / device.flops_per_s["bfloat16"]
 
 
-def test_seconds_of_an_optimizer_are_said_to_be_estimated():
+def test_a_note_says_that_the_optimizer_s_seconds_are_estimated():
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     says = "the optimizer's step was not run"
 

@@ -1,4 +1,4 @@
-"""What a recorder numbers is what a region numbers."""
+"""A recorder numbers operators as a region does."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def results(model: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 @FAKE
-def test_marks_for_a_profiler_are_no_operators(fake):
+def test_profiler_events_are_not_operators(fake):
     model, x = marked()
 
     graph = mb.profile(model, x, fake=fake, device="h100").graph
@@ -67,7 +67,7 @@ def test_marks_for_a_profiler_are_no_operators(fake):
 
 
 @FAKE
-def test_a_plan_finds_its_operators_between_marks_for_a_profiler(fake):
+def test_a_plan_finds_its_operators_between_profiler_events(fake):
     model, x = marked()
     plain = results(model, x)
     graph = mb.profile(model, x, fake=fake, device="h100").graph

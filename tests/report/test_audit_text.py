@@ -1,4 +1,4 @@
-"""What a report says: one screen of text, or data for JSON."""
+"""The report of an audit: one screen of text, or data for JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def faulty_report() -> AuditReport:
     return audit(step, plain=1.0, budgeted=2.0, modules=model)
 
 
-def test_the_report_fits_one_screen_and_holds_all_differences():
+def test_the_report_has_all_differences_and_prints_one_screen():
     report = faulty_report()
 
     assert len(report.differences) == 20
@@ -36,7 +36,7 @@ def test_the_report_fits_one_screen_and_holds_all_differences():
     assert lines[-1] == "  and 8 more"
 
 
-def test_the_report_of_an_equal_step_reads_so():
+def test_the_report_of_an_equal_step_says_so():
     torch.manual_seed(0)
     model = nn.Sequential(linear(), nn.Tanh(), linear())
 
@@ -52,7 +52,7 @@ def test_the_report_of_an_equal_step_reads_so():
     assert len(lines) == 4
 
 
-def test_the_report_names_regions_that_did_not_run_or_not_once_for_each_forward():
+def test_the_report_names_regions_that_did_not_run_or_not_once_per_forward():
     regions = (
         RegionStatus("used", forwards=1, recomputes=1, skipped=0),
         RegionStatus("frozen", forwards=0, recomputes=0, skipped=1),

@@ -1,4 +1,4 @@
-"""Who keeps and costs what, what is alive at the peak, and what to do about it."""
+"""The tree of modules, the contents of the peak, and the advice."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_every_total_of_a_real_step_is_the_sum_of_its_parts(make, fake):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_what_is_saved_is_what_autograd_keeps(make):
+def test_the_saved_tensors_are_those_that_autograd_holds(make):
     model, batch, loss_fn = make()
 
     def forward(model, batch):
@@ -126,7 +126,7 @@ def test_a_saved_tensor_is_listed_with_its_origin():
     assert (kept.shape, kept.dtype, kept.bytes) == ((3, 8), "float32", 96)
 
 
-def test_a_storage_that_is_kept_twice_counts_once():
+def test_a_storage_that_is_saved_twice_counts_once():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -142,7 +142,7 @@ def test_a_storage_that_is_kept_twice_counts_once():
     assert [(s.module_path, s.bytes) for s in summary.saved] == [("first", 48)]
 
 
-def test_what_autograd_lets_go_in_the_forward_is_not_listed():
+def test_a_tensor_that_autograd_releases_in_the_forward_is_not_listed():
     class Unused(nn.Linear):
         def forward(self, x):
             y = super().forward(x)
@@ -154,7 +154,7 @@ def test_what_autograd_lets_go_in_the_forward_is_not_listed():
     assert [s.operator for s in summary.saved] == ["aten.tanh.default"]
 
 
-def test_what_something_else_holds_cannot_be_dropped():
+def test_a_tensor_that_something_else_holds_cannot_be_dropped():
     class Cached(nn.Module):
         def __init__(self):
             super().__init__()
@@ -173,7 +173,7 @@ def test_what_something_else_holds_cannot_be_dropped():
     assert can_be_dropped == {"aten.sin.default": False, "aten.tanh.default": True}
 
 
-def test_what_is_dropped_in_a_region_is_not_listed():
+def test_a_tensor_that_a_region_drops_is_not_listed():
     model, batch, loss_fn = language_model()
     plain = summarise(mb.profile(model, batch, loss_fn).graph)
     mb.apply(model, names="h.*")
@@ -194,7 +194,7 @@ def test_a_shared_parameter_counts_once():
     assert children["head"] == 0
 
 
-def test_equal_blocks_are_folded_with_all_that_lies_in_them():
+def test_equal_blocks_are_folded_with_their_children():
     model, batch, loss_fn = language_model(blocks=3)
     graph = mb.profile(model, batch, loss_fn, fake=True).graph
     summary = summarise(graph)
@@ -230,7 +230,7 @@ def test_the_optimizer_has_a_row_of_its_own():
     assert rows["(optimizer)"].figures.forward_seconds == 0
 
 
-def test_a_step_that_allocates_nothing_can_be_summed_up():
+def test_a_step_that_allocates_nothing_can_be_summarised():
     graph = StepGraph((), (), (), (), (), 0, 0, mb.profile(*perceptron()).graph.static)
     summary = summarise(graph)
 
@@ -241,7 +241,7 @@ def test_a_step_that_allocates_nothing_can_be_summed_up():
 # What to do about it.
 
 
-def test_logits_at_the_peak_are_what_is_advised_about():
+def test_advice_names_logits_at_the_peak():
     found = mb.profile(*language_model(vocabulary=5000), fake=True)
     advice = advise(found.graph, summarise(found.graph).peak)
 
@@ -250,7 +250,7 @@ def test_logits_at_the_peak_are_what_is_advised_about():
     assert any("Chunk the loss" in text for text in advice.texts)
 
 
-def test_small_logits_are_not_worth_a_word():
+def test_small_logits_are_not_mentioned():
     found = mb.profile(*language_model(vocabulary=8, batch=16), fake=True)
     advice = advise(found.graph, summarise(found.graph).peak)
 
@@ -258,7 +258,7 @@ def test_small_logits_are_not_worth_a_word():
     assert any("Checkpointing can drop at most" in text for text in advice.texts)
 
 
-def test_gradients_at_the_peak_are_what_is_advised_about():
+def test_advice_names_gradients_at_the_peak():
     found = mb.profile(*perceptron(batch=1, width=256), fake=True)
     advice = advise(found.graph, summarise(found.graph).peak)
 
@@ -266,7 +266,7 @@ def test_gradients_at_the_peak_are_what_is_advised_about():
     assert any("Gradients of parameters" in text for text in advice.texts)
 
 
-def test_static_bytes_beyond_the_peak_are_what_is_advised_about():
+def test_advice_names_static_bytes_that_exceed_the_peak():
     found = mb.profile(*perceptron(batch=1), fake=True, optimizer=torch.optim.AdamW)
     advice = advise(found.graph, summarise(found.graph).peak)
 
@@ -274,7 +274,7 @@ def test_static_bytes_beyond_the_peak_are_what_is_advised_about():
     assert any("are in use before the step" in text for text in advice.texts)
 
 
-def test_a_peak_in_the_optimizer_is_said_to_lie_there():
+def test_a_peak_in_the_optimizer_is_reported_there():
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     found = mb.profile(model, torch.ones(1, 64), fake=True, optimizer=torch.optim.AdamW)
     peak = summarise(found.graph).peak

@@ -1,4 +1,4 @@
-"""The report of a fitted model: a line for each run of regions that do the same."""
+"""The table of regions: one line per run of regions that do the same."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_recomputation_and_overhead_of_regions_are_separate_times(found):
     )
 
 
-def test_what_is_kept_and_not_needed_is_not_counted(found):
+def test_a_kept_output_that_nothing_reads_is_not_counted(found):
     graph = found.graph
     all_kept = chosen(found, {"0": ("aten.addmm.default", "aten.sin.default")})
     # The sine's output is saved by the next block, not in this one.

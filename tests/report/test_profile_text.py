@@ -38,7 +38,7 @@ def test_a_report_says_what_was_profiled(gpt):
         assert words[:60] in report
 
 
-def test_a_report_says_every_byte_of_the_total(gpt):
+def test_a_report_accounts_for_every_byte_of_the_total(gpt):
     static = gpt.graph.static
     report = gpt.report()
 
@@ -108,7 +108,7 @@ def broken(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("number", range(6))
-def test_a_file_that_holds_no_profile_is_refused(gpt, tmp_path, number):
+def test_a_file_that_holds_no_profile_is_rejected(gpt, tmp_path, number):
     message, text = list(broken(gpt.to_json()).items())[number]
     path = tmp_path / "profile.json"
     path.write_text(text)
@@ -159,7 +159,7 @@ def test_every_step_has_a_report_that_fits_the_page(graph):
 
 
 @given(st.lists(st.integers(0, 1 << 50), min_size=1, max_size=300), st.integers(1, 99))
-def test_a_sparkline_shows_the_most_and_hides_nothing(values, columns):
+def test_a_sparkline_shows_the_maximum_of_each_column(values, columns):
     bars = sparkline(values, columns)
 
     assert len(bars) == columns
@@ -168,5 +168,5 @@ def test_a_sparkline_shows_the_most_and_hides_nothing(values, columns):
         assert " " not in bars
 
 
-def test_a_sparkline_of_nothing_is_empty():
+def test_a_sparkline_of_no_values_is_empty():
     assert sparkline([], 80) == ""

@@ -55,7 +55,7 @@ KINDS: dict[str, tuple[Callable[[], Any], dict[str, Draw], Draw]] = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_of_generator_is_read_raw_here(
+def test_every_kind_of_generator_can_be_read_raw(
     kind: str,
 ) -> None:
     assert raw_state_reader(KINDS[kind][0]()) is not None

@@ -1,4 +1,4 @@
-"""An audit leaves everything as it was: afterwards, after a failure, between runs."""
+"""An audit restores everything: at its end, after a failure, between runs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def untidy() -> Any:
     return model
 
 
-def test_a_model_that_changes_everything_is_as_it_was():
+def test_a_model_that_changes_everything_is_restored():
     model, x = untidy(), torch.randn(5, 4)
     generator_before = model[0].generator.get_state()
     before, streams_before = everything(model), streams()
@@ -76,7 +76,7 @@ def test_a_model_that_changes_everything_is_as_it_was():
     assert [type(module) for module in model] == [Untidy, nn.Dropout, Untidy, Clamps]
 
 
-def test_a_failing_step_leaves_everything_as_it_was_and_says_which_run_failed():
+def test_a_failing_step_leaves_everything_as_before_and_says_which_run_failed():
     class Fails(Untidy):
         def forward(self, x: Tensor) -> Tensor:
             if mb.is_recomputing():
@@ -108,7 +108,7 @@ def test_a_step_that_fails_plain_says_so():
     assert "the plain run of an audit" in caught.value.__notes__[-1]
 
 
-def test_gradients_are_the_very_same_tensors_and_are_not_added_to():
+def test_gradients_are_the_same_tensors_with_the_same_content():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[0].weight.grad = torch.full((4, 4), 1e8)
     grad = model[0].weight.grad
@@ -123,7 +123,7 @@ def test_gradients_are_the_very_same_tensors_and_are_not_added_to():
     assert model[1].weight.grad is None
 
 
-def test_a_gradient_that_a_step_writes_into_is_as_it_was():
+def test_a_gradient_that_a_step_writes_into_is_restored():
     linear = nn.Linear(2, 2)
     linear.weight.grad = shared = torch.ones(2, 2)
 
@@ -136,7 +136,7 @@ def test_a_gradient_that_a_step_writes_into_is_as_it_was():
     assert torch.equal(shared, torch.ones(2, 2))
 
 
-def test_a_parameter_whose_data_a_step_exchanges_is_as_it_was():
+def test_a_parameter_whose_data_a_step_exchanges_is_restored():
     class Exchanges(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             self.weight.data = self.weight.data * 2
@@ -157,7 +157,7 @@ def test_a_parameter_whose_data_a_step_exchanges_is_as_it_was():
     assert torch.equal(linear.weight, content)
 
 
-def test_a_parameter_that_a_step_freezes_is_as_it_was():
+def test_a_parameter_that_a_step_freezes_is_restored():
     layers = nn.Linear(2, 2), nn.Linear(2, 2)
 
     def step(_: int) -> None:
@@ -168,7 +168,7 @@ def test_a_parameter_that_a_step_freezes_is_as_it_was():
     assert layers[0].weight.requires_grad
 
 
-def test_an_expanded_tensor_that_a_step_overwrites_is_as_it_was():
+def test_an_expanded_tensor_that_a_step_overwrites_is_restored():
     base = torch.ones(1, 4)
 
     class Overwrites(nn.Linear):
@@ -182,7 +182,7 @@ def test_an_expanded_tensor_that_a_step_overwrites_is_as_it_was():
     assert torch.equal(base, torch.ones(1, 4))
 
 
-def test_what_a_step_leaves_alone_is_held_once():
+def test_an_unchanged_tensor_is_copied_once():
     linear = nn.Linear(2, 2)
     state = State([("", linear)])
 
@@ -192,7 +192,7 @@ def test_what_a_step_leaves_alone_is_held_once():
 
 
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_a_caller_without_gradients_gets_the_same_audit(without):
+def test_an_audit_under_no_grad_is_the_same(without):
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh()), torch.randn(5, 4)
 
     with without():
@@ -252,7 +252,7 @@ def test_an_optimizer_inside_the_backward_is_undone_and_compared():
         assert torch.equal(parameter, before[name]), name
 
 
-def test_a_lazy_module_is_refused_before_anything_runs():
+def test_a_lazy_module_is_rejected_before_anything_runs():
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
 
     with pytest.raises(mb.SelectionError, match="run one forward first"):
