@@ -212,25 +212,14 @@ def _is_foldable(run: Sequence[ModuleNode]) -> bool:
     return len(run) > 1 and all(child.paths for child in run)
 
 
-def _merge(nodes: Sequence[ModuleNode]) -> ModuleNode:
+def _merge(nodes: Sequence[ModuleNode], label: str = "") -> ModuleNode:
     """Return the sum of equal trees."""
     paths = tuple(path for node in nodes for path in node.paths)
     first, last = nodes[0], nodes[-1]
-    label = f"{first.paths[0]} … {last.paths[0]} ({len(nodes)}×)"
-    return ModuleNode(label, paths, _sum(nodes), _merged_children(nodes))
-
-
-def _merged_children(nodes: Sequence[ModuleNode]) -> tuple[ModuleNode, ...]:
+    label = label or f"{first.paths[0]} … {last.paths[0]} ({len(nodes)}×)"
     columns = zip(*(node.children for node in nodes), strict=True)
-    return tuple(
-        ModuleNode(
-            column[0].label,
-            tuple(path for node in column for path in node.paths),
-            _sum(column),
-            _merged_children(column),
-        )
-        for column in columns
-    )
+    children = tuple(_merge(column, column[0].label) for column in columns)
+    return ModuleNode(label, paths, _sum(nodes), children)
 
 
 def repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
