@@ -33,12 +33,11 @@ def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
     """
     _add_in_place(recorder)
     count = len(recorder.operators)
+    values = recorder.lifetimes.values
     phases = [operator.phase for operator in recorder.operators]
     return StepGraph(
-        operators=tuple(
-            _operator(recorder.lifetimes.values, o) for o in recorder.operators
-        ),
-        values=tuple(recorder.lifetimes.values),
+        operators=tuple(_operator(values, o) for o in recorder.operators),
+        values=tuple(values),
         storages=tuple(_storage(s, count) for s in recorder.lifetimes.storages),
         saved=tuple(
             Saved(

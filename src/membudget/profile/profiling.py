@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -185,7 +186,12 @@ def _fake_profile(
                 "a profiler was running, so no kernel was tried; workspaces count as 0"
             )
         elif all(t.device.type == "cpu" for t in step.tensors()):
-            notes += _untried(try_kernels(recorder))
+            untried = try_kernels(recorder)
+            if untried:
+                notes.append(
+                    f"{untried} operators were too large to be tried, or failed on "
+                    "zeros; their workspaces count as 0"
+                )
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
         step.prepare()
@@ -197,15 +203,6 @@ def _fake_profile(
         )
     graph = roofline(graph, target)
     return _profile(step, graph, "fake", target.name, tuple(notes))
-
-
-def _untried(count: int) -> list[str]:
-    if not count:
-        return []
-    return [
-        f"{count} operators were too large to be tried, or failed on zeros; their "
-        "workspaces count as 0"
-    ]
 
 
 def _record(
@@ -227,10 +224,8 @@ def _record(
         events.note("start")
         step.run(begin_backward)
         events.note("end")
-    for name, parameter in step.model.named_parameters():
-        if parameter.grad is not None:
-            recorder.lifetimes.name_gradient(parameter.grad, name)
-    for name, tensor in step.batch_tensors().items():
+    leaves = [*step.model.named_parameters(), *step.batch_tensors().items()]
+    for name, tensor in leaves:
         if tensor.is_leaf and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
 
@@ -240,17 +235,13 @@ def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]
     for number in range(_MOST_TIMED):
         if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
             break
-        yield _timed(step, blocks)
-
-
-def _timed(step: Step, blocks: dict[str, Module]) -> TimerEvents:
-    step.prepare()
-    events = TimerEvents(synchronised_clock())
-    with events.on(blocks):
-        events.note("start")
-        step.run(lambda: events.note("loss"))
-        events.note("end")
-    return events
+        step.prepare()
+        events = TimerEvents(synchronised_clock())
+        with events.on(blocks):
+            events.note("start")
+            step.run(partial(events.note, "loss"))
+            events.note("end")
+        yield events
 
 
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:
