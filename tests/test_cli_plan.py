@@ -162,7 +162,7 @@ def test_a_command_without_a_budget_gives_2_and_says_so(step, capsys, command):
 
 def test_a_model_that_asks_for_values_cannot_be_made_fake(step, capsys):
     assert main(["plan", f"{step}:asks", "--fake", "--budget", "90%"]) == FAILED
-    assert "the function asks for some" in capsys.readouterr().err
+    assert "the function reads some" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("half", [True, False])
