@@ -91,7 +91,7 @@ class State:
         }
 
     def content(self, name: str) -> TensorCopy | None:
-        """Return the captured content of a tensor; `None` if it has no such name."""
+        """Return the captured content of a tensor; `None` if none had that name."""
         state = self._tensors.get(name)
         return None if state is None else state.content
 
