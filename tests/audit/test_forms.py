@@ -244,7 +244,7 @@ def test_a_plain_step_that_is_not_repeatable_is_reported_with_the_place():
     assert not report.repeatable
     assert {item.kind for item in report.unrepeatable} == {"loss", "output", "gradient"}
     assert "1.weight" in [item.name for item in report.unrepeatable]
-    assert any("does not repeat itself" in text for text in report.warnings)
+    assert any("is not repeatable" in text for text in report.warnings)
 
 
 def test_regions_that_do_not_run_are_reported():

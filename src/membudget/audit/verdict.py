@@ -102,18 +102,18 @@ class AuditReport:
         if self.regions_ran == 0:
             yield "no region ran: the two steps are the same code"
         elif self.recomputes == 0:
-            yield "no region was recomputed: the loss does not lead back to one"
+            yield "no region was recomputed: the loss does not depend on one"
         if self.unrepeatable:
             yield (
-                "the plain step does not repeat itself, so a difference proves "
-                "nothing about regions; it may draw on a clock, on global variables "
-                "or on nondeterministic kernels "
+                "the plain step is not repeatable, so a difference proves nothing "
+                "about regions; it may depend on a clock, on global variables or on "
+                "nondeterministic kernels "
                 "(torch.use_deterministic_algorithms(True) helps)"
             )
         if not self.compared.gradients:
             yield "no gradient was compared: does the step call backward()?"
         elif self.zero_gradients:
-            yield "every gradient is zero, so that equality says little"
+            yield "every gradient is zero, so equality proves little"
         if self.side_effects:
             yield (
                 f"{len(self.side_effects)} Python value(s) differ: code with side "
