@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,24 @@ def test_measuring_a_step_loads_nothing_that_applies_plans(package: str):
         for name in loaded
         if name.startswith(tuple(f"membudget.{unit}" for unit in above))
     ]
+
+
+@cache
+def class_names(path: Path) -> set[str]:
+    """Return the names of the classes in a file, without leading underscores."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("room", ["audit", "memory", "profile", "report", "state"])
+def test_classes_and_files_of_a_room_have_names_of_their_own(room: str):
+    inside = [path for path in FILES if unit_of(module_name(path)) == room]
+    for path in inside:
+        others = [other for other in FILES if other != path]
+        elsewhere = {name for other in others for name in class_names(other)}
+        assert not class_names(path) & elsewhere
+        if path.stem != "__init__":
+            assert path.name not in {other.name for other in others}
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
