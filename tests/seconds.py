@@ -17,7 +17,7 @@ import pytest
 
 from membudget import planning
 from membudget.graph import StepGraph
-from membudget.profile import cost, devices, run
+from membudget.profile import cost, devices, profiling
 from membudget.profile.devices import Device
 
 DEADLOCK_S = 1800.0
@@ -40,7 +40,7 @@ def _shaken(graph: StepGraph, added_s: float) -> StepGraph:
 
 
 def _given_measured(
-    graph: StepGraph, recorded: cost.Marks, timed: Sequence[cost.Marks]
+    graph: StepGraph, recorded: cost.TimerEvents, timed: Sequence[cost.TimerEvents]
 ) -> StepGraph:
     graph = _roofline(_share_out(graph, recorded, timed), PROCESSOR)
     return _shaken(graph, _LAUNCH_S)
@@ -53,7 +53,7 @@ def _given_roofline(graph: StepGraph, device: Device) -> StepGraph:
 
 def give(patch: pytest.MonkeyPatch) -> None:
     """Give every profile its seconds, until the patch is undone."""
-    patch.setattr(run, "share_out", _given_measured)
-    patch.setattr(run, "roofline", _given_roofline)
+    patch.setattr(profiling, "share_out", _given_measured)
+    patch.setattr(profiling, "roofline", _given_roofline)
     for module in (cost, devices, planning):
         patch.setattr(module, "this_processor", lambda: PROCESSOR)

@@ -213,7 +213,7 @@ def test_the_largest_size_says_where_it_lies(step, capsys, budget, words):
         ("make --budget much", "a size is a number of bytes"),
         ("make --device abacus", "there is no device 'abacus'"),
         ("make --optimizer magic", "torch.optim has no optimizer 'magic': it has"),
-        ("asks --fake", "the function asks for some"),
+        ("asks --fake", "the function reads some"),
         ("make --fake --json missing/profile.json", "cannot be written"),
         # A traceback is of use here, but its exit code would mean a difference.
         ("broken --fake", "RuntimeError: the data is not there"),

@@ -13,8 +13,8 @@ import pytest
 
 import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
-from membudget.plan_text import described, differences, kept_text
 from membudget.planner.plan import VERSION, KeptOutput, Plan, RegionPlan
+from membudget.report.plan_text import described, differences, kept_text
 from tests.commands import without_torch
 from tests.planner import drafts
 
@@ -162,7 +162,7 @@ def test_a_command_without_a_budget_gives_2_and_says_so(step, capsys, command):
 
 def test_a_model_that_asks_for_values_cannot_be_made_fake(step, capsys):
     assert main(["plan", f"{step}:asks", "--fake", "--budget", "90%"]) == FAILED
-    assert "the function asks for some" in capsys.readouterr().err
+    assert "the function reads some" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -343,25 +343,25 @@ CHANGES: dict[str, tuple[Plan, str]] = {
     "slowdown": (dataclasses.replace(PLAN, slowdown=1.5), "slowdown: 1.25 -> 1.5"),
     "bound": (dataclasses.replace(PLAN, bound=1.1), "least slowdown: 1.0 -> 1.1"),
     "cost": (dataclasses.replace(PLAN, cost="L4"), "seconds: measured -> L4"),
-    "gone": (with_regions(FIRST), "region 'h.1': in the first plan alone, keeps noth"),
+    "gone": (with_regions(FIRST), "region 'h.1': only in the first plan, keeps noth"),
     "new": (
         with_regions(FIRST, SECOND, RegionPlan("h.2", 3, (KEPT,))),
-        "region 'h.2': in the second plan alone, keeps addmm #1",
+        "region 'h.2': only in the second plan, keeps addmm #1",
     ),
     "less": (
         with_regions(RegionPlan("h.0", 3, ()), SECOND),
-        "region 'h.0': the first alone keeps addmm #1",
+        "region 'h.0': only the first keeps addmm #1",
     ),
     "more": (
         with_regions(FIRST, RegionPlan("h.1", 3, (KeptOutput(2, 1, "aten.max"),))),
-        "region 'h.1': the second alone keeps max #2 (output 1)",
+        "region 'h.1': only the second keeps max #2 (output 1)",
     ),
     "operators": (
         with_regions(FIRST, RegionPlan("h.1", 4, ())),
         "region 'h.1': 3 operators -> 4 operators",
     ),
-    "order": (with_regions(SECOND, FIRST), "the regions stand in another order"),
-    "twice": (with_regions(FIRST, SECOND, SECOND), "or one stands there twice"),
+    "order": (with_regions(SECOND, FIRST), "the regions are in another order"),
+    "twice": (with_regions(FIRST, SECOND, SECOND), "or one is listed twice"),
 }
 
 

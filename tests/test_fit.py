@@ -12,9 +12,8 @@ import membudget as mb
 from membudget import attempt
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
-from membudget.fit_text import region_table
 from membudget.fitted import Fitted
-from membudget.plan_text import head
+from membudget.report.plan_text import head, region_table
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
 

@@ -245,7 +245,7 @@ def test_a_model_that_takes_no_arguments_is_fitted_with_an_empty_batch():
 
 
 @pytest.mark.parametrize("budget", ["60%", None])
-def test_what_is_no_model_is_refused(budget):
+def test_a_model_that_is_not_a_module_is_rejected(budget):
     wrong: Any = torch.sin
     with pytest.raises(OptionError, match=r"expected a torch\.nn\.Module"):
         fit(wrong, torch.ones(2), budget)

@@ -47,13 +47,13 @@ def test_a_size_is_parsed(text, size):
         ("1" * 60, "more than any memory has"),
     ],
 )
-def test_nonsense_is_refused(text, message):
+def test_invalid_sizes_are_rejected(text, message):
     with pytest.raises(OptionError, match=message):
         parse_bytes(text)
 
 
 @given(st.integers(0, 1 << 59))
-def test_bytes_are_read_as_they_were_written(size):
+def test_bytes_are_read_unchanged_written(size):
     read = parse_bytes(format_bytes(size))
 
     # One decimal is shown, of a number of at least 1.

@@ -10,7 +10,7 @@ from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.memory import peak
 from membudget.planner.plan import Plan
 from membudget.planner.schedule import Schedule
-from membudget.profile.run import state_kept
+from membudget.profile.profiling import state_kept
 from membudget.step import Step
 
 

@@ -1,7 +1,7 @@
-"""Where in the user's program autograd saves a tensor.
+"""Where in the user's program something happens: module, call and line.
 
-A pack hook runs below the code that made autograd save: the Python stack names the
-module, the call and the user's line, without any mode or patch.
+Everything is read off the Python stack, without any mode or patch. In a pack hook, for
+example, the frames above are those of the code whose tensor autograd saves.
 """
 
 from __future__ import annotations
@@ -18,26 +18,31 @@ from membudget._torch import module_call_codes
 
 
 class CallSite:
-    """Where in the user's program a tensor is being saved.
+    """A place in the user's program.
 
     Attributes:
-        module_path: The innermost module that runs, by its name in the region.
-        operator: The call, as it is written at the innermost line of Python.
+        module_path: The innermost running module, by its name in the region, or else by
+            its class.
+        operator: Source text of the call that the innermost frame evaluates.
         line: The user's line, `"file.py:12"`.
     """
 
     __slots__ = ("line", "module_path", "operator")
 
     def __init__(self, frame: FrameType | None, module_names: Mapping[int, str]):
-        """Read the stack from `frame` outwards."""
+        """Read the stack from `frame` outwards.
+
+        Args:
+            frame: The innermost frame to look at.
+            module_names: The paths of modules, by their `id`.
+        """
         self.operator = _expression(frame) if frame is not None else ""
         self.module_path = ""
         self.line = ""
         codes = module_call_codes()
         while frame is not None:
             if not self.line and not is_internal(frame.f_code):
-                name = os.path.basename(frame.f_code.co_filename)
-                self.line = f"{name}:{frame.f_lineno}"
+                self.line = _line(frame.f_code, frame.f_lineno)
             if not self.module_path and frame.f_code in codes:
                 module = frame.f_locals["self"]
                 known = module_names.get(id(module))
@@ -48,7 +53,7 @@ class CallSite:
 
 
 def running_module(names: Mapping[int, str]) -> str:
-    """Return the name of the innermost running module that has one, or `""`."""
+    """Return the name of the innermost running module in `names`, or `""`."""
     codes = module_call_codes()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -61,33 +66,28 @@ def running_module(names: Mapping[int, str]) -> str:
 
 
 def place_of(names: Mapping[int, str]) -> tuple[str, str]:
-    """Return the innermost running module that has a name, and the user's line."""
-    codes = module_call_codes()
-    path: str | None = None
-    line = ""
+    """Return the innermost running module in `names`, or `""`, and the user's line."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if not line and not is_internal(code):
-            line = f"{os.path.basename(code.co_filename)}:{frame.f_lineno}"
-        if path is None and code in codes:
-            path = names.get(id(frame.f_locals["self"]))
-        if line and path is not None:
-            break
+    while frame is not None and is_internal(frame.f_code):
         frame = frame.f_back
-    return path or "", line
+    line = "" if frame is None else _line(frame.f_code, frame.f_lineno)
+    return running_module(names), line
 
 
 def user_line(error: BaseException) -> str:
-    """Return the innermost line of the user's that an error passed through."""
+    """Return the innermost line of the user's code that an error passed through."""
     line = "the step"
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
         if not is_internal(code):
-            line = f"{os.path.basename(code.co_filename)}:{trace.tb_lineno}"
+            line = _line(code, trace.tb_lineno)
         trace = trace.tb_next
     return line
+
+
+def _line(code: CodeType, number: int) -> str:
+    return f"{os.path.basename(code.co_filename)}:{number}"
 
 
 _INTERNAL = tuple(
@@ -102,7 +102,7 @@ def is_internal(code: CodeType) -> bool:
 
 
 def calling_frame() -> FrameType | None:
-    """Return the innermost frame outside of membudget."""
+    """Return the innermost frame outside membudget."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL[1]):
         frame = frame.f_back
@@ -110,7 +110,7 @@ def calling_frame() -> FrameType | None:
 
 
 def _expression(frame: FrameType) -> str:
-    """Return the text of the expression that `frame` is evaluating."""
+    """Return the source text of the expression that `frame` is evaluating."""
     positions = list(frame.f_code.co_positions())
     line, end_line, start, end = positions[frame.f_lasti // 2]
     if line is None or start is None or end is None:

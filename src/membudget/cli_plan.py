@@ -121,9 +121,9 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 def _plan(options: argparse.Namespace) -> int:
     _check_asked(options)
     model, batch, loss = _made(options, on_meta=options.fake)
-    from membudget.plan_text import described
     from membudget.planning import plan_for
     from membudget.profile import profile
+    from membudget.report.plan_text import described
 
     found = profile(model, batch, loss, **profiling_of(options))
     plan = plan_for(found, model, options.budget, options.mode)
@@ -162,7 +162,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 def _beside(options: argparse.Namespace, fitted: Fitted, trial: Trial) -> str:
     """Return what was predicted beside what was measured."""
-    from membudget.tables import rendered
+    from membudget.report.tables import rendered
 
     plan = fitted.plan
     slowdown = "·" if trial.slowdown is None else f"{trial.slowdown:.3f}"
@@ -209,7 +209,7 @@ def _tradeoff(options: argparse.Namespace) -> int:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from membudget.plan_text import differences
+    from membudget.report.plan_text import differences
 
     first, second = _read_plan(options.first), _read_plan(options.second)
     found = differences(first, second)

@@ -1,4 +1,4 @@
-"""Write a file whole or not at all."""
+"""Write files atomically."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from membudget.errors import OptionError
 
 
 def write_whole(path: Path, content: str | bytes, what: str) -> None:
-    """Write a file by way of another, so that half a write clobbers nothing.
+    """Write a file atomically: to a temporary name first, then rename it.
 
     Args:
-        path: Of the file.
+        path: The file; an existing one is replaced.
         content: Text or bytes.
-        what: What the file is, for the error.
+        what: Name of the content in the error message.
 
     Raises:
-        OptionError: If it cannot be written.
+        OptionError: If the file cannot be written.
     """
     partial = path.with_name(path.name + ".partial")
     try:

@@ -9,11 +9,10 @@ from typing import Any
 from membudget.apply import Applied, Status
 from membudget.attempt import Attempt
 from membudget.audit import AuditReport, audit
-from membudget.fit_text import region_table
 from membudget.modes import AUTO
-from membudget.plan_text import PLAIN_FITS, head
 from membudget.planner.plan import Plan
 from membudget.profile import Profile
+from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import Step
 
 

@@ -1,10 +1,14 @@
-"""One training step as numbers: what ran, what it made, how long each thing lived.
+"""One training step as numbers: operators, the values they read and make, live ranges.
 
-A moment is the index of an operator. A storage is alive from the moment `birth`, in
-which an operator made it, up to the moment before `death`. Storages that were there
-before the step have the birth -1; what outlives the step dies at `len(operators)`.
+A moment is an op index: the position of an operator in the step. A storage is live from
+the operator `birth` that makes it until just before the operator `death`. Storages from
+before the step have the birth -1; those that outlive it die at `len(operators)`:
 
-These records know nothing of torch: planners read them, and files hold them.
+    moment        0      1      2      3      4 = len(operators)
+    weight     ══════════════════════════════     birth -1, death 4
+    activation        ═══════════════             birth  1, death 3
+
+The records need no torch: planners read them, and files store them.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ Kind = Literal[
 ]
 
 VERSION = 1
-"""Of the JSON form; it rises when an older reader would misread a newer file."""
+"""Version of the JSON form; rises when an older reader would misread a newer file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,22 +36,22 @@ class Operator:
 
     Attributes:
         name: The overload, such as `"aten.addmm.default"`.
-        phase: In which part of the step it ran; the loss belongs to the forward.
-        module_path: The innermost module whose forward ran; in the backward, that of
-            the forward operator whose gradient is computed.
-        line: The user's line, `"file.py:12"`, likewise.
+        phase: The phase in which it ran; the loss belongs to the forward.
+        module_path: The innermost module whose forward ran; in the backward pass, of
+            the forward operator whose gradient it computes.
+        line: The user's line, `"file.py:12"`, found the same way.
         inputs: The values that it reads, by index.
-        outputs: The values that it makes, or writes anew, by index.
-        flops: Floating-point operations of matrix products, convolutions and
-            attention, a product and a sum counted as two; 0 for everything else.
+        outputs: The values that it makes or overwrites, by index.
+        flops: Floating-point operations of matrix products, convolutions and attention,
+            a multiply-add counted as two; 0 for everything else.
         read_bytes: Bytes of the values that it reads, each storage once.
-        written_bytes: Bytes of the values that it makes or writes.
-        workspace_bytes: What it allocates beside its outputs while it runs.
-        seconds: What it takes, by the cost model that the profile was made with.
-        is_view: Whether it moves no data: its outputs lie where its input does.
+        written_bytes: Bytes of the values that it makes or overwrites.
+        workspace_bytes: Peak bytes that it allocates in addition to its outputs.
+        seconds: Its time, by the cost model of the profile.
+        is_view: Whether it moves no data: its outputs share its input's storage.
         is_random: Whether it draws random numbers.
-        must_keep: Whether a replay cannot or must not run it again, so that what it
-            makes is always kept: routing decisions, communication, changes of storage.
+        must_keep: Whether a replay must not run it again, so that its outputs are
+            always kept: routing decisions, communication, changes of storage.
     """
 
     name: str
@@ -68,15 +72,16 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The content of a tensor at a moment.
+    """The content of a tensor between two writes.
 
     Attributes:
-        storage: The storage that it lies in, by index.
-        bytes: Of its elements; a view of a part has fewer than its storage.
+        storage: Its storage, by index.
+        bytes: Bytes of its elements; a partial view has fewer than its storage.
         shape: Its shape.
         dtype: Its dtype, such as `"float32"`.
-        operator: What made it, by index; -1 if it was there before.
-        output: Which output of the operator it is; what is written comes after them.
+        operator: Its producer, by index; -1 if it is from before the step.
+        output: Its number among the producer's outputs; arguments that the producer
+            overwrites are numbered after them.
     """
 
     storage: int
@@ -89,17 +94,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Memory that tensors share.
+    """Memory that one or several tensors use.
 
     Attributes:
         bytes: Its size.
-        kind: What it is: `"activation"` is whatever the step made that is neither a
-            parameter's final gradient nor the optimizer's.
-        name: Of a parameter, buffer, input or gradient: whose it is.
-        birth: The first moment at which it is alive; -1 if it was there before.
-        death: The first moment at which it is alive no more.
-        released: The first moment in the forward at which nothing but autograd held it;
-            `None` if something else did until its death, or until the backward.
+        kind: Its role: `"activation"` is everything made by the step except final
+            gradients of parameters and the optimizer's tensors.
+        name: Name of the parameter, buffer or input, or of a gradient's parameter.
+        birth: The first moment at which it is live; -1 if it is from before the step.
+        death: The first moment at which it is no longer live.
+        released: The first moment in the forward at which nothing but autograd holds
+            it; `None` if something else does until its death or the backward pass.
     """
 
     bytes: int
@@ -112,15 +117,15 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that autograd kept for the backward.
+    """A tensor that autograd saved for the backward pass.
 
     Attributes:
-        value: What was kept, by index.
-        moment: The operator that kept it, by index.
-        asked: The moments at which the backward asked for it.
-        freed: The first moment at which autograd held it no more.
+        value: The saved value, by index.
+        moment: The operator that saved it, by index.
+        asked: The moments at which the backward pass unpacked it.
+        freed: The first moment at which autograd no longer held it.
         module_path: The innermost module whose forward ran.
-        line: The user's line.
+        line: The user's line, `"file.py:12"`.
     """
 
     value: int
@@ -138,7 +143,7 @@ class ModuleCall:
     Attributes:
         path: The module, as in `named_modules()`.
         start: The first operator that ran in it.
-        end: The first after them; equal to `start` if none ran.
+        end: One past the last operator; equal to `start` if none ran.
     """
 
     path: str
@@ -148,10 +153,10 @@ class ModuleCall:
 
 @dataclass(frozen=True, slots=True)
 class StaticBytes:
-    """What is there in every step, each storage counted once.
+    """Bytes in use before the step begins, each storage counted once.
 
     Attributes:
-        parameters: Bytes of parameters, frozen ones too.
+        parameters: Bytes of parameters, including frozen ones.
         buffers: Bytes of buffers.
         inputs: Bytes of the batch.
         optimizer: Bytes of the optimizer's state after its first step.
@@ -164,7 +169,7 @@ class StaticBytes:
 
     @property
     def total(self) -> int:
-        """The sum."""
+        """Sum of all four."""
         return self.parameters + self.buffers + self.inputs + self.optimizer
 
 
@@ -173,15 +178,15 @@ class StepGraph:
     """One training step.
 
     Attributes:
-        operators: What ran, in order.
-        values: The contents that operators read and made.
-        storages: The memory that those lie in.
-        saved: What autograd kept, in the order in which it was kept.
-        calls: The calls of modules in the forward, in the order in which they began.
-        backward_start: The moment at which the backward began.
-        optimizer_start: The moment at which the optimizer's step began; the number of
-            operators if none ran.
-        static: What is there in every step.
+        operators: The operators, in order.
+        values: The values that operators read and made.
+        storages: The storages of the values.
+        saved: The tensors that autograd saved, in order.
+        calls: The module calls of the forward, in the order in which they began.
+        backward_start: The first operator of the backward pass.
+        optimizer_start: The first operator of the optimizer's step; the number of
+            operators without one.
+        static: Bytes in use before the step.
     """
 
     operators: tuple[Operator, ...]
@@ -195,12 +200,12 @@ class StepGraph:
 
     @property
     def flops(self) -> int:
-        """Of the whole step."""
+        """Floating-point operations of the whole step."""
         return sum(operator.flops for operator in self.operators)
 
     @property
     def seconds(self) -> float:
-        """Of the whole step, by the cost model."""
+        """Seconds of the whole step, by the cost model."""
         return sum(operator.seconds for operator in self.operators)
 
     @cached_property
@@ -214,7 +219,7 @@ class StepGraph:
 
     @cached_property
     def saved_on(self) -> dict[int, list[int]]:
-        """What autograd kept in each storage, by the storage's index."""
+        """Indices into `saved`, by the index of the storage."""
         table: dict[int, list[int]] = {}
         for index, saved in enumerate(self.saved):
             table.setdefault(self.values[saved.value].storage, []).append(index)
@@ -235,7 +240,7 @@ class StepGraph:
         """Read what `to_dict` returned.
 
         Raises:
-            OptionError: If the data is of a newer version, or not whole.
+            OptionError: If the data has another version, or a field is missing.
         """
         version = data.get("version")
         if version != VERSION:
@@ -252,7 +257,7 @@ class StepGraph:
                 **tables,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise OptionError(f"the profile is not whole: {error!r}") from error
+            raise OptionError(f"the profile is incomplete: {error!r}") from error
 
 
 _COLUMNS = {"must_keep": "is_pinned"}
@@ -268,7 +273,7 @@ _TABLES: tuple[tuple[str, type], ...] = (
 
 
 def _to_table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
-    """Return the records by columns: a name for each field stands once in the file."""
+    """Return the records as columns, so that the file has each field name once."""
     names = [field.name for field in dataclasses.fields(kind)]
     return {
         _COLUMNS.get(name, name): [getattr(record, name) for record in records]

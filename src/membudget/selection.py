@@ -1,4 +1,4 @@
-"""Which modules of a model get a region: those the user names, or the likely blocks."""
+"""Which modules of a model get a region: those that the user selects, or a default."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def select_modules(
     where: Callable[[str, Module], bool] | None,
     every: int = 1,
 ) -> dict[str, Module]:
-    """Return the modules that match everything that is given, by name, in order.
+    """Return the modules that match all given criteria, by name, in model order.
 
     Args:
-        model: Where they are looked for; it is left as it is.
-        blocks: A class, or several.
-        names: One pattern of a dotted name, or several: `*` stands for one part, or a
-            piece of it, and `**` for any number of parts.
-        where: A predicate over name and module.
-        every: Take every n-th match, beginning with the first.
+        model: The model.
+        blocks: One or several module classes.
+        names: One or several patterns for dotted names: `*` matches within one part,
+            `**` matches any number of parts.
+        where: A predicate of name and module.
+        every: Take every n-th match, starting with the first.
 
     Raises:
-        SelectionError: If nothing is given, or nothing matches.
+        SelectionError: If no criterion is given, or nothing matches.
         OptionError: If `every` is less than 1.
     """
     if every < 1:
@@ -59,7 +59,7 @@ def select_modules(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match a dotted name part by part.
+    """Tell whether a dotted name matches a pattern, part by part.
 
     Example:
         >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*")
@@ -83,23 +83,22 @@ def _parts_match(parts: list[str], patterns: list[str]) -> bool:
 
 
 def default_names(model: Module) -> list[str]:
-    """Return the names of the modules that get a region if nobody says which.
+    """Return the names of the modules that get a region by default.
 
-    They are the children of the longest `ModuleList` or `Sequential` in the model, the
-    outermost of those that are equally long. The blocks of a list of like blocks are
-    not searched for a longer one: a region inside one block of many is not what is
-    meant. A child without a `forward`, such as a list of lists, stands for its own
-    children. A model without such a list gets a region on each direct child that has
-    parameters.
+    These are the children of the longest `ModuleList` or `Sequential` in the model; of
+    equally long lists, the outermost. Blocks in a list of blocks of one class are not
+    searched for a longer list, so that no region lies inside one of many blocks. A
+    child without a `forward`, such as an inner `ModuleList`, is replaced by its
+    children. In a model without any list, each direct child with parameters is taken.
 
     Args:
-        model: Any module; it is left as it is.
+        model: Any module.
 
     Returns:
         Names as in `model.named_modules()`, never empty.
 
     Raises:
-        SelectionError: If the model has nothing to choose from.
+        SelectionError: If the model has no list and no child with parameters.
 
     Example:
         >>> from torch.nn import Linear, Sequential
@@ -126,7 +125,7 @@ def default_names(model: Module) -> list[str]:
 
 
 def _lists(module: Module, name: str) -> Iterator[tuple[str, ModuleList | Sequential]]:
-    """Yield the lists in which blocks may stand, outermost first."""
+    """Yield the lists that may contain the blocks, outermost first."""
     if isinstance(module, ModuleList | Sequential) and len(module):
         yield name, module
         kinds = {type(child) for child in module.children()}

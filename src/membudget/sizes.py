@@ -1,4 +1,4 @@
-"""Byte sizes as people write and read them."""
+"""Byte sizes as text: parse and format."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _UNITS = {
 }
 _SIZE = re.compile(r"(\d[\d_]*\.?\d*(?:[eE][+-]?\d{1,3})?|\.\d+)\s*([A-Za-z]*)")
 _MOST = 1 << 60
-"""More than any memory: what is larger was mistyped."""
+"""1 EiB, more than any memory: a larger size is a typing error."""
 
 
 def parse_bytes(size: str | float) -> int:
-    """Return the bytes that a size names.
+    """Return a size in bytes.
 
     Args:
         size: A number of bytes, or a number with a unit: `"8GiB"` is 8 × 1024³,
-            `"8GB"` is 8 × 1000³. Upper and lower case are the same.
+            `"8GB"` is 8 × 1000³. Case does not matter.
 
     Returns:
-        Bytes; a part of a byte is dropped.
+        Bytes, rounded down.
 
     Raises:
-        OptionError: If it is no number, negative, larger than any memory, or has a unit
-            that is none, such as `"8G"`, of which nobody knows which of the two it is.
+        OptionError: If it is not a number, negative, larger than any memory, or has an
+            unknown unit, such as `"8G"`, which could mean GiB or GB.
 
     Example:
         >>> parse_bytes("8GiB"), parse_bytes("8 GB"), parse_bytes("1.5e9")
@@ -55,7 +55,7 @@ def parse_bytes(size: str | float) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Return a size as a person reads it, to about three digits.
+    """Return a size with a unit and one decimal.
 
     Example:
         >>> format_bytes(512), format_bytes(55_700_000), format_bytes(8 * 1024**3)
@@ -68,7 +68,7 @@ def format_bytes(size: int) -> str:
     value = float(size)
     for unit in _BINARY[1:]:
         value /= 1024
-        # Not 1,024.0 KiB: what rounds up to the next unit is written in it.
+        # Compare the rounded value, so that no size is written as 1024.0 KiB.
         if round(value, 1) < 1024 or unit == _BINARY[-1]:
             break
     return f"{value:.1f} {unit}"

@@ -1,7 +1,7 @@
-"""One training step: call the model on a batch, make a loss, run the backward pass.
+"""One training step: call the model on a batch, compute a loss, run the backward pass.
 
-The step does what a user's loop does, and can be run many times. The output is let go
-before the backward pass; gradients are `None` before it, as `zero_grad()` leaves them.
+The step does what a user's loop does, and can run many times. The output is released
+before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget.errors import OptionError
-from membudget.state.restore import State
+from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
 def call_model(model: Module, batch: Any) -> Any:
-    """Call a model on a batch: a tuple as arguments, a mapping as keywords.
+    """Call a model on a batch.
 
-    Anything else is the one argument: a tensor, a list, a dataclass, a named tuple.
+    A tuple is passed as positional arguments, a mapping as keywords, and anything else
+    (a tensor, a list, a dataclass, a named tuple) as the only argument.
     """
     if isinstance(batch, Mapping) and not dataclasses.is_dataclass(batch):
         return model(**batch)
@@ -34,13 +35,13 @@ def call_model(model: Module, batch: Any) -> Any:
 
 
 def find_loss(output: Any) -> tuple[Tensor, str]:
-    """Return a loss for an output, where the user gave no loss function.
+    """Return a loss for an output, without a loss function.
 
     Returns:
         The loss, and where it comes from, in words.
 
     Raises:
-        OptionError: If the output holds no floating tensor.
+        OptionError: If the output has no floating tensor.
     """
     if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
         return output, "the model's output"
@@ -50,23 +51,18 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
         loss, where = getattr(output, "loss", None), "output.loss"
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.reshape(()), where
-    tensors = [
-        tensor
-        for _, tensor in walk([("output", output)], "output").tensors.values()
-        if tensor.is_floating_point()
-    ]
+    found = walk([("output", output)], "output").tensors.values()
+    tensors = [tensor for _, tensor in found if tensor.is_floating_point()]
     if not tensors:
         raise OptionError(
             f"the model returned no floating tensor to make a loss of, but "
             f"{type(output).__name__}; pass loss_fn(output, batch)"
         )
-    total = torch.stack(
-        [tensor.float().sum().to(tensors[0].device) for tensor in tensors]
-    )
-    plural = "" if len(tensors) == 1 else "s"
+    sums = [tensor.float().sum().to(tensors[0].device) for tensor in tensors]
+    plural = "" if len(sums) == 1 else "s"
     return (
-        total.sum(),
-        f"the sum of the output's {len(tensors)} floating tensor{plural}, "
+        torch.stack(sums).sum(),
+        f"the sum of the output's {len(sums)} floating tensor{plural}, "
         f"for want of a loss_fn",
     )
 
@@ -76,12 +72,13 @@ class Step:
 
     Attributes:
         model: The model.
-        batch: What it is called with.
+        batch: The arguments of the model; see `call_model`.
+        loss_fn: Called with the output and the batch; `None` uses `find_loss`.
         loss_from: Where the loss came from in the last run, in words.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
-        """Hold what the step needs; nothing runs."""
+        """Define the step; nothing runs."""
         self.model = model
         self.batch = batch
         self._batch_state: State | None = None
@@ -92,7 +89,7 @@ class Step:
         """Run the step and return the loss.
 
         Args:
-            before_backward: Called between the forward and the backward pass.
+            before_backward: Called between forward and backward pass.
 
         Raises:
             OptionError: As `forward` does.
@@ -104,11 +101,11 @@ class Step:
         return loss
 
     def repeat_from_here(self) -> None:
-        """Let each run begin with the batch and the random streams as they are now."""
+        """Make `prepare` restore the current state of batch and random streams."""
         self._batch_state = State([("batch", self.batch)])
 
     def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:
-        """Run the forward alone and return the loss.
+        """Run only the forward and return the loss.
 
         Args:
             on_output: Called with the model's output, before the loss function can
@@ -125,9 +122,8 @@ class Step:
         else:
             loss = self.loss_fn(output, self.batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
-            found = (
-                list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            )
+            is_tensor = isinstance(loss, Tensor)
+            found = list(loss.shape) if is_tensor else type(loss).__name__
             raise OptionError(
                 f"loss_fn must return a tensor of one element; it returned {found}"
             )
@@ -139,21 +135,21 @@ class Step:
         return loss
 
     def prepare(self) -> None:
-        """Set the gradients to `None`, and put back what a run changed of the batch."""
+        """Restore the batch as of `repeat_from_here`, and set gradients to `None`."""
         if self._batch_state is not None:
             self._batch_state.restore()
         for tensor in self.leaves():
             tensor.grad = None
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yield the parameters, and what requires a gradient in the batch."""
+        """Yield the parameters, and the batch's leaves that require a gradient."""
         yield from self.model.parameters()
         for tensor in self.batch_tensors().values():
             if tensor.is_leaf and tensor.requires_grad:
                 yield tensor
 
     def batch_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the batch, by a name."""
+        """Return the tensors of the batch, by the expression that leads to each."""
         found = walk([("batch", self.batch)]).tensors
         return {name: tensor for name, (_, tensor) in found.items()}
 
@@ -165,27 +161,24 @@ class Step:
 
 
 class CallableStep(Step):
-    """A step that the user wrote: forward and backward in one function.
-
-    Where its backward begins is seen by the operators that autograd runs.
-    """
+    """A step that the user wrote: forward and backward in one function."""
 
     def __init__(self, function: Callable[[], Any], model: Module):
-        """Hold the function, and the model that it trains."""
+        """Define the step of a function and the model that it trains."""
         super().__init__(model, None, None)
         self._function = function
         self.loss_from = "the step itself"
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Any:
-        """Call the function; nobody is told when its backward begins."""
+        """Call the function; `before_backward` is not called."""
         return self._function()
 
 
 def check_arguments(model: Any) -> None:
-    """Refuse what is no model.
+    """Reject anything that is not an initialised module.
 
     Raises:
-        OptionError: If it is none, or a lazy one that has no shapes yet.
+        OptionError: If `model` is not a module, or is lazy and has no shapes yet.
     """
     if not isinstance(model, Module):
         raise OptionError(

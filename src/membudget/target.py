@@ -1,4 +1,4 @@
-"""The function that makes a model and its batch, and what else a command line names."""
+"""Python objects that a command line names: the function of a model, an optimizer."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def load_target(target: str) -> Callable[..., Any]:
         target: The path of a Python file, a colon, and the name of a function in it.
 
     Returns:
-        The function. The file was run as a module of its own; code under
-        `if __name__ == "__main__"` was not.
+        The function. The file is imported as a module, so code under
+        `if __name__ == "__main__"` does not run.
 
     Raises:
         OptionError: If there is no such file or function.
@@ -36,8 +36,8 @@ def load_target(target: str) -> Callable[..., Any]:
     if spec is None or spec.loader is None:
         raise OptionError(f"{path_text!r} is not a Python file")
     module = module_from_spec(spec)
-    # As Python does for a script, so that the file finds its neighbours; and under its
-    # name, so that classes of the file can be pickled.
+    # Let the file import its neighbours, as a script can; register it, so that its
+    # classes can be pickled.
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
@@ -48,10 +48,10 @@ def load_target(target: str) -> Callable[..., Any]:
 
 
 def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Return model, batch and loss function that `make` returns for some sizes.
+    """Call `make` with some sizes, and return model, batch and loss function.
 
     Raises:
-        OptionError: If it does not take them, or returns something else.
+        OptionError: If `make` does not accept the sizes, or returns something else.
     """
     name = getattr(make, "__name__", "make")
     try:
@@ -70,7 +70,7 @@ def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any
 
 
 def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:
-    """Return the function with some of its arguments chosen."""
+    """Return `make` with some of its keyword arguments fixed."""
     if not chosen:
         return make
     bound = partial(make, **chosen)
@@ -83,10 +83,10 @@ def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[...
 
 
 def without_memory(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, whose tensors then lie on the meta device.
+    """Return `make`, creating its tensors on the meta device.
 
     Raises:
-        OptionError: When it is called and asks for values.
+        OptionError: When called, if the function reads values of tensors.
     """
     import torch
 
@@ -100,7 +100,7 @@ def without_memory(make: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise OptionError(
                 "--fake makes the model on the meta device, where tensors have no "
-                f"values, and the function asks for some ({error}). Give those tensors "
+                f"values, and the function reads some ({error}). Give those tensors "
                 "device='cpu', or leave --fake out"
             ) from error
 
@@ -108,10 +108,10 @@ def without_memory(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def optimizer_named(name: str) -> Any:
-    """Return the class of torch.optim that a name means, in whatever case.
+    """Return the optimizer class of `torch.optim` with a name; case does not matter.
 
     Raises:
-        OptionError: If there is none.
+        OptionError: If there is no such optimizer.
     """
     import torch
 

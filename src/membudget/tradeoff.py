@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from membudget.errors import MissingExtraError, OptionError
 from membudget.files import write_whole
+from membudget.report.tables import rendered
 from membudget.sizes import format_bytes
-from membudget.tables import rendered
 
 if TYPE_CHECKING:
     from membudget.profile.result import Profile

@@ -11,7 +11,7 @@ from membudget.errors import OptionError
 from membudget.fitted import Fitted
 from membudget.memory import peak
 from membudget.profile.cost import synchronised_clock
-from membudget.profile.run import state_kept
+from membudget.profile.profiling import state_kept
 from membudget.step import Step
 
 

@@ -1,4 +1,4 @@
-"""The meter counts exactly, and the same each time."""
+"""The meter is exact and repeatable."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 import membudget as mb
-from membudget.memory.events import Change, Events
-from membudget.memory.peak import _from_events
+from membudget.memory.peak import Change, Events, _from_events
 
 FLOAT_BYTES = 4
 
@@ -25,14 +24,14 @@ def test_a_chain_needs_two_tensors_at_a_time():
     assert measured.end_bytes == FLOAT_BYTES
 
 
-def test_views_and_in_place_operators_take_nothing():
+def test_views_and_in_place_operators_allocate_nothing():
     x = torch.zeros(1000)
     measured = mb.peak(lambda: x.view(10, 100).t()[:5].neg_())
     assert measured.peak_bytes == 0
     assert measured.timeline == ()
 
 
-def test_what_was_there_before_the_call_is_not_counted():
+def test_memory_from_before_the_call_is_not_counted():
     held = [torch.zeros(1000)]
     measured = mb.peak(held.clear)
     assert measured.peak_bytes == 0
@@ -71,12 +70,12 @@ def test_a_training_step_repeats_to_the_byte():
     assert mb.peak(step).end_bytes == 0
 
 
-def test_what_the_function_returns_is_handed_on():
+def test_the_result_of_the_function_is_returned():
     measured = mb.peak(lambda a, *, b: a + b, 1, b=2)
     assert measured.result == 3
 
 
-def test_an_exception_passes_and_leaves_no_profiler_behind():
+def test_an_exception_propagates_and_stops_the_profiler():
     def fail() -> None:
         raise KeyError("mine")
 
@@ -85,14 +84,14 @@ def test_an_exception_passes_and_leaves_no_profiler_behind():
     assert mb.peak(torch.zeros, 10).end_bytes == 40
 
 
-def test_a_running_profiler_is_refused():
+def test_a_running_profiler_is_rejected():
     with profile(), pytest.raises(mb.OptionError, match="a profiler is running"):
         mb.peak(torch.zeros, 10)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 500)), max_size=30))
-def test_the_peak_is_that_of_the_played_program(program):
+def test_the_peak_is_that_of_the_program_that_ran(program):
     """Allocate a tensor, or free the oldest; the most held at once is the peak."""
     sizes: list[int] = []
     most = alive = 0
@@ -119,7 +118,7 @@ def test_the_peak_is_that_of_the_played_program(program):
 
 
 @pytest.mark.cuda
-def test_the_allocator_of_a_cuda_device_is_asked():
+def test_a_cuda_device_is_measured_by_its_allocator():
     x = torch.zeros(1000, device="cuda")
     measured = mb.peak(lambda x: x.sin().exp(), x)
     assert measured.peak_bytes == 2 * x.nbytes
@@ -231,7 +230,7 @@ def on_device() -> torch.Tensor:
     return torch.zeros(2).as_subclass(OnDevice)
 
 
-def test_on_a_device_the_statistics_of_its_allocator_are_asked(allocator, on_device):
+def test_a_device_is_measured_by_its_allocator_s_statistics(allocator, on_device):
     allocator.allocate(900, 2048)
     allocator.allocate(-900, 0)
 
@@ -252,12 +251,12 @@ def test_on_a_device_the_statistics_of_its_allocator_are_asked(allocator, on_dev
     assert (found.operator, found.timeline, found.result) == ("", (), 3)
 
 
-def test_what_the_allocator_has_in_reserve_already_is_no_excess(allocator, on_device):
+def test_bytes_reserved_before_the_call_are_not_counted(allocator, on_device):
     found = mb.peak(lambda x: allocator.allocate(500, 0), on_device)
     assert (found.peak_bytes, found.reserved_bytes) == (500, 0)
 
 
-def test_a_device_without_statistics_of_requests_has_none(monkeypatch, on_device):
+def test_a_device_without_requested_bytes_reports_zero(monkeypatch, on_device):
     asked = {"reserved_bytes.all.current": 0, "reserved_bytes.all.peak": 64}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: asked)
     for name in ("synchronize", "reset_peak_memory_stats"):

@@ -1,4 +1,4 @@
-"""The report of what autograd keeps, and where it came from."""
+"""The report of what autograd saves, with its origin."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def kinds(model: nn.Module, x: Tensor) -> dict[str, list[tuple[str, int]]]:
     return found
 
 
-def test_each_layer_keeps_what_its_derivative_needs():
+def test_each_layer_saves_what_its_derivative_needs():
     model = nn.Sequential(
         nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Tanh(), nn.Linear(8, 2)
     )
@@ -30,7 +30,7 @@ def test_each_layer_keeps_what_its_derivative_needs():
     }
 
 
-def test_relu_and_tanh_keep_their_output():
+def test_relu_and_tanh_save_their_output():
     x = torch.randn(4, requires_grad=True)
     for function in (torch.relu, torch.tanh):
         report = mb.saved(function, x)
@@ -63,7 +63,7 @@ def test_the_table_names_everything():
     assert "float32[1, 3]" in text
 
 
-def test_a_region_counts_what_it_holds_and_not_what_it_drops():
+def test_a_region_counts_what_it_keeps_and_not_what_it_drops():
     model = nn.Sequential(nn.Linear(4, 64), nn.GELU(), nn.Linear(64, 4))
     x = torch.randn(8, 4)
     report = mb.saved(lambda x: mb.checkpoint(model, x), x)
@@ -78,7 +78,7 @@ def test_the_graph_stays_usable():
     assert torch.equal(gradient, plain)
 
 
-def test_a_change_in_place_is_refused_as_ever():
+def test_an_in_place_change_of_a_saved_tensor_is_an_error():
     x = torch.randn(5, requires_grad=True)
     h = x * 2
     report = mb.saved(lambda: (h * h).sum())
@@ -87,7 +87,7 @@ def test_a_change_in_place_is_refused_as_ever():
         report.result.backward()
 
 
-def test_what_autograd_let_go_is_not_counted():
+def test_a_tensor_that_autograd_released_is_not_counted():
     x = torch.randn(5, requires_grad=True)
 
     def step() -> None:
@@ -96,7 +96,7 @@ def test_what_autograd_let_go_is_not_counted():
     assert mb.saved(step).total_bytes == 0
 
 
-def test_the_table_has_one_line_a_tensor_and_counts_a_shared_storage_once():
+def test_the_table_has_one_line_per_tensor_and_counts_a_storage_once():
     x = torch.randn(4, 6, requires_grad=True)
     report = mb.saved(lambda x: x[:2] * x[2:], x)
     assert [record.is_view for record in report.records] == [True, True]

@@ -14,12 +14,12 @@ def test_views_share_one_storage():
     assert mb.storage_bytes([x, x.t(), x[3:], x.view(-1)]) == 400
 
 
-def test_storages_of_meta_tensors_are_told_apart():
+def test_storages_of_meta_tensors_are_distinct():
     tensors = [torch.empty(10, device="meta"), torch.empty(20, device="meta")]
     assert mb.storage_bytes(tensors) == 120
 
 
-def test_an_expanded_tensor_costs_its_one_element():
+def test_an_expanded_tensor_counts_one_element():
     assert mb.storage_bytes([torch.zeros(1).expand(1000)]) == 4
 
 
@@ -46,7 +46,7 @@ def test_compressed_tensors_count_both_kinds_of_indices_and_the_values(make, val
     assert found == pointers.nbytes + indices.nbytes + values.nbytes
 
 
-def test_a_tensor_that_is_made_of_others_counts_what_it_is_made_of():
+def test_a_wrapper_tensor_counts_the_tensors_inside():
     x = torch.zeros(10)
     made = TwoTensor(x, x + 1)
     assert mb.storage_bytes([made]) == 80

@@ -1,4 +1,4 @@
-"""Fake steps: what is computed for real, what is refused, and what is left alone."""
+"""Fake steps: what is computed for real, what is rejected, what is restored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.autograd.profiler import profile as torch_profile
 
 import membudget as mb
 from membudget._torch import is_profiling
-from membudget.memory.events import quiet_stderr
+from membudget.memory.peak import quiet_stderr
 from membudget.profile import profile
 
 
@@ -48,14 +48,14 @@ ASKING: list[Any] = [
 
 
 @pytest.mark.parametrize("function", ASKING)
-def test_what_needs_values_is_refused_with_the_user_s_line(function):
+def test_code_that_needs_values_is_rejected_with_the_user_s_line(function):
     line = function.__code__.co_firstlineno
 
     with pytest.raises(mb.OptionError, match=rf"^test_fake\.py:{line} asks a fake"):
         profile(Asks(function), torch.randn(2, 4), fake=True)
 
 
-def test_values_of_integers_are_known():
+def test_values_of_integer_tensors_can_be_read():
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -92,7 +92,7 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
 @pytest.mark.parametrize("where", ["buffer", "loose", "batch"])
-def test_a_fake_step_writes_into_nothing(dtype, where):
+def test_a_fake_step_leaves_real_tensors_unchanged(dtype, where):
     model, target = Writes(dtype), torch.zeros(4, dtype=dtype)
 
     profile(model, (torch.randn(2, 4), target), fake=True, device="h100")
@@ -105,7 +105,7 @@ def test_a_fake_step_writes_into_nothing(dtype, where):
     assert torch.equal(tensors[where], torch.zeros(4, dtype=dtype))
 
 
-def test_batches_that_a_norm_has_seen_are_not_counted():
+def test_the_batch_counter_of_a_norm_is_not_counted():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     profile(model, torch.randn(3, 4), fake=True, device="h100")
@@ -130,7 +130,7 @@ def test_models_of_fake_and_of_meta_tensors_are_profiled_alike():
     assert profile(make().to("meta"), x.to("meta")).peak_bytes in peaks
 
 
-def test_a_real_profile_of_a_meta_model_is_refused():
+def test_a_real_profile_of_a_meta_model_is_rejected():
     with pytest.raises(mb.OptionError, match=r"on `meta`.*pass fake=True"):
         profile(nn.Linear(4, 4, device="meta"), torch.randn(2, 4), fake=False)
 
@@ -149,7 +149,7 @@ def profiler() -> Iterator[torch_profile]:
             outer.__exit__(None, None, None)
 
 
-def test_a_real_profile_under_a_profiler_is_refused():
+def test_a_real_profile_under_a_profiler_is_rejected():
     with profiler(), pytest.raises(mb.OptionError, match="a profiler is running"):
         profile(nn.Linear(4, 4), torch.randn(2, 4))
 
@@ -168,6 +168,5 @@ def test_a_fake_profile_under_a_profiler_tries_no_kernel():
     assert any(o.workspace_bytes for o in tried.graph.operators)
     assert not any(o.workspace_bytes for o in found.graph.operators)
     assert [n for n in found.notes if n not in tried.notes] == [
-        "a profiler was running, so no kernel was tried; what they need beside their "
-        "outputs counts as 0"
+        "a profiler was running, so no kernel was tried; workspaces count as 0"
     ]

@@ -71,7 +71,7 @@ def test_products_of_matrices_and_batches_are_exact(fake):
     ],
     ids=["two groups", "a group per channel", "transposed"],
 )
-def test_a_convolution_of_groups_is_exact(model, product, fake):
+def test_a_grouped_convolution_is_exact(model, product, fake):
     x = torch.randn(2, 4, 8, 7, requires_grad=True)
 
     found = flops_by_name(model, x, fake)

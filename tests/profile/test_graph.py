@@ -74,7 +74,7 @@ def graphs(draw: Any) -> StepGraph:
 
 @settings(max_examples=50)
 @given(graphs())
-def test_a_graph_is_read_as_it_was_written(graph):
+def test_a_graph_survives_a_json_round_trip(graph):
     text = json.dumps(graph.to_dict())
 
     assert StepGraph.from_dict(json.loads(text)) == graph
@@ -82,7 +82,7 @@ def test_a_graph_is_read_as_it_was_written(graph):
 
 @settings(max_examples=20)
 @given(graphs(), st.lists(TEXTS, max_size=2).map(tuple))
-def test_a_profile_is_read_as_it_was_written(graph, notes):
+def test_a_profile_survives_a_json_round_trip(graph, notes):
     found = Profile(graph, "Model", "fake", "H100", "the output", notes)
 
     assert Profile.from_json(found.to_json()) == found
@@ -95,7 +95,7 @@ def data() -> dict[str, Any]:
     return StepGraph((), (value, value), (storage,), (), (), 0, 0, static).to_dict()
 
 
-def test_calls_and_pins_are_read_as_they_were_written():
+def test_calls_and_pins_are_read_unchanged_written():
     whole = data()
     operator: dict[str, Any] = {
         "name": "aten.topk.default",
@@ -117,61 +117,61 @@ def test_a_newer_version_is_refused():
         StepGraph.from_dict({**data(), "version": 2})
 
 
-def test_data_without_a_version_is_refused():
+def test_data_without_a_version_is_rejected():
     with pytest.raises(mb.OptionError, match="has version None"):
         StepGraph.from_dict({})
 
 
 @pytest.mark.parametrize("key", [k for k in data() if k != "version"])
-def test_a_missing_part_is_refused_by_its_name(key):
+def test_a_missing_part_is_rejected_by_its_name(key):
     whole = data()
     del whole[key]
 
-    with pytest.raises(mb.OptionError, match=f"not whole: KeyError\\('{key}'"):
+    with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{key}'"):
         StepGraph.from_dict(whole)
 
 
 @pytest.mark.parametrize("column", list(data()["values"]))
-def test_a_missing_column_is_refused_by_its_name(column):
+def test_a_missing_column_is_rejected_by_its_name(column):
     whole = data()
     del whole["values"][column]
 
-    with pytest.raises(mb.OptionError, match=f"not whole: KeyError\\('{column}'"):
+    with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{column}'"):
         StepGraph.from_dict(whole)
 
 
 @pytest.mark.parametrize("column", list(data()["values"]))
-def test_columns_of_different_lengths_are_refused(column):
+def test_columns_of_different_lengths_are_rejected(column):
     whole = data()
     whole["values"][column].append(0)
 
-    with pytest.raises(mb.OptionError, match=r"not whole: .*(longer|shorter)"):
+    with pytest.raises(mb.OptionError, match=r"incomplete: .*(longer|shorter)"):
         StepGraph.from_dict(whole)
 
 
-def test_static_bytes_of_another_kind_are_refused():
+def test_static_bytes_of_another_kind_are_rejected():
     whole = data()
     whole["static"]["more"] = 1
 
-    with pytest.raises(mb.OptionError, match="not whole: TypeError"):
+    with pytest.raises(mb.OptionError, match="incomplete: TypeError"):
         StepGraph.from_dict(whole)
 
 
 @pytest.mark.parametrize("table", [None, 3, [], "text"])
-def test_a_table_that_is_none_is_refused(table):
-    with pytest.raises(mb.OptionError, match="not whole"):
+def test_a_malformed_table_is_rejected(table):
+    with pytest.raises(mb.OptionError, match="incomplete"):
         StepGraph.from_dict({**data(), "values": table})
 
 
 @pytest.mark.parametrize(
     "key", ["model", "tensors", "cost", "loss_from", "notes", "graph"]
 )
-def test_a_profile_without_a_part_is_refused(key):
+def test_a_profile_without_a_part_is_rejected(key):
     found = Profile(StepGraph.from_dict(data()), "M", "real", "measured", "output")
     whole = found.to_dict()
     del whole[key]
 
-    with pytest.raises(mb.OptionError, match=f"not whole: KeyError\\('{key}'"):
+    with pytest.raises(mb.OptionError, match=f"incomplete: KeyError\\('{key}'"):
         Profile.from_dict(whole)
 
 
@@ -183,12 +183,12 @@ def test_a_profile_without_a_part_is_refused(key):
         ("", "cannot be read"),
     ],
 )
-def test_a_text_that_is_no_profile_is_refused(text, says):
+def test_a_text_that_is_not_a_profile_is_rejected(text, says):
     with pytest.raises(mb.OptionError, match=says):
         Profile.from_json(text)
 
 
-def test_a_file_is_read_as_it_was_written(tmp_path):
+def test_a_profile_survives_a_file_round_trip(tmp_path):
     found = Profile(StepGraph.from_dict(data()), "M", "real", "measured", "output")
 
     found.to_json(tmp_path / "step.json")
@@ -198,7 +198,7 @@ def test_a_file_is_read_as_it_was_written(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step.json"]
 
 
-def test_a_file_that_cannot_be_written_is_refused(tmp_path):
+def test_a_file_that_cannot_be_written_is_rejected(tmp_path):
     found = Profile(StepGraph.from_dict(data()), "M", "real", "measured", "output")
 
     with pytest.raises(mb.OptionError, match="cannot be written"):

@@ -1,4 +1,4 @@
-"""When things are born, released and freed, against lists written by hand."""
+"""Births, releases and deaths of storages, against lists written by hand."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def saved_by(graph: StepGraph, storage: Storage) -> list[Saved]:
 
 
 @FAKE
-def test_a_chain_lives_as_worked_out_by_hand(fake):
+def test_the_live_ranges_of_a_chain_match_those_by_hand(fake):
     model = Of(lambda w, x: (w * x).sin().exp())
 
     graph = graph_of(model, torch.randn(100), fake)
@@ -91,7 +91,7 @@ def test_a_chain_lives_as_worked_out_by_hand(fake):
 
 
 @FAKE
-def test_what_is_saved_has_the_moment_of_the_operator_that_saves(fake):
+def test_a_saved_tensor_has_the_op_index_of_the_operator_that_saves(fake):
     model = Of(lambda w, x: (w * x).sin().exp())
 
     graph = graph_of(model, torch.randn(100), fake)
@@ -117,7 +117,7 @@ def test_operands_and_outputs_that_one_operator_saves_have_one_moment(fake):
 
 
 @FAKE
-def test_an_output_that_two_operators_save_has_both_moments(fake):
+def test_an_output_that_two_operators_save_has_two_records(fake):
     model = Of(lambda w, x: (w * x).exp().sin())
 
     graph = graph_of(model, torch.randn(100), fake)
@@ -128,7 +128,7 @@ def test_an_output_that_two_operators_save_has_both_moments(fake):
 
 
 @FAKE
-def test_what_is_saved_is_the_value_that_its_operator_made(fake):
+def test_a_saved_tensor_is_the_value_that_its_operator_made(fake):
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
 
     graph = graph_of(model, torch.randn(5, 8), fake)
@@ -164,7 +164,7 @@ def test_backward_operators_carry_the_path_of_their_forward(fake):
 
 
 @FAKE
-def test_views_lie_in_the_storage_of_their_base(fake):
+def test_views_share_the_storage_of_their_base(fake):
     model = Of(lambda w, x: (w * x).view(10, 10).t()[2:].unsqueeze(0).cos())
 
     graph = graph_of(model, torch.randn(100), fake)
@@ -179,7 +179,7 @@ def test_views_lie_in_the_storage_of_their_base(fake):
 
 
 @FAKE
-def test_a_write_in_place_makes_a_new_value_in_the_same_storage(fake):
+def test_an_in_place_write_makes_a_new_value_in_the_same_storage(fake):
     model = Of(lambda w, x: (w * x).relu_())
 
     graph = graph_of(model, torch.randn(100), fake)
@@ -194,7 +194,7 @@ def test_a_write_in_place_makes_a_new_value_in_the_same_storage(fake):
 
 
 @FAKE
-def test_what_is_written_comes_after_the_outputs(fake):
+def test_written_arguments_come_after_the_outputs(fake):
     def function(w: Tensor, x: Tensor) -> Tensor:
         h = w * x
         h.relu_()
@@ -288,7 +288,7 @@ def test_calls_that_the_backward_repeats_are_not_noted(fake):
 
 
 @FAKE
-def test_a_call_that_fails_ends_with_the_one_around_it(fake):
+def test_a_module_call_that_raises_ends_with_the_call_around_it(fake):
     class Fails(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             super().forward(x)
@@ -328,7 +328,7 @@ def test_gradients_live_from_their_operator_to_the_end(fake):
 
 @FAKE
 @pytest.mark.parametrize("uses", [2, 3, 4, 5])
-def test_gradients_that_meet_are_summed_in_one_storage(fake, uses):
+def test_accumulated_gradients_share_one_storage(fake, uses):
     def function(w: Tensor, x: Tensor) -> Tensor:
         h = w * x
         return torch.stack([h * (i + 2) for i in range(uses)]).exp()

@@ -103,15 +103,15 @@ def test_parameters_without_a_gradient_have_no_state():
     assert found.graph.static.optimizer == 16 * 4 * 4 + 4
 
 
-def test_an_optimizer_over_other_parameters_is_refused():
+def test_an_optimizer_over_other_parameters_is_rejected():
     model, x = network()
     optimizer = optim.SGD(nn.Linear(2, 2).parameters())
 
-    with pytest.raises(mb.OptionError, match=r"^the SGD is over none of the model's"):
+    with pytest.raises(mb.OptionError, match=r"^the SGD has none of the model's"):
         profile(model, x, optimizer=optimizer, device="h100")
 
 
-def test_a_class_that_cannot_take_a_step_is_named():
+def test_an_optimizer_class_that_cannot_step_is_named():
     model, x = network()
 
     with pytest.raises(mb.OptionError, match=r"^LBFGS cannot take a step"):
@@ -119,7 +119,7 @@ def test_a_class_that_cannot_take_a_step_is_named():
 
 
 @pytest.mark.parametrize("junk", ["adam", 3, lambda parameters: None])
-def test_what_is_no_optimizer_is_refused(junk):
+def test_an_optimizer_of_another_type_is_rejected(junk):
     model, x = network()
 
     with pytest.raises(mb.OptionError, match="optimizer"):
@@ -128,7 +128,7 @@ def test_what_is_no_optimizer_is_refused(junk):
 
 @pytest.mark.parametrize("kind", [optim.SGD, optim.SparseAdam, optim.Adagrad])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes some.
-def test_sparse_gradients_are_taken(kind):
+def test_sparse_gradients_are_supported(kind):
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True))
     optimizer = kind(model.parameters(), lr=0.1)
     tokens = torch.arange(4)
@@ -141,7 +141,7 @@ def test_sparse_gradients_are_taken(kind):
 
 
 @FAKE
-def test_its_operators_come_last_and_work_on_the_parameters(fake):
+def test_optimizer_operators_come_last_and_work_on_the_parameters(fake):
     model, x = network()
 
     graph = profile(model, x, optimizer=optim.AdamW, fake=fake, device="h100").graph

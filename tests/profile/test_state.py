@@ -1,4 +1,4 @@
-"""A profile leaves everything as it was, also when the step fails."""
+"""A profile restores everything, also when the step fails."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget._torch import dispatch_modes, top_saved_tensors_hooks
 from membudget.profile import profile
-from membudget.state.streams import frozen, global_streams
+from membudget.state.rng import frozen, global_streams
 from tests.untidy import Untidy
 
 
@@ -59,7 +59,7 @@ def fails_in_the_backward(output: Any, batch: Any) -> Tensor:
 @pytest.mark.parametrize(
     "fails", ["nowhere", "in the forward", "in the loss", "in the backward"]
 )
-def test_everything_is_as_it_was(fake, fails):
+def test_everything_is_restored(fake, fails):
     model, x = with_gradients()
     before = tensors(model, x)
     contents = {name: t.detach().clone() for name, t in before.items()}
@@ -107,7 +107,7 @@ def fails_in_the_loss_hook(module: nn.Module, args: Any, output: Any) -> None:
 @pytest.mark.parametrize(
     "kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad]
 )
-def test_an_optimizer_is_not_touched(fake, kind):
+def test_an_optimizer_is_left_alone(fake, kind):
     model, x = nn.Linear(4, 4), torch.randn(2, 4)
     optimizer = kind(model.parameters(), lr=0.1)
     model(x).sum().backward()

@@ -13,8 +13,8 @@ from torch import nn
 
 import membudget as mb
 from membudget.profile.polynomial import CLOSE, envelope, evaluate, fitted, largest_root
-from membudget.profile.summary import summarise
 from membudget.profile.sweep import Point, of_points
+from membudget.report.module_tree import summarise
 from tests.profile.small_models import language_model, perceptron
 
 BUDGETS = st.integers(0, 1 << 40)
@@ -30,7 +30,7 @@ def test_the_bytes_of_a_perceptron_are_linear_in_the_batch():
     assert list(map(int, found.saved.coefficients)) == [0, 128 * 4]
 
 
-def test_the_prediction_holds_far_beyond_what_was_measured():
+def test_the_prediction_holds_far_beyond_the_measured_sizes():
     found = mb.sweep(perceptron, batch=[1, 2, 4, 8])
     step = mb.profile(*perceptron(batch=100), fake=True)
 
@@ -72,7 +72,7 @@ def test_a_sweep_may_be_real():
     assert real.total == mb.sweep(perceptron, batch=[4, 2]).total
 
 
-def test_the_optimizer_counts():
+def test_the_optimizer_s_bytes_are_reported():
     plain = mb.sweep(perceptron, batch=[1, 2])
     adam = mb.sweep(perceptron, batch=[1, 2], optimizer=torch.optim.AdamW)
 
@@ -88,7 +88,7 @@ def test_a_sweep_is_a_table_with_the_fits_below():
     assert "+ 128 batch   (off by 0.00%, at most)" in text
 
 
-def test_a_peak_that_moves_to_another_operator_is_told():
+def test_a_peak_that_moves_to_another_operator_is_reported():
     near = str(mb.sweep(perceptron, batch=[1, 2, 4]))
     far = str(mb.sweep(perceptron, batch=[1, 10, 1000]))
 
@@ -123,13 +123,13 @@ def test_a_sweep_is_written_as_json():
         ({"depth": [1, 2]}, r"perceptron\(depth=1\) cannot be called: .*'depth'"),
     ],
 )
-def test_sizes_that_cannot_be_swept_are_refused(sizes, message):
+def test_sizes_that_cannot_be_swept_are_rejected(sizes, message):
     with pytest.raises(mb.OptionError, match=message):
         mb.sweep(perceptron, **sizes)
 
 
 @pytest.mark.parametrize("made", ["model", (1,), None])
-def test_a_function_that_makes_something_else_is_refused(made):
+def test_a_make_function_with_another_result_is_rejected(made):
     def make(batch):
         return made
 
@@ -158,14 +158,14 @@ def of_totals(*totals: int) -> mb.Sweep:
     ("budget", "size", "is_extrapolated"),
     [(9, 0, False), (10, 1, False), (39, 3, False), (40, 4, False), (75, 7, True)],
 )
-def test_the_largest_size_is_told_with_where_it_lies(budget, size, is_extrapolated):
+def test_the_largest_size_says_if_it_is_extrapolated(budget, size, is_extrapolated):
     found = of_totals(10, 20, 40).largest(budget)
 
     assert (found.size, found.is_extrapolated) == (size, is_extrapolated)
     assert found.total_bytes == 10 * size
 
 
-def test_what_was_measured_has_the_last_word():
+def test_a_measured_size_takes_precedence_over_the_fit():
     # No parabola is close to this; its fit is far off at 4.
     found = of_totals(10, 11, 90, 91)
 
@@ -193,7 +193,7 @@ def test_bytes_that_do_not_grow_fit_at_every_size():
     found = mb.sweep(make, batch=[1, 2])
 
     assert found.largest(10).size == 0
-    with pytest.raises(mb.OptionError, match="do not grow with batch, so that every"):
+    with pytest.raises(mb.OptionError, match="do not grow with batch, so every"):
         found.largest(1 << 30)
 
 
@@ -267,7 +267,7 @@ def test_a_parabola_that_would_open_downwards_is_not_taken():
     assert fit.residual > CLOSE
 
 
-def test_two_sizes_make_a_line():
+def test_two_sizes_are_fitted_by_a_line():
     assert list(map(int, fitted([1, 3], [10, 20]).coefficients)) == [5, 5]
 
 

@@ -39,7 +39,7 @@ def test_the_bytes_at_each_moment_are_those_counted(given_):
 
 
 @given(graphs())
-def test_a_plain_step_has_what_it_made_alone(graph):
+def test_a_plain_step_lists_only_what_it_made(graph):
     made = lifetimes(graph)
 
     found = timeline(graph)

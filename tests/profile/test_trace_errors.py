@@ -1,4 +1,4 @@
-"""What a profile refuses, and how it says so."""
+"""Which arguments a profile rejects, and the messages."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
 
 @pytest.mark.parametrize("thing", [torch.sin, None, nn.Linear])
-def test_what_is_no_module_is_refused(thing):
-    with pytest.raises(mb.OptionError, match=r"needs a torch\.nn\.Module"):
+def test_a_model_that_is_not_a_module_is_rejected(thing):
+    with pytest.raises(mb.OptionError, match=r"expected a torch\.nn\.Module"):
         profile(thing, torch.ones(1))
 
 
@@ -36,13 +36,13 @@ def test_a_batch_that_lacks_an_argument_fails_as_the_model_does(fake):
         (lambda o, b: o.detach().sum(), "does not require a gradient"),
     ],
 )
-def test_a_loss_that_cannot_go_backward_is_refused(loss: Any, says, fake):
+def test_a_loss_without_gradient_is_rejected(loss: Any, says, fake):
     with pytest.raises(mb.OptionError, match=says):
         profile(nn.Linear(4, 4), torch.ones(2, 4), loss, fake=fake, device="h100")
 
 
 @FAKE
-def test_a_frozen_model_is_refused(fake):
+def test_a_frozen_model_is_rejected(fake):
     model = nn.Linear(4, 4).requires_grad_(False)
 
     with pytest.raises(mb.OptionError, match="every parameter is frozen"):
@@ -50,7 +50,7 @@ def test_a_frozen_model_is_refused(fake):
 
 
 @FAKE
-def test_an_output_without_floating_tensors_is_refused(fake):
+def test_an_output_without_floating_tensors_is_rejected(fake):
     class Says(nn.Linear):
         def forward(self, x: Tensor) -> Any:
             return "text"
@@ -60,7 +60,7 @@ def test_an_output_without_floating_tensors_is_refused(fake):
 
 
 @FAKE
-def test_a_lazy_module_is_refused(fake):
+def test_a_lazy_module_is_rejected(fake):
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
 
     with pytest.raises(mb.OptionError, match=r"'1\.weight' has no shape yet"):
@@ -69,7 +69,7 @@ def test_a_lazy_module_is_refused(fake):
 
 @FAKE
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
-def test_a_caller_without_gradients_gets_the_same_profile(without, fake):
+def test_a_profile_under_no_grad_is_the_same(without, fake):
     model, x = nn.Linear(4, 4), torch.ones(2, 4)
     peaks = []
     peaks.append(profile(model, x, fake=fake, device="h100").peak_bytes)

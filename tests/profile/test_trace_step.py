@@ -54,7 +54,7 @@ def test_the_peak_of_a_step_is_the_measured_one():
     assert profile(step, modules=model).peak_bytes == pytest.approx(measured, abs=16)
 
 
-def test_a_step_that_trains_leaves_the_parameters_as_they_were():
+def test_a_step_that_trains_leaves_the_parameters_unchanged():
     model, x = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [p.detach().clone() for p in model.parameters()]
@@ -69,13 +69,13 @@ def test_a_step_that_trains_leaves_the_parameters_as_they_were():
     assert all(map(torch.equal, before, model.parameters()))
 
 
-def test_a_model_without_its_batch_is_refused():
+def test_a_model_without_its_batch_is_rejected():
     model, _ = network()
     with pytest.raises(OptionError, match="give the batch"):
         profile(model)
 
 
-def test_a_step_with_a_batch_is_refused():
+def test_a_step_with_a_batch_is_rejected():
     model, x = network()
     with pytest.raises(OptionError, match="modules= goes with a step"):
         profile(lambda: None, x, modules=model)

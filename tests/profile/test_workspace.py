@@ -1,4 +1,4 @@
-"""What kernels allocate beside their outputs, measured or tried on zeros."""
+"""Workspaces of kernels, measured or tried on zeros."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ CASES: list[Any] = [
 
 
 @pytest.mark.parametrize(("name", "function", "x"), CASES, ids=[c[0] for c in CASES])
-def test_a_fake_profile_knows_what_a_real_one_measures(name, function, x):
+def test_a_fake_profile_predicts_what_a_real_one_measures(name, function, x):
     model = Of(function, 64, 64)
 
     assert workspaces(model, x, fake=True) == workspaces(model, x, fake=False)
 
 
-def test_what_is_too_large_to_be_tried_is_said():
+def test_a_note_counts_operators_that_are_too_large_to_be_tried():
     model = nn.Conv2d(64, 64, 3, device="meta")
 
     found = profile(model, torch.empty(64, 64, 128, 128, device="meta"), device="cpu")
@@ -70,7 +70,7 @@ def test_what_is_too_large_to_be_tried_is_said():
     assert any("too large to be tried" in note for note in found.notes)
 
 
-def test_what_could_not_be_tried_is_said():
+def test_a_note_counts_operators_that_failed_on_zeros():
     # Nothing can be drawn by probabilities that are all zero, so the kernel fails.
     model = Of(lambda w, x: w @ x + torch.multinomial(w.detach().abs(), 8), 8, 8)
 

@@ -1,4 +1,4 @@
-"""Fingerprints of a tensor's bits: which tensors have the same, and what they need."""
+"""Fingerprints: which tensors have equal ones, and how much memory they take."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_one_changed_element_changes_the_fingerprint(
 
 
 @given(ELEMENTS, st.data())
-def test_two_exchanged_elements_change_the_fingerprint(
+def test_swapping_two_elements_changes_the_fingerprint(
     elements: list[int], data: st.DataObject
 ) -> None:
     tensor = torch.tensor(elements, dtype=torch.int8)
@@ -48,7 +48,7 @@ def test_two_exchanged_elements_change_the_fingerprint(
 
 
 @given(st.integers(0, 39_999), st.integers(0, 39_999))
-def test_a_sign_that_moves_changes_the_fingerprint(a: int, b: int) -> None:
+def test_moving_a_sign_changes_the_fingerprint(a: int, b: int) -> None:
     tensors = torch.ones(2, 40_000, dtype=torch.float64)
     tensors[0, a] = tensors[1, b] = -1.0
 
@@ -69,14 +69,14 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_equal_content_has_equal_fingerprints_whatever_the_strides(name: str) -> None:
+def test_equal_content_has_equal_fingerprints_for_all_strides(name: str) -> None:
     tensor = LAYOUTS[name]
 
     assert fingerprint(tensor) == fingerprint(tensor.clone().contiguous())
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_fingerprint_needs_little_memory_beside_the_tensor(name: str) -> None:
+def test_a_fingerprint_needs_little_memory_besides_the_tensor(name: str) -> None:
     tensor = LAYOUTS[name].resolve_conj()
 
     taken = mb.peak(lambda: fingerprint(tensor)).peak_bytes
@@ -105,7 +105,7 @@ def test_every_single_bit_changes_both_sums(bit: int) -> None:
     assert before[1] != after[1]
 
 
-def test_only_the_first_sum_knows_the_places() -> None:
+def test_only_the_first_sum_depends_on_positions() -> None:
     tensor = torch.tensor([1, 2, 3])
     before, after = fingerprint(tensor), fingerprint(tensor.flip(0))
 
@@ -113,7 +113,7 @@ def test_only_the_first_sum_knows_the_places() -> None:
     assert before[1] == after[1] == 6
 
 
-def test_zeros_at_other_places_are_mixed_to_other_sums() -> None:
+def test_zeros_at_other_positions_change_the_first_sum() -> None:
     lengths = [fingerprint(torch.zeros(n, dtype=torch.int64)) for n in range(1, 50)]
 
     assert len({mixed for mixed, _ in lengths}) == 49
@@ -145,14 +145,14 @@ def test_pieces_of_a_large_tensor_are_placed_behind_each_other() -> None:
         (torch.ones(3).as_subclass(type("Mine", (Tensor,), {})), False, False),
     ],
 )
-def test_bytes_can_be_read_of_plain_tensors_with_memory(
+def test_only_dense_tensors_with_memory_have_bits(
     tensor: Tensor, bits: bool, workspace: bool
 ) -> None:
     assert has_bits(tensor) is bits
     assert may_be_a_workspace(tensor) is workspace
 
 
-def test_minus_zero_and_the_bits_of_a_nan_are_told_apart() -> None:
+def test_negative_zero_and_different_nans_are_differences() -> None:
     assert fingerprint(torch.tensor([0.0])) != fingerprint(torch.tensor([-0.0]))
     first = torch.tensor([0x7FC00000, 0x7FC00001], dtype=torch.int32)
     one, other = first.view(torch.float32).unbind()
@@ -161,5 +161,5 @@ def test_minus_zero_and_the_bits_of_a_nan_are_told_apart() -> None:
     assert fingerprint(one) != fingerprint(other)
 
 
-def test_bits_are_mixed_in_the_way_that_was_examined() -> None:
+def test_the_hash_is_the_documented_one() -> None:
     assert fingerprint(torch.arange(5.0)) == (-782699560626769926, 4299161600)

@@ -1,4 +1,4 @@
-"""Sources of random numbers: noted, and brought back where they stood."""
+"""Sources of random numbers: capture and restore their states."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def numbers(drawn: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_a_source_that_is_brought_back_draws_the_same_again(kind):
+def test_a_restored_source_draws_the_same_numbers(kind):
     make, draw = GENERATORS[kind]
     generator = make()
     source = source_of(generator)
@@ -57,7 +57,7 @@ def test_a_source_that_is_brought_back_draws_the_same_again(kind):
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_a_source_from_which_nothing_was_drawn_is_noted_as_the_same_pair(kind):
+def test_an_unused_source_is_noted_as_the_same_pair(kind):
     make, draw = GENERATORS[kind]
     generator = make()
     source = source_of(generator)
@@ -68,11 +68,11 @@ def test_a_source_from_which_nothing_was_drawn_is_noted_as_the_same_pair(kind):
     assert source.note() is not first
 
 
-def test_a_generator_of_the_system_has_no_state():
+def test_a_system_random_generator_has_no_source():
     assert source_of(random.SystemRandom()) is None
 
 
-def test_a_source_that_stands_where_it_was_is_not_written():
+def test_a_source_that_has_not_moved_is_not_written():
     written: list[int] = []
     state = [1]
     source = Source(lambda: state[0], written.append, lambda: state[0])
@@ -84,7 +84,7 @@ def test_a_source_that_stands_where_it_was_is_not_written():
     assert written == [1]
 
 
-def test_without_a_mark_the_state_itself_is_compared():
+def test_a_source_without_a_mark_compares_its_state():
     state = [1]
     written: list[int] = []
     source = Source(lambda: state[0], written.append, None)
@@ -97,7 +97,7 @@ def test_without_a_mark_the_state_itself_is_compared():
     assert written == [1]
 
 
-def test_sources_stand_where_they_stood_inside_a_scope_and_again_behind_it():
+def test_sources_are_restored_inside_a_scope_and_again_at_its_end():
     generators = [random.Random(1), random.Random(2)]
     noted = note(source_of(g) for g in generators)  # type: ignore[misc]
     first = [g.random() for g in generators]
@@ -127,7 +127,7 @@ def test_global_sources_are_python_s_torch_s_and_numpy_s(monkeypatch):
     assert len(global_sources()) == 2
 
 
-def test_private_sources_are_all_but_torch_s_own():
+def test_private_sources_exclude_torch_s_default_generator():
     generators = [
         *(torch.Generator(), torch.default_generator, random.Random(0)),
         *(random.SystemRandom(), np.random.default_rng()),
@@ -165,7 +165,7 @@ def test_the_generators_of_every_device_in_use_are_global(devices):
         assert draws(devices) == first
 
 
-def test_torch_brings_back_the_cpu_and_the_devices_of_the_arguments(devices):
+def test_torch_sources_are_the_cpu_and_the_devices_of_the_arguments(devices):
     assert len(torch_sources(list)) == 1
     assert len(torch_sources(lambda: [1, 1, 0])) == 3
     noted = note(torch_sources(lambda: [1]))
@@ -178,7 +178,7 @@ def test_torch_brings_back_the_cpu_and_the_devices_of_the_arguments(devices):
     assert first != zero
 
 
-def test_without_devices_nobody_is_asked_for_them():
+def test_without_cuda_the_device_indices_are_not_read():
     def fail() -> Any:
         raise AssertionError
 

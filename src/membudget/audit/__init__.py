@@ -1,23 +1,20 @@
-"""Plain step against step under regions, bit for bit.
+"""Compare a plain step with the same step under regions, bit for bit.
 
-A checkpointed step should be the plain one: same loss, same gradients, same buffers,
-same random numbers. When it is not, nothing says so: training goes on and is a little
-wrong. `audit` runs one step both ways from the same state, compares every byte, names
-what differs, and puts everything back.
+A checkpointed step should give the plain step's loss, gradients, buffers and random
+numbers. When it does not, nothing fails: training just goes slightly wrong. `audit`
+runs one step both ways from the same state, compares every byte, names what differs,
+and restores everything.
 
-`walk` finds what a step can change, `state` holds it and puts it back, `compare` holds
-what a run left behind and tells in what two runs differ; `held` does so for a tensor,
-`streams` for random numbers. `step` is one training step, `regions` says which regions
-are meant, `run` holds the three runs, `forms` the call itself, and `report` what it
-returns.
+`forms` has the call itself, `runs` the three runs and the regions on them,
+`differences` the comparison of two outcomes, and `verdict` the report.
 
-Nothing here shares code with the engine's own bookkeeping of random streams and
-buffers: an audit that did could not find it wrong.
+An audit uses none of the engine's bookkeeping of random streams and buffers; otherwise
+it could not find errors in it.
 """
 
-from membudget.audit.compare import Difference
+from membudget.audit.differences import Difference
 from membudget.audit.forms import audit
-from membudget.audit.report import AuditReport, Compared
+from membudget.audit.verdict import AuditReport, Compared
 from membudget.selection import default_names
 
 __all__ = ["AuditReport", "Compared", "Difference", "audit", "default_names"]

@@ -1,4 +1,4 @@
-"""`audit`: is the step under regions the plain step, to the last bit?"""
+"""`audit`: does a step under regions equal the plain step bit for bit?"""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from typing import Any, TypeVar, overload
 
 from torch.nn import Module
 
-from membudget.audit.compare import Outcome, Results, compare
-from membudget.audit.regions import counting, regions_for
-from membudget.audit.report import AuditReport
-from membudget.audit.run import Run, compare_runs
+from membudget.audit.differences import Outcome, Results, compare
+from membudget.audit.runs import Run, compare_runs, counting, regions_for
+from membudget.audit.verdict import AuditReport
 from membudget.errors import OptionError
-from membudget.state.restore import State
+from membudget.state.snapshot import State
 from membudget.step import LossFunction, Step
 
 V = TypeVar("V")
@@ -72,11 +71,11 @@ def audit(
 ) -> AuditReport:
     """Run one training step plain and under regions, and compare every bit.
 
-    Both runs start from the same state. Loss, outputs, every gradient (and which are
+    All runs start from the same state. Loss, outputs, every gradient (and which are
     `None`), parameters, buffers, and every random stream are compared byte by byte: a
     NaN equals the same NaN, and -0.0 differs from 0.0. The plain step runs twice, to
-    know whether it repeats itself at all. Afterwards everything is as it was:
-    parameters, gradients, buffers, attributes, random streams, and the batch.
+    see whether it is repeatable at all. Afterwards parameters, gradients, buffers,
+    attributes, random streams and the batch are restored.
 
     Three forms, for a model, for a step that takes a variant, and for two functions:
 
@@ -85,26 +84,27 @@ def audit(
         audit(step, plain=model, budgeted=other)  # runs step(model), step(other)
         audit(plain=step, budgeted=step_2, modules=model)
 
-    The first runs forward, loss and backward, no optimizer. If the model already
-    carries regions, those are audited; otherwise regions are put on for the audit and
-    taken off after. In the other forms the step is the user's: forward and backward,
-    and what it returns is compared, too. Plain runs are under
-    `disable_checkpointing()`, so a step that calls `checkpoint` itself may be both.
+    The first form runs forward, loss and backward, without an optimizer. If the model
+    already carries regions, those are audited; otherwise regions are applied for the
+    audit only. In the other forms the user's step runs forward and backward, and what
+    it returns is compared too. Plain runs happen under `disable_checkpointing()`, so a
+    step that calls `checkpoint` itself can be both variants.
 
-    A step holds copies on the host of the tensors that it can change, and of the
-    gradients: about three times the parameters' bytes.
+    An audit keeps copies of gradients and of all tensors that the step can change on
+    the host: about three times the bytes of the parameters.
 
     Args:
-        model: The model, in the state in which it trains.
-        batch: What the model is called with: a tuple as arguments, a mapping as
-            keywords, anything else as the one argument.
-        loss_fn: Called with the output and the batch. If there is none, the loss is
-            the output, if that is one number; `output.loss` or `output["loss"]`;
-            otherwise the sum of all floating tensors in the output.
+        model: The model, in training mode if it trains that way.
+        batch: The arguments of the model: a tuple is passed as positional arguments, a
+            mapping as keywords, anything else as the only argument.
+        loss_fn: Called with the output and the batch. Without it the loss is the output
+            if that is one number, else `output.loss` or `output["loss"]`, else the sum
+            of all floating tensors in the output.
         step: Called with `plain`, and with `budgeted`.
         plain: The variant without regions.
         budgeted: The variant with regions.
-        modules: Modules that the step may change, beside variants that are modules.
+        modules: Modules that the step may change, in addition to variants that are
+            modules.
         blocks: Which modules get a region: see `apply`, also for `names`, `where` and
             `every`.
         names: Patterns of module names.
@@ -113,14 +113,15 @@ def audit(
         **options: Options of the regions; see `checkpoint`.
 
     Returns:
-        A report; `report.equal` is the verdict and `print(report)` says the rest.
+        The report: `report.equal` is the verdict, `print(report)` shows the rest.
 
     Raises:
-        SelectionError: If there is no module to put a region on.
-        OptionError: If the arguments are of no form, or of two; or if the model
-            carries regions and others are asked for.
+        SelectionError: If no module can carry a region.
+        OptionError: If the arguments match none of the forms, or mix two; if the model
+            already carries regions and others are asked for; or if two models that are
+            compared do not start equal.
 
-    An exception of the step passes through with a note that says which run raised it.
+    An exception of the step propagates with a note that names the run that raised it.
 
     Example:
         >>> import torch
@@ -163,8 +164,8 @@ def _audit_model(
 
     def run() -> Results:
         results = Results()
-        loss = step.forward(partial(results.hold, "output"))
-        results.hold("loss", loss)
+        loss = step.forward(partial(results.add, "output"))
+        results.add("loss", loss)
         loss.backward()
         return results
 
@@ -218,7 +219,7 @@ def _named(modules: Module | Sequence[Module] | None) -> dict[str, Any]:
 
 
 def _check_same_start(plain: Run, budgeted: Run) -> None:
-    """Refuse two models that are not equal to begin with."""
+    """Reject two models that differ before the step."""
     if plain.roots == budgeted.roots:
         return
     state = State([*plain.roots.items(), *budgeted.roots.items()])
@@ -231,7 +232,7 @@ def _check_same_start(plain: Run, budgeted: Run) -> None:
     ]
     if unequal:
         raise OptionError(
-            f"the plain and the budgeted model do not begin equal, so nothing about "
-            f"the step can be told: {unequal[0]} ({len(unequal)} differences in all). "
-            f"budgeted.load_state_dict(plain.state_dict()) makes them so"
+            f"the plain and the budgeted model differ before the step, so comparing "
+            f"the step would say nothing: {unequal[0]} ({len(unequal)} differences in "
+            f"all). Call budgeted.load_state_dict(plain.state_dict()) first"
         )

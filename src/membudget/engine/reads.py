@@ -43,7 +43,7 @@ from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
-from membudget.state.snapshots import enter_snapshots, is_small, take_snapshots
+from membudget.state.snapshot import enter_snapshots, is_small, take_snapshots
 
 
 class Externals(NamedTuple):

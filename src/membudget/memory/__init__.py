@@ -1,4 +1,4 @@
-"""What is alive: bytes by storage, the peak of a call, and what autograd keeps."""
+"""Measure memory: bytes by storage, the peak of a call, and what autograd saves."""
 
 from membudget.memory.peak import Peak, peak
 from membudget.memory.saved import SavedReport, SavedTensor, saved

@@ -1,42 +1,138 @@
-"""The most bytes of tensor storage alive during a call, and during which operator.
+"""Peak of live tensor bytes during a call, and the operator that reached it.
 
-On the CPU every allocation and every release of torch's allocator is an event of the
-profiler, also in the threads of autograd and inside kernels; the running sum of the
-events is exact and repeats to the byte. On CUDA the allocator keeps the statistics
-itself. Memory that never passes through the allocator (a workspace that a library takes
-from the system) is counted by neither.
+On the CPU torch's profiler records every allocation and release of the allocator, also
+in autograd's threads and inside kernels. Their running sum is exact and repeats to the
+byte. The profiler also reports releases of memory from before the recording, if it saw
+the allocation in an earlier recording; those are dropped, or the sum would fall below
+the live bytes. On CUDA the allocator keeps the statistics itself. Memory that does not
+come from the allocator (a library's workspace from the system) is not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import profile
 from torch.nn import Module
 
 from membudget._torch import is_profiling, tree_iter
 from membudget.errors import OptionError
-from membudget.memory.events import Change, Events, recorded_events
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """An allocation, or a release.
+
+    Attributes:
+        moment: Time in nanoseconds, by the clock of the events.
+        bytes: Size of the storage; negative for a release.
+        thread: Thread in which it happened.
+    """
+
+    moment: int
+    bytes: int
+    thread: int
+
+
+@dataclass(slots=True)
+class Events:
+    """The profiler's events.
+
+    Attributes:
+        memory: Allocations and releases on the CPU, in order.
+        others: All other events: operators and `record_function` blocks.
+    """
+
+    memory: list[Change] = field(default_factory=list)
+    others: list[Any] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def recorded_events() -> Iterator[Events]:
+    """Record the code inside.
+
+    Yields:
+        The events, filled in when the context ends.
+    """
+    events = Events()
+    recorder = profile(profile_memory=True)
+    with quiet_stderr():
+        recorder.__enter__()
+    try:
+        yield events
+    finally:
+        with quiet_stderr():
+            recorder.__exit__(None, None, None)
+    results: Any = recorder.kineto_results
+    events.others += (e for e in results.events() if e.name() != "[memory]")
+    events.memory += _changes(results.experimental_event_tree())
+
+
+def _changes(tree: list[Any]) -> Iterator[Change]:
+    """Yield allocations and releases on the CPU; only the event tree has addresses."""
+    alive: set[int] = set()
+    for node in sorted(_allocations(tree), key=lambda node: node.start_time_ns):
+        change: Any = node.extra_fields
+        if change.alloc_size > 0:
+            alive.add(change.ptr)
+        elif change.ptr in alive:
+            alive.remove(change.ptr)
+        else:
+            continue
+        yield Change(node.start_time_ns, change.alloc_size, node.start_tid)
+
+
+def _allocations(tree: list[Any]) -> Iterator[Any]:
+    nodes = tree[::-1]
+    while nodes:
+        node = nodes.pop()
+        nodes += node.children[::-1]
+        if node.name == "[memory]" and node.extra_fields.device.type == "cpu":
+            yield node
+
+
+@contextlib.contextmanager
+def quiet_stderr() -> Iterator[None]:
+    """Hide the lines that the profiler's C++ code prints when it starts and stops."""
+    sys.stderr.flush()
+    try:
+        kept = os.dup(2)
+    except OSError:  # The process has no standard error.
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Peak(Generic[T]):
-    """What a call needed.
+    """The memory that a call needed.
 
     Attributes:
-        peak_bytes: The most bytes alive at once of what the call allocated.
-        end_bytes: What of that was still alive at the end, `result` included.
-        operator: The operator that ran when the peak was reached, such as
-            `"aten::addmm"`; empty if none did, or on CUDA.
-        timeline: The bytes alive after each event, in order; empty on CUDA.
-        reserved_bytes: On CUDA, by how much the allocator's rounding and its cached
-            blocks exceeded `peak_bytes`; 0 on the CPU.
-        result: What the call returned.
+        peak_bytes: Peak of the live bytes that the call allocated.
+        end_bytes: Bytes of those still live at the end, `result` included.
+        operator: The operator that reached the peak, such as `"aten::addmm"`; empty if
+            none was running, and on CUDA.
+        timeline: Live bytes after each allocation or release; empty on CUDA.
+        reserved_bytes: On CUDA, bytes that the allocator reserved beyond `peak_bytes`,
+            for rounding and cached blocks; 0 on the CPU.
+        result: Return value of the call.
     """
 
     peak_bytes: int
@@ -48,26 +144,26 @@ class Peak(Generic[T]):
 
 
 def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
-    """Call a function and measure the most bytes of tensor storage alive during it.
+    """Call a function and measure the peak of tensor bytes that it allocates.
 
-    What was alive before the call is not counted: add `storage_bytes` of the
-    parameters, buffers, optimizer state and inputs for the total. On the CPU that holds
-    also for what the call releases of it, so set old gradients to `None` before.
-    Allocator rounding is not counted.
+    Not counted: allocator rounding, and memory from before the call: add
+    `storage_bytes` of the parameters, buffers, optimizer state and inputs for the
+    total. On the CPU releasing such memory is not counted either, so set old gradients
+    to `None` before the call.
 
     Args:
-        function: What to call. Whatever it runs in other threads of this process
-            (autograd's, above all) counts, too.
+        function: The function. Other threads of this process count too, autograd's
+            above all.
         *args: Its arguments.
-        **kwargs: Its keyword arguments. If a tensor or module among them, or the
-            function itself, lies on a CUDA device, that device is measured; else the
-            CPU.
+        **kwargs: Its keyword arguments. If a tensor or module among the arguments, or
+            the function's object, is on a CUDA device, that device is measured, else
+            the CPU.
 
     Returns:
-        The peak, with what the function returned.
+        The peak, with the function's result.
 
     Raises:
-        OptionError: If a profiler is running: its events and ours cannot be told apart.
+        OptionError: If a profiler is running already.
 
     Example:
         >>> x = torch.zeros(1000)  # 4,000 bytes
@@ -102,7 +198,7 @@ def _from_events(events: Events, result: T) -> Peak[T]:
 
 
 def _running(events: list[Any], change: Change) -> str:
-    """Return the innermost operator that ran in the change's thread."""
+    """Return the innermost operator that was running in the change's thread."""
     around = [
         event
         for event in events

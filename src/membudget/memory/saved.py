@@ -1,9 +1,9 @@
-"""What autograd keeps after a call, and where each tensor of it came from.
+"""What autograd saves during a call, and where each saved tensor comes from.
 
-A pack hook sees each tensor that autograd saves, at the moment in which it is saved:
-the Python stack names the module and the user's line, and a function mode names the
-function. The hook gives autograd the tensor itself, so the graph stays usable; what is
-still held when the call has ended is what the report counts.
+A pack hook sees each tensor when autograd saves it: the Python stack has the module and
+the user's line, a function mode the function. The hook hands the tensor itself to
+autograd, so the graph stays usable. The report counts what is still saved when the call
+has returned.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from membudget._torch import storage_address, tree_iter
 from membudget.callsite import CallSite, calling_frame
 from membudget.errors import ChangedSinceForwardError
-from membudget.memory.storage import plain_parts, storage_bytes
+from membudget.memory.storage import storage_bytes
+from membudget.state.bits import plain_parts
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor that autograd keeps.
+    """One tensor that autograd saves.
 
     Attributes:
-        bytes: The size of its storage, or of those that it is made of.
-        storage: A number that is equal for tensors of one storage.
+        bytes: Size of its storage, or of several that it consists of.
+        storage: A number that tensors of one storage share.
         shape: Its shape.
         dtype: Its dtype, such as `"float32"`.
         module_path: The innermost module whose forward was running; empty outside.
         operator: The function that saved it, such as `"torch.nn.functional.gelu"`.
         line: The user's line, `"file.py:12"`.
         kind: `"parameter"`, `"buffer"`, `"input"` (of the call), or `"activation"`.
-        is_view: Whether it is a view of a larger or other tensor.
+        is_view: Whether it is a view, or uses only part of its storage.
     """
 
     bytes: int
@@ -53,14 +54,13 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """What autograd keeps after a call.
+    """What autograd saves during a call and still holds after it.
 
-    Every total counts a storage once; a storage that several tensors share belongs to
-    the first of them.
+    Every total counts a storage once, for the first tensor that uses it.
 
     Attributes:
         records: The tensors, in the order in which they were saved.
-        result: What the call returned; its graph can be used.
+        result: Return value of the call; its graph is usable.
     """
 
     records: tuple[SavedTensor, ...]
@@ -68,22 +68,22 @@ class SavedReport:
 
     @property
     def total_bytes(self) -> int:
-        """All that autograd keeps."""
+        """Bytes of everything saved."""
         return sum(self._by(lambda record: "").values())
 
     @property
     def parameter_bytes(self) -> int:
-        """What of it are parameters, which live anyway."""
+        """Bytes of saved parameters, which are live anyway."""
         return self._by(lambda record: record.kind).get("parameter", 0)
 
     @property
     def input_bytes(self) -> int:
-        """What of it are inputs of the call."""
+        """Bytes of saved inputs of the call."""
         return self._by(lambda record: record.kind).get("input", 0)
 
     @property
     def activation_bytes(self) -> int:
-        """What of it the call made: what a region can drop."""
+        """Bytes of saved tensors that the call made: what a region can drop."""
         return self._by(lambda record: record.kind).get("activation", 0)
 
     def by_module(self) -> dict[str, int]:
@@ -115,8 +115,8 @@ class SavedReport:
         }
 
     def __str__(self) -> str:
-        """Return a table, one line a saved tensor, with the total below."""
-        from membudget.tables import Table, page
+        """Return a table with one line per saved tensor, and the total as title."""
+        from membudget.report.tables import Table, page
 
         table = Table(title=f"saved for backward: {self.total_bytes:,} bytes")
         for column in ("module", "operator", "line", "kind", "shape", "bytes"):
@@ -134,19 +134,19 @@ class SavedReport:
 
 
 def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedReport:
-    """Call a function and tell what autograd keeps of it.
+    """Call a function and report what autograd saves.
 
-    What a region inside drops is not counted; what it holds (its inputs) is. The hooks
-    of others inside the call keep what they pack to themselves.
+    Not counted: tensors that a region inside the call drops (the inputs that it keeps
+    are counted), and tensors packed by other saved-tensor hooks inside the call.
 
     Args:
-        function: What to call. If it is a module, or bound to one, or a module is among
-            the arguments, module paths are given by that module's names.
+        function: The function. Module paths are those of the modules among the
+            arguments, of the function if it is a module, or of its bound object.
         *args: Its arguments.
         **kwargs: Its keyword arguments.
 
     Returns:
-        The report, with what the function returned.
+        The report, with the function's result.
 
     Example:
         >>> import torch
@@ -155,14 +155,14 @@ def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedRepor
         >>> [(r.module_path, r.kind, r.bytes) for r in report.records]
         [('0', 'input', 32), ('1', 'activation', 64)]
     """
-    recorder = _Recorder(function, args, kwargs)
+    recorder = _SavedTensorRecorder(function, args, kwargs)
     with recorder.mode, saved_tensors_hooks(recorder.pack, _unpack):
         result = function(*args, **kwargs)
-    return SavedReport(recorder.alive(), result)
+    return SavedReport(recorder.still_saved(), result)
 
 
-class _Kept:
-    """What autograd holds: the tensor, with the version that it had."""
+class _VersionedTensor:
+    """A saved tensor and its version when it was saved."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -171,18 +171,18 @@ class _Kept:
         self.version = tensor._version
 
 
-def _unpack(kept: _Kept) -> Tensor:
-    # Hooks switch off autograd's own check for changes in place, so it is made here.
-    if kept.tensor._version != kept.version:
+def _unpack(packed: _VersionedTensor) -> Tensor:
+    # Saved-tensor hooks disable autograd's check for in-place changes; repeat it here.
+    if packed.tensor._version != packed.version:
         raise ChangedSinceForwardError(
             "one of the variables needed for gradient computation has been modified by "
-            f"an inplace operation: a tensor of shape {tuple(kept.tensor.shape)}"
+            f"an inplace operation: a tensor of shape {tuple(packed.tensor.shape)}"
         )
-    return kept.tensor
+    return packed.tensor
 
 
 class _FunctionName(TorchFunctionMode):
-    """Know which function of torch the user's code is calling."""
+    """Tracks which function of torch the user's code is calling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,14 +199,14 @@ class _FunctionName(TorchFunctionMode):
             self.name = outer
 
 
-class _Recorder:
-    """Note each tensor that autograd saves during one call."""
+class _SavedTensorRecorder:
+    """Records each tensor that autograd saves during one call."""
 
     def __init__(
         self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.mode = _FunctionName()
-        self.records: list[tuple[ReferenceType[_Kept], SavedTensor]] = []
+        self.records: list[tuple[ReferenceType[_VersionedTensor], SavedTensor]] = []
         owner = getattr(function, "__self__", function)
         leaves = list(tree_iter((owner, args, kwargs)))
         modules = [leaf for leaf in leaves if isinstance(leaf, Module)]
@@ -221,8 +221,8 @@ class _Recorder:
             self.kinds |= _by_address(root.buffers(), "buffer")
             self.kinds |= _by_address(root.parameters(), "parameter")
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
+    def pack(self, tensor: Tensor) -> _VersionedTensor:
+        packed = _VersionedTensor(tensor)
         site = CallSite(calling_frame(), self.names)
         address = _address(tensor)
         kind = "parameter" if isinstance(tensor, Parameter) else ""
@@ -238,11 +238,11 @@ class _Recorder:
             kind=kind or self.kinds.get(address, "activation"),
             is_view=tensor._is_view() or tensor.nbytes != size,
         )
-        self.records.append((ref(kept), record))
-        return kept
+        self.records.append((ref(packed), record))
+        return packed
 
-    def alive(self) -> tuple[SavedTensor, ...]:
-        return tuple(record for kept, record in self.records if kept() is not None)
+    def still_saved(self) -> tuple[SavedTensor, ...]:
+        return tuple(record for packed, record in self.records if packed() is not None)
 
 
 def _by_address(tensors: Iterable[Tensor], kind: str) -> dict[int, str]:

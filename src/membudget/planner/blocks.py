@@ -40,7 +40,7 @@ def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
         most_share: A call that saves a larger share of the step's saved bytes is
             replaced by the calls inside it, if they cover most of it.
     """
-    tree = _Calls(graph, most_share)
+    tree = _CallTree(graph, most_share)
     found = [block for call in tree.outermost() for block in tree.cut(call)]
     return [block for block in found if tree.saved_bytes(block)]
 
@@ -51,7 +51,7 @@ def largest_call(graph: StepGraph) -> ModuleCall | None:
     return max(calls, key=lambda call: call.end - call.start, default=None)
 
 
-class _Calls:
+class _CallTree:
     """The tree of module calls, and what each saves."""
 
     def __init__(self, graph: StepGraph, most_share: float):

@@ -1,13 +1,14 @@
-"""One training step, recorded: what it keeps, what it costs, and its peak.
+"""One training step, recorded: what it saves, what each operator costs, its peak.
 
-`recorder` watches a step, `assemble` makes numbers of what it saw, `fake` runs a step
-without memory, `workspace` and `cost` say what one operator needs, `run` puts all of it
-together, `report` and `sweep` are for people.
+`profiling` has the call itself. `step_recorder` and `lifetimes` watch the step, and
+`assemble` builds its graph; `fake` runs a step without memory; `workspace`, `cost`,
+`devices` and `optimizer` find what operators and optimizers need; `live_ranges` reads
+the graph; `sweep` and `polynomial` extrapolate to other sizes.
 """
 
 from membudget.profile.devices import DEVICES, Device
+from membudget.profile.profiling import profile
 from membudget.profile.result import Profile
-from membudget.profile.run import profile
 from membudget.profile.sweep import Sweep, sweep
 
 __all__ = ["DEVICES", "Device", "Profile", "Sweep", "profile", "sweep"]

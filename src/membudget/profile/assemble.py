@@ -1,8 +1,9 @@
-"""Make a `StepGraph` of what a recorder saw."""
+"""Build the `StepGraph` of a recorded step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,33 +17,27 @@ from membudget.graph import (
     Value,
 )
 from membudget.ops import decides, facts_of
-from membudget.profile.recorder import StepRecorder
-from membudget.profile.records import (
-    RecordedOperator,
-    RecordedStorage,
-    RecordedValue,
-)
+from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
+from membudget.profile.step_recorder import StepRecorder
 
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
-    """Return the recorded step as numbers.
+    """Return the recorded step as a graph.
 
     Args:
-        recorder: What recorded it; it is not used again.
-        optimizer_bytes: Of the optimizer's state.
+        recorder: The recorder of the step; it must not be used afterwards.
+        optimizer_bytes: Bytes of the optimizer's state.
 
     Returns:
-        The graph. Its operators' seconds are those of the recorded run.
+        The graph, with each operator's seconds in the recorded run.
     """
     _add_in_place(recorder)
     count = len(recorder.operators)
+    values = recorder.lifetimes.values
     phases = [operator.phase for operator in recorder.operators]
     return StepGraph(
-        operators=tuple(_operator(recorder, o) for o in recorder.operators),
-        values=tuple(
-            Value(v.storage, v.bytes, v.shape, v.dtype, v.operator, v.output)
-            for v in recorder.lifetimes.values
-        ),
+        operators=tuple(_operator(values, o) for o in recorder.operators),
+        values=tuple(values),
         storages=tuple(_storage(s, count) for s in recorder.lifetimes.storages),
         saved=tuple(
             Saved(
@@ -66,14 +61,15 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 
 
 def _add_in_place(recorder: StepRecorder) -> None:
-    """Let sums of gradients lie where the plain step puts them.
+    """Move accumulated gradients to the storages that the plain step uses.
 
-    Under a dispatch mode autograd writes nothing in place. Otherwise it does in two
-    cases. Where two gradients meet, it adds into the older one if nobody else holds
-    its storage (a view has a base that does). The gradient of `x[index]` is put into
-    fresh zeros. So the result of either is taken to lie in its first operand, if that
-    is no view and dies at once.
+    Without a dispatch mode autograd works in place in two cases: it adds one gradient
+    into another if nothing else holds that one's storage, and it writes the gradient of
+    `x[index]` into new zeros. Under the recorder's dispatch mode it does neither. So
+    the result of such an operator is moved to the storage of its first operand, if that
+    is not a view and dies there.
     """
+    values = recorder.lifetimes.values
     last_sum: dict[int, int] = {}
     for index, operator in enumerate(recorder.operators):
         if operator.phase != "backward" or operator.node is None:
@@ -84,34 +80,31 @@ def _add_in_place(recorder: StepRecorder) -> None:
             continue
         if not is_sum and name != "aten.index_put.default":
             continue
-        made = recorder.lifetimes.values[operator.outputs[0]]
-        older = recorder.lifetimes.values[operator.inputs[0]]
-        if _can_take(recorder, older, made, index, last_sum.get(older.storage)):
+        made, older = values[operator.outputs[0]], values[operator.inputs[0]]
+        if _can_take(recorder.lifetimes, older, made, index, last_sum):
             last_sum[older.storage] = index
-            _merge(recorder, older.storage, made.storage)
+            _merge(recorder.lifetimes, older.storage, made.storage)
 
 
 def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
+    """Tell whether a sum adds gradients of two autograd nodes."""
     nodes = []
     for position in operator.inputs:
-        maker = recorder.lifetimes.values[position].operator
-        nodes.append(recorder.operators[maker].node if maker >= 0 else None)
+        producer = recorder.lifetimes.values[position].operator
+        nodes.append(recorder.operators[producer].node if producer >= 0 else None)
     return nodes[0] != nodes[1] and operator.node in nodes
 
 
 def _can_take(
-    recorder: StepRecorder,
-    older: RecordedValue,
-    made: RecordedValue,
+    lifetimes: Lifetimes,
+    older: Value,
+    made: Value,
     moment: int,
-    last_sum: int | None,
+    last_sum: dict[int, int],
 ) -> bool:
-    old, new = (
-        recorder.lifetimes.storages[older.storage],
-        recorder.lifetimes.storages[made.storage],
-    )
+    old, new = lifetimes.storages[older.storage], lifetimes.storages[made.storage]
     return (
-        older.operator in (old.birth, last_sum)
+        older.operator in (old.birth, last_sum.get(older.storage))
         and old.birth >= 0
         and old.death == moment + 1
         and new.birth == moment
@@ -119,31 +112,33 @@ def _can_take(
     )
 
 
-def _merge(recorder: StepRecorder, target: int, made: int) -> None:
-    old, new = recorder.lifetimes.storages[target], recorder.lifetimes.storages[made]
+def _merge(lifetimes: Lifetimes, target: int, made: int) -> None:
+    old, new = lifetimes.storages[target], lifetimes.storages[made]
     old.death, old.kind, old.name = new.death, new.kind, new.name
     new.bytes, new.kind, new.name = 0, "activation", ""
-    for value in recorder.lifetimes.values:
+    for index, value in enumerate(lifetimes.values):
         if value.storage == made:
-            value.storage = target
+            lifetimes.values[index] = replace(value, storage=target)
 
 
-def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
+def _operator(values: Sequence[Value], recorded: RecordedOperator) -> Operator:
     facts = facts_of(recorded.operator)
+    inputs = [values[index] for index in recorded.inputs]
+    outputs = [values[index] for index in recorded.outputs]
     is_view = facts is not None and (
-        facts.is_view or _makes_nothing(recorder, recorded)
+        facts.is_view or _makes_nothing(recorded.operator, inputs, outputs)
     )
     return Operator(
         name=str(recorded.operator),
         phase=recorded.phase,
         module_path=recorded.place[0],
         line=recorded.place[1],
-        # `empty_like(x)` reads the shape of x alone.
+        # `empty_like(x)` reads only the shape of x.
         inputs=() if facts is not None and facts.is_empty else tuple(recorded.inputs),
         outputs=tuple(recorded.outputs),
         flops=recorded.flops,
-        read_bytes=0 if is_view else _bytes(recorder, recorded.inputs),
-        written_bytes=0 if is_view else _bytes(recorder, recorded.outputs),
+        read_bytes=0 if is_view else _bytes(inputs),
+        written_bytes=0 if is_view else _bytes(outputs),
         workspace_bytes=recorded.workspace_bytes,
         seconds=recorded.nanoseconds * 1e-9,
         is_view=is_view,
@@ -151,30 +146,27 @@ def _operator(recorder: StepRecorder, recorded: RecordedOperator) -> Operator:
         must_keep=facts is None
         or facts.is_opaque
         or facts.is_routing
-        or decides(
-            facts,
-            _dtypes(recorder, recorded.inputs),
-            _dtypes(recorder, recorded.outputs),
-        ),
+        or decides(facts, _dtypes(inputs), _dtypes(outputs)),
     )
 
 
-def _dtypes(recorder: StepRecorder, values: Sequence[int]) -> list[Any]:
-    return [getattr(torch, recorder.lifetimes.values[v].dtype) for v in values]
+def _dtypes(values: Sequence[Value]) -> list[Any]:
+    return [getattr(torch, value.dtype) for value in values]
 
 
-def _makes_nothing(recorder: StepRecorder, recorded: RecordedOperator) -> bool:
-    """Tell whether the outputs lie in the inputs' memory, and nothing was written."""
-    if not recorded.outputs or recorded.operator._schema.is_mutable:
+def _makes_nothing(
+    operator: Any, inputs: Sequence[Value], outputs: Sequence[Value]
+) -> bool:
+    """Tell whether all outputs share memory with inputs, and nothing was written."""
+    if not outputs or operator._schema.is_mutable:
         return False
-    read = {recorder.lifetimes.values[i].storage for i in recorded.inputs}
-    return all(recorder.lifetimes.values[i].storage in read for i in recorded.outputs)
+    return {value.storage for value in outputs} <= {value.storage for value in inputs}
 
 
-def _bytes(recorder: StepRecorder, values: Sequence[int]) -> int:
+def _bytes(values: Sequence[Value]) -> int:
+    """Return the bytes of the largest value in each storage."""
     largest: dict[int, int] = {}
-    for index in values:
-        value = recorder.lifetimes.values[index]
+    for value in values:
         largest[value.storage] = max(largest.get(value.storage, 0), value.bytes)
     return sum(largest.values())
 

@@ -1,10 +1,21 @@
-"""Seconds of each operator.
+"""The cost of each operator: floating-point operations and seconds.
 
-Measured: the step runs a few times as it is, with a stopwatch only where a block of the
-model begins or ends, forward and backward. Between two such marks the median time is
-shared out to the operators in the proportion in which they took time while they were
-recorded. So the operators of a block add up to the block, and what recording costs is
-not in the figures. From a table: the roofline of a device.
+Operations are counted as torch's own counter does: a multiply-add is two, and only
+matrix products, convolutions and attention count, because the rest is bound by memory.
+Kernels that torch does not count, or counts too high, are counted here.
+
+Seconds are measured or estimated. Measured: the step runs a few times without recording
+and with a stopwatch that is read only where a block begins or ends. The median time
+between two such events is distributed over the operators in proportion to their
+recorded times:
+
+    events      start       enter h.0     leave h.0             end
+    recorded      │ a 2 µs  b 2 µs  │  c 6 µs  │  d 1 µs  e 3 µs │   slow: dispatch mode
+    timed         │      1 µs       │   2 µs   │      1 µs       │   medians
+    result        │ a .5    b .5    │  c 2     │  d .25   e .75  │
+
+So the operators of a block add up to the block, and recording costs nothing. Estimated:
+the roofline of a device.
 """
 
 from __future__ import annotations
@@ -19,41 +30,47 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.flop_counter import (
+    conv_flop_count,
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
 
 from membudget._torch import tree_iter
 from membudget.graph import Operator, StepGraph
 from membudget.profile.devices import Device, this_processor
 
 Label = tuple[str, str]
-"""What happens at a mark, such as `("enter", "h.3")`."""
+"""What happens at an event, such as `("enter", "h.3")`."""
 
 
-class Marks:
-    """Notes when blocks begin and end, forward and backward.
+class TimerEvents:
+    """Records when blocks begin and end, forward and backward.
 
     Attributes:
-        labels: What happened.
-        readings: What the clock said.
+        labels: The events, in order.
+        readings: The clock's reading at each event.
     """
 
     def __init__(self, clock: Callable[[], Any]):
-        """Begin without marks.
+        """Start without events.
 
         Args:
-            clock: Read at each mark.
+            clock: Read at each event: seconds, or in the recorded run op indices.
         """
         self.labels: list[Label] = []
         self.readings: list[Any] = []
         self._clock = clock
 
     def note(self, event: str, name: str = "") -> None:
-        """Make a mark."""
+        """Record an event."""
         self.labels.append((event, name))
         self.readings.append(self._clock())
 
     @contextmanager
     def on(self, blocks: dict[str, Module]) -> Iterator[None]:
-        """Make marks where the blocks begin and end, for the step that runs inside."""
+        """Record events of `blocks` while the context is open."""
         handles = []
         for name, block in blocks.items():
             handles.append(block.register_forward_pre_hook(self._entering(name)))
@@ -84,7 +101,7 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
 
 
 def synchronised_clock() -> Callable[[], float]:
-    """Return a clock that waits for a device, if CUDA is in use."""
+    """Return a clock that synchronises with the device first, if CUDA is in use."""
     if not torch.cuda.is_initialized():
         return time.perf_counter
 
@@ -95,17 +112,19 @@ def synchronised_clock() -> Callable[[], float]:
     return clock
 
 
-def share_out(graph: StepGraph, recorded: Marks, timed: Sequence[Marks]) -> StepGraph:
+def share_out(
+    graph: StepGraph, recorded: TimerEvents, timed: Sequence[TimerEvents]
+) -> StepGraph:
     """Return the graph with the seconds of the timed runs.
 
     Args:
         graph: The graph, with the seconds of the recorded run.
-        recorded: The marks of the recorded run; its readings are moments.
-        timed: The marks of the other runs; their readings are seconds.
+        recorded: The events of the recorded run; readings are op indices.
+        timed: The events of the timed runs; readings are seconds.
     """
     same = _alike(recorded, timed)
     if not same:
-        # A model that takes another path in each step is timed as a whole.
+        # Each run took another path through the model: time the step as a whole.
         recorded, same = _ends(recorded), [_ends(run) for run in timed]
     operators = list(graph.operators)
     for i in range(len(recorded.labels) - 1):
@@ -115,31 +134,31 @@ def share_out(graph: StepGraph, recorded: Marks, timed: Sequence[Marks]) -> Step
     return dataclasses.replace(graph, operators=tuple(operators))
 
 
-def notes_on(recorded: Marks, timed: Sequence[Marks]) -> tuple[str, ...]:
-    """Return what must be said of the seconds that `share_out` gives."""
+def notes_on(recorded: TimerEvents, timed: Sequence[TimerEvents]) -> tuple[str, ...]:
+    """Return caveats about the seconds that `share_out` assigned."""
     others = len(timed) - len(_alike(recorded, timed))
     if not others:
         return ()
     if others < len(timed):
         return (
             f"{others} of {len(timed)} timed runs took another path through the model "
-            "than the recorded one, and are left out",
+            "than the recorded run, and are left out",
         )
     return (
-        "no timed run took the path through the model that the recorded one took, so "
+        "every timed run took another path through the model than the recorded run, so "
         "the step was timed as a whole, not block by block",
     )
 
 
-def _alike(recorded: Marks, timed: Sequence[Marks]) -> list[Marks]:
-    """Return the timed runs that took the path of the recorded one."""
+def _alike(recorded: TimerEvents, timed: Sequence[TimerEvents]) -> list[TimerEvents]:
+    """Return the timed runs that took the path of the recorded run."""
     return [run for run in timed if run.labels == recorded.labels]
 
 
-def _ends(marks: Marks) -> Marks:
-    ends = Marks(marks._clock)
-    ends.labels = [marks.labels[0], marks.labels[-1]]
-    ends.readings = [marks.readings[0], marks.readings[-1]]
+def _ends(run: TimerEvents) -> TimerEvents:
+    ends = TimerEvents(run._clock)
+    ends.labels = [run.labels[0], run.labels[-1]]
+    ends.readings = [run.readings[0], run.readings[-1]]
     return ends
 
 
@@ -150,13 +169,16 @@ def _scaled(operators: Sequence[Operator], seconds: float) -> list[Operator]:
 
 
 def roofline(graph: StepGraph, device: Device) -> StepGraph:
-    """Return the graph with the seconds that a device takes at best."""
+    """Return the graph with the least seconds that a device needs, by its roofline."""
     operators = tuple(_at_best(graph, operator, device) for operator in graph.operators)
     return dataclasses.replace(graph, operators=operators)
 
 
 def roofline_of_optimizer(graph: StepGraph) -> StepGraph:
-    """Do so for this processor and the optimizer's step, which was recorded fake."""
+    """Return the graph with this CPU's roofline for the optimizer's step.
+
+    The optimizer is recorded on fake tensors, so its time is not measured.
+    """
     operators = list(graph.operators)
     for index in range(graph.optimizer_start, len(operators)):
         operators[index] = _at_best(graph, operators[index], this_processor())
@@ -165,8 +187,77 @@ def roofline_of_optimizer(graph: StepGraph) -> StepGraph:
 
 def _at_best(graph: StepGraph, operator: Operator, device: Device) -> Operator:
     moved_bytes = operator.read_bytes + operator.written_bytes
-    # It computes in the dtype of its first output.
+    # Taken to compute in the dtype of its first output.
     values = [*operator.outputs, *operator.inputs]
     dtype = graph.values[values[0]].dtype if values else "float32"
     seconds = device.seconds(operator.flops, moved_bytes, dtype)
     return dataclasses.replace(operator, seconds=seconds)
+
+
+def flops_of(operator: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
+    """Return the floating-point operations of one call.
+
+    Args:
+        operator: The overload.
+        args: Its positional arguments; tensors may be real or fake.
+        kwargs: Its keyword arguments.
+        output: Its output.
+
+    Returns:
+        The count; 0 for everything but products, convolutions and attention.
+
+    Example:
+        >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
+        >>> flops_of(torch.ops.aten.mm.default, (a, b), {}, a @ b)  # 2·2·3·5
+        60
+    """
+    ours = _OURS.get(operator)
+    if ours is not None:
+        return ours(*args, **kwargs)
+    formula = flop_registry.get(getattr(operator, "_overloadpacket", operator))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
+
+
+def _attention(query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any) -> int:
+    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+
+
+def _attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, *rest: Any, **kwargs: Any
+) -> int:
+    shapes = (t.shape for t in (grad, query, key, value))
+    return int(sdpa_backward_flop_count(*shapes))
+
+
+def _lstm_layer(x: Any, weight: Any, recurrent: Any, *rest: Any, **kwargs: Any) -> int:
+    """Count two products per time step: with the input, and with the state."""
+    rows = x.shape[0] * x.shape[1]
+    return 2 * int(rows) * int(weight.numel() + recurrent.numel())
+
+
+def _lstm_layer_backward(x: Any, *weights: Any, **kwargs: Any) -> int:
+    # Each product has two gradients: of its operand and of its weight.
+    return 2 * _lstm_layer(x, *weights[:2])
+
+
+def _convolution_backward(
+    gradient: Any, x: Any, weight: Any, *rest: Any, **kwargs: Any
+) -> int:
+    """Count one convolution per gradient; torch's formula ignores groups in one."""
+    transposed, mask = rest[4], rest[7]
+    forward = conv_flop_count(
+        list(x.shape), list(weight.shape), list(gradient.shape), transposed=transposed
+    )
+    return int(forward) * (bool(mask[0]) + bool(mask[1]))
+
+
+_ATEN = torch.ops.aten
+_OURS: dict[Any, Callable[..., int]] = {
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: (
+        _attention_backward
+    ),
+    _ATEN.convolution_backward.default: _convolution_backward,
+    _ATEN.mkldnn_rnn_layer.default: _lstm_layer,
+    _ATEN.mkldnn_rnn_layer_backward.default: _lstm_layer_backward,
+}

@@ -1,6 +1,6 @@
-"""What a device can do at most: a small table, and this machine's processor, measured.
+"""Peak rates of devices: a table of GPUs, and this machine's processor, measured.
 
-The figures of the table are those of the makers, dense, at the boost clock:
+The table has the vendors' figures for dense matrices at the boost clock:
 
 * H100 SXM5, H200 SXM: NVIDIA H100 and H200 Tensor Core GPU data sheets (with the
   sparse figures halved).
@@ -29,18 +29,18 @@ from membudget.errors import OptionError
 
 @dataclass(frozen=True)
 class Device:
-    """The most that a device does in a second.
+    """The peak rates of a device.
 
     Attributes:
-        name: As it is printed.
-        flops_per_s: Floating-point operations a second by dtype, such as
-            `{"bfloat16": 989e12}`; `"float32"` is what any other dtype is taken for.
-        bytes_per_s: Of its memory.
-        link_bytes_per_s: Between its memory and the host's, in one direction.
-        memory_bytes: What it has; 0 if unknown.
+        name: Its name in reports.
+        flops_per_s: Floating-point operations per second by dtype, such as
+            `{"bfloat16": 989e12}`; dtypes that are not listed use `"float32"`.
+        bytes_per_s: Bandwidth of its memory.
+        link_bytes_per_s: Bandwidth of its link to the host, in one direction.
+        memory_bytes: Size of its memory; 0 if unknown.
 
     Raises:
-        OptionError: If a rate is none, or there is none for `"float32"`.
+        OptionError: If a rate is not positive, or `"float32"` has none.
     """
 
     name: str
@@ -50,11 +50,11 @@ class Device:
     memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse rates at which nothing would ever end."""
+        """Reject rates that are not positive."""
         if "float32" not in self.flops_per_s:
             raise OptionError(
-                f"device {self.name!r} has no rate for 'float32', which stands for all "
-                "dtypes that are not named"
+                f"device {self.name!r} has no rate for 'float32', which all dtypes "
+                "without a rate of their own use"
             )
         rates = {f"flops_per_s[{d!r}]": rate for d, rate in self.flops_per_s.items()}
         rates["bytes_per_s"] = self.bytes_per_s
@@ -62,14 +62,14 @@ class Device:
         for name, rate in rates.items():
             if not rate > 0:
                 raise OptionError(
-                    f"device {self.name!r} has {name} = {rate}; a rate is over 0"
+                    f"device {self.name!r} has {name} = {rate}; a rate must be positive"
                 )
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
-        """Return the time of one operator: that of its products or of its memory.
+        """Return the least seconds of one operator: for computing or for memory.
 
-        This is the roofline of Williams, Waterman and Patterson (2009): whichever
-        takes longer. What a launch costs and what a kernel leaves unused is not in it.
+        This is the roofline of Williams, Waterman and Patterson (2009): whichever takes
+        longer. Launch overhead and inefficient kernels are not counted.
         """
         rate = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
         return max(flops / rate, moved_bytes / self.bytes_per_s)
@@ -79,7 +79,7 @@ _TERA, _GIGA, _GIB = 1e12, 1e9, 1 << 30
 
 
 def _nvidia(half: float, tf32: float, single: float) -> dict[str, float]:
-    """Return rates by dtype; torch multiplies single precision without TF32."""
+    """Return rates by dtype; torch does not use TF32 for float32 by default."""
     return {
         "float16": half * _TERA,
         "bfloat16": half * _TERA,
@@ -121,10 +121,10 @@ DEVICES: dict[str, Device] = {
 
 
 def device_of(device: str | Device) -> Device:
-    """Return a device by its name: one of `DEVICES`, or `"cpu"`, which is measured.
+    """Return a device by its name in `DEVICES`; `"cpu"` measures this processor.
 
     Raises:
-        OptionError: If there is none of that name.
+        OptionError: If the name is unknown.
     """
     if isinstance(device, Device):
         return device
@@ -134,7 +134,7 @@ def device_of(device: str | Device) -> Device:
     if key not in DEVICES:
         known = ", ".join([*DEVICES, "cpu"])
         raise OptionError(
-            f"there is no device {device!r} in the table: it has {known}. Give a "
+            f"there is no device {device!r} in the table: it has {known}. Pass a "
             "membudget.Device with the rates of yours"
         )
     return DEVICES[key]
@@ -142,7 +142,7 @@ def device_of(device: str | Device) -> Device:
 
 @cache
 def this_processor() -> Device:
-    """Measure the processor: a product of matrices, and a copy of 32 MiB."""
+    """Measure this processor: a matrix product, and a copy of 32 MiB."""
     size = 512
     with torch.no_grad():
         a, b = torch.ones(size, size), torch.ones(size, size)

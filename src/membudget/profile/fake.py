@@ -1,15 +1,16 @@
 """Run a step on tensors that have shapes and no memory.
 
-Floating tensors are fake: parameters, activations, gradients. What is made of integers
-and booleans alone (token ids, positions, masks) is computed for real, because models
-ask for its values, and choose their kernels by them. A model may also be made of fake
-tensors already, or of `meta` ones, which are replaced while the step runs.
+Floating tensors are fake: parameters, activations, gradients. Tensors computed from
+integers and booleans only (token ids, positions, masks) are real, because models read
+their values and choose kernels by them. A model's parameters may be fake already, or
+`meta`; those are replaced while the step runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,16 +31,68 @@ from membudget._torch import (
 from membudget.ops import facts_of
 
 MOST_REAL_BYTES = 1 << 26
-"""An integer tensor larger than this is fake, too."""
+"""Larger integer tensors are fake too."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """The layout of a tensor argument."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def is_contiguous(self) -> bool:
+        """Tell whether the elements are contiguous in row-major order."""
+        expected = 1
+        for size, stride in zip(
+            reversed(self.shape), reversed(self.stride), strict=True
+        ):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+    def is_strided(self) -> bool:
+        """Tell whether the tensor has strides; a sparse one has none."""
+        return len(self.stride) == len(self.shape)
+
+    def is_matrix(self) -> bool:
+        """Tell whether BLAS can read the last two dimensions without a copy."""
+        if len(self.shape) < 2:
+            return True
+        (rows, columns), (down, across) = self.shape[-2:], self.stride[-2:]
+        return (across == 1 and down >= columns) or (down == 1 and across >= rows)
+
+    def zeros(self) -> Tensor:
+        """Return a tensor of zeros with this layout."""
+        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        return tensor.zero_()
+
+
+@dataclass(slots=True)
+class RecordedCall:
+    """A distinct call, with specs for tensors, and the op indices that made it."""
+
+    operator: Any
+    args: Any
+    kwargs: Any
+    indices: list[int]
+
+    def specs(self) -> Iterator[TensorSpec]:
+        """Yield the specs among the arguments."""
+        for leaf in tree_iter((self.args, self.kwargs)):
+            if isinstance(leaf, TensorSpec):
+                yield leaf
 
 
 @contextmanager
 def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run what is inside on fake tensors.
+    """Run the code inside on fake tensors.
 
     Args:
-        tensors: Those of the model and of the batch. If some are fake already, their
-            mode is used.
+        tensors: The tensors of the model and of the batch. If some are fake already,
+            their mode is used.
     """
     modes = (fake_mode_of(tensor) for tensor in tensors)
     mode = next((m for m in modes if m is not None), None)
@@ -56,9 +109,9 @@ def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 class _IntegersForReal(DispatchMode):
-    """Compute for real what comes from integers alone.
+    """Computes operators on integers only for real.
 
-    What is real may be written, too (a counter of batches); it is put back.
+    Real tensors that the step writes, such as a batch counter, are restored afterwards.
     """
 
     supports_higher_order_operators = True
@@ -68,7 +121,7 @@ class _IntegersForReal(DispatchMode):
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put_back(self) -> None:
-        """Write the old content into real tensors that the step has written."""
+        """Restore the content of real tensors that the step has written."""
         with torch.no_grad():
             for tensor, content in self._written.values():
                 tensor.copy_(content)
@@ -113,7 +166,7 @@ def _is_real_integer(tensor: Tensor) -> bool:
 
 
 def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a factory makes a small tensor of integers on a device that is."""
+    """Tell whether a factory makes a small integer tensor on a real device."""
     if torch.device(kwargs.get("device") or "cpu").type == "meta":
         return False
     dtype = kwargs.get("dtype")
@@ -132,22 +185,22 @@ def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class AnyNumber(DispatchMode):
-    """Answer `item()` with a number: no shape may depend on the answer."""
+    """Answers `item()` with a made-up number; no shape may depend on it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, or make its number up."""
+        """Run an operator, or return 0.5 for `item()`."""
         if str(func) == "aten._local_scalar_dense.default":
-            return 0.5  # Of 1, NAdam would divide by nothing.
+            return 0.5  # With 1, NAdam would divide by zero.
         return func(*args, **(kwargs or {}))
 
 
 @contextmanager
 def without_meta(model: Module, batch: Any) -> Iterator[Any]:
-    """Replace `meta` tensors of a model and of a batch by fake ones on the CPU.
+    """Replace `meta` tensors of a model and of a batch by fake CPU tensors.
 
-    It is for the inside of `fake_tensors`.
+    Enter it inside `fake_tensors`.
 
     Yields:
         The batch.
@@ -173,7 +226,7 @@ def without_meta(model: Module, batch: Any) -> Iterator[Any]:
 
 
 def twin(tensor: Tensor) -> Tensor:
-    """Return an empty tensor like another, on the CPU: in a fake mode, a fake one."""
+    """Return an empty CPU tensor like `tensor`; under a fake mode, a fake one."""
     made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
     )

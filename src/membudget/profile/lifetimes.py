@@ -1,14 +1,17 @@
-"""Which tensors and storages are alive at which moment of a step.
+"""Which tensors and storages are live at which op index of a step that is recorded.
 
-A tensor, and the storage behind it, is watched through a weak reference: the moment at
-which each dies is noted, and none is kept alive. Views are tensors of their own on one
-storage, so a storage is *released* when the last tensor on it has died, and dead when
-autograd, too, has let go of it.
+Each tensor, and the storage behind it, is watched through a weak reference, so the op
+index of its death is recorded and nothing is kept alive. Several tensors can share a
+storage. A storage is *released* when the last tensor on it has died, and dead when
+autograd has let go of it too:
+
+    birth ── tensors on it live ── released ── only autograd holds it ── death
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -16,24 +19,62 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from membudget.graph import Kind
-from membudget.memory.storage import plain_parts
-from membudget.profile.records import RecordedStorage, RecordedValue
+from membudget.graph import Kind, Phase, Value
+from membudget.state.bits import plain_parts
+
+
+@dataclass(slots=True)
+class RecordedOperator:
+    """An operator while the step is recorded; becomes a `graph.Operator`."""
+
+    operator: Any
+    phase: Phase
+    place: tuple[str, str]
+    node: int | None
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    flops: int = 0
+    nanoseconds: int = 0
+    workspace_bytes: int = 0
+
+
+@dataclass(slots=True)
+class RecordedStorage:
+    """A storage with its number of live tensors; becomes a `graph.Storage`."""
+
+    bytes: int
+    kind: Kind
+    name: str
+    birth: int
+    death: int | None = None
+    released: int | None = None
+    tensors: int = 0
+
+
+@dataclass(slots=True)
+class RecordedSaved:
+    """A tensor that autograd saves; becomes a `graph.Saved`."""
+
+    value: int
+    moment: int
+    place: tuple[str, str]
+    asked: list[int] = field(default_factory=list)
+    freed: int | None = None
 
 
 class Lifetimes:
     """The tensors of a step, while it runs.
 
     Attributes:
-        values: The contents that were seen.
-        storages: The storages that were seen.
-        moment: The moment now: how many operators have begun.
-        is_forward: Whether the forward runs; only then is a release noted.
+        values: The tensor contents seen so far.
+        storages: The storages seen so far.
+        moment: The current op index: how many operators have started.
+        is_forward: Whether the forward is running; releases are recorded only then.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing known."""
-        self.values: list[RecordedValue] = []
+        """Start with no tensor known."""
+        self.values: list[Value] = []
         self.storages: list[RecordedStorage] = []
         self.moment = 0
         self.is_forward = True
@@ -43,37 +84,37 @@ class Lifetimes:
         self._watched: dict[int, Any] = {}
 
     def stop(self) -> None:
-        """Stop watching: what is alive now outlives the step."""
+        """Stop watching: what is live now outlives the step."""
         self._watched.clear()
 
     def watch(self, thing: Any, died: Callable[[], object]) -> None:
-        """Call `died` when a thing dies."""
+        """Call `died` when `thing` dies."""
 
         def callback(reference: Any) -> None:
             self._watched.pop(id(reference), None)
             died()
 
-        # By identity: references to one tensor are equal if the tensor is, by element.
+        # Keyed by id: comparing two references would compare the tensors.
         reference = ref(thing, callback)
         self._watched[id(reference)] = reference
 
-    # Tensors that were there before.
+    # Tensors from before the step.
 
     def know(self, tensor: Tensor, kind: Kind, name: str) -> None:
-        """Know a tensor that was there before the step."""
+        """Register a tensor that exists before the step."""
         for part in plain_parts(tensor):
             storage = self.storages[self.storage(part, -1)]
             if storage.kind == "outside":
                 storage.kind, storage.name = kind, name
 
     def know_as(self, tensor: Tensor, other: Tensor) -> None:
-        """Take a tensor for another one, whose place it holds."""
+        """Treat a tensor as one with another's storage, which it stands in for."""
         parts = zip(plain_parts(tensor), plain_parts(other), strict=True)
         for part, of_other in parts:
             self.lies_in(part, self.storage(of_other, -1))
 
     def name_gradient(self, tensor: Tensor, name: str) -> None:
-        """Say of a storage that the step left behind that it is a gradient."""
+        """Mark the storage of a parameter's final gradient."""
         for part in plain_parts(tensor):
             storage = self.storages[self.storage(part, -1)]
             storage.kind, storage.name = "gradient", name
@@ -85,16 +126,17 @@ class Lifetimes:
         return id(tensor) in self._value_of
 
     def value(self, tensor: Tensor, birth: int) -> int:
-        """Return the index of a tensor's content now.
+        """Return the index of a tensor's current content.
 
         Args:
             tensor: The tensor.
-            birth: When it was made if it is new here; -1 for before the step.
+            birth: The op index of its birth if it is new here; -1 for before the step.
         """
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
-        storage = self._storage_of.get(_storage_key(tensor), -1)
+        part = next(iter(plain_parts(tensor)))
+        storage = self._storage_of.get(part.untyped_storage()._cdata, -1)
         index = self._same_content(tensor, storage)
         if index is None:
             return self.new_value(tensor, birth, 0)
@@ -103,14 +145,17 @@ class Lifetimes:
         return index
 
     def _same_content(self, tensor: Tensor, storage: int) -> int | None:
-        """Return the newest content of that shape on a storage: `detach` is unseen."""
+        """Return the newest content of that shape in a storage.
+
+        `detach` makes a new tensor without any operator that could be recorded.
+        """
         for index in reversed(self._values_on.get(storage, [])):
             if self.values[index].shape == tuple(tensor.shape):
                 return index
         return None
 
     def new_value(self, tensor: Tensor, operator: int, output: int) -> int:
-        """Note what an operator made, or wrote; return its index."""
+        """Record what an operator made or wrote; return its index."""
         storages = [self.storage(part, operator) for part in plain_parts(tensor)]
         index = self._append(tensor, storages[0], operator, output)
         if id(tensor) not in self._value_of:
@@ -119,7 +164,7 @@ class Lifetimes:
         return index
 
     def saved_value(self, tensor: Tensor) -> int:
-        """Return the content that is saved; autograd may save an alias of a tensor."""
+        """Return the content that autograd saves, maybe through an unseen alias."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -128,7 +173,7 @@ class Lifetimes:
         return self._append(tensor, storage, -1, 0) if index is None else index
 
     def know_alias(self, alias: Tensor, value: int) -> None:
-        """Know what autograd will hand out; it does not count as a holder."""
+        """Register the alias that autograd holds; it does not delay the release."""
         key = id(alias)
         self._value_of[key] = value
         self.watch(alias, lambda: self._forget(key))
@@ -137,8 +182,7 @@ class Lifetimes:
         shape = tuple(tensor.shape)
         dtype = str(tensor.dtype).removeprefix("torch.")
         size = min(_stored_bytes(tensor), self.storages[storage].bytes)
-        value = RecordedValue(storage, size, shape, dtype, operator, output)
-        self.values.append(value)
+        self.values.append(Value(storage, size, shape, dtype, operator, output))
         self._values_on.setdefault(storage, []).append(len(self.values) - 1)
         return len(self.values) - 1
 
@@ -160,7 +204,7 @@ class Lifetimes:
     # Storages.
 
     def storage(self, part: Tensor, birth: int) -> int:
-        """Return the index of a tensor's storage, which is new if it was not seen."""
+        """Return the index of a tensor's storage; record the storage if it is new."""
         storage = part.untyped_storage()
         key = storage._cdata
         index = self._storage_of.get(key)
@@ -171,11 +215,14 @@ class Lifetimes:
             self.storages.append(record)
             self.watch(storage, lambda: self._died(key, record))
         elif storage.nbytes() > self.storages[index].bytes:
-            self.storages[index].bytes = storage.nbytes()  # `resize_` has let it grow.
+            self.storages[index].bytes = storage.nbytes()  # Grown by `resize_`.
         return index
 
     def lies_in(self, tensor: Tensor, index: int) -> None:
-        """Know the storage of a view, which fake tensors make anew for a real base."""
+        """Assign a tensor to a known storage.
+
+        A fake view of a real base has a new storage of its own.
+        """
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
@@ -188,12 +235,8 @@ class Lifetimes:
         record.death = self.moment
 
 
-def _storage_key(tensor: Tensor) -> int:
-    return int(next(iter(plain_parts(tensor))).untyped_storage()._cdata)
-
-
 def _stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's elements; expanded ones are one."""
+    """Return the bytes of a tensor's elements; an expanded dimension counts once."""
     count = tensor.numel()
     if count and tensor.layout is torch.strided:
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

@@ -1,13 +1,14 @@
-"""What an optimizer keeps, and what its step needs.
+"""The state of an optimizer, and its step.
 
-The user's optimizer is not touched. One of its class and options is made over fake
-parameters of the same shapes and takes two steps with fake gradients: what it then
-holds is its state, and the second step is recorded. So every optimizer of torch, and
-most others, is measured; closed forms are in `memory.formulas`.
+The user's optimizer is left alone. A second one of its class, with its options, is
+built over fake parameters of the same shapes and takes two steps with fake gradients:
+the first creates its state, the second is recorded. This measures every optimizer of
+torch and most others; closed forms are in `memory.formulas`.
 """
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,26 +19,26 @@ from membudget._torch import new_fake_mode, tree_iter
 from membudget.errors import OptionError
 from membudget.memory.storage import storage_bytes
 from membudget.profile.fake import AnyNumber, twin
-from membudget.profile.recorder import StepRecorder
+from membudget.profile.step_recorder import StepRecorder
 from membudget.step import Step
 
 OptimizerLike = Optimizer | type[Optimizer] | None
 
-# `capturable` kernels are for CUDA graphs, and refuse other devices.
+# `capturable` kernels serve CUDA graphs, and fail on other devices.
 _OF_THE_DEVICE = ("capturable",)
 
 
 def record_optimizer(
     recorder: StepRecorder, step: Step, optimizer: OptimizerLike
 ) -> int:
-    """Record the step of an optimizer, and stop the recorder.
+    """Record the step of an optimizer, and stop the recorder's live ranges.
 
     Returns:
-        The bytes of the optimizer's state; 0 without one.
+        Bytes of the optimizer's state; 0 without an optimizer.
 
     Raises:
-        OptionError: If the optimizer is over none of the model's parameters, or cannot
-            be made over fake ones.
+        OptionError: If the optimizer has none of the model's parameters, or cannot be
+            built and stepped over fake ones.
     """
     if optimizer is None:
         recorder.lifetimes.stop()
@@ -51,11 +52,11 @@ def record_optimizer(
         for parameter in trained:
             recorder.lifetimes.know_as(twins[id(parameter)], parameter)
         try:
-            with AnyNumber():  # Of a learning rate that is a tensor.
+            with AnyNumber():  # The learning rate may be a tensor.
                 double = _double(optimizer, step, twins)
             for parameter in trained:
                 _set_gradient(recorder, twins[id(parameter)], parameter)
-            with AnyNumber():  # Adafactor asks for its step's.
+            with AnyNumber():  # Adafactor calls `step.item()`.
                 double.step()
             for state in _state_tensors(double):
                 recorder.lifetimes.know(state, "optimizer", "")
@@ -84,7 +85,7 @@ def _check(optimizer: Any, step: Step) -> None:
     groups = optimizer.param_groups
     if not any(id(p) in known for group in groups for p in group["params"]):
         raise OptionError(
-            f"the {type(optimizer).__name__} is over none of the model's parameters"
+            f"the {type(optimizer).__name__} has none of the model's parameters"
         )
 
 
@@ -104,7 +105,7 @@ def _set_gradient(recorder: StepRecorder, fake: Tensor, parameter: Tensor) -> No
 def _double(
     optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Tensor]
 ) -> Optimizer:
-    """Return an optimizer of the same class and options over the twins."""
+    """Return an optimizer of the same class and options over the fake parameters."""
     if isinstance(optimizer, type):
         return optimizer(list(twins.values()))  # type: ignore[call-arg]
     groups: list[dict[str, Any]] = []
@@ -119,9 +120,7 @@ def _double(
 
 
 def _accepted(kind: type[Optimizer], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults that are arguments: some classes add others of their own."""
-    from inspect import signature
-
+    """Return the defaults that the constructor accepts; some classes add others."""
     names = signature(kind).parameters
     return {name: value for name, value in defaults.items() if name in names}
 

@@ -1,7 +1,7 @@
 """Polynomials through measured bytes, in exact fractions.
 
-Coefficients are written from the constant on. What lies on a polynomial is met to the
-byte, and whether it does is no question of rounding.
+Exact arithmetic decides whether bytes lie on a polynomial without a rounding tolerance.
+Coefficients are listed constant first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from fractions import Fraction
 from operator import le
 
 CLOSE = Fraction(5, 1000)
-"""A fit is close if no measured size is further from it than this part of its bytes."""
+"""A fit is close if every measured size is within this fraction of its bytes."""
 
 MOST_DEGREE = 2
 _FARTHEST = 1 << 60
@@ -24,7 +24,7 @@ class Fit:
 
     Attributes:
         coefficients: The constant first.
-        residual: How far the worst measured size is from it, as a part of its bytes.
+        residual: Largest error over the measured sizes, as a fraction of the bytes.
     """
 
     coefficients: tuple[Fraction, ...]
@@ -36,11 +36,11 @@ class Fit:
         return len(self.coefficients) - 1
 
     def at(self, size: int) -> int:
-        """Return the bytes at a size, rounded to the next whole one."""
+        """Return the bytes at a size, rounded to an integer."""
         return round(evaluate(self.coefficients, size))
 
     def text(self, name: str) -> str:
-        """Return the polynomial as it is written.
+        """Return the polynomial as text.
 
         Example:
             >>> Fit((Fraction(100), Fraction(3, 2)), 0.0).text("batch")
@@ -58,14 +58,14 @@ class Fit:
 def fitted(
     sizes: Sequence[int], measured: Sequence[int], close: Fraction = CLOSE
 ) -> Fit:
-    """Return the polynomial of the lowest degree that is close, or of the largest.
+    """Return the polynomial of the lowest degree that is close, or else of degree 2.
 
-    A parabola that opens downwards is not taken: bytes do not fall as sizes grow.
+    A parabola that opens downwards is rejected: bytes do not fall as sizes grow.
 
     Args:
-        sizes: At least two different ones.
-        measured: The bytes at each.
-        close: Which residual is small enough.
+        sizes: At least two different sizes.
+        measured: The bytes at each size.
+        close: The largest residual that counts as close.
     """
     best: Fit | None = None
     for degree in range(1, min(MOST_DEGREE, len(sizes) - 1) + 1):
@@ -83,7 +83,7 @@ def fitted(
 def _least_squares(
     sizes: Sequence[int], measured: Sequence[int], degree: int
 ) -> tuple[Fraction, ...]:
-    """Solve the normal equations by Gaussian elimination; they are never singular."""
+    """Solve the normal equations, which are not singular, by Gaussian elimination."""
     count = degree + 1
     rows = [
         [Fraction(sum(x ** (i + j) for x in sizes)) for j in range(count)]
@@ -103,7 +103,7 @@ def _least_squares(
 def residual(
     coefficients: Sequence[Fraction], sizes: Sequence[int], measured: Sequence[int]
 ) -> Fraction:
-    """Return how far the worst measured size is off, as a part of its bytes."""
+    """Return the largest error over the measured sizes, as a fraction of the bytes."""
     return max(
         abs(evaluate(coefficients, x) - y) / max(y, 1)
         for x, y in zip(sizes, measured, strict=True)
@@ -111,7 +111,7 @@ def residual(
 
 
 def evaluate(coefficients: Sequence[Fraction], size: int) -> Fraction:
-    """Return the value at a size."""
+    """Return the value at a size, by Horner's rule."""
     value = Fraction(0)
     for coefficient in reversed(coefficients):
         value = value * size + coefficient
@@ -126,15 +126,16 @@ def added(one: Sequence[Fraction], other: Sequence[Fraction]) -> tuple[Fraction,
 
 
 def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
-    """Return the largest size at which a polynomial fits a budget.
+    """Return the largest size at which a polynomial is at most `budget`.
 
     Returns:
-        0 if none does; `None` if there is no largest, because it does not grow.
+        The size; 0 if none fits; `None` if all fit, because the polynomial does not
+        grow.
     """
     if not any(c > 0 for c in coefficients[2:]) and coefficients[1] <= 0:
         return None if evaluate(coefficients, _FARTHEST) <= budget else 0
     curve = coefficients[2] if len(coefficients) > 2 else Fraction(0)
-    # A parabola that opens upwards first falls; it fits between two sizes.
+    # A parabola that opens upwards may fall first: start from its minimum.
     low = max(1, int(-coefficients[1] / (2 * curve))) if curve else 1
     candidates = [low + 1, low]
     start = next((s for s in candidates if evaluate(coefficients, s) <= budget), 0)
@@ -156,11 +157,13 @@ def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
 def envelope(
     sizes: Sequence[int], curves: Iterable[Sequence[int]]
 ) -> tuple[tuple[Fraction, ...], ...]:
-    """Return the polynomials through curves, without those that are never the largest.
+    """Return the polynomials through curves, except those that are never the largest.
+
+    One polynomial is dropped if another has no smaller coefficient.
 
     Args:
-        sizes: At least two different ones.
-        curves: The bytes at each size, of each curve.
+        sizes: At least two different sizes.
+        curves: For each curve, the bytes at each size.
     """
     fits = (
         fitted(sizes, curve, close=Fraction(0)) for curve in set(map(tuple, curves))

@@ -1,4 +1,4 @@
-"""What `profile` returns."""
+"""The result of `profile`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class Profile:
     """One training step, measured or estimated.
 
     Attributes:
-        graph: The step as numbers.
-        model: The class of the model.
+        graph: The recorded step.
+        model: Class name of the model.
         tensors: `"real"` or `"fake"`.
-        cost: Where the seconds come from: `"measured"`, or a device's name.
+        cost: Source of the seconds: `"measured"`, or the name of a device.
         loss_from: Where the loss came from, in words.
-        notes: What the figures leave out, and where they are less than they seem.
+        notes: Caveats: what the figures leave out or only approximate.
     """
 
     graph: StepGraph
@@ -38,25 +38,24 @@ class Profile:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The bytes that the step allocates, at each moment."""
+        """Live bytes that the step allocated, at each op index."""
         return timeline(self.graph)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that the step allocates: what `membudget.peak` measures."""
+        """Peak of the bytes that the step allocates, as `membudget.peak` measures."""
         return self.timeline.peak_bytes
 
     @property
     def total_peak_bytes(self) -> int:
-        """The same with what is there before: parameters, optimizer, batch."""
+        """Peak of all bytes, with parameters, buffers, optimizer state and batch."""
         return self.peak_bytes + self.graph.static.total
 
     def report(self) -> str:
         """Return the profile as a page of text."""
-        from membudget.profile.report import About, render
+        from membudget.report.profile_text import profile_text
 
-        about = About(self.model, self.tensors, self.cost, self.loss_from, self.notes)
-        return render(self.graph, about)
+        return profile_text(self)
 
     def __str__(self) -> str:
         """Return the report."""
@@ -76,24 +75,23 @@ class Profile:
         """Read what `to_dict` returned.
 
         Raises:
-            OptionError: If the data is of a newer version, or not whole.
+            OptionError: If the data has another version, or a field is missing.
         """
         try:
             texts = {k: str(data[k]) for k in ("model", "tensors", "cost", "loss_from")}
             notes = tuple(map(str, data["notes"]))
             graph = data["graph"]
         except (KeyError, TypeError) as error:
-            raise OptionError(f"the profile is not whole: {error!r}") from error
+            raise OptionError(f"the profile is incomplete: {error!r}") from error
         return cls(graph=StepGraph.from_dict(graph), notes=notes, **texts)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the profile as JSON; with a path, write it there, too.
+        """Return the profile as JSON; with a path, also write it there.
 
-        A file that is there already is replaced when the whole of the new one is
-        written.
+        An existing file is replaced atomically.
 
         Raises:
-            OptionError: If it cannot be written.
+            OptionError: If the file cannot be written.
         """
         text = json.dumps(self.to_dict())
         if path is not None:
@@ -102,10 +100,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Profile:
-        """Read JSON: a text, or the path of a file.
+        """Read JSON text, or the JSON file at a path.
 
         Raises:
-            OptionError: If there is no such file, or it holds no profile.
+            OptionError: If there is no such file, or it contains no profile.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:

@@ -1,11 +1,10 @@
-"""Profile a step at several sizes, and learn how its bytes grow.
+"""Profile a step at several sizes, and extrapolate its bytes to others.
 
-The bytes that are alive at one moment of a step are a polynomial in most sizes: of
-degree one in the batch, of degree two in the length of a sequence whose attention keeps
-its scores. The peak is the largest of them, and another moment may make it at another
-size: of a small batch, the gradients of the parameters; of a large one, the
-activations. So a polynomial is fitted to each moment, and what they say at a size is
-right for as long as the same operators run.
+The live bytes at one op index are a polynomial in most sizes: of degree one in the
+batch size, of degree two in the length of a sequence whose attention saves its scores.
+The peak is the largest of them, and can move to another op index: with a small batch to
+the gradients of the parameters, with a large one to the activations. So one polynomial
+is fitted to each op index; they predict the peak as long as the same operators run.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 
 from membudget.errors import OptionError
 from membudget.profile.devices import Device
-from membudget.profile.kept import saved_activations
+from membudget.profile.live_ranges import saved_activations
 from membudget.profile.optimizer import OptimizerLike
 from membudget.profile.polynomial import (
     Fit,
@@ -28,8 +27,7 @@ from membudget.profile.polynomial import (
     largest_root,
     residual,
 )
-from membudget.profile.run import profile
-from membudget.profile.text import aligned
+from membudget.profile.profiling import profile
 from membudget.sizes import format_bytes, parse_bytes
 from membudget.target import call_make
 
@@ -40,10 +38,11 @@ class Point:
 
     Attributes:
         size: The size.
-        peak_bytes: The most bytes that the step allocates.
-        saved_bytes: Of the activations that autograd keeps.
-        static_bytes: What is there before: parameters, optimizer, batch.
-        seconds: Of the step.
+        peak_bytes: Peak of the bytes that the step allocates.
+        saved_bytes: Bytes of activations that autograd saves.
+        static_bytes: Bytes in use before the step: parameters, buffers, optimizer
+            state, batch.
+        seconds: Time of the step.
     """
 
     size: int
@@ -64,8 +63,8 @@ class Largest:
 
     Attributes:
         size: The size; 0 if none fits.
-        total_bytes: What it needs: measured if it was, else predicted; 0 for size 0.
-        is_extrapolated: Whether it lies outside of the sizes that were measured.
+        total_bytes: Its total, measured or else predicted; 0 for size 0.
+        is_extrapolated: Whether it lies outside the measured sizes.
     """
 
     size: int
@@ -78,14 +77,14 @@ class Sweep:
     """Steps of several sizes.
 
     Attributes:
-        name: Of the size.
-        points: What was measured, by ascending size.
-        peak: How `peak_bytes` grow.
-        saved: How `saved_bytes` grow.
-        static: How `static_bytes` grow.
-        total: How `total_bytes` grow: the sum of the fits of static and peak bytes.
-        moments: The polynomials of the moments that make the peak at some size, from
-            the constant on; that of `peak` if not all sizes run the same operators.
+        name: Name of the size, such as `"batch"`.
+        points: The measurements, by ascending size.
+        peak: Fit of `peak_bytes`.
+        saved: Fit of `saved_bytes`.
+        static: Fit of `static_bytes`.
+        total: Fit of `total_bytes`: the sum of the fits of static and peak bytes.
+        moments: The polynomials of the op indices that make the peak at some size,
+            constant first; only that of `peak` if sizes run different operators.
     """
 
     name: str
@@ -97,26 +96,26 @@ class Sweep:
     moments: tuple[tuple[Fraction, ...], ...]
 
     def total_at(self, size: int) -> int:
-        """Return the total at a size: measured if it was, else predicted."""
+        """Return the total at a size, measured or else predicted."""
         for point in self.points:
             if point.size == size:
                 return point.total_bytes
-        peak = evaluate(self._at_peak(size), size)
+        peak = evaluate(self.curve_at(size), size)
         return round(peak + evaluate(self.static.coefficients, size))
 
     def largest(self, budget: int | str) -> Largest:
-        """Return the largest size whose total fits; more bytes never give a smaller.
+        """Return the largest size whose total fits a budget.
 
-        The measured sizes have the last word; between and beyond them, the polynomials
-        of the moments.
+        Measured sizes take precedence; between and beyond them the polynomials of
+        `moments` predict. A larger budget never gives a smaller size.
 
         Args:
-            budget: Bytes for the total, parameters and optimizer too: a number, or
-                `"80GiB"`.
+            budget: Budget of the total, parameters and optimizer state included: bytes,
+                as a number or `"80GiB"`.
 
         Raises:
-            OptionError: If the budget is no number of bytes, or the total does not grow
-                with the size, and all of them fit.
+            OptionError: If the budget is no number of bytes, or every size fits,
+                because the total does not grow with it.
         """
         budget_bytes = parse_bytes(budget)
         fitting = [p.size for p in self.points if p.total_bytes <= budget_bytes]
@@ -128,7 +127,7 @@ class Sweep:
             ends += [] if end is None else [end]
         if not ends:
             raise OptionError(
-                f"the bytes do not grow with {self.name}, so that every {self.name} "
+                f"the bytes do not grow with {self.name}, so every {self.name} "
                 f"fits {format_bytes(budget_bytes)}"
             )
         size = max(min(ends), *fitting, 0)
@@ -152,31 +151,22 @@ class Sweep:
                     "coefficients": [float(c) for c in fit.coefficients],
                     "residual": fit.residual,
                 }
-                for quantity, fit in self._fits()
+                for quantity, fit in self.fits()
             },
         }
 
     def __str__(self) -> str:
         """Return the measured sizes as a table, and the fits below."""
-        titles = (self.name, "total", "static", "peak", "saved")
-        rows = []
-        for p in self.points:
-            sizes = (p.total_bytes, p.static_bytes, p.peak_bytes, p.saved_bytes)
-            rows.append((str(p.size), *map(format_bytes, sizes)))
-        lines = aligned([titles, *rows])
-        lines += ["", "bytes, fitted:"]
-        for quantity, fit in self._fits():
-            off = f"(off by {fit.residual:.2%}, at most)"
-            lines.append(f"  {quantity:6} = {fit.text(self.name)}   {off}")
-        if len({self._at_peak(point.size) for point in self.points}) > 1:
-            moved = f"another operator makes the peak as {self.name} grows"
-            lines.append(f"  {moved}; what fits is told by the bytes at each")
-        return "\n".join(lines)
+        from membudget.report.profile_text import sweep_text
 
-    def _at_peak(self, size: int) -> tuple[Fraction, ...]:
+        return sweep_text(self)
+
+    def curve_at(self, size: int) -> tuple[Fraction, ...]:
+        """Return the polynomial of the op index that makes the peak at a size."""
         return max(self.moments, key=lambda moment: evaluate(moment, size))
 
-    def _fits(self) -> list[tuple[str, Fit]]:
+    def fits(self) -> list[tuple[str, Fit]]:
+        """Return the fitted polynomials, by name."""
         names = ("total", "static", "peak", "saved")
         return [(name, getattr(self, name)) for name in names]
 
@@ -192,20 +182,20 @@ def sweep(
     """Profile a step at several sizes.
 
     Args:
-        make: Called with the size by name; returns (model, batch) or (model, batch,
-            loss_fn), as `profile` takes them.
-        fake: As for `profile`, but fake unless said otherwise.
+        make: Called with the size as keyword; returns (model, batch) or (model, batch,
+            loss_fn) for `profile`.
+        fake: As for `profile`, but `True` by default.
         device: As for `profile`.
         optimizer: As for `profile`.
-        **sizes: One name with the sizes to try, such as `batch=[1, 2, 4, 8]`.
+        **sizes: One name with its sizes, such as `batch=[1, 2, 4, 8]`.
 
     Returns:
-        What was measured, and how it grows.
+        The measurements, and how they grow.
 
     Raises:
-        OptionError: If there is not one name with at least two different positive
-            sizes, `make` does not take it or returns something else, or a profile is
-            refused.
+        OptionError: If there is not exactly one name with at least two different
+            positive sizes, `make` does not accept it or returns something else, or
+            `profile` raises it.
 
     Example:
         >>> import torch
@@ -240,12 +230,12 @@ def sweep(
 def of_points(
     name: str, points: Sequence[Point], curves: Sequence[Sequence[tuple[str, int]]]
 ) -> Sweep:
-    """Return the sweep of what was measured.
+    """Fit the measurements of a sweep.
 
     Args:
-        name: Of the size.
-        points: By ascending size.
-        curves: For each size, the operators with the bytes alive at each.
+        name: Name of the size.
+        points: The measurements, by ascending size.
+        curves: For each size, each operator's name and the live bytes at it.
     """
     sizes = [point.size for point in points]
     peak = fitted(sizes, [point.peak_bytes for point in points])

@@ -1,13 +1,13 @@
-"""What an operator allocates beside its outputs while it runs.
+"""Workspaces: what an operator allocates in addition to its outputs while it runs.
 
-On the CPU every allocation and release is an event of torch's profiler, and each
-operator can be one, too: what is alive at most inside its interval, less what was alive
-at its start, less its outputs, is its workspace.
+On the CPU torch's profiler records every allocation and release, and each operator:
 
-On fake tensors nothing is allocated, so kernels of the CPU are tried: each distinct
-call that is small is run once on zeros. A convolution copies its input into another
-layout; an LSTM keeps a workspace whose size no shape tells, and which is corrected
-here. A product of plain matrices needs nothing beside its output, and is not tried.
+    workspace = (most live bytes while it runs) - (live bytes at its start) - outputs
+
+Fake tensors allocate nothing, so CPU kernels are tried: each distinct small call runs
+once on zeros. A convolution may copy its input into another layout; an LSTM returns a
+workspace whose size its fake kernel does not know, and which is corrected here. A
+product of plain matrices needs nothing in addition to its output, and is not tried.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -29,28 +30,29 @@ from membudget._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
-from membudget.memory.events import recorded_events
-from membudget.memory.storage import plain_parts, storage_bytes
+from membudget.memory.peak import recorded_events
+from membudget.memory.storage import storage_bytes
 from membudget.ops import facts_of
-from membudget.profile.recorder import MARK, StepRecorder
-from membudget.profile.records import RecordedCall, TensorSpec
+from membudget.profile.fake import RecordedCall, TensorSpec
+from membudget.profile.step_recorder import MARK, StepRecorder
+from membudget.state.bits import plain_parts
 
 MOST_BYTES = 1 << 27
-"""A call whose operands are larger is not tried."""
+"""Calls with larger operands and outputs are not tried."""
 
 MOST_FLOPS = 1 << 31
-"""A call that computes more is not tried."""
+"""Calls with more floating-point operations are not tried."""
 
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
 @contextmanager
 def allocations() -> Iterator[dict[int, int]]:
-    """Measure what marked events allocate.
+    """Measure what the operators allocate that run inside `record_function` events.
 
     Yields:
-        A table that is filled when the context ends: by the number of the mark, how
-        many more bytes were alive at most inside it than at its start.
+        A table that is filled when the context ends: by the number in the event's name,
+        its peak of live bytes less the live bytes at its start.
     """
     table: dict[int, int] = {}
     with recorded_events() as events:
@@ -66,7 +68,12 @@ def allocations() -> Iterator[dict[int, int]]:
 
 
 def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
-    """Note what the operators of a step on real tensors allocated."""
+    """Set the workspaces of a step that ran on real tensors.
+
+    Args:
+        recorder: The recorder of the step.
+        table: What `allocations` measured, by op index.
+    """
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
         if storage.birth >= 0:
@@ -76,12 +83,12 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
 
 
 def try_kernels(recorder: StepRecorder) -> int:
-    """Note what the operators of a step on fake tensors of the CPU would allocate.
+    """Set the workspaces of a step on fake CPU tensors by running kernels on zeros.
 
     Returns:
-        How many operators could not be tried, as too large or because zeros are no
-        input for them; their workspace counts as 0, or as a copy of operands that are
-        no plain matrices.
+        How many operators could not be tried, because they are too large or fail on
+        zeros. Their workspace counts as 0; that of a matrix product as a copy of each
+        operand that BLAS cannot read as it lies.
     """
     calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
     small = [call for call in calls if _is_small(recorder, call)]
@@ -119,10 +126,9 @@ def _may_need_more(call: RecordedCall) -> bool:
     if not all(spec.is_strided() for spec in specs):
         return False
     if _is_product(call):
-        # It copies operands that are no plain matrices; oneDNN packs half precision.
+        # It copies operands that BLAS cannot read; oneDNN repacks bfloat16.
         return any(s.dtype is torch.bfloat16 or not s.is_matrix() for s in specs)
-    # An operator on each element needs more only to bring operands into one layout or
-    # into one dtype.
+    # An elementwise operator allocates only to convert operands to one layout or dtype.
     is_pointwise = torch.Tag.pointwise in call.operator.tags
     is_uniform = len({spec.dtype for spec in specs}) == 1
     return not (is_pointwise and is_uniform and all(s.is_contiguous() for s in specs))
@@ -142,7 +148,7 @@ def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
 def _try(
     recorder: StepRecorder, number: int, call: RecordedCall, shapes: dict[int, Any]
 ) -> int | None:
-    """Run a call on zeros; return the bytes of what it made, `None` if it cannot be."""
+    """Run a call on zeros; return the bytes of its outputs, `None` if it fails."""
     operator = recorder.operators[call.indices[0]]
     values = iter(operator.inputs)
 
@@ -171,14 +177,16 @@ def _correct(
     made: Sequence[Tensor],
     shapes: dict[int, Any],
 ) -> None:
-    """Correct the sizes of outputs of which the fake kernel knows less."""
+    """Correct outputs whose real size differs from the fake kernel's."""
     for position, tensor in zip(outputs, made, strict=False):
         value = recorder.lifetimes.values[position]
         storage = recorder.lifetimes.storages[value.storage]
         if value.shape != tuple(tensor.shape) and storage.birth == index:
             shapes[position] = tensor.shape
             storage.bytes = tensor.untyped_storage().nbytes()
-            value.shape, value.bytes = tuple(tensor.shape), tensor.nbytes
+            recorder.lifetimes.values[position] = replace(
+                value, shape=tuple(tensor.shape), bytes=tensor.nbytes
+            )
 
 
 def _tensors(tree: Any) -> list[Tensor]:

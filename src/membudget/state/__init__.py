@@ -1,6 +1,6 @@
-"""What a training step reads and writes, taken and put back bit for bit.
+"""What a training step reads and writes, captured and restored bit for bit.
 
-`walk` finds what modules and objects hold, by name; `restore` takes all of it and puts
-it back; `rng`, `streams` and `marks` are the sources of random numbers; `bits` and
-`copies` tell whether two tensors are the same.
+`walk` finds what modules and objects hold, by name; `snapshot` captures and restores
+it; `rng` and `rng_memory` cover the random generators; `bits`, `copies` and `identity`
+tell whether a tensor is still the same.
 """

@@ -1,8 +1,7 @@
-"""The bits of a tensor: whether they can be read, and a fingerprint of them.
+"""The bits of a tensor: which tensors have readable bits, and a fingerprint of them.
 
-A fingerprint must need little memory beside the tensor, because it is taken where there
-is none to spare: the tensor is read in pieces, and none is copied whole, whatever its
-strides.
+A fingerprint is taken where a budget is tight, so it needs little memory: the tensor is
+read in pieces and never copied whole, whatever its strides.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ _LEAST_ELEMENTS = 1 << 11
 _SAMPLE = 256
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LOW_HALF = (1 << 32) - 1
-# Odd, so that a product with them loses nothing; their bits are those of 2**64 divided
-# by the golden ratio, and of the finaliser of MurmurHash3 (Appleby, public domain).
+# Odd, so that multiplying by them modulo 2**64 is invertible: 2**64 divided by the
+# golden ratio, and a constant of MurmurHash3's finaliser (Appleby, public domain).
 _SPREAD = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX = 0xFF51AFD7ED558CCD - (1 << 64)
 
 
 def has_bits(tensor: Tensor) -> bool:
-    """Tell whether a tensor has bytes that can be read."""
+    """Tell whether a tensor is dense and has bytes: no subclass, `meta` or nested."""
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
@@ -40,32 +39,50 @@ def has_bits(tensor: Tensor) -> bool:
     )
 
 
+def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors with a storage that `tensor` consists of; often itself."""
+    if tensor.layout is torch.sparse_coo:
+        detached = tensor.detach()
+        yield from (detached._indices(), detached._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        for name in names:
+            yield from plain_parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
 def is_subclass(tensor: Tensor) -> bool:
-    """Tell whether a tensor is of a class that answers operators itself."""
+    """Tell whether a tensor's class overrides `__torch_dispatch__`."""
     kind: Any = type(tensor)
     return kind.__torch_dispatch__ is not _PLAIN_DISPATCH
 
 
 def may_be_a_workspace(tensor: Tensor) -> bool:
-    """Tell whether it is a vector of bytes.
+    """Tell whether a tensor is a vector of bytes.
 
-    oneDNN and cuDNN keep their workspaces so, and leave parts of them unfilled.
+    oneDNN and cuDNN store workspaces that way and leave parts uninitialised, so equal
+    kernels may leave different bytes.
     """
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return two sums over the elements' bits, the first of them mixed with the place.
+    """Return two 64-bit sums over the elements' bits, the first hashed with position.
 
-    Both wrap at 64 bits. Tensors of one shape with equal elements have equal
-    fingerprints, whatever their strides. Changing one element changes both sums;
-    another change goes unseen with a probability of about 2**-64. It reads every
-    element once, waits for the device, and needs 16 bytes for each of 2,048 elements
-    or of a 32nd of the tensor, whichever is more.
+    Tensors of one shape with equal elements have equal fingerprints, whatever their
+    strides. Changing one element changes both sums; any other change goes unnoticed
+    with a probability of about 2**-64. Reads every element once, synchronises with the
+    device, and allocates 16 bytes per element for 2,048 elements or a 32nd of the
+    tensor, whichever is more.
 
     Args:
-        tensor: Of any shape; what has no bytes to be read gives `SKIPPED`.
+        tensor: Any tensor; one without readable bits gives `SKIPPED`.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0])
@@ -89,9 +106,9 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def content_of(tensor: Tensor) -> Fingerprint:
-    """Return the fingerprint of memory that nobody promised to be there.
+    """Return the fingerprint, or `SKIPPED` for a tensor whose memory may be gone.
 
-    FSDP frees a parameter's memory and keeps the tensor; a wrapper has none.
+    FSDP frees a parameter's memory and keeps the tensor.
     """
     if not has_bits(tensor) or tensor.is_quantized or is_freed(tensor):
         return SKIPPED
@@ -99,10 +116,9 @@ def content_of(tensor: Tensor) -> Fingerprint:
 
 
 def sample_of(tensor: Tensor) -> Fingerprint:
-    """Return the fingerprint of some 256 elements, spread evenly.
+    """Return the fingerprint of about 256 evenly spaced elements, using 4 KiB.
 
-    It takes 4 KiB, so that it can be taken where a budget is tight. A write of a whole
-    tensor changes it; one of a few rows may not.
+    Overwriting the whole tensor changes it; overwriting a few rows may not.
     """
     if has_bits(tensor) and tensor.numel() > _SAMPLE:
         if not tensor.is_contiguous() or is_freed(tensor):
@@ -116,13 +132,13 @@ def has_changed(
     noted: Fingerprint,
     take: Callable[[Tensor], Fingerprint] = content_of,
 ) -> bool:
-    """Tell whether a tensor's content is known to be another than it was."""
+    """Tell whether the fingerprint `noted` shows that a tensor's content changed."""
     now = take(tensor)
     return now != noted and SKIPPED not in (now, noted)
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Tell whether the memory of a tensor was freed."""
+    """Tell whether a tensor has elements but its storage was resized to 0 bytes."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
@@ -134,7 +150,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield all elements in order, in vectors of at most so many."""
+    """Yield all elements in order, in vectors of at most `most`."""
     if tensor.numel() <= most:
         yield tensor.reshape(-1)
     elif tensor.is_contiguous():
@@ -146,6 +162,11 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _add(sums: Tensor, piece: Tensor, start: int, work: Tensor) -> None:
+    """Add one piece: the hash of each element and its position, and the element.
+
+    sums[1] += x[i];  sums[0] += mix(mix(x[i] + (i + 1) * _SPREAD)), modulo 2**64, where
+    mix(w) = v ^ (v >> 32) of v = w * _MIX. `spare` holds positions, then shifted words.
+    """
     words, spare = work
     words.copy_(piece)
     sums[1] += words.sum()

@@ -1,4 +1,4 @@
-"""What tells whether a tensor's content is still the one that was seen."""
+"""Whether a tensor still has the content and the storage that were seen before."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from membudget._torch import (
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the version of a tensor's content; -1 where torch keeps none."""
+    """Return a tensor's version counter; -1 for an inference tensor, which has none."""
     try:
         return tensor._version
-    except RuntimeError:  # An inference tensor tracks no version.
+    except RuntimeError:
         return -1
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return where the tensor's storage lies; 0 where it has none (a sparse tensor)."""
+    """Return the address of a tensor's storage; 0 without one (a sparse tensor)."""
     try:
         return storage_address(tensor)
     except (RuntimeError, NotImplementedError):
@@ -32,14 +32,14 @@ def address_of(tensor: Tensor) -> int:
 
 
 class _Nowhere:
-    """Stands for the storage of a tensor that has none."""
+    """Placeholder for the storage of a tensor that has none."""
 
 
 _NOWHERE = _Nowhere()
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return the storage, to refer to weakly; a sparse tensor has none of its own."""
+    """Return an object for weak references: the storage, or a placeholder."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -47,26 +47,26 @@ def storage_of(tensor: Tensor) -> Any:
 
 
 class SavedVersion:
-    """The version of a tensor when autograd saved it, and the counter to compare with.
+    """Detects writes to a tensor after autograd saved it, without holding its memory.
 
-    An alias shares the counter; its memory is exchanged for none, so that it holds
-    nothing. This is the check that autograd makes where no saved-tensor hooks are.
+    An alias shares the tensor's version counter; its data is replaced by an empty
+    tensor. Autograd makes the same check for tensors saved without hooks.
     """
 
     __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: Tensor):
-        """Note the version now.
+        """Record the current version.
 
         Raises:
-            RuntimeError: Of a tensor of another kind than empty memory can stand for.
+            RuntimeError: If the tensor's data cannot be replaced by an empty tensor.
         """
         self._counter = detach_with_version(tensor)
         self._version = version_of(tensor)
         self._counter.data = _nothing(tensor.dtype, tensor.device)
 
     def has_moved(self) -> bool:
-        """Tell whether somebody has written the tensor since."""
+        """Tell whether the tensor has been written since."""
         return version_of(self._counter) != self._version
 
 

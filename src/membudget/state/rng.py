@@ -1,9 +1,14 @@
-"""Every source of random numbers that a region may draw from.
+"""Every source of random numbers that a step may draw from.
 
-Rerun must find each source where the forward found it, and leave it where it was. The
-state is noted before every region, whether or not it draws: a function may also reseed,
-so that a state that is the same afterwards proves nothing. Noting is cheap because a
-mark (see `marks`) tells that the state noted last is still the state.
+Global sources are torch's default generators (of the CPU, and of each accelerator in
+use), Python's `random`, and NumPy's legacy generator if NumPy is imported. Private ones
+are generators that a model or a batch holds; `walk` finds them.
+
+A `Stream` reads and writes a generator's state through its public functions. A `Source`
+is a stream for the engine, which captures every source before every region, whether or
+not the region draws: a function may also reseed, so an unchanged state afterwards
+proves nothing. A source therefore asks `rng_memory` first whether the state moved at
+all. An audit uses plain streams, so that it can catch a source that is wrong.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import random
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -19,19 +24,35 @@ import torch
 from torch import Generator
 
 from membudget.scope import Scope
-from membudget.state.marks import mark_of
+from membudget.state.rng_memory import raw_state_reader
 
 Noted = list[tuple["Source", tuple[Any, Any]]]
 
 
-class Source:
-    """One source of random numbers, whose state can be noted and brought back.
+class Stream:
+    """The state of one generator, read and written by its public functions."""
 
-    The last pair of mark and state is remembered: regions between which nothing is
-    drawn share one state, and what did not move is not written.
+    __slots__ = ("read", "write")
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]):
+        """Wrap the two functions.
+
+        Args:
+            read: Returns the state.
+            write: Sets the state to what `read` returned.
+        """
+        self.read = read
+        self.write = write
+
+
+class Source(Stream):
+    """A stream that skips reads and writes of a state that has not moved.
+
+    The last pair of mark and state is cached: regions between which nothing is drawn
+    share one state.
     """
 
-    __slots__ = ("_last", "_mark", "_read", "_write")
+    __slots__ = ("_last", "_mark")
 
     def __init__(
         self,
@@ -39,16 +60,15 @@ class Source:
         write: Callable[[Any], Any],
         mark: Callable[[], Any] | None,
     ):
-        """Watch a source.
+        """Watch a generator.
 
         Args:
-            read: Returns its state, by its public function.
-            write: Puts a state back.
-            mark: Returns something that is the same only while the state is;
-                `None` if reading the state is all there is.
+            read: Returns the state.
+            write: Sets the state to what `read` returned.
+            mark: Returns a value that changes whenever the state does, cheaper than
+                `read`; `None` compares the state itself.
         """
-        self._read = read
-        self._write = write
+        super().__init__(read, write)
         self._mark = mark if mark is not None else lambda: repr(read())
         self._last: tuple[Any, Any] | None = None
 
@@ -57,22 +77,22 @@ class Source:
         mark = self._mark()
         last = self._last
         if last is None or last[0] != mark:
-            last = self._last = (mark, self._read())
+            last = self._last = (mark, self.read())
         return last
 
     def bring_back(self, noted: tuple[Any, Any]) -> None:
-        """Put the source where it was when it was noted."""
+        """Restore the state that `note` returned, if it has moved."""
         if self._mark() != noted[0]:
-            self._write(noted[1])
+            self.write(noted[1])
 
 
 def note(sources: Iterable[Source]) -> Noted:
-    """Return where each source stands now."""
+    """Return the current state of each source."""
     return [(source, source.note()) for source in sources]
 
 
 def bring_back(noted: Noted, scope: Scope) -> None:
-    """Put every source where it was when it was noted, until `scope` ends."""
+    """Restore the noted states until `scope` ends; then restore the current ones."""
     for source, state in noted:
         now = source.note()
         scope.append((source.bring_back, (now,)))
@@ -80,27 +100,37 @@ def bring_back(noted: Noted, scope: Scope) -> None:
             source.bring_back(state)
 
 
-def source_of(generator: Any) -> Source | None:
-    """Return the source behind a generator of torch, Python or NumPy."""
-    if generator is torch.default_generator:
-        return _CPU[0]
-    if isinstance(generator, Generator):
-        return _torch_source(generator)
-    if isinstance(generator, random.SystemRandom):
-        return None  # It has no state.
-    mark = mark_of(generator)
-    if isinstance(generator, random.Random):
-        return Source(generator.getstate, generator.setstate, mark)
-    if hasattr(generator, "bit_generator"):
-        bits = generator.bit_generator
-        return Source(lambda: bits.state, partial(setattr, bits, "state"), None)
-    return Source(partial(generator.get_state, legacy=False), generator.set_state, mark)
+def stream_of(value: object) -> Stream | None:
+    """Return the stream of a generator of torch, Python or NumPy; `None` otherwise.
+
+    A generator without a state, such as `random.SystemRandom`, has no stream: nothing
+    can make it draw the same numbers again.
+    """
+    if isinstance(value, Generator):
+        return _torch_stream(value)
+    if isinstance(value, random.Random):
+        if isinstance(value, random.SystemRandom):
+            return None
+        return Stream(value.getstate, value.setstate)
+    # Importing NumPy here would change the process that is audited.
+    numpy_random: Any = sys.modules.get("numpy.random")
+    if numpy_random is None:
+        return None
+    if isinstance(value, numpy_random.RandomState):
+        legacy: Any = value
+        return Stream(partial(legacy.get_state, legacy=False), legacy.set_state)
+    bits: Any = value
+    if isinstance(value, numpy_random.Generator):
+        bits = bits.bit_generator
+    if isinstance(bits, numpy_random.BitGenerator):
+        return Stream(lambda: bits.state, partial(setattr, bits, "state"))
+    return None
 
 
-def _torch_source(generator: Generator) -> Source:
-    """Return the source behind a `torch.Generator`, of whichever device.
+def _torch_stream(generator: Generator) -> Stream:
+    """Return the stream of a `torch.Generator` on any device.
 
-    Its state is kept as bytes: no tensor of ours is alive when a step is at its peak.
+    The state is held as bytes, because a tensor of ours would count at the peak.
     """
 
     def read() -> bytes:
@@ -110,15 +140,27 @@ def _torch_source(generator: Generator) -> Source:
     def write(raw: bytes) -> None:
         generator.set_state(torch.frombuffer(bytearray(raw), dtype=torch.uint8))
 
-    return Source(read, write, mark_of(generator) or read)
+    return Stream(read, write)
+
+
+def source_of(generator: Any) -> Source | None:
+    """Return the source of a generator of torch, Python or NumPy; `None` otherwise."""
+    if generator is torch.default_generator:
+        return _CPU[0]
+    if isinstance(generator, Generator):
+        return _torch_source(generator)
+    stream = stream_of(generator)
+    if stream is None:
+        return None
+    return Source(stream.read, stream.write, raw_state_reader(generator))
 
 
 def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
-    """Return the sources behind generator objects that a region can reach.
+    """Return the sources of the generator objects that a region can reach.
 
     Args:
         generators: Generators of torch, Python and NumPy.
-        torch_too: Whether torch's generators are wanted.
+        torch_too: Whether to include torch's generators.
     """
     sources = [
         source_of(generator)
@@ -130,13 +172,10 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
 
 
 def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
-    """Return the sources that any code can draw from without naming one.
-
-    Python's `random`, NumPy's if NumPy was imported, the CPU's generator, and those of
-    the CUDA devices if CUDA is in use.
+    """Return the sources that any code can draw from without naming a generator.
 
     Args:
-        torch_too: Whether torch's generators are wanted.
+        torch_too: Whether to include torch's generators.
     """
     return _global_sources(
         torch_too,
@@ -146,21 +185,67 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
 
 
 def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, ...]:
-    """Return the sources that torch's own checkpoint brings back.
+    """Return the sources that `torch.utils.checkpoint` restores.
 
     Args:
-        device_indices: Asked for the CUDA devices, if CUDA is in use.
+        device_indices: Returns the CUDA devices; called only if CUDA is in use.
     """
     if not _cuda_is_in_use():
         return _CPU
     return *_CPU, *map(_cuda_source, sorted(set(device_indices())))
 
 
+def global_streams() -> dict[str, Stream]:
+    """Return the process-wide streams by name, for an audit."""
+    generators = {
+        "torch CPU": torch.default_generator,
+        "Python random": random._inst,
+        **_device_generators(),
+    }
+    if "numpy.random" in sys.modules:
+        generators["NumPy"] = _numpy_generator()
+    streams = {name: stream_of(generator) for name, generator in generators.items()}
+    return {name: stream for name, stream in streams.items() if stream is not None}
+
+
+def _device_generators() -> dict[str, Generator]:
+    found: dict[str, Generator] = {}
+    for kind in ("cuda", "xpu"):
+        module: Any = getattr(torch, kind, None)
+        if module is not None and module.is_available() and module.is_initialized():
+            for index, generator in enumerate(module.default_generators):
+                found[f"torch {kind}:{index}"] = generator
+    return found
+
+
+def _numpy_generator() -> Any:
+    """Return the generator behind NumPy's module-level functions."""
+    numpy_random: Any = sys.modules["numpy.random"]
+    return numpy_random.get_state.__self__
+
+
+def frozen(state: Any) -> Any:
+    """Return a state as tuples and bytes, which `==` compares bit for bit."""
+    if isinstance(state, torch.Tensor):
+        return bytes(state.flatten().tolist())
+    if isinstance(state, Mapping):
+        return tuple((key, frozen(state[key])) for key in sorted(state))
+    if isinstance(state, tuple | list):
+        return tuple(frozen(item) for item in state)
+    tobytes: Callable[[], bytes] | None = getattr(state, "tobytes", None)
+    return state if tobytes is None else tobytes()
+
+
+def _torch_source(generator: Generator) -> Source:
+    stream = _torch_stream(generator)
+    mark = raw_state_reader(generator) or stream.read
+    return Source(stream.read, stream.write, mark)
+
+
 _CPU = (_torch_source(torch.default_generator),)
-_PYTHON = Source(random.getstate, random.setstate, mark_of(random._inst))
+_PYTHON = Source(random.getstate, random.setstate, raw_state_reader(random._inst))
 
-
-# A build without CUDA never begins to use it, and asking costs a microsecond's tenth.
+# A build without CUDA never starts to use it, and asking costs 0.1 µs a region.
 _cuda_is_in_use = torch.cuda.is_initialized if torch.backends.cuda.is_built() else bool
 
 
@@ -175,8 +260,7 @@ def _global_sources(torch_too: bool, numpy_too: bool, cuda: bool) -> tuple[Sourc
     if torch_too:
         sources += _CPU
     if numpy_too:
-        numpy_random: Any = sys.modules["numpy.random"]
-        source = source_of(numpy_random.get_state.__self__)
+        source = source_of(_numpy_generator())
         sources += [source] if source is not None else []
     if cuda:
         sources += map(_cuda_source, range(len(torch.cuda.default_generators)))

@@ -73,7 +73,7 @@ def test_terms_of_a_rank_add_up_to_equations_2_and_4(shape: TransformerShape):
 
 
 @given(shapes())
-def test_flash_attention_keeps_a_number_for_each_row_of_the_scores(
+def test_flash_attention_saves_one_number_per_row_of_the_scores(
     shape: TransformerShape,
 ):
     flash, plain = flash_layer_terms(shape), layer_terms(shape)
@@ -106,7 +106,7 @@ def test_ranks_need_not_divide_tokens_that_they_do_not_share():
     assert layer_terms(shape).norm_inputs == 4 * shape.sbh
 
 
-def test_what_no_model_has_is_refused():
+def test_sizes_that_no_model_has_are_rejected():
     shape = TransformerShape(1, 8, 8, 4, tensor_parallel=4)
     with pytest.raises(mb.OptionError, match="recompute must be one of none, sel"):
         layer_bytes(shape, "some")  # type: ignore[arg-type]
@@ -197,7 +197,7 @@ def expected_terms(terms: LayerTerms, shape: TransformerShape) -> dict[str, int]
 
 @pytest.mark.parametrize("fake", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
-def test_a_traced_layer_keeps_each_term_to_the_byte(shape, fake: bool):
+def test_a_traced_layer_saves_each_term_to_the_byte(shape, fake: bool):
     found = found_terms(traced(shape, fake=fake))
     assert found == expected_terms(layer_terms(shape), shape)
 
@@ -211,7 +211,7 @@ def test_a_traced_layer_keeps_each_term_to_the_byte(shape, fake: bool):
         ("full", lambda path: True),
     ],
 )
-def test_a_region_would_keep_what_it_did_not_make(
+def test_a_region_keeps_inputs_that_it_did_not_make(
     shape: TransformerShape, way: Recompute, is_inside
 ):
     graph = traced(shape)
@@ -226,7 +226,7 @@ def test_a_region_would_keep_what_it_did_not_make(
 
 @pytest.mark.parametrize("fake", [True, False])
 @pytest.mark.parametrize("shape", SHAPES, ids=repr)
-def test_a_traced_layer_with_fused_attention_keeps_each_term(shape, fake: bool):
+def test_a_traced_layer_with_fused_attention_saves_each_term(shape, fake: bool):
     found = found_terms(traced(shape, flash_layer, fake))
     expected = expected_terms(flash_layer_terms(shape), shape)
     parts = ("query_and_key", "value", "log_sum_exp", "projection_input")
@@ -235,7 +235,7 @@ def test_a_traced_layer_with_fused_attention_keeps_each_term(shape, fake: bool):
     assert found == expected
 
 
-def test_layers_that_follow_each_other_keep_the_same():
+def test_consecutive_layers_save_the_same():
     shape = SHAPES[1]
     with torch.device("meta"):
         layers = [plain_layer(shape) for _ in range(3)]

@@ -22,7 +22,7 @@ def state_bytes(kind: type[Optimizer], weight: Tensor, **options) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_sgd_and_adam_keep_what_the_forms_say(dtype: torch.dtype):
+def test_the_state_of_sgd_and_adam_matches_the_closed_forms(dtype: torch.dtype):
     weight = torch.zeros(5, 7, dtype=dtype)
     elements, each = weight.numel(), weight.element_size()
     assert state_bytes(SGD, weight, momentum=0.9) == sgd_bytes(elements, each)
@@ -34,7 +34,7 @@ def test_sgd_and_adam_keep_what_the_forms_say(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("size", [(), (7,), (5, 7), (3, 5, 7), (2, 3, 5, 7)])
-def test_adafactor_keeps_rows_and_columns_of_each_matrix(size: tuple[int, ...]):
+def test_adafactor_has_one_number_per_row_and_column(size: tuple[int, ...]):
     assert state_bytes(Adafactor, torch.zeros(size)) == adafactor_bytes(size)
 
 
@@ -47,12 +47,12 @@ def test_a_profile_finds_the_state_of_adam_for_each_parameter(kind: type[Optimiz
     assert graph.static.optimizer == sum(forms)
 
 
-def test_sgd_without_momentum_keeps_nothing():
+def test_sgd_without_momentum_has_no_state():
     found = state_bytes(SGD, torch.zeros(5, 7))
     assert found == sgd_bytes(35, momentum=False) == 0
 
 
-def test_sizes_that_no_parameter_has_are_refused():
+def test_sizes_that_no_parameter_has_are_rejected():
     with pytest.raises(mb.OptionError, match="elements must be a positive integer"):
         sgd_bytes(0)
     with pytest.raises(mb.OptionError, match="element_bytes must be a positive"):

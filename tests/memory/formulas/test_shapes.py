@@ -10,7 +10,7 @@ from membudget.memory.formulas import TransformerShape
 
 @pytest.mark.parametrize("name", ["batch", "sequence", "hidden", "heads"])
 @pytest.mark.parametrize("size", [0, -1, 2.0, True, "2"])
-def test_sizes_that_are_no_positive_integers_are_refused(name: str, size):
+def test_sizes_that_are_not_positive_integers_are_rejected(name: str, size):
     sizes = {"batch": 2, "sequence": 2, "hidden": 2, "heads": 2, name: size}
     with pytest.raises(mb.OptionError, match=f"{name} must be a positive integer; got"):
         TransformerShape(**sizes)
@@ -28,7 +28,7 @@ def test_sizes_that_are_no_positive_integers_are_refused(name: str, size):
         ),
     ],
 )
-def test_sizes_that_do_not_divide_are_refused(sizes: dict, said: str):
+def test_sizes_that_do_not_divide_are_rejected(sizes: dict, said: str):
     with pytest.raises(mb.OptionError, match=said):
         TransformerShape(
             **{"batch": 1, "sequence": 8, "hidden": 8, "heads": 4, **sizes}

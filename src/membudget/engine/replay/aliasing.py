@@ -30,7 +30,7 @@ from membudget.engine.replay.tape import (
     LiveTensor,
     Operation,
     RecordedMemory,
-    Value,
+    TapeValue,
 )
 from membudget.state.identity import address_of, storage_of
 
@@ -74,7 +74,7 @@ class Tracker:
 
         self.table = table
         self.clock = 0
-        self.sources: list[ReferenceType[Value]] = []
+        self.sources: list[ReferenceType[TapeValue]] = []
         self.writes: Callable[[int], None] | None = None
         self._places = places
         self._forget = forget
@@ -96,11 +96,11 @@ class Tracker:
             return self.meet(tensor, entry)
         return entry
 
-    def read(self, tensor: Tensor) -> Value:
+    def read(self, tensor: Tensor) -> TapeValue:
         """Return the value of a tensor whose content is needed."""
         return self.mark_read(tensor, self.entry(tensor))
 
-    def mark_read(self, tensor: Tensor, entry: LiveTensor) -> Value:
+    def mark_read(self, tensor: Tensor, entry: LiveTensor) -> TapeValue:
         """Return the value of a tensor with a known entry; mark it as needed."""
         value = entry.value
         root = value.root or value
@@ -114,13 +114,13 @@ class Tracker:
             self._use(root)
         return value
 
-    def _use(self, value: Value) -> None:
+    def _use(self, value: TapeValue) -> None:
         value.is_used = True
         if value.operation is None:
             self.sources.append(ref(value))
 
     def enter(
-        self, tensor: Tensor, value: Value, memory: RecordedMemory, address: int
+        self, tensor: Tensor, value: TapeValue, memory: RecordedMemory, address: int
     ) -> LiveTensor:
         """Track a tensor under a value."""
         entry = LiveTensor(tensor, self._forget)
@@ -148,7 +148,7 @@ class Tracker:
             self._places[address] = place
         return place
 
-    def enter_fresh(self, tensor: Tensor, value: Value, address: int) -> LiveTensor:
+    def enter_fresh(self, tensor: Tensor, value: TapeValue, address: int) -> LiveTensor:
         """Track a tensor in a storage of its own."""
         return self.enter(tensor, value, RecordedMemory(value, tensor.dtype), address)
 
@@ -178,7 +178,7 @@ class Tracker:
             value = self._source(tensor, memory)
         return self.enter(tensor, value, memory, address)
 
-    def know(self, tensor: Tensor, value: Value) -> None:
+    def know(self, tensor: Tensor, value: TapeValue) -> None:
         """Track the tensor that a backward inside the forward got for a value."""
         address = address_of(tensor)
         place = self._places.get(address)
@@ -235,7 +235,7 @@ class Tracker:
             memory.sources.clear()
         return memories
 
-    def after_write(self, memory: RecordedMemory, root: Value | None) -> None:
+    def after_write(self, memory: RecordedMemory, root: TapeValue | None) -> None:
         """Record that a memory was written.
 
         Args:
@@ -251,30 +251,31 @@ class Tracker:
         self.clock += 1
         return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
 
-    def _rebased(self, value: Value, memory: RecordedMemory) -> Value:
+    def _rebased(self, value: TapeValue, memory: RecordedMemory) -> TapeValue:
         """Return the value of a view, or of a root, after its memory got a new root."""
         operation, root = value.operation, memory.root
         assert root is not None
         if value.root is None or operation is None:
             return root
         args = [
-            self._rebased(a, memory) if type(a) is Value else a for a in operation.args
+            self._rebased(a, memory) if type(a) is TapeValue else a
+            for a in operation.args
         ]
         again = self.operation(operation.operator, args, operation.kwargs)
         return again.output(value.index, root)
 
-    def _as_strided(self, tensor: Tensor, root: Value) -> Value:
+    def _as_strided(self, tensor: Tensor, root: TapeValue) -> TapeValue:
         """Return a value for an alias that no observed operator made."""
         geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
         return self.operation(AS_STRIDED, geometry, {}).output(0, root)
 
-    def note_source(self, value: Value) -> None:
+    def note_source(self, value: TapeValue) -> None:
         """List a value that has become a source, if something reads it."""
         if value.is_used:
             self.sources.append(ref(value))
 
-    def _source(self, tensor: Tensor, memory: RecordedMemory) -> Value:
-        source = Value(None)
+    def _source(self, tensor: Tensor, memory: RecordedMemory) -> TapeValue:
+        source = TapeValue(None)
         source.hold(held := alias(tensor))
         if held is tensor:
             # The function may exchange it by `.data =`.
@@ -290,7 +291,7 @@ class Tracker:
         return source
 
 
-def is_empty(value: Value) -> bool:
+def is_empty(value: TapeValue) -> bool:
     """Tell whether no observed operator has written the memory of a value."""
     operation = (value.root or value).operation
     return operation is not None and operation.operator is EMPTY

@@ -25,7 +25,7 @@ from membudget.engine.replay.sources import (
     is_freed_parameter,
     unpacked,
 )
-from membudget.engine.replay.tape import Operation, Scratch, Value
+from membudget.engine.replay.tape import Operation, Scratch, TapeValue
 from membudget.ops import flat_outputs
 from membudget.scope import Scope
 from membudget.state.bits import fingerprint
@@ -80,14 +80,14 @@ def _bits(arguments: Any) -> list[Any]:
     return [fingerprint(t) for t in tree_iter(arguments) if isinstance(t, Tensor)]
 
 
-def derived(value: Value, bases: dict[Value, Tensor]) -> Tensor:
+def derived(value: TapeValue, bases: dict[TapeValue, Tensor]) -> Tensor:
     """Apply the view operators that lead from a base in `bases` to `value`."""
     base = bases.get(value)
     if base is not None:
         return base
     operation = value.operation
     assert operation is not None
-    args = [derived(a, bases) if type(a) is Value else a for a in operation.args]
+    args = [derived(a, bases) if type(a) is TapeValue else a for a in operation.args]
     output = operation.operator(*args, **operation.kwargs)
     tensor = output if isinstance(output, Tensor) else output[value.index]
     assert isinstance(tensor, Tensor)
@@ -107,7 +107,7 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
             source.bring_back(now)
 
 
-def is_read_by(wanted: list[Value], owner: Value) -> bool:
+def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
     """Tell whether recomputing some values may read the memory of another.
 
     Values that a stage carries over are in memory, and need no recomputation.
@@ -142,7 +142,7 @@ class Executor:
         self.unpack: Any = None
         self._plan = 0
         self._stage = -1  # The stage that the plan serves; -1 for all.
-        self._memoised: dict[Value, None] = {}
+        self._memoised: dict[TapeValue, None] = {}
 
     def _run(self, operation: Operation) -> None:
         bases = self._bases(operation) if operation.targets else _NO_BASES
@@ -164,10 +164,10 @@ class Executor:
             self._used(value)
 
     def _note(
-        self, operation: Operation, output: Any, bases: dict[Value, Tensor]
+        self, operation: Operation, output: Any, bases: dict[TapeValue, Tensor]
     ) -> None:
         made = (output,) if type(output) is Tensor else flat_outputs(output)
-        written: dict[int, Value] = {}
+        written: dict[int, TapeValue] = {}
         if bases:
             written = {index: root for root, index in operation.targets}
         for index, reference in operation.outputs:
@@ -180,7 +180,7 @@ class Executor:
                 value.tensor = made[index] if root is None else bases[root]
                 self._memoised[value] = None
 
-    def _bases(self, operation: Operation) -> dict[Value, Tensor]:
+    def _bases(self, operation: Operation) -> dict[TapeValue, Tensor]:
         """Return the memory that a writing operator may overwrite, for each target."""
         bases = {}
         for root, _ in operation.targets:
@@ -194,9 +194,9 @@ class Executor:
                 bases[root] = copy_of(root.tensor)
         return bases
 
-    def _argument(self, argument: Any, bases: dict[Value, Tensor]) -> Any:
+    def _argument(self, argument: Any, bases: dict[TapeValue, Tensor]) -> Any:
         kind = type(argument)
-        if kind is Value:
+        if kind is TapeValue:
             if bases and (argument.root or argument) in bases:
                 return derived(argument, bases)
             if argument.operation is None:
@@ -208,12 +208,12 @@ class Executor:
             return torch.zeros(argument.shape, **argument.options)
         return argument
 
-    def _source(self, value: Value) -> Tensor:
+    def _source(self, value: TapeValue) -> Tensor:
         """Return the content of a source, checked, for an operator to read."""
         check_source(value, tensor := self._content(value))
         return tensor
 
-    def _content(self, value: Value) -> Tensor:
+    def _content(self, value: TapeValue) -> Tensor:
         tensor = value.tensor
         if tensor is None:
             tensor = value.tensor = unpacked(value, self.unpack)
@@ -224,7 +224,7 @@ class Executor:
             raise SourceFreedError
         return tensor
 
-    def _used(self, value: Value) -> None:
+    def _used(self, value: TapeValue) -> None:
         value.uses -= 1
         if value.root is not None:
             value.root.view_uses -= 1
@@ -234,7 +234,7 @@ class Executor:
         # The value references its inputs, which must be freed with its last handle.
         self._memoised.pop(value, None)
 
-    def _is_unpacked_for_all(self, value: Value) -> bool:
+    def _is_unpacked_for_all(self, value: TapeValue) -> bool:
         """Tell whether a packed source stays in memory for all stages.
 
         Hooks around the region may be unable to restore it twice in one backward.

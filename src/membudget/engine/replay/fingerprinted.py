@@ -28,7 +28,7 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.tape import ReplayHandle, Value
+from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verify import (
     OperatorPath,
     Verified,
@@ -139,7 +139,7 @@ class BackwardComparison:
         self._verified.add(self._path)
 
     def _error(
-        self, handle: ReplayHandle, wrong: list[Value]
+        self, handle: ReplayHandle, wrong: list[TapeValue]
     ) -> RecomputeMismatchError:
         roots = {value.root or value for value in wrong}
         unrepeatable = self._verified.unrepeatable
@@ -163,7 +163,7 @@ def _differs(handle: ReplayHandle, tensor: Tensor) -> bool:
     return is_recomputed(handle.value) and has_changed(tensor, noted)
 
 
-def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[Value]:
+def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[TapeValue]:
     """Return all values of live handles that differ, starting with the first."""
     wrong = [first.value]
     for handle in replayer.living():
@@ -180,9 +180,9 @@ def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[Value]:
     return wrong
 
 
-def _comes_of(value: Value, others: Collection[Value]) -> bool:
+def _comes_of(value: TapeValue, others: Collection[TapeValue]) -> bool:
     """Tell whether a value was computed from any of the others."""
-    seen: set[Value] = set()
+    seen: set[TapeValue] = set()
     found = [value]
     while found:
         operation = found.pop().operation

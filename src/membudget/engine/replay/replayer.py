@@ -30,7 +30,7 @@ from membudget._torch import (
 from membudget.engine.policy import Stages
 from membudget.engine.replay.execute import Executor, is_read_by
 from membudget.engine.replay.sources import copy_of
-from membudget.engine.replay.tape import Operation, ReplayHandle, Value
+from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.scope import Scope
 from membudget.state.identity import version_of
 
@@ -104,7 +104,7 @@ class Replayer(Executor):
         self._used(value)
         return self._lent(value, tensor)
 
-    def _lent(self, value: Value, tensor: Tensor) -> Tensor:
+    def _lent(self, value: TapeValue, tensor: Tensor) -> Tensor:
         """Return a tensor for autograd to read, and for its kernels to overwrite.
 
         As in plain autograd, several saved tensors may share memory. But if an
@@ -123,7 +123,7 @@ class Replayer(Executor):
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None]
 
-    def _of_other_stages(self) -> list[Value]:
+    def _of_other_stages(self) -> list[TapeValue]:
         return [h.value for h in self.living() if h.stage != self._stage]
 
     def prepare(self) -> None:
@@ -142,7 +142,7 @@ class Replayer(Executor):
         self._plan_ran = 0
         self._task = -2  # Makes the next request start a plan.
 
-    def _wanted(self) -> list[Value]:
+    def _wanted(self) -> list[TapeValue]:
         """Return the values of live handles that the plan has to compute."""
         return [
             h.value
@@ -170,7 +170,7 @@ class Replayer(Executor):
 
     def _count_path(self) -> None:
         """Count the uses of every value that leads to one the plan has to compute."""
-        wanted: list[Value] = []
+        wanted: list[TapeValue] = []
         for value in self._wanted():
             self._count(value, wanted)
         while wanted:
@@ -185,7 +185,7 @@ class Replayer(Executor):
             if self._stage >= 0:
                 self._count_held(operation.outputs)
 
-    def _count(self, value: Value, wanted: list[Value]) -> None:
+    def _count(self, value: TapeValue, wanted: list[TapeValue]) -> None:
         """Count one use; a value without content must be computed."""
         self._begin(value)
         value.uses += 1
@@ -195,7 +195,9 @@ class Replayer(Executor):
             self._begin(value.root)
             value.root.view_uses += 1
 
-    def _count_held(self, values: Iterable[tuple[int, ReferenceType[Value]]]) -> None:
+    def _count_held(
+        self, values: Iterable[tuple[int, ReferenceType[TapeValue]]]
+    ) -> None:
         """Count one use of each value that the stage carries over to later ones."""
         assert self.stages is not None
         held = self.stages.held[self._stage]
@@ -208,7 +210,7 @@ class Replayer(Executor):
                 value.uses += 1
                 value.is_carried = True
 
-    def _begin(self, value: Value) -> None:
+    def _begin(self, value: TapeValue) -> None:
         if value.plan != self._plan:
             value.plan = self._plan
             value.uses = value.view_uses = value.reads = 0
@@ -216,7 +218,7 @@ class Replayer(Executor):
 
     # Running.
 
-    def _materialise(self, value: Value) -> None:
+    def _materialise(self, value: TapeValue) -> None:
         if value.operation is None:
             self._source(value)
             return
@@ -254,7 +256,9 @@ class Replayer(Executor):
                     torch.set_default_dtype(dtype)
                 self._run(operation)
 
-    def _path_to(self, value: Value) -> tuple[list[Operation], list[Value]] | None:
+    def _path_to(
+        self, value: TapeValue
+    ) -> tuple[list[Operation], list[TapeValue]] | None:
         """Return the operations to run for a value, and the sources to unpack.
 
         Returns:

@@ -21,7 +21,7 @@ from membudget._torch import (
     without_dispatch_modes,
 )
 from membudget.engine.held import Packed
-from membudget.engine.replay.tape import LiveStorage, LiveTensor, Value
+from membudget.engine.replay.tape import LiveStorage, LiveTensor, TapeValue
 from membudget.state.bits import has_changed, is_freed
 from membudget.state.identity import address_of, version_of
 
@@ -39,7 +39,7 @@ class SourceFreedError(Exception):
     """A parameter has no memory, because FSDP has resharded it."""
 
 
-def check_source(value: Value, tensor: Tensor) -> None:
+def check_source(value: TapeValue, tensor: Tensor) -> None:
     """Check that an operator is about to read what it read in the forward (Rule 5).
 
     A parameter whose `.data` was exchanged fails only here: autograd itself reads the
@@ -57,7 +57,7 @@ def check_source(value: Value, tensor: Tensor) -> None:
                 raise SourceChangedError(tensor)
 
 
-def unpacked(value: Value, unpack: Callable[[Any], Tensor]) -> Tensor:
+def unpacked(value: TapeValue, unpack: Callable[[Any], Tensor]) -> Tensor:
     """Return a source from the saved-tensor hooks around the region.
 
     Raises:
@@ -84,7 +84,7 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def settle_source(
-    source: Value, outer: Hooks | None, take: Callable[[Tensor], Any] | None
+    source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
     """Record how to detect changes of a source, or pack it with the surrounding hooks.
 

@@ -1,11 +1,10 @@
 """The tape: values, and the operations that compute them.
 
-A `Value` is the content of a tensor at one moment. An `Operation` produces it, or it is
-a *source*, whose content is held. Only the handles that autograd stores keep values
-alive; a value keeps its operation, and an operation its inputs. References point from
-outputs to inputs only, so the tape has no cycles, and parts that no handle needs are
-freed.
-"""
+A `TapeValue` is the content of a tensor at one moment. An `Operation` produces it, or
+it is a *source*, whose content is held. Only the handles that autograd stores keep
+values alive; a value keeps its operation, and an operation its inputs. References point
+from outputs to inputs only, so the tape has no cycles, and parts that no handle needs
+are freed."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from membudget.state.bits import Fingerprint
 from membudget.state.identity import SavedVersion
 
 
-class Value:
+class TapeValue:
     """The content of one tensor at one moment.
 
     Attributes:
@@ -62,7 +61,7 @@ class Value:
     is_carried: bool
 
     def __init__(
-        self, operation: Operation | None, index: int = 0, root: Value | None = None
+        self, operation: Operation | None, index: int = 0, root: TapeValue | None = None
     ):
         """Create a value without content."""
         self.operation = operation
@@ -132,31 +131,31 @@ class Operation:
         self.kwargs = kwargs
         self.number = number
         self.call = 0
-        self._inputs: list[Value] | None = None
+        self._inputs: list[TapeValue] | None = None
         self.grad_enabled = grad_enabled
         self.default_dtype = torch.get_default_dtype()
         self.decides = False
         self.is_foreign = False
         self.drawn: tuple[Any, Any] | None = None
-        self.outputs: list[tuple[int, ReferenceType[Value]]] = []
-        self.targets: list[tuple[Value, int]] = []
+        self.outputs: list[tuple[int, ReferenceType[TapeValue]]] = []
+        self.targets: list[tuple[TapeValue, int]] = []
         self.plan = 0
         self.is_view = True
 
-    def output(self, index: int, root: Value | None = None) -> Value:
+    def output(self, index: int, root: TapeValue | None = None) -> TapeValue:
         """Return a new value for one of its outputs."""
         self.is_view = self.is_view and root is not None
-        value = Value(self, index, root)
+        value = TapeValue(self, index, root)
         self.outputs.append((index, ref(value)))
         return value
 
-    def inputs(self) -> list[Value]:
+    def inputs(self) -> list[TapeValue]:
         """Return the values it needs; a written argument counts as its root."""
         if self._inputs is None:
             self._inputs = self._find_inputs()
         return self._inputs
 
-    def _find_inputs(self) -> list[Value]:
+    def _find_inputs(self) -> list[TapeValue]:
         written = [root for root, _ in self.targets]
         found = list(written)
         _gather(self.args, found, written)
@@ -165,9 +164,9 @@ class Operation:
         return found
 
 
-def _gather(arguments: Any, found: list[Value], written: list[Value]) -> None:
+def _gather(arguments: Any, found: list[TapeValue], written: list[TapeValue]) -> None:
     for argument in arguments:
-        if type(argument) is Value:
+        if type(argument) is TapeValue:
             if not written or (argument.root or argument) not in written:
                 found.append(argument)
         elif type(argument) is list:
@@ -195,7 +194,7 @@ class ReplayHandle:
         "value",
     )
 
-    value: Value
+    value: TapeValue
 
     def __init__(self) -> None:
         """Create a handle; its value is assigned once it is known."""
@@ -235,14 +234,14 @@ class RecordedMemory:
         "sources",
     )
 
-    def __init__(self, root: Value | None, dtype: torch.dtype | None = None):
+    def __init__(self, root: TapeValue | None, dtype: torch.dtype | None = None):
         """Start from the first value in it, or from `None` for memory from outside."""
         self.root = root
         self.dtype = dtype
         self.epoch = 0
         self.is_external = root is None
         self.is_state = False
-        self.sources: list[ReferenceType[Value]] = []
+        self.sources: list[ReferenceType[TapeValue]] = []
 
 
 class LiveStorage(ref[Any]):
@@ -275,7 +274,7 @@ class LiveTensor(ref[Tensor]):
     __slots__ = ("address", "epoch", "key", "memory", "value")
 
     key: int
-    value: Value
+    value: TapeValue
     memory: RecordedMemory
     epoch: int
     address: int

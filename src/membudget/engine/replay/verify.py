@@ -39,7 +39,7 @@ from membudget.engine.replay.sources import (
     copy_of,
     is_freed_parameter,
 )
-from membudget.engine.replay.tape import ReplayHandle, Value
+from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.errors import UnrepeatableWarning
 from membudget.state.bits import PLAIN_CLASSES
 from membudget.state.identity import address_of
@@ -260,7 +260,7 @@ class Originals:
             replayer.release()
 
 
-def is_recomputed(value: Value) -> bool:
+def is_recomputed(value: TapeValue) -> bool:
     """Tell whether an operation computes the value for a backward pass."""
     root = value.root or value
     # No backward reads the statistics that a normalisation has updated, and a view of a
@@ -268,7 +268,7 @@ def is_recomputed(value: Value) -> bool:
     return not (value.operation is None or root.is_state or root.operation is None)
 
 
-def keep_from_now_on(value: Value, unrepeatable: OutputIndices) -> str:
+def keep_from_now_on(value: TapeValue, unrepeatable: OutputIndices) -> str:
     """Keep an output in later steps; return a message about it."""
     root = value.root or value
     operation = root.operation

@@ -1,4 +1,4 @@
-"""Closed forms: what a transformer keeps for its backward, what an optimizer keeps."""
+"""Closed forms: saved activations of a transformer, state of an optimizer."""
 
 from membudget.memory.formulas.activations import (
     LayerTerms,

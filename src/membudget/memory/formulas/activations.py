@@ -1,19 +1,19 @@
-"""Closed forms: what a transformer keeps for its backward.
+"""Closed forms: activations that a transformer saves for its backward pass.
 
-They are those of
+From
 
     Korthikanti and others: Reducing Activation Recomputation in Large Transformer
     Models, 2022, arXiv:2205.05198,
 
 "the paper" below. Its symbols: `b` batch, `s` sequence, `h` hidden, `a` heads, `L`
-layers, `v` vocabulary, `t` ranks of tensor parallelism. Activations have two bytes an
-element, masks of dropout one. Each figure is that of one rank, and an exact integer.
+layers, `v` vocabulary, `t` ranks of tensor parallelism. Activations have two bytes per
+element, dropout masks one. Each figure is for one rank, and an exact integer.
 
-The layer is a GPT's: norm, attention with dropout on its probabilities, projection,
-dropout, sum; norm, linear to 4h, GELU, linear back, dropout, sum.
+The layer is GPT's: norm, attention with dropout on its probabilities, projection,
+dropout, sum; norm, linear to 4h, GELU, linear to h, dropout, sum.
 
-Nowhere counted: parameters, gradients, a norm's mean and deviation (2bs elements for
-each norm), a mask of attention, what the forward frees, workspaces, communication.
+Never counted: parameters, gradients, a norm's mean and deviation (2bs elements per
+norm), attention masks, temporaries of the forward, workspaces, communication.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ Recompute = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, slots=True)
 class LayerTerms:
-    """Bytes that one layer keeps, term by term: section 4.1 of the paper.
+    """Bytes that one layer saves, term by term: section 4.1 of the paper.
 
     Attributes:
-        qkv_input: What the three projections read, 2sbh.
-        query_and_key: What the scores are the product of, 4sbh.
-        softmax_output: The probabilities, 2bs²a.
-        softmax_dropout_mask: Which of them stay, bs²a.
-        softmax_dropout_output: What multiplies the values, 2bs²a.
-        value: What it multiplies, 2sbh.
-        log_sum_exp: Of flash attention, in place of the three with s².
-        projection_input: What the heads give, 2sbh.
-        attention_dropout_mask: Of the attention's output, sbh.
-        mlp_input: What the first linear reads, 2sbh.
-        gelu_input: 8sbh.
-        gelu_output: What the second linear reads, 8sbh.
-        mlp_dropout_mask: Of the MLP's output, sbh.
-        norm_inputs: Of both norms, 4sbh.
+        qkv_input: Input of the three projections, 2sbh.
+        query_and_key: Factors of the scores, 4sbh.
+        softmax_output: The attention probabilities, 2bs²a.
+        softmax_dropout_mask: Dropout mask of the probabilities, bs²a.
+        softmax_dropout_output: Probabilities after dropout, 2bs²a.
+        value: The values, 2sbh.
+        log_sum_exp: Statistics of flash attention, instead of the three with s².
+        projection_input: Output of the heads, 2sbh.
+        attention_dropout_mask: Dropout mask of the attention's output, sbh.
+        mlp_input: Input of the first linear, 2sbh.
+        gelu_input: Output of the first linear, 8sbh.
+        gelu_output: Input of the second linear, 8sbh.
+        mlp_dropout_mask: Dropout mask of the MLP's output, sbh.
+        norm_inputs: Inputs of both norms, 4sbh.
     """
 
     qkv_input: int
@@ -70,7 +70,7 @@ class LayerTerms:
 
     @property
     def core(self) -> int:
-        """What selective recomputation drops, while it keeps q, k and v: 5bs²a."""
+        """Bytes that selective recomputation drops (it keeps q, k and v): 5bs²a."""
         masked = self.softmax_dropout_mask + self.softmax_dropout_output
         return self.softmax_output + masked + self.log_sum_exp
 
@@ -92,17 +92,17 @@ class LayerTerms:
 
 
 def layer_terms(shape: TransformerShape) -> LayerTerms:
-    """Return what one layer keeps, term by term.
+    """Return what one layer saves, term by term.
 
-    Tensor parallelism splits what lies between the two linears of each half over the
-    heads, or over 4h: sbh(10 + 24/t + 5as/(ht)), equation 2 of the paper. Sequence
-    parallelism splits the rest, too, over the tokens: sbh/t (34 + 5as/h), equation 4.
+    Tensor parallelism splits everything between the two linears of each half by heads,
+    or by the 4h: sbh(10 + 24/t + 5as/(ht)), equation 2 of the paper. Sequence
+    parallelism also splits the rest by tokens: sbh/t (34 + 5as/h), equation 4.
 
     Args:
-        shape: Of the layer.
+        shape: Sizes of the layer.
 
     Returns:
-        The bytes of one rank. Not counted: what the top of this module names.
+        Bytes of one rank. Not counted: the list at the top of this module.
 
     Example:
         >>> terms = layer_terms(TransformerShape(1, 2048, 12288, 96))  # GPT-3 175B
@@ -131,19 +131,19 @@ def layer_terms(shape: TransformerShape) -> LayerTerms:
 
 
 def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
-    """Return what one layer keeps if its attention is fused: 34sbh + 4bas.
+    """Return what one layer saves with fused attention: 34sbh + 4bas.
 
     Flash attention (Dao, Fu, Ermon, Rudra, Ré 2022, arXiv:2205.14135, section 3.1)
-    keeps q, k, v, its output, and for each row of the scores the logarithm of the sum
+    saves q, k, v, its output, and for each row of the scores the logarithm of the sum
     of exponentials, in single precision: 4bas bytes. The output is the input of the
-    projection, and counted there, once. For `t`, the paper's rules are applied.
+    projection and counted there. Ranks share it by the paper's rules.
 
     Args:
-        shape: Of the layer.
+        shape: Sizes of the layer.
 
     Returns:
-        The bytes of one rank. Not counted, beside what `layer_terms` leaves out: the
-        seed of the fused dropout, and rows that a kernel adds to reach a multiple.
+        Bytes of one rank. Not counted, besides the list at the top of this module: the
+        seed of the fused dropout, and rows that a kernel adds as padding.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -161,7 +161,7 @@ def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
 
 
 def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
-    """Return what one layer keeps between forward and backward: table 2 of the paper.
+    """Return what one layer saves between forward and backward: table 2 of the paper.
 
         recompute    tensor parallel              tensor and sequence parallel
         none         sbh(10 + 24/t + 5as/(ht))    sbh(34/t + 5as/(ht))
@@ -169,17 +169,18 @@ def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
         full         sbh(2)                       sbh(2)
 
     Args:
-        shape: Of the layer.
-        recompute: What is made again: `"selective"` for what lies between q, k, v and
-            the projection's input, `"full"` for all but the layer's input.
+        shape: Sizes of the layer.
+        recompute: What the backward pass recomputes: `"none"`, `"selective"` for
+            everything between q, k, v and the projection's input, or `"full"` for
+            everything but the layer's input.
 
     Returns:
-        The bytes of one rank. In the last row each rank keeps the whole input: to
-        split it, 2sbh/t, costs one more all-gather for each layer. Not counted, beside
-        what `layer_terms` leaves out: what a recompute brings back.
+        Bytes of one rank. With `"full"` each rank keeps the whole input; splitting it,
+        2sbh/t, would cost one more all-gather per layer. Not counted, besides the list
+        at the top of this module: what a recompute saves again.
 
     Raises:
-        OptionError: If `recompute` is another word.
+        OptionError: If `recompute` has another value.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -198,22 +199,22 @@ def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
 
 
 def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
-    """Return what a model keeps outside its layers, without pipeline parallelism.
+    """Return what a model saves outside its layers, without pipeline parallelism.
 
     Section 4.3 of the paper for p = 1: the embedding's dropout, sbh/t; the input of the
     last norm, 2sbh/t; that of the projection to the vocabulary, 2sbh/t; the logits in
-    single precision, 4sbv/t. Without sequence parallelism only these are shared.
+    single precision, 4sbv/t. Without sequence parallelism only the logits are split.
 
     Args:
-        shape: Of the layers.
-        vocabulary: Tokens that there are, `v`; `t` divides it.
+        shape: Sizes of the layers.
+        vocabulary: Size of the vocabulary, `v`; divisible by `t`.
 
     Returns:
-        The bytes of one rank, by name. Not counted: token ids and targets, and the
-        logits in half precision, which are freed when they were widened.
+        Bytes of one rank, by name. Not counted: token ids and targets, and the logits
+        in half precision, which are freed once converted to single precision.
 
     Raises:
-        OptionError: If `v` cannot be shared by `t` ranks.
+        OptionError: If `t` does not divide `v`.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -235,22 +236,22 @@ def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
 def model_bytes(
     shape: TransformerShape, layers: int, vocabulary: int, recompute: Recompute = "none"
 ) -> int:
-    """Return what a whole model keeps between forward and backward.
+    """Return what a whole model saves between forward and backward.
 
-    `L` layers and what lies outside of them, without pipeline parallelism: equation 5
+    `L` layers and everything outside them, without pipeline parallelism: equation 5
     of the paper for p = 1, with the extra memory of its section 4.3.
 
     Args:
-        shape: Of the layers.
-        layers: How many, `L`.
-        vocabulary: Tokens that there are, `v`; `t` divides it.
+        shape: Sizes of the layers.
+        layers: Number of layers, `L`.
+        vocabulary: Size of the vocabulary, `v`; divisible by `t`.
         recompute: As in `layer_bytes`.
 
     Returns:
-        The bytes of one rank. Not counted: what `layer_bytes` and `extra_terms` leave.
+        Bytes of one rank. Not counted: as for `layer_bytes` and `extra_terms`.
 
     Raises:
-        OptionError: If a number is no positive integer, or `recompute` another word.
+        OptionError: If a number is not a positive integer, or `recompute` is invalid.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)

@@ -1,6 +1,6 @@
-"""Closed forms: what an optimizer keeps for a parameter.
+"""Closed forms: bytes of optimizer state for one parameter.
 
-The parameter itself and its gradient are not counted.
+Not counted: the parameter itself and its gradient.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from collections.abc import Sequence
 
 from membudget.memory.formulas.shapes import check_positive
 
-_STEP_BYTES = 4  # Each parameter has its count of steps, a tensor of one float32.
+_STEP_BYTES = 4  # Each parameter has a step counter, a tensor of one float32.
 
 
 def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
-    """Return what `torch.optim.SGD` keeps: with momentum one buffer, else nothing.
+    """Return the state of `torch.optim.SGD`: one buffer with momentum, else nothing.
 
     Args:
-        elements: Of the parameter, each of `element_bytes`.
-        element_bytes: 4 for single precision.
-        momentum: Whether the option is on.
+        elements: Number of elements of the parameter.
+        element_bytes: Bytes per element; 4 for single precision.
+        momentum: Whether momentum is on.
 
     Raises:
-        OptionError: If a size is no positive integer.
+        OptionError: If a size is not a positive integer.
 
     Example:
         >>> sgd_bytes(100), sgd_bytes(100, momentum=False)
@@ -33,20 +33,20 @@ def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -
 
 
 def adam_bytes(elements: int, element_bytes: int = 4, *, amsgrad: bool = False) -> int:
-    """Return what `torch.optim.Adam` and `AdamW` keep for a parameter.
+    """Return the state of `torch.optim.Adam` and `AdamW` for a parameter.
 
-    The means of the gradient and of its square (Kingma, Ba 2014, arXiv:1412.6980,
-    algorithm 1), with `amsgrad` the largest of the latter (Reddi, Kale, Kumar 2018),
-    all of the parameter's dtype, and the count of steps. Not counted: a copy of the
-    parameter in single precision, which some trainers add.
+    The running means of the gradient and of its square (Kingma, Ba 2014,
+    arXiv:1412.6980, algorithm 1), with `amsgrad` the maximum of the latter (Reddi,
+    Kale, Kumar 2018), all of the parameter's dtype, and a step counter. Not counted: a
+    single-precision copy of the parameter, which some trainers add.
 
     Args:
-        elements: Of the parameter, each of `element_bytes`.
-        element_bytes: 4 for single precision.
-        amsgrad: Whether the option is on.
+        elements: Number of elements of the parameter.
+        element_bytes: Bytes per element; 4 for single precision.
+        amsgrad: Whether `amsgrad` is on.
 
     Raises:
-        OptionError: If a size is no positive integer.
+        OptionError: If a size is not a positive integer.
 
     Example:
         >>> adam_bytes(100), adam_bytes(100, element_bytes=2, amsgrad=True)
@@ -57,18 +57,18 @@ def adam_bytes(elements: int, element_bytes: int = 4, *, amsgrad: bool = False) 
 
 
 def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
-    """Return what `torch.optim.Adafactor` keeps for a parameter.
+    """Return the state of `torch.optim.Adafactor` for a parameter.
 
-    The mean of the gradient's square is factored (Shazeer, Stern 2018,
-    arXiv:1804.04235, section 3): each matrix, the last two dimensions, keeps a number
-    for each row and one for each column; a vector keeps all. Steps are counted, too.
+    The running mean of the squared gradient is factored (Shazeer, Stern 2018,
+    arXiv:1804.04235, section 3): each matrix (the last two dimensions) has one number
+    per row and one per column; a vector has one per element. A step counter is added.
 
     Args:
-        size: The parameter's shape; an element has `element_bytes`.
-        element_bytes: 4 for single precision.
+        size: The parameter's shape.
+        element_bytes: Bytes per element; 4 for single precision.
 
     Raises:
-        OptionError: If a size is no positive integer.
+        OptionError: If a size is not a positive integer.
 
     Example:
         >>> adafactor_bytes([10, 100]), adafactor_bytes([100])

@@ -1,4 +1,4 @@
-"""The sizes that closed forms are of."""
+"""The sizes that closed forms take, and checks of them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from membudget.errors import OptionError
 
 @dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """The sizes of a transformer's layer, and the ranks that share it.
+    """The sizes of a transformer layer, and the ranks that share it.
 
     Attributes:
         batch: Sequences in one micro-batch, `b`.
         sequence: Tokens in a sequence, `s`.
-        hidden: Elements for each token, `h`.
-        heads: Heads of attention, `a`; they divide `h`.
-        tensor_parallel: Ranks that share the heads, and the 4h, `t`.
-        sequence_parallel: Whether they share the tokens where they share no heads.
+        hidden: Elements per token, `h`.
+        heads: Attention heads, `a`; must divide `h`.
+        tensor_parallel: Ranks that share the heads and the 4h of the MLP, `t`.
+        sequence_parallel: Whether the ranks share the tokens outside those.
 
     Raises:
-        OptionError: If a size is no positive integer, or one does not divide the other.
+        OptionError: If a size is not a positive integer, or a divisor does not divide.
     """
 
     batch: int
@@ -32,7 +32,7 @@ class TransformerShape:
     sequence_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Refuse sizes that no layer has."""
+        """Reject sizes that no layer can have."""
         sizes = dataclasses.asdict(self)
         is_split = sizes.pop("sequence_parallel")
         check_positive(**sizes)
@@ -49,20 +49,20 @@ class TransformerShape:
 
     @property
     def of_rank(self) -> int:
-        """Elements that a rank has of a tensor of sbh, between the two linears."""
+        """Elements per rank of an sbh tensor between the two linears of a half."""
         return self.sbh // self.tensor_parallel
 
     @property
     def outside(self) -> int:
-        """Elements that a rank has of a tensor of sbh, outside of the linears."""
+        """Elements per rank of an sbh tensor outside the linears."""
         return self.of_rank if self.sequence_parallel else self.sbh
 
 
 def check_positive(**sizes: int) -> None:
-    """Refuse sizes that are no positive integers.
+    """Reject sizes that are not positive integers.
 
     Raises:
-        OptionError: With the name of the first.
+        OptionError: Names the first such size.
     """
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -72,10 +72,10 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_divides(name: str, divisor: int, of: str, number: int) -> None:
-    """Refuse a size that does not divide another.
+    """Reject a size that does not divide another.
 
     Raises:
-        OptionError: With both.
+        OptionError: Names both.
     """
     if number % divisor:
         raise OptionError(

@@ -1,0 +1,279 @@
+"""The outcome of a run, and the differences between two outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from membudget.state.copies import TensorCopy, first_difference, host_copy, is_same
+from membudget.state.rng import frozen, global_streams
+from membudget.state.snapshot import State
+from membudget.state.walk import walk
+
+DifferenceKind = Literal[
+    "loss",
+    "output",
+    "gradient",
+    "parameter",
+    "buffer",
+    "attribute",
+    "stream",
+    "value",
+]
+
+
+TensorCopies = dict[tuple[DifferenceKind, str], TensorCopy | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One result or piece of state that differs between two runs of a step.
+
+    Attributes:
+        kind: Its kind. An "attribute" is a tensor that a module or the batch holds
+            unregistered; a "stream" is a source of random numbers; a "value" is a
+            Python number, string or length.
+        name: Its name: of a parameter or buffer as in the model, otherwise the
+            expression that leads to it.
+        detail: How it differs, in words.
+        elements: Number of elements of a tensor that differ; `None` if it is not a
+            tensor, or the shapes differ.
+        total: Number of elements of the tensor.
+        index: The first element that differs.
+        plain: Its value after the plain run, as text.
+        other: Its value after the other run: the budgeted run, or the second plain run.
+    """
+
+    kind: DifferenceKind
+    name: str
+    detail: str
+    elements: int | None = None
+    total: int | None = None
+    index: tuple[int, ...] | None = None
+    plain: str = ""
+    other: str = ""
+
+    def __str__(self) -> str:
+        """Return the difference as one line."""
+        return f"{self.kind} {self.name}: {self.detail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the difference as data for JSON."""
+        return asdict(self)
+
+
+class Results:
+    """What a step returned, copied before anything can change it.
+
+    Attributes:
+        tensors: A copy of each tensor, by kind and name.
+        values: The Python values, by name.
+    """
+
+    def __init__(self) -> None:
+        """Start empty."""
+        self.tensors: TensorCopies = {}
+        self.values: dict[str, Any] = {}
+
+    @classmethod
+    def of(cls, output: Any) -> Results:
+        """Copy what a user's own step returned."""
+        results = cls()
+        results.add("output", output)
+        return results
+
+    def add(self, kind: Literal["loss", "output"], value: Any) -> None:
+        """Copy the tensors and the Python values in `value`."""
+        found = walk([(kind, value)], "output")
+        for name, (_, tensor) in found.tensors.items():
+            self.tensors[kind, name] = host_copy(tensor)
+            self.values[f"{name}.requires_grad"] = tensor.requires_grad
+        self.values |= found.values
+
+
+class Outcome:
+    """The results of one run, and the state after it.
+
+    Attributes:
+        tensors: A copy of each tensor, by kind and name; `None` for the gradient of a
+            leaf that received none.
+        streams: The state of each random stream, by name.
+        results: The Python values that the step returned, by name.
+        values: The Python values in the objects that the step may change, by name.
+    """
+
+    def __init__(
+        self,
+        roots: Mapping[str, Any],
+        state: State,
+        results: Results | None = None,
+    ) -> None:
+        """Copy the current state of `roots`.
+
+        Args:
+            roots: The objects that the run may have changed, by name.
+            state: The state before the run. Unchanged tensors share its copies.
+                Gradients are taken of its leaves only, not of tensors that a region
+                leaves on a module.
+            results: What the run returned.
+        """
+        found = walk(roots.items())
+        results = results or Results()
+        self.tensors: dict[tuple[DifferenceKind, str], TensorCopy | None] = {
+            **results.tensors
+        }
+        for name, (kind, tensor) in found.tensors.items():
+            self.tensors[kind, name] = host_copy(tensor, state.content(name))
+            if state.had_leaf(tensor):
+                grad = tensor.grad
+                self.tensors["gradient", name] = (
+                    None if grad is None else host_copy(grad)
+                )
+        streams = global_streams() | found.streams
+        self.streams = {name: frozen(stream.read()) for name, stream in streams.items()}
+        self.values = found.values
+        self.results = results.values
+
+    def of(self, kind: DifferenceKind) -> dict[str, TensorCopy | None]:
+        """Return the tensors of one kind, by name."""
+        return {name: copy for (k, name), copy in self.tensors.items() if k == kind}
+
+
+@dataclass(frozen=True)
+class RunDifferences:
+    """The differences between two runs.
+
+    Attributes:
+        differences: In loss, outputs, gradients, parameters, buffers, tensor attributes
+            and random streams.
+        side_effects: In Python values that the model or the batch holds.
+    """
+
+    differences: tuple[Difference, ...]
+    side_effects: tuple[Difference, ...]
+
+
+def compare(
+    plain: Outcome,
+    other: Outcome,
+    start_streams: Mapping[str, Any],
+    label: str,
+) -> RunDifferences:
+    """Compare the outcomes of two runs.
+
+    Args:
+        plain: The outcome of the plain run.
+        other: The outcome of the other run.
+        start_streams: The state of each random stream before both runs.
+        label: What to call the other run.
+    """
+    differences = [
+        *_tensor_differences(plain, other, label),
+        *_value_differences("output", plain.results, other.results, label),
+        *_stream_differences(plain, other, start_streams, label),
+    ]
+    side_effects = [
+        *_one_sided_attributes(plain, other, label),
+        *_value_differences("value", plain.values, other.values, label),
+    ]
+    return RunDifferences(tuple(differences), tuple(side_effects))
+
+
+_ABSENT = object()
+
+
+def _tensor_differences(
+    plain: Outcome, other: Outcome, label: str
+) -> Iterator[Difference]:
+    for kind, name in plain.tensors | other.tensors:
+        left = plain.tensors.get((kind, name), _ABSENT)
+        right = other.tensors.get((kind, name), _ABSENT)
+        if isinstance(left, TensorCopy) and isinstance(right, TensorCopy):
+            if not is_same(left, right):
+                yield _tensor_difference(kind, name, left, right, label)
+        elif left is not right and kind != "attribute":
+            texts = _presence(left), _presence(right)
+            detail = f"plain has {texts[0]}, {label} {texts[1]}"
+            yield Difference(kind, name, detail, plain=texts[0], other=texts[1])
+
+
+def _presence(value: object) -> str:
+    if isinstance(value, TensorCopy):
+        return value.about
+    return "None" if value is None else "none of that name"
+
+
+def _tensor_difference(
+    kind: DifferenceKind, name: str, left: TensorCopy, right: TensorCopy, label: str
+) -> Difference:
+    place = first_difference(left, right) if left.about == right.about else None
+    if place is None:
+        detail = f"plain is {left.about}, {label} {right.about}"
+        return Difference(kind, name, detail, plain=left.about, other=right.about)
+    if place.total == 1:
+        detail = f"plain {place.left}, {label} {place.right}"
+    else:
+        detail = (
+            f"{place.count:,} of {place.total:,} elements, first at "
+            f"{list(place.index)}: plain {place.left}, {label} {place.right}"
+        )
+    return Difference(
+        kind,
+        name,
+        detail,
+        elements=place.count,
+        total=place.total,
+        index=place.index,
+        plain=place.left,
+        other=place.right,
+    )
+
+
+def _one_sided_attributes(
+    plain: Outcome, other: Outcome, label: str
+) -> Iterator[Difference]:
+    """Yield tensors that exist after one run only: mostly in a list that grew."""
+    for kind, name in plain.tensors | other.tensors:
+        if kind == "attribute" and (kind, name) not in other.tensors:
+            yield Difference("value", name, f"only plain left this tensor, not {label}")
+        if kind == "attribute" and (kind, name) not in plain.tensors:
+            yield Difference("value", name, f"only {label} left this tensor, not plain")
+
+
+def _value_differences(
+    kind: Literal["output", "value"],
+    plain: Mapping[str, Any],
+    other: Mapping[str, Any],
+    label: str,
+) -> Iterator[Difference]:
+    for name in [*plain, *(name for name in other if name not in plain)]:
+        # Compared as text, so that a NaN equals a NaN, and `1` differs from `True`.
+        left, right = (
+            repr(values[name]) if name in values else "nothing"
+            for values in (plain, other)
+        )
+        if left != right:
+            left, right = _shortened(left), _shortened(right)
+            detail = f"plain {left}, {label} {right}"
+            yield Difference(kind, name, detail, plain=left, other=right)
+
+
+def _shortened(text: str, limit: int = 60) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _stream_differences(
+    plain: Outcome, other: Outcome, start: Mapping[str, Any], label: str
+) -> Iterator[Difference]:
+    for name in plain.streams | other.streams:
+        left, right = plain.streams.get(name), other.streams.get(name)
+        if left == right:
+            continue
+        if left == start.get(name):
+            detail = f"{label} drew from it, plain did not"
+        elif right == start.get(name):
+            detail = f"plain drew from it, {label} did not"
+        else:
+            detail = f"both drew from it, and {label} left it elsewhere than plain"
+        yield Difference("stream", name, detail)

@@ -1,0 +1,202 @@
+"""The three runs of an audit: plain, plain again, and budgeted.
+
+    state ──> plain run ────────> outcome 1 ─┬─ compare: is the step repeatable?
+      ├─────> second plain run ─> outcome 2 ─┘
+      │                           outcome 1 ─┬─ compare: the verdict
+      └─────> budgeted run ─────> outcome 3 ─┘
+
+Each run starts from the state, without gradients, and the state is restored after it.
+The budgeted run goes over the regions that the model carries, or over new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import sub
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from membudget.apply import RegionStatus, apply
+from membudget.attach import has_region, statistics_of
+from membudget.audit.differences import Outcome, Results, compare
+from membudget.audit.verdict import AuditReport, Compared
+from membudget.engine.options import Statistics
+from membudget.engine.switches import disable_checkpointing
+from membudget.errors import OptionError
+from membudget.selection import default_names
+from membudget.state.copies import first_value, is_zero
+from membudget.state.snapshot import State
+
+
+class RegionCounts:
+    """Counts the forwards and recomputes of the regions on some modules."""
+
+    def __init__(self, modules: Iterable[Module]) -> None:
+        """Start counting.
+
+        Args:
+            modules: Regions are looked for on them and on all their submodules.
+        """
+        self._before = {
+            id(statistics): (name, statistics, _counts(statistics))
+            for root in modules
+            for name, module in root.named_modules()
+            if (statistics := statistics_of(module)) is not None
+        }
+
+    def since(self) -> tuple[RegionStatus, ...]:
+        """Return what each region did since the counting started."""
+        return tuple(
+            RegionStatus(name, *map(sub, _counts(statistics), before))
+            for name, statistics, before in self._before.values()
+        )
+
+    def restore(self) -> None:
+        """Reset the counters: audit steps do not count as training steps."""
+        for _, statistics, before in self._before.values():
+            statistics.forwards, statistics.recomputes, statistics.skipped = before
+
+
+def _counts(statistics: Statistics) -> tuple[int, int, int]:
+    return statistics.forwards, statistics.recomputes, statistics.skipped
+
+
+@contextmanager
+def counting(modules: Iterable[Module] = ()) -> Iterator[RegionCounts]:
+    """Count what the regions on `modules` do, and reset their counters afterwards."""
+    counts = RegionCounts(modules)
+    try:
+        yield counts
+    finally:
+        counts.restore()
+
+
+@contextmanager
+def with_regions(model: Module, selection: dict[str, Any]) -> Iterator[RegionCounts]:
+    """Apply regions to `model`, count what they do, and remove them."""
+    applied = apply(model, **selection)
+    try:
+        yield RegionCounts([model])
+    finally:
+        applied.remove()
+
+
+def regions_for(
+    model: Module, selection: dict[str, Any]
+) -> Callable[[], AbstractContextManager[RegionCounts]]:
+    """Return the context of the budgeted run: regions already applied, or new ones.
+
+    Args:
+        model: The model that is audited.
+        selection: The keywords of `apply` that the user gave to `audit`.
+
+    Raises:
+        OptionError: If the model already carries regions and `selection` asks for
+            others.
+        SelectionError: If no module can carry a region.
+    """
+    if any(has_region(module) for module in model.modules()):
+        if selection:
+            raise OptionError(
+                f"the model carries regions already, and those are audited; "
+                f"{', '.join(selection)} would ask for others. Leave that out, or call "
+                f"remove() on what apply() returned"
+            )
+        return partial(counting, [model])
+    if all(selection.get(key) is None for key in ("blocks", "names", "where")):
+        selection = selection | {"names": default_names(model)}
+    if selection.get("engine", "auto") != "replay" and selection.get("keep") is None:
+        # The audit names every difference; a region that verifies raises at the first.
+        selection = {"verify": False, **selection}
+    # Reject a wrong selection before the plain step runs, not after.
+    apply(model, **selection).remove()
+    return partial(with_regions, model, selection)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a step.
+
+    Attributes:
+        label: Its name in error messages.
+        step: Runs the step.
+        roots: The objects that the step may change, by the name in the report.
+        regions: Returns a context in which the regions are applied and counted.
+    """
+
+    label: str
+    step: Callable[[], Results]
+    roots: dict[str, Any]
+    regions: Callable[[], AbstractContextManager[RegionCounts]] = counting
+
+
+def compare_runs(plain: Run, budgeted: Run) -> AuditReport:
+    """Run the plain step twice and the budgeted step once, each from the same state.
+
+    Args:
+        plain: The step without regions; runs under `disable_checkpointing()`.
+        budgeted: The step with regions.
+
+    Returns:
+        The report, with `loss_from` left empty.
+    """
+    state = State([*plain.roots.items(), *budgeted.roots.items()])
+    start = state.stream_states()
+    try:
+        state.restore()  # Sets the gradients aside.
+        with disable_checkpointing():
+            first = run_once(plain, state)
+            second = run_once(replace(plain, label="the second plain run"), state)
+        unrepeatable = compare(first, second, start, "the second run").differences
+        del second
+        with budgeted.regions() as counts:
+            other = run_once(budgeted, state)
+            regions = counts.since() or None
+    finally:
+        state.restore_gradients()
+    compared = compare(first, other, start, "budgeted")
+    loss = first.of("loss").get("loss")
+    gradients = [copy for copy in first.of("gradient").values() if copy is not None]
+    return AuditReport(
+        compared.differences,
+        side_effects=compared.side_effects,
+        unrepeatable=unrepeatable,
+        compared=_count(first),
+        regions=regions,
+        loss="" if loss is None else first_value(loss),
+        zero_gradients=all(map(is_zero, gradients)),
+    )
+
+
+def run_once(run: Run, state: State) -> Outcome:
+    """Run a step, record its outcome, and restore the state."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            results = run.step()
+        return Outcome(run.roots, state, results)
+    except BaseException as error:
+        error.add_note(
+            f"Raised in {run.label} of an audit; the state before it was restored."
+        )
+        raise
+    finally:
+        state.restore()
+
+
+def _count(outcome: Outcome) -> Compared:
+    gradients = outcome.of("gradient").values()
+    return Compared(
+        losses=len(outcome.of("loss")),
+        outputs=len(outcome.of("output")),
+        gradients=sum(copy is not None for copy in gradients),
+        no_gradients=sum(copy is None for copy in gradients),
+        parameters=len(outcome.of("parameter")),
+        buffers=len(outcome.of("buffer")),
+        attributes=len(outcome.of("attribute")),
+        streams=len(outcome.streams),
+    )

@@ -1,0 +1,146 @@
+"""The report of an audit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from membudget.apply import RegionStatus
+from membudget.audit.differences import Difference
+
+
+@dataclass(frozen=True)
+class Compared:
+    """How many objects of each kind an audit compared.
+
+    Attributes:
+        losses: 1, or 0 if the step is the user's own.
+        outputs: Tensors that the step returned.
+        gradients: Gradients that the plain step computed.
+        no_gradients: Tensors that require a gradient and received none.
+        parameters: Parameters; a step without an optimizer must not change them.
+        buffers: Buffers.
+        attributes: Tensors that a module or the batch holds unregistered.
+        streams: Random streams.
+    """
+
+    losses: int = 0
+    outputs: int = 0
+    gradients: int = 0
+    no_gradients: int = 0
+    parameters: int = 0
+    buffers: int = 0
+    attributes: int = 0
+    streams: int = 0
+
+    def __str__(self) -> str:
+        """Return the counts that are not zero, as one phrase."""
+        from membudget.report.audit_text import counts_text
+
+        return counts_text(self)
+
+
+@dataclass(frozen=True)
+class AuditReport:
+    """The comparison of a plain step with the same step under regions.
+
+    Attributes:
+        differences: Bitwise differences between the two, in loss, outputs, gradients,
+            parameters, buffers, tensor attributes and random streams.
+        side_effects: Python values (counters, lengths of lists) that differ, because
+            code with side effects ran again in a recompute. `equal` ignores them.
+        unrepeatable: Differences between two runs of the plain step.
+        compared: How many objects of each kind were compared.
+        regions: What each region did in the budgeted run; `None` if the step calls
+            `checkpoint` itself, which is not counted.
+        loss_from: Where the loss comes from, in words; empty for a user's own step.
+        loss: The plain step's loss, as text; empty for a user's own step.
+        zero_gradients: Whether every gradient of the plain step is zero, so that equal
+            gradients prove little.
+    """
+
+    differences: tuple[Difference, ...]
+    side_effects: tuple[Difference, ...] = ()
+    unrepeatable: tuple[Difference, ...] = ()
+    compared: Compared = Compared()
+    regions: tuple[RegionStatus, ...] | None = None
+    loss_from: str = ""
+    loss: str = ""
+    zero_gradients: bool = False
+
+    @property
+    def equal(self) -> bool:
+        """Whether the budgeted step equals the plain step bit for bit."""
+        return not self.differences
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether two plain steps are equal; if not, a difference proves nothing."""
+        return not self.unrepeatable
+
+    @property
+    def regions_ran(self) -> int | None:
+        """Number of regions that dropped saved tensors; `None` if not counted."""
+        if self.regions is None:
+            return None
+        return sum(region.forwards > 0 for region in self.regions)
+
+    @property
+    def recomputes(self) -> int | None:
+        """Number of recomputes of all regions; `None` if not counted."""
+        if self.regions is None:
+            return None
+        return sum(region.recomputes for region in self.regions)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Reasons not to rely on `equal`, one sentence each."""
+        return tuple(self._warnings())
+
+    def _warnings(self) -> Iterator[str]:
+        if self.regions_ran == 0:
+            yield "no region ran: the two steps are the same code"
+        elif self.recomputes == 0:
+            yield "no region was recomputed: the loss does not depend on one"
+        if self.unrepeatable:
+            yield (
+                "the plain step is not repeatable, so a difference proves nothing "
+                "about regions; it may depend on a clock, on global variables or on "
+                "nondeterministic kernels "
+                "(torch.use_deterministic_algorithms(True) helps)"
+            )
+        if not self.compared.gradients:
+            yield "no gradient was compared: does the step call backward()?"
+        elif self.zero_gradients:
+            yield "every gradient is zero, so equality proves little"
+        if self.side_effects:
+            yield (
+                f"{len(self.side_effects)} Python value(s) differ: code with side "
+                f"effects ran again; guard it with `if not membudget.is_recomputing()`"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as data for JSON."""
+        return {
+            "equal": self.equal,
+            "repeatable": self.repeatable,
+            "regions_ran": self.regions_ran,
+            "recomputes": self.recomputes,
+            "loss": self.loss,
+            "loss_from": self.loss_from,
+            "compared": asdict(self.compared),
+            "regions": None
+            if self.regions is None
+            else list(map(asdict, self.regions)),
+            "differences": [item.to_dict() for item in self.differences],
+            "side_effects": [item.to_dict() for item in self.side_effects],
+            "unrepeatable": [item.to_dict() for item in self.unrepeatable],
+            "warnings": list(self.warnings),
+        }
+
+    def __str__(self) -> str:
+        """Return the report as one screen of text."""
+        from membudget.report.audit_text import audit_text
+
+        return audit_text(self)

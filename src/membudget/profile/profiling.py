@@ -1,0 +1,295 @@
+"""`profile`: record one training step of a model, on real tensors or on fake ones."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from membudget._torch import fake_errors, is_fake, is_profiling
+from membudget.callsite import user_line
+from membudget.errors import OptionError, SelectionError
+from membudget.graph import StepGraph
+from membudget.profile.assemble import assemble
+from membudget.profile.cost import (
+    TimerEvents,
+    notes_on,
+    roofline,
+    roofline_of_optimizer,
+    share_out,
+    synchronised_clock,
+)
+from membudget.profile.devices import DEVICES, Device, device_of
+from membudget.profile.fake import fake_tensors, without_meta
+from membudget.profile.optimizer import OptimizerLike, record_optimizer
+from membudget.profile.result import Profile
+from membudget.profile.step_recorder import StepRecorder
+from membudget.profile.workspace import allocations, note_workspaces, try_kernels
+from membudget.selection import default_names
+from membudget.state.snapshot import State
+from membudget.step import CallableStep, LossFunction, Step, check_arguments
+
+_FEWEST_TIMED, _MOST_TIMED = 3, 15
+_TIMED_S = 0.5
+"""Short steps are timed for at least this long: a machine may be slow for a moment."""
+
+_ABSENT: Any = object()
+
+
+def profile(
+    model: Module | Callable[[], Any],
+    batch: Any = _ABSENT,
+    loss_fn: LossFunction | None = None,
+    *,
+    modules: Module | None = None,
+    optimizer: OptimizerLike = None,
+    fake: bool | None = None,
+    device: str | Device | None = None,
+) -> Profile:
+    """Record one training step: what it saves, what each operator costs, its peak.
+
+    The step is forward, loss and backward, starting with gradients `None`, and the
+    optimizer's step if there is one. A real profile runs the step once to warm up, once
+    recorded, and 3 to 15 times with a stopwatch, for at least half a second. Afterwards
+    parameters, buffers, gradients, Python state of the modules and random streams are
+    restored.
+
+    A fake profile runs the step once, on tensors without memory; it takes the time of
+    the step's Python code. Operators on integers only are computed for real. Code that
+    needs the value of an activation (`loss.item()`, a branch, a loop over the chosen
+    experts) is an error that names the line. Operators dispatch as on the CPU, or as on
+    CUDA if the model lies there; a `meta` model is treated as on the CPU.
+
+    Args:
+        model: Any module. For a fake profile its parameters may be real, fake or on
+            `meta`. Or a step: a function without arguments that runs forward and
+            backward; then pass `modules`, and no batch.
+        batch: The arguments of the model: a tuple is passed as positional arguments, a
+            mapping as keywords, anything else as the only argument.
+        loss_fn: Called with the output and the batch. Without it the loss is the output
+            if that is one number, else `output.loss` or `output["loss"]`, else the sum
+            of all floating tensors in the output.
+        modules: With a step, the model that it trains.
+        optimizer: Counts the state and temporaries of an optimizer: an instance over
+            the model's parameters, which is left alone, or a class such as
+            `torch.optim.AdamW`.
+        fake: Whether to run on fake tensors; by default if a parameter is fake or on
+            `meta`.
+        device: Estimates seconds by the roofline of this device: a name in
+            `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default a
+            real profile measures, and a fake one uses this machine's CPU.
+
+    Returns:
+        The profile.
+
+    Raises:
+        OptionError: If `model` is not a module or is lazy, the loss is not one number
+            or requires no gradient, the device is unknown, a profiler is running, or a
+            fake step needs values.
+
+    Not counted: memory that does not come from torch's allocator, and the allocator's
+    rounding; generator states (5 KiB each) that regions of the model capture; on fake
+    tensors, workspaces of CPU kernels that are too large to try and of other devices.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.ReLU())
+        >>> found = profile(model, torch.zeros(2, 8), fake=True)
+        >>> found.graph.static.parameters, found.graph.flops
+        (144, 256)
+    """
+    step = _step(model, batch, loss_fn, modules)
+    target = None if device is None else device_of(device)
+    has_memory = not any(is_fake(t) or t.is_meta for t in step.model.parameters())
+    if fake is None:
+        fake = not has_memory
+    if fake:
+        return _fake_profile(step, optimizer, target)
+    if not has_memory:
+        raise OptionError(
+            "the model's parameters are fake or on `meta`, so no real step can run: "
+            "pass fake=True, or materialise the model"
+        )
+    if is_profiling():
+        raise OptionError(
+            "a profiler is running, whose events and those of membudget.profile cannot "
+            "be told apart; leave it first"
+        )
+    return _real_profile(step, optimizer, target)
+
+
+def _step(model: Any, batch: Any, loss_fn: Any, modules: Module | None) -> Step:
+    if modules is not None:
+        if not callable(model) or batch is not _ABSENT or loss_fn is not None:
+            raise OptionError(
+                "modules= goes with a step: profile(step, modules=model), where step() "
+                "runs forward and backward"
+            )
+        check_arguments(modules)
+        return CallableStep(model, modules)
+    if batch is _ABSENT:
+        raise OptionError(
+            "give the batch: profile(model, batch), or a step of your own: "
+            "profile(step, modules=model)"
+        )
+    check_arguments(model)
+    return Step(model, batch, loss_fn)
+
+
+def _real_profile(
+    step: Step, optimizer: OptimizerLike, target: Device | None
+) -> Profile:
+    blocks = _blocks(step.model)
+    with state_kept(step, has_values=True):
+        step.repeat_from_here()
+        step.run()
+        timed = [] if target else list(_timed_steps(step, blocks))
+        step.prepare()
+        recorder = _recorder(step, is_fake=False)
+        events = TimerEvents(lambda: len(recorder.operators))
+        with allocations() as table:
+            _record(recorder, step, events, blocks)
+        note_workspaces(recorder, table)
+        static_bytes = record_optimizer(recorder, step, optimizer)
+        graph = assemble(recorder, static_bytes)
+    if target is None:
+        timed_graph = share_out(roofline_of_optimizer(graph), events, timed)
+        notes = notes_on(events, timed)
+        if optimizer is not None:
+            notes += (
+                "the optimizer's step was not run: its seconds are this processor's "
+                "roofline",
+            )
+        return _profile(step, timed_graph, "real", "measured", notes)
+    return _profile(step, roofline(graph, target), "real", target.name, ())
+
+
+def _fake_profile(
+    step: Step, optimizer: OptimizerLike, target: Device | None
+) -> Profile:
+    notes = []
+    with (
+        state_kept(step, has_values=False),
+        fake_tensors(step.tensors()),
+        without_meta(step.model, step.batch) as step.batch,
+    ):
+        recorder = _recorder(step, is_fake=True)
+        with _explaining_fakes():
+            _record(recorder, step, TimerEvents(lambda: 0), {})
+        if is_profiling():
+            notes.append(
+                "a profiler was running, so no kernel was tried; workspaces count as 0"
+            )
+        elif all(t.device.type == "cpu" for t in step.tensors()):
+            untried = try_kernels(recorder)
+            if untried:
+                notes.append(
+                    f"{untried} operators were too large to be tried, or failed on "
+                    "zeros; their workspaces count as 0"
+                )
+        static_bytes = record_optimizer(recorder, step, optimizer)
+        graph = assemble(recorder, static_bytes)
+        step.prepare()
+    target = target or device_of("cpu")
+    if target in DEVICES.values() and not torch.cuda.is_available():
+        notes.append(
+            "operators dispatch as on the CPU: attention on the device may save and "
+            "need other bytes"
+        )
+    graph = roofline(graph, target)
+    return _profile(step, graph, "fake", target.name, tuple(notes))
+
+
+def _record(
+    recorder: StepRecorder, step: Step, events: TimerEvents, blocks: dict[str, Module]
+) -> None:
+    """Record one step; the gradients stay on the leaves."""
+    for name, parameter in step.model.named_parameters():
+        recorder.lifetimes.know(parameter, "parameter", name)
+    for name, buffer in step.model.named_buffers():
+        recorder.lifetimes.know(buffer, "buffer", name)
+    for name, tensor in step.batch_tensors().items():
+        recorder.lifetimes.know(tensor, "input", name)
+
+    def begin_backward() -> None:
+        recorder.begin("backward")
+        events.note("loss")
+
+    with events.on(blocks), recorder.recording():
+        events.note("start")
+        step.run(begin_backward)
+        events.note("end")
+    leaves = [*step.model.named_parameters(), *step.batch_tensors().items()]
+    for name, tensor in leaves:
+        if tensor.is_leaf and tensor.grad is not None:
+            recorder.lifetimes.name_gradient(tensor.grad, name)
+
+
+def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
+    end_s = time.monotonic() + _TIMED_S
+    for number in range(_MOST_TIMED):
+        if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
+            break
+        step.prepare()
+        events = TimerEvents(synchronised_clock())
+        with events.on(blocks):
+            events.note("start")
+            step.run(partial(events.note, "loss"))
+            events.note("end")
+        yield events
+
+
+def _recorder(step: Step, is_fake: bool) -> StepRecorder:
+    names = {id(module): name for name, module in step.model.named_modules()}
+    return StepRecorder(names, is_fake, isinstance(step, CallableStep))
+
+
+def _blocks(model: Module) -> dict[str, Module]:
+    try:
+        return {name: model.get_submodule(name) for name in default_names(model)}
+    except SelectionError:
+        return {}
+
+
+@contextmanager
+def state_kept(step: Step, has_values: bool) -> Iterator[None]:
+    """Restore the state of the step at the end, gradients included."""
+    roots = [("", step.model), ("batch", step.batch), ("loss_fn", step.loss_fn)]
+    state = State(roots, contents=has_values)
+    try:
+        state.restore()
+        with torch.inference_mode(False), torch.enable_grad():
+            yield
+    finally:
+        state.restore()
+        state.restore_gradients()
+
+
+@contextmanager
+def _explaining_fakes() -> Iterator[None]:
+    try:
+        yield
+    except fake_errors() as error:
+        line = user_line(error)
+        raise OptionError(
+            f"{line} asks a fake tensor for what only real ones have ({error}). "
+            "Profile with fake=False, or keep such code out of the step"
+        ) from error
+
+
+def _profile(
+    step: Step, graph: StepGraph, tensors: str, cost: str, notes: tuple[str, ...]
+) -> Profile:
+    return Profile(
+        graph=graph,
+        model=type(step.model).__name__,
+        tensors=tensors,
+        cost=cost,
+        loss_from=step.loss_from,
+        notes=notes,
+    )

@@ -1,0 +1,1 @@
+"""All text for people: reports, tables and advice."""

@@ -1,0 +1,210 @@
+"""Advice: what lowers the peak of a step, and what does not.
+
+Checkpointing drops activations of the forward that only autograd holds. It drops no
+gradients, and nothing that the peak's operator reads, writes or needs as workspace. If
+those are large, something else must shrink them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from membudget.graph import Operator, StepGraph
+from membudget.planner.timeline import Interval, Timeline, lifetimes, of_intervals
+from membudget.profile.live_ranges import (
+    LiveItem,
+    PeakContents,
+    SavedRange,
+    saved_ranges,
+    touched_storages,
+)
+from membudget.report.module_tree import repeated_blocks
+from membudget.sizes import format_bytes
+
+_NOTABLE = 0.25
+"""The least fraction of the peak that is worth mentioning."""
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What could lower the peak.
+
+    Attributes:
+        droppable_bytes: Bytes at the peak that checkpointing could have dropped.
+        fixed_bytes: The other bytes at the peak.
+        logits_bytes: Fixed bytes of the logits and of what the loss and its gradient
+            compute from them: large storages made after the repeated blocks in the
+            forward and before them in the backward pass.
+        gradient_bytes: Fixed bytes of gradients of parameters.
+        floor_bytes: Lower bound of the peak for any checkpointing of this step that
+            keeps the order of its operators.
+        floor_moment: Op index at which the bound is reached.
+        texts: The advice in words.
+    """
+
+    droppable_bytes: int
+    fixed_bytes: int
+    logits_bytes: int
+    gradient_bytes: int
+    floor_bytes: int
+    floor_moment: int
+    texts: tuple[str, ...]
+
+
+def advise(graph: StepGraph, peak: PeakContents) -> Advice:
+    """Return advice about the peak.
+
+    Args:
+        graph: The step.
+        peak: What is live at its peak.
+    """
+    least = floor(graph)
+    large = logits(graph, peak)
+    fixed = [item for item in peak.items if not item.is_droppable]
+    found = Advice(
+        droppable_bytes=peak.droppable_bytes,
+        fixed_bytes=sum(item.bytes for item in fixed),
+        logits_bytes=sum(item.bytes for item in large),
+        gradient_bytes=sum(i.bytes for i in fixed if i.group == "gradients"),
+        floor_bytes=least.peak_bytes,
+        floor_moment=least.peak_moment,
+        texts=(),
+    )
+    texts = tuple(_texts(graph, peak, found, large))
+    return dataclasses.replace(found, texts=texts)
+
+
+def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
+    """Return the logits and the loss's tensors of their size, if live at the peak.
+
+    They are made by the last module, by the code after it outside all modules, and by
+    the backward pass of both; each has at least half the bytes of the largest.
+    """
+    start, end = _end_of_forward(graph)
+    made = [
+        item
+        for item in peak.items
+        if item.storage >= 0
+        and start <= graph.storages[item.storage].birth < end
+        and item.group in ("saved activations", "temporaries")
+        and not item.is_droppable
+    ]
+    largest = max((item.bytes for item in made), default=0)
+    return tuple(item for item in made if item.bytes * 2 >= largest)
+
+
+def _end_of_forward(graph: StepGraph) -> tuple[int, int]:
+    """Return the op range from the last module's forward to the end of its backward.
+
+    If the last module is a repeated block, or inside one, the range starts after it.
+    """
+    paths = [operator.module_path for operator in graph.operators]
+    forward = range(graph.backward_start)
+    last = next((paths[i] for i in reversed(forward) if paths[i]), "")
+    blocks = repeated_blocks(graph)
+    is_in_block = any(f"{last}.".startswith(f"{block}.") for block in blocks)
+    ours = {""} if is_in_block else {"", last}
+    start = next((i + 1 for i in reversed(forward) if paths[i] not in ours), 0)
+    backward = range(graph.backward_start, graph.optimizer_start)
+    end = next((i for i in backward if paths[i] not in ours), graph.optimizer_start)
+    return start, end
+
+
+def floor(graph: StepGraph) -> Timeline:
+    """Return the timeline with saved activations live as briefly as possible.
+
+    Each is dropped as soon as only autograd holds it, and is live again only during the
+    operators that read it. Under every plan that keeps the order of the operators at
+    least these bytes are live, so no plan has a smaller peak.
+    """
+    ranges = saved_ranges(graph)
+    reads: dict[int, list[int]] = {index: [] for index in ranges}
+    for moment in range(len(graph.operators)):
+        for index in touched_storages(graph, moment) & reads.keys():
+            reads[index].append(moment)
+    intervals = lifetimes(graph, without=ranges)
+    for index, saved in ranges.items():
+        intervals += _needed(graph, index, saved, reads[index])
+    return of_intervals(graph, intervals)
+
+
+def _needed(
+    graph: StepGraph, index: int, saved: SavedRange, reads: list[int]
+) -> Iterator[Interval]:
+    """Yield when a saved storage is live if it is dropped wherever possible."""
+    storage = graph.storages[index]
+    start, end = max(saved.drop_start, storage.birth), saved.last
+    if start >= end:
+        yield storage.birth, storage.death, storage.bytes
+        return
+    yield storage.birth, start, storage.bytes
+    yield end, storage.death, storage.bytes
+    for moment in reads:
+        if start <= moment < end:
+            yield moment, moment + 1, storage.bytes
+
+
+def _texts(
+    graph: StepGraph, peak: PeakContents, found: Advice, large: tuple[LiveItem, ...]
+) -> Iterator[str]:
+    total = peak.peak_bytes
+    if peak.operator is None or not total:
+        yield "The step allocates nothing."
+        return
+    if peak.operator.phase == "optimizer":
+        yield (
+            "The peak is in the optimizer's step, when no activation is live: "
+            "checkpointing does not lower it."
+        )
+    else:
+        yield _about_checkpointing(graph, total, found)
+    if found.logits_bytes >= _NOTABLE * total:
+        yield (
+            f"The logits, {large[0].dtype}{list(large[0].shape)}, and what the loss "
+            f"computes from them are {_part(found.logits_bytes, total)}. Checkpointing "
+            "does not lower that. Chunk the loss: compute it, and its gradient, for a "
+            "few rows at a time."
+        )
+    if found.gradient_bytes >= _NOTABLE * total:
+        yield (
+            "Gradients of parameters are "
+            f"{_part(found.gradient_bytes, total)}. Checkpointing does not lower that. "
+            "Train fewer parameters, use a smaller dtype, or run the optimizer inside "
+            "the backward pass (register_post_accumulate_grad_hook)."
+        )
+    if graph.static.total > total:
+        yield (
+            f"{format_bytes(graph.static.total)} are in use before the step, more than "
+            f"the {format_bytes(total)} that it allocates: a smaller dtype or another "
+            "optimizer saves more than checkpointing can."
+        )
+
+
+def _about_checkpointing(graph: StepGraph, total: int, found: Advice) -> str:
+    if not found.droppable_bytes:
+        return (
+            "Nothing that is live at the peak can be dropped: checkpointing does not "
+            "lower it."
+        )
+    least = graph.operators[found.floor_moment]
+    return (
+        f"Checkpointing can drop at most {_part(found.droppable_bytes, total)}: saved "
+        "activations that no operator uses then. No choice of regions lowers the step "
+        f"below {format_bytes(found.floor_bytes)}, which it needs during "
+        f"{operator_text(least)}."
+    )
+
+
+def operator_text(operator: Operator) -> str:
+    """Return what runs and where, in words."""
+    if operator.phase == "optimizer":
+        return f"{operator.name} (the optimizer's step)"
+    of = operator.module_path or "the model's own code or the loss"
+    line = f", {operator.line}" if operator.line else ""
+    return f"{operator.name} ({operator.phase} of {of}{line})"
+
+
+def _part(size: int, total: int) -> str:
+    return f"{format_bytes(size)} ({size / total:.0%}) of the peak"

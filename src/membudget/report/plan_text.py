@@ -1,0 +1,284 @@
+"""The text of plans: one plan, the differences of two, and what each region does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+from membudget.graph import StepGraph
+from membudget.planner.choice import Choice, saved_storages, storages_of
+from membudget.planner.plan import KeptOutput, Plan, RegionPlan
+from membudget.planner.schedule import Schedule
+from membudget.report.tables import rendered
+from membudget.sizes import format_bytes
+
+MOST_NUMBERS = 8
+"""How many numbers of one operator a report shows; the plan has them all."""
+
+MOST_KINDS = 3
+"""How many kinds of operators a cell names."""
+
+
+PLAIN_FITS = "the plain step fits: no region is needed"
+
+
+def described(plan: Plan) -> str:
+    """Return the predictions of a plan, and what each region keeps."""
+    if not plan.regions:
+        return f"{head(plan)}\n\n{PLAIN_FITS}"
+    rows = [
+        (region.path or "(the model)", str(region.operators), kept_text(region.kept))
+        for region in plan.regions
+    ]
+    return f"{head(plan)}\n\n{rendered(('region', 'operators', 'keeps'), rows, left=3)}"
+
+
+def head(plan: Plan, measured_bytes: int | None = None) -> str:
+    """Return the predictions of a plan, beside the measured peak.
+
+    Args:
+        plan: The plan.
+        measured_bytes: Measured peak above the bytes in use before the step.
+
+    Example:
+        >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
+        >>> print(head(plan, 1990))
+        GPT: 0 regions, seconds cpu
+        budget         2.0 KiB  above what is in use before the step
+        plain          4.0 KiB  peak of the plain step
+        predicted      2.0 KiB  peak under the plan
+        measured       1.9 KiB  0.9950 of the predicted, 97.2% of the budget
+        slowdown         1.250  predicted; no schedule is below 1.010
+    """
+    count = len(plan.regions)
+    lines = [
+        f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
+        f"budget    {_bytes(plan.budget_bytes)}  above what is in use before the step",
+        f"plain     {_bytes(plan.plain_peak_bytes)}  peak of the plain step",
+        f"predicted {_bytes(plan.peak_bytes)}  peak under the plan",
+    ]
+    if measured_bytes is not None:
+        ratio = measured_bytes / plan.peak_bytes if plan.peak_bytes else 1.0
+        share = measured_bytes / plan.budget_bytes if plan.budget_bytes else 1.0
+        lines.append(
+            f"measured  {_bytes(measured_bytes)}  {ratio:.4f} of the predicted, "
+            f"{share:.1%} of the budget"
+        )
+    lines.append(
+        f"slowdown  {plan.slowdown:12.3f}  predicted; no schedule is below "
+        f"{plan.bound:.3f}"
+    )
+    return "\n".join(lines)
+
+
+def kept_text(kept: Iterable[KeptOutput]) -> str:
+    """Return the operators whose outputs are kept, by name and number.
+
+    Example:
+        >>> norm = "aten.native_layer_norm.default"
+        >>> kept_text([KeptOutput(n, out, norm) for n in (1, 9) for out in (0, 1)])
+        'native_layer_norm #1 #9'
+        >>> kept_text([])
+        'nothing'
+    """
+    numbers: dict[str, list[int]] = {}
+    for output in kept:
+        of_name = numbers.setdefault(short_name(output.operator), [])
+        if output.number not in of_name:
+            of_name.append(output.number)
+    texts = []
+    for name, found in numbers.items():
+        texts.append(
+            " ".join([name, *(f"#{number}" for number in found[:MOST_NUMBERS])])
+        )
+        if found[MOST_NUMBERS:]:
+            texts[-1] += f" and {len(found) - MOST_NUMBERS} more"
+    return ", ".join(texts) or "nothing"
+
+
+def short_name(operator: str) -> str:
+    """Return an operator's name without `aten.` and `.default`.
+
+    Example:
+        >>> short_name("aten.addmm.default"), short_name("aten.add.Tensor")
+        ('addmm', 'add.Tensor')
+    """
+    return operator.removeprefix("aten.").removesuffix(".default")
+
+
+def differences(first: Plan, second: Plan) -> list[str]:
+    """Return one line for each difference between two plans.
+
+    Example:
+        >>> import dataclasses
+        >>> plan = Plan("GPT", "0f" * 32, 1024, 4096, 1000, 1.25, 1.0, "cpu", ())
+        >>> differences(plan, dataclasses.replace(plan, budget_bytes=2048))
+        ['budget: 1.0 KiB (1,024 bytes) -> 2.0 KiB (2,048 bytes)']
+        >>> differences(plan, plan)
+        []
+    """
+    found = [*_models(first, second), *_predictions(first, second)]
+    found += _regions(first.regions, second.regions)
+    if not found and first != second:
+        found.append("the regions are in another order, or one is listed twice")
+    return found
+
+
+def _models(first: Plan, second: Plan) -> Iterator[str]:
+    if first.model != second.model:
+        yield f"model: {first.model} -> {second.model}"
+    if first.fingerprint != second.fingerprint:
+        yield (
+            "parameters: the plans are for different models (fingerprints "
+            f"{first.fingerprint[:12]} -> {second.fingerprint[:12]})"
+        )
+
+
+def _predictions(first: Plan, second: Plan) -> Iterator[str]:
+    for name, label in (
+        ("budget_bytes", "budget"),
+        ("plain_peak_bytes", "plain peak"),
+        ("peak_bytes", "predicted peak"),
+    ):
+        sizes = [getattr(plan, name) for plan in (first, second)]
+        if sizes[0] != sizes[1]:
+            texts = [f"{_bytes(size).strip()} ({size:,} bytes)" for size in sizes]
+            yield f"{label}: {' -> '.join(texts)}"
+    for name, label in (
+        ("slowdown", "slowdown"),
+        ("bound", "least slowdown"),
+        ("cost", "seconds"),
+    ):
+        values = [getattr(plan, name) for plan in (first, second)]
+        if values[0] != values[1]:
+            yield f"{label}: {values[0]} -> {values[1]}"
+
+
+def _output(kept: KeptOutput) -> str:
+    """Return one output, such as `max #3 (output 1)`."""
+    which = f" (output {kept.output})" if kept.output else ""
+    return f"{short_name(kept.operator)} #{kept.number}{which}"
+
+
+def _regions(
+    first: Iterable[RegionPlan], second: Iterable[RegionPlan]
+) -> Iterator[str]:
+    before = {region.path: region for region in first}
+    after = {region.path: region for region in second}
+    for path in dict.fromkeys([*before, *after]):
+        left, right = before.get(path), after.get(path)
+        name = f"region {path!r}"
+        if left is None or right is None:
+            one, which = (right, "second") if left is None else (left, "first")
+            assert one is not None
+            yield f"{name}: only in the {which} plan, keeps {kept_text(one.kept)}"
+            continue
+        if left.operators != right.operators:
+            yield f"{name}: {left.operators} operators -> {right.operators} operators"
+        for mine, others, which in (
+            (left.kept, right.kept, "first"),
+            (right.kept, left.kept, "second"),
+        ):
+            alone = [kept for kept in mine if kept not in others]
+            if alone:
+                outputs = ", ".join(map(_output, alone))
+                yield f"{name}: only the {which} keeps {outputs}"
+
+
+def _bytes(size: int) -> str:
+    """Return a size, which may be negative, padded to a column."""
+    text = format_bytes(abs(size))
+    return f"{'-' + text if size < 0 else text:>12}"
+
+
+def region_table(graph: StepGraph, schedule: Schedule) -> str:
+    """Return a table of what each region keeps and recomputes.
+
+    Neighbours that do the same share a line, with the sum of their bytes and seconds.
+
+    Args:
+        graph: The plain step.
+        schedule: The choices of a plan, simulated.
+    """
+    pairs = zip(schedule.calls, schedule.choices, strict=True)
+    again = schedule.simulation.recomputed
+    regions = [_region_line(graph, call.path, choice, again) for call, choice in pairs]
+    rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
+    titles = ("region", "keeps", "recomputes", "operators", "kept", "of the step")
+    recompute = _share(sum(region.seconds for region in regions), graph)
+    overhead = _share(schedule.seconds - schedule.simulation.seconds, graph)
+    return (
+        f"{rendered(titles, rows, left=3)}\n\nrecomputation takes {recompute} of the "
+        f"plain step, and the regions' overhead {overhead}"
+    )
+
+
+@dataclass(frozen=True)
+class _RegionLine:
+    """One region.
+
+    Attributes:
+        path: Its module.
+        operators: Number of operators in the module's call.
+        keeps: The operators whose outputs are kept, by name and count.
+        kept_bytes: Bytes of those outputs.
+        recomputes: The recomputed operators, by name and count.
+        seconds: Time of the recomputed operators.
+    """
+
+    path: str
+    operators: int
+    keeps: str
+    kept_bytes: int
+    recomputes: str
+    seconds: float
+
+
+def _content(region: _RegionLine) -> tuple[object, ...]:
+    return region.operators, region.keeps, region.recomputes
+
+
+def _region_line(
+    graph: StepGraph, path: str, choice: Choice, recomputed: Iterable[int]
+) -> _RegionLine:
+    again = [index for index in recomputed if choice.start <= index < choice.end]
+    kept = choice.kept & _needed(graph, choice, again)
+    return _RegionLine(
+        path or "(the model)",
+        choice.end - choice.start,
+        _counted(graph, sorted({graph.storages[storage].birth for storage in kept})),
+        sum(graph.storages[storage].bytes for storage in kept),
+        _counted(graph, again),
+        sum(graph.operators[index].seconds for index in again),
+    )
+
+
+def _needed(graph: StepGraph, choice: Choice, again: Iterable[int]) -> set[int]:
+    """Return the storages that the region's backward pass and its recompute read."""
+    read = [value for index in again for value in graph.operators[index].inputs]
+    return {*saved_storages(graph, choice), *storages_of(graph, read)}
+
+
+def _counted(graph: StepGraph, operators: Iterable[int]) -> str:
+    """Return operator names with counts, most frequent first."""
+    counts = Counter(short_name(graph.operators[index].name) for index in operators)
+    found = counts.most_common()
+    texts = [name if n == 1 else f"{name} ×{n}" for name, n in found[:MOST_KINDS]]
+    rest = sum(number for _, number in found[MOST_KINDS:])
+    return ", ".join(texts) + (f" and {rest} more" if rest else "") or "nothing"
+
+
+def _row(alike: list[_RegionLine], graph: StepGraph) -> tuple[str, ...]:
+    first = alike[0]
+    name = first.path
+    if alike[1:]:
+        name = f"{first.path} to {alike[-1].path} ({len(alike)})"
+    kept = format_bytes(sum(region.kept_bytes for region in alike))
+    share = _share(sum(region.seconds for region in alike), graph)
+    return name, first.keeps, first.recomputes, str(first.operators), kept, share
+
+
+def _share(seconds: float, graph: StepGraph) -> str:
+    return f"{seconds / graph.seconds if graph.seconds else 0.0:.1%}"

@@ -1,0 +1,142 @@
+"""Which regions an audit is about: chosen, already there, or called by the step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.audit import audit, default_names
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+class Lists(nn.Module):
+    """Blocks in a list of lists, which have no forward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential(linear(), linear())
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([linear(), linear()]) for _ in range(3)
+        )
+
+
+class Direct(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = linear()
+        self.act = nn.Tanh()
+        self.second = linear()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.act(self.first(x)))
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (lambda: nn.Sequential(linear(), nn.Tanh()), ["0", "1"]),
+        (
+            lambda: nn.Sequential(linear(), nn.Sequential(*(linear(), linear()) * 2)),
+            ["1.0", "1.1"],
+        ),
+        (
+            lambda: nn.Sequential(
+                linear(), nn.Sequential(linear(), linear(), linear())
+            ),
+            ["1.0", "1.1", "1.2"],
+        ),
+        (
+            lambda: nn.Sequential(
+                *(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(2))
+            ),
+            ["0", "1"],
+        ),
+        (
+            Lists,
+            [f"blocks.{i}.{j}" for i in range(3) for j in range(2)],
+        ),
+        (Direct, ["first", "second"]),
+    ],
+    ids=["sequential", "shared", "inner", "like-blocks", "lists", "no-list"],
+)
+def test_the_longest_list_of_blocks_gets_the_regions(make, names):
+    assert default_names(make()) == names
+
+
+def test_a_model_with_nothing_to_choose_from_is_rejected():
+    with pytest.raises(mb.SelectionError, match="Linear has no ModuleList"):
+        audit(nn.Linear(4, 4), torch.ones(1, 4))
+
+
+def test_a_selection_is_that_of_apply():
+    model = nn.Sequential(*(linear() for _ in range(5)))
+
+    def audited(**selection: Any) -> list[str]:
+        report = audit(model, torch.ones(1, 4), **selection)
+        return [region.name for region in report.regions or ()]
+
+    assert audited() == ["0", "1", "2", "3", "4"]
+    assert audited(every=2) == ["0", "2", "4"]
+    assert audited(names="[13]") == ["1", "3"]
+    assert audited(blocks=nn.Linear, where=lambda name, _: name > "2") == ["3", "4"]
+
+
+def test_a_wrong_selection_or_option_is_rejected_before_the_step_runs():
+    model = nn.Sequential(linear())
+    model.register_forward_hook(lambda *_: pytest.fail("the step ran"))
+
+    with pytest.raises(mb.SelectionError, match="matches names=\\['nothing'\\]"):
+        audit(model, torch.ones(1, 4), names="nothing")
+    with pytest.raises(mb.OptionError, match="never"):
+        audit(model, torch.ones(1, 4), determinism_check="never")
+
+
+def test_a_selection_for_a_model_that_carries_regions_is_rejected():
+    model = nn.Sequential(linear(), linear())
+    mb.apply(model, names="0")
+
+    with pytest.raises(mb.OptionError, match=r"carries regions already.*names, every"):
+        audit(model, torch.ones(1, 4), names="1", every=2)
+
+
+def test_regions_inside_the_model_are_plain_in_the_plain_run():
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return mb.checkpoint(lambda x: self.layer(x).tanh(), x)
+
+    model: Any = nn.Sequential(Inner(), Inner())
+    ran: list[bool] = []
+    model[0].layer.register_forward_hook(lambda *_: ran.append(mb.is_recomputing()))
+
+    def step() -> None:
+        model(torch.ones(1, 4)).sum().backward()
+
+    assert audit(plain=step, budgeted=step, modules=model).equal
+    assert ran == [False, False, False, True]
+
+
+def test_existing_regions_stay_and_their_counters_do_not_move():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    applied = mb.apply(model, blocks=nn.Linear)
+    model(torch.randn(2, 4)).sum().backward()
+    before = applied.status()
+
+    report = audit(model, torch.randn(5, 4))
+
+    assert report.equal
+    assert report.regions_ran == 2
+    assert [region.name for region in report.regions or ()] == ["0", "2"]
+    assert applied.status() == before
+    applied.remove()
+    assert type(model[0]) is nn.Linear
