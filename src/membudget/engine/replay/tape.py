@@ -4,7 +4,8 @@ A `TapeValue` is the content of a tensor at one moment. An `Operation` produces 
 it is a *source*, whose content is held. Only the handles that autograd stores keep
 values alive; a value keeps its operation, and an operation its inputs. References point
 from outputs to inputs only, so the tape has no cycles, and parts that no handle needs
-are freed."""
+are freed.
+"""
 
 from __future__ import annotations
 
