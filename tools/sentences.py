@@ -24,9 +24,14 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src/membudget"
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _HEADING = re.compile(r"^(Args|Returns|Yields|Raises|Warns|Attributes|Example)s?:$")
-_ITEM = re.compile(r"^(\*{0,2}\w+(, \w+)*: |[-*•] |\d+\. |Rule \d+\. )")
+_ENTRY = re.compile(r"^\*{0,2}\w+(, \w+)*: ")
+_ITEM = re.compile(r"^([-*•] |\d+\. |Rule \d+\. )")
+_COLUMNS = re.compile(r"\S {2,}\S")
 # A full stop, then a capital, a digit or a quote; not after "e.g." or a lone initial.
-_END = re.compile(r"(?<![A-Z])(?<!e\.g)(?<!i\.e)([.?!][\"'`)]*)\s+(?=[A-Z0-9\"'`(])")
+_END = re.compile(
+    r"(?<![A-Z])(?<!Rule \d)(?<!Rule \d\d)(?<!e\.g)(?<!i\.e)([.?!][\"'`)]*)"
+    r"\s+(?=[A-Z0-9\"'`(])"
+)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -82,13 +87,15 @@ def sentences_of(docstring: str) -> Iterator[str]:
 def paragraphs_of(docstring: str) -> Iterator[str]:
     """Yield each paragraph, and each entry of a section, as one line.
 
-    Indented lines are a drawing or code, unless a heading or an entry is above them.
+    Lines in columns are a drawing. Indented ones are a drawing or code, unless a
+    heading or an entry is above them.
     """
     lines: list[str] = []
     in_section = in_example = False
     for line in [*inspect.cleandoc(docstring).splitlines(), ""]:
         text = line.strip()
-        begins = not text or _HEADING.match(text) or _ITEM.match(text)
+        patterns = (_HEADING, _ITEM, *([_ENTRY] if in_section else []))
+        begins = not text or any(pattern.match(text) for pattern in patterns)
         if begins and lines:
             yield " ".join(lines)
             lines = []
@@ -96,7 +103,9 @@ def paragraphs_of(docstring: str) -> Iterator[str]:
             in_section = in_example = False
         if _HEADING.match(text):
             in_section, in_example = True, text.startswith("Example")
-        elif text and not in_example and (in_section or lines or line == text):
+        elif in_example or not text or _COLUMNS.search(text):
+            continue
+        elif in_section or lines or line == text:
             lines.append(text)
 
 
