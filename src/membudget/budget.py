@@ -68,7 +68,7 @@ class Budget:
         )
 
     def refused(self, found: str, least_bytes: int, what: str = "plan") -> BudgetError:
-        """Return the error that names what does not fit, and what would.
+        r"""Return the error that names what does not fit, and what would.
 
         Args:
             found: What does not fit, as the beginning of a sentence.
@@ -77,10 +77,12 @@ class Budget:
             what: Which plan that is.
 
         Example:
-            >>> print(Budget(2000, 500).refused("no plan fits in", 3000))
-            no plan fits in 2,500 bytes, of which 500 are in use before the step starts:
-            2,000 are left for the step, and the smallest plan needs 3,000. Smallest
-            feasible budget: 3,500 bytes
+            >>> error = Budget(2000, 500).refused("no plan fits in", 3000)
+            >>> print(str(error).replace(": ", "\n").replace(". ", "\n"))
+            no plan fits in 2,500 bytes, of which 500 are in use before the step starts
+            2,000 are left for the step, and the smallest plan needs 3,000
+            Smallest feasible budget
+            3,500 bytes
         """
         return BudgetError(
             f"{found} {self}: {max(self.step_bytes, 0):,} are left for the step, and "

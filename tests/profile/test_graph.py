@@ -103,7 +103,8 @@ def test_calls_and_pins_are_read_unchanged_written():
         "must_keep": True,
     }
     for field in dataclasses.fields(Operator):
-        whole["operators"][field.name] = [operator.get(field.name, 0)]
+        column = "is_pinned" if field.name == "must_keep" else field.name
+        whole["operators"][column] = [operator.get(field.name, 0)]
     whole["calls"] = {"path": ["", "0"], "start": [0, 0], "end": [1, 0]}
 
     graph = StepGraph.from_dict(json.loads(json.dumps(whole)))

@@ -218,7 +218,7 @@ def test_row_b7_a_rerun_of_torchscript_is_plain_or_raises(
 
 
 def test_row_b7_a_rerun_of_torchscript_says_what_to_do() -> None:
-    with pytest.raises(mb.RecomputeMismatchError, match="leave engine='rerun' out"):
+    with pytest.raises(mb.RecomputeMismatchError, match="omit engine='rerun'"):
         steps(lambda: Net(script(smooth)), region_with(engine="rerun"))
 
 
