@@ -7,7 +7,6 @@ what all solvers together find.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -52,13 +51,6 @@ class _ByBlock(Solver):
 
     def solve(self, budget_bytes: int) -> list[int] | None:
         return cheapest_choices(self._costs, budget_bytes)
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        found = cheapest_choices(self._costs, budget_bytes, rounds_up=False)
-        if found is None:
-            return math.inf
-        taken = zip(self._costs, found, strict=True)
-        return self._simulator.graph.seconds + sum(of[i].seconds for of, i in taken)
 
     def smallest(self) -> list[int]:
         return [

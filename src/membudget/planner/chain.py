@@ -40,7 +40,7 @@ from functools import cached_property
 
 import numpy as np
 
-from membudget.planner.knapsack import ChoiceCost, Quantum, best_quantum, relax
+from membudget.planner.knapsack import ChoiceCost, best_quantum, relax
 
 FINEST, COARSEST = 6000, 1500  # Quanta in the plain peak, at most and at least.
 
@@ -114,7 +114,6 @@ class Chain:
         crossing_bytes: Sequence[Sequence[int]],
         forward_bytes: Sequence[Sequence[int]],
         most_bytes: int,
-        rounds_up: bool = True,
     ):
         """Take the numbers of a chain.
 
@@ -124,7 +123,6 @@ class Chain:
             forward_bytes: For i ≤ j, the peak while j runs forward if nothing is kept
                 from i on, without what segments before i made.
             most_bytes: The largest budget that will be asked for.
-            rounds_up: Whether every solution fits; see `knapsack.cheapest_choices`.
         """
         self._segments = segments
         self._crossing = crossing_bytes
@@ -133,8 +131,7 @@ class Chain:
         sizes += [segment.saved_bytes for segment in segments]
         sizes += [size for row in crossing_bytes for size in row]
         finest, coarsest = (max(1, most_bytes // n) for n in (FINEST, COARSEST))
-        quantum_bytes = best_quantum(sizes, finest, coarsest)
-        self._quantum = Quantum(quantum_bytes, rounds_up)
+        self._quantum = best_quantum(sizes, finest, coarsest)
         self._size = self._quantum.room(most_bytes) + 1
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
@@ -143,10 +140,6 @@ class Chain:
         if not np.isfinite(best[-1]).any():
             return None
         return self._trace(best, taken, budget_bytes)
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        """Return the recomputation time of the solution; infinity if nothing fits."""
-        return float(self._forward_table(budget_bytes)[0][-1].min())
 
     # The forward: E, by segment and retained quanta.
 

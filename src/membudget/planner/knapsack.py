@@ -32,31 +32,20 @@ QUANTA = 4096
 
 @dataclass(frozen=True)
 class Quantum:
-    """The unit in which a dynamic programme counts bytes.
-
-    Attributes:
-        bytes: Its size.
-        rounds_up: Whether needs are rounded up and room is rounded down, so that every
-            solution fits; or the other way around, for a lower bound.
-    """
+    """The unit in which a dynamic programme counts bytes."""
 
     bytes: int
-    rounds_up: bool = True
 
     def need(self, size_bytes: int) -> int:
-        """Return the quanta that some bytes take."""
-        if self.rounds_up:
-            return -(-size_bytes // self.bytes)
-        return size_bytes // self.bytes
+        """Return the quanta that some bytes take, rounded up."""
+        return -(-size_bytes // self.bytes)
 
     def room(self, left_bytes: int) -> int:
         """Return the quanta that fit into some bytes, negative if those are."""
-        if self.rounds_up:
-            return left_bytes // self.bytes
-        return -(-left_bytes // self.bytes)
+        return left_bytes // self.bytes
 
 
-def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> int:
+def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> Quantum:
     """Return the quantum to which rounding up some sizes adds least.
 
     Args:
@@ -74,7 +63,7 @@ def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> int:
     def rounding(quantum: int) -> int:
         return int((-(-all_sizes // quantum) * quantum - all_sizes).sum())
 
-    return min(sorted(fitting), key=rounding)
+    return Quantum(min(sorted(fitting), key=rounding))
 
 
 @dataclass(frozen=True)
@@ -94,15 +83,13 @@ class ChoiceCost:
 
 
 def cheapest_choices(
-    blocks: Sequence[Sequence[ChoiceCost]], budget_bytes: int, rounds_up: bool = True
+    blocks: Sequence[Sequence[ChoiceCost]], budget_bytes: int
 ) -> list[int] | None:
     """Return the choice of each block, by index, with the least time in total.
 
     Args:
         blocks: The choices of each block, in forward order.
         budget_bytes: The budget of every operator.
-        rounds_up: Whether bytes are rounded up to the quantum, so that the solution
-            fits; rounded down, no solution that fits takes less time.
 
     Returns:
         The indices; `None` if nothing fits.
@@ -114,7 +101,7 @@ def cheapest_choices(
     """
     if budget_bytes <= 0:
         return None
-    quantum = Quantum(max(1, -(-budget_bytes // QUANTA)), rounds_up)
+    quantum = Quantum(max(1, -(-budget_bytes // QUANTA)))
     best = np.full(quantum.room(budget_bytes) + 1, np.inf)
     best[0] = 0.0
     taken: list[np.ndarray] = []

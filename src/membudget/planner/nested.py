@@ -66,22 +66,10 @@ class _Nested(Solver):
         self._overhead_s = overhead_s
         block = Block(call.start, call.end)
         self._numbers = ChainNumbers(simulator.graph, block, chain)
-        self._most_bytes = timeline(simulator.graph).peak_bytes
-        self._chain = self._numbers.chain(self._most_bytes)
-
-    @cached_property
-    def _rounded_down(self) -> Chain:
-        return self._numbers.chain(self._most_bytes, rounds_up=False)
+        self._chain = self._numbers.chain(timeline(simulator.graph).peak_bytes)
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
         return self._chain.solve(budget_bytes)
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        again_s = self._rounded_down.least_seconds(budget_bytes)
-        return self._simulator.graph.seconds + again_s + self._overhead_s
-
-    def smallest(self) -> None:
-        return None
 
     def schedule(self, solution: list[SegmentChoice]) -> Schedule:
         choice = self._numbers.choice(solution)
@@ -123,15 +111,10 @@ class ChainNumbers:
         )
         return self._made[i].intersection(storages_of(self._graph, values))
 
-    def chain(self, most_bytes: int, rounds_up: bool = True) -> Chain:
-        """Return the chain.
-
-        Args:
-            most_bytes: The largest budget that will be asked for.
-            rounds_up: See `chain.Chain`.
-        """
+    def chain(self, most_bytes: int) -> Chain:
+        """Return the chain, for budgets of at most so many bytes."""
         crossing, forward = self._crossing_bytes, self._forward_bytes
-        return Chain(self._segments, crossing, forward, most_bytes, rounds_up)
+        return Chain(self._segments, crossing, forward, most_bytes)
 
     @cached_property
     def _segments(self) -> list[SegmentCosts]:

@@ -7,7 +7,6 @@ Local search improves them (`search`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -110,23 +109,6 @@ class Planner:
         return replace(
             schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
         )
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        """Return a lower bound on the time of what the solvers propose.
-
-        It holds by their own count of bytes, rounded down. The simulation counts fewer
-        where two of their peaks do not coincide, so an improved schedule may take less.
-        For a bound on any schedule see `planner.bound`.
-        """
-        if self.plain_peak_bytes <= budget_bytes:
-            return self.graph.seconds
-        bounds = (
-            solver.least_seconds(budget_bytes)
-            for kind in self._kinds
-            for solver in kind
-        )
-        added_s = self.simulator.graph.seconds - self.graph.seconds
-        return min(bounds, default=math.inf) - added_s
 
     def least_bytes(self) -> int:
         """Return the smallest budget that some schedule is known to fit."""

@@ -79,12 +79,6 @@ class _Priced(Solver):
         fitting = [k for k, s in self._tried.items() if s.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda kept: self._tried[kept].seconds, default=None)
 
-    def least_seconds(self, budget_bytes: int) -> float:
-        return math.inf  # It proves no bound; the other solvers do for its choices.
-
-    def smallest(self) -> None:
-        return None
-
     def schedule(self, solution: frozenset[int]) -> Schedule:
         choice = Choice(self._call.start, self._call.end, solution)
         return self._simulator.schedule([self._call], [choice], self._overhead_s)

@@ -116,16 +116,9 @@ class Solver(ABC):
     def solve(self, budget_bytes: int) -> Any:
         """Return the best solution by the solver's own count; `None` if none fits."""
 
-    @abstractmethod
-    def least_seconds(self, budget_bytes: int) -> float:
-        """Return a lower bound on the time of a solution, the overhead included.
-
-        It holds by the solver's own count of bytes, rounded down.
-        """
-
-    @abstractmethod
     def smallest(self) -> Any:
         """Return the solution that retains least, at any time; `None` for none."""
+        return None
 
     @abstractmethod
     def schedule(self, solution: Any) -> Schedule:
