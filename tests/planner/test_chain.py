@@ -13,8 +13,7 @@ from membudget.planner.blocks import Segment
 from membudget.planner.chain import Checkpoint, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers
-from membudget.planner.simulate import Simulation, simulate
-from membudget.planner.timeline import timeline
+from membudget.planner.simulate import Simulation, simulate, timeline
 from tests.planner.drafts import chain_of
 
 

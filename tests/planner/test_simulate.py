@@ -18,8 +18,8 @@ from membudget.planner.simulate import (
     Simulation,
     simulate,
     simulate_block,
+    timeline,
 )
-from membudget.planner.timeline import timeline
 from membudget.step import Step
 from tests.oracles import CountedOperators
 from tests.planner import models
@@ -44,7 +44,7 @@ A, B = 1, 2
 def test_a_step_without_regions_is_the_plain_timeline():
     graph = two_saved()
     found = simulate(graph, [])
-    assert found == Simulation(7, 2, (4, 6, 7, 6, 4, 0), 7.0, ())
+    assert found == Simulation((4, 6, 7, 6, 4, 0), 7, 2, 7.0, ())
     assert timeline(graph).alive_bytes == found.alive_bytes
 
 

@@ -19,8 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Choice, made_in, saved_in
-from membudget.planner.recompute import slice_of_saved
+from membudget.planner.choice import Choice, made_in, saved_in, slice_of_saved
 
 
 class Ledger:

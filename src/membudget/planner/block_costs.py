@@ -14,14 +14,41 @@ each block:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, Choice, made_in, saved_in
-from membudget.planner.frontier import Fronts
-from membudget.planner.knapsack import ChoiceCost
-from membudget.planner.simulate import BlockTimeline, simulate_block
-from membudget.planner.timeline import lifetimes, of_intervals
+from membudget.planner.choice import (
+    Block,
+    Choice,
+    made_in,
+    saved_in,
+    storages_of,
+    wanted_in,
+)
+from membudget.planner.frontier import Front, KeepSet, outlives_forward
+from membudget.planner.simulate import (
+    BlockTimeline,
+    lifetimes,
+    of_intervals,
+    simulate_block,
+)
+
+
+@dataclass(frozen=True)
+class ChoiceCost:
+    """What one choice for a block costs.
+
+    Attributes:
+        retained_bytes: Live from the block's forward to its backward.
+        peak_bytes: The maximum while the block runs, forward or backward, beside what
+            the blocks before it retain; tensors outside all blocks are in it.
+        seconds: Recomputation and overhead.
+    """
+
+    retained_bytes: int
+    peak_bytes: int
+    seconds: float
 
 
 class BlockCosts:
@@ -160,3 +187,67 @@ class BlockCosts:
             ),
             default=0,
         )
+
+
+class Fronts:
+    """The keep-sets of the blocks of one step; equal blocks are solved once.
+
+    Two blocks are equal if their operators take the same time, read and write what the
+    block makes in the same way, and autograd wants the same of it.
+    """
+
+    def __init__(self, graph: StepGraph):
+        """Start with none solved."""
+        self._graph = graph
+        # Storages stand there by their place among what the block makes.
+        self._known: dict[Hashable, list[KeepSet]] = {}
+
+    def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
+        """Return the keep-sets of a block, the most bytes first.
+
+        Args:
+            block: The block.
+            always: Storages of the block that every choice keeps; their bytes are not
+                counted.
+        """
+        made = sorted(made_in(self._graph, block))
+        place_of = {storage: place for place, storage in enumerate(made)}
+        signature = self._signature(block, place_of, always)
+        known = self._known.get(signature)
+        if known is None:
+            known = [
+                replace(k, kept=frozenset(place_of[s] for s in k.kept | always))
+                for k in Front(self._graph, block, always).keep_sets()
+            ]
+            self._known[signature] = known
+        return [
+            replace(k, kept=frozenset(made[place] for place in k.kept)) for k in known
+        ]
+
+    def _signature(
+        self, block: Block, place_of: dict[int, int], always: frozenset[int]
+    ) -> Hashable:
+        graph = self._graph
+        operators = tuple(
+            (
+                operator.seconds,
+                operator.is_view,
+                operator.must_keep,
+                *(
+                    tuple(place_of.get(s, -1) for s in storages_of(graph, values))
+                    for values in (operator.inputs, operator.outputs)
+                ),
+            )
+            for operator in graph.operators[block.start : block.end]
+        )
+        wanted = wanted_in(graph, block)
+        storages = tuple(
+            (
+                graph.storages[storage].bytes,
+                outlives_forward(graph, graph.storages[storage]),
+                storage in wanted,
+                storage in always,
+            )
+            for storage in place_of
+        )
+        return operators, storages

@@ -26,7 +26,7 @@ from itertools import accumulate, pairwise
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import Block, made_in, saved_storages, storages_of
-from membudget.planner.timeline import live_bytes
+from membudget.planner.simulate import live_bytes
 
 LEAST_COVERED = 0.6
 """The share of a call's saved bytes that the calls inside must cover to replace it."""

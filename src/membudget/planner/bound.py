@@ -32,9 +32,8 @@ import numpy as np
 
 from membudget.errors import OptionError
 from membudget.graph import Saved, StepGraph
-from membudget.planner.choice import Block
-from membudget.planner.recompute import writers_of
-from membudget.planner.timeline import Interval, live_bytes
+from membudget.planner.choice import Block, writers_of
+from membudget.planner.simulate import Interval, live_bytes
 
 
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:

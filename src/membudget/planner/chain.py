@@ -40,7 +40,8 @@ from functools import cached_property
 
 import numpy as np
 
-from membudget.planner.knapsack import ChoiceCost, best_quantum, relax
+from membudget.planner.block_costs import ChoiceCost
+from membudget.planner.knapsack import best_quantum, relax
 
 FINEST, COARSEST = 6000, 1500  # Quanta in the plain peak, at most and at least.
 

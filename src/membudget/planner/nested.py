@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.block_costs import BlockCosts
+from membudget.planner.block_costs import BlockCosts, ChoiceCost
 from membudget.planner.blocks import Segment, largest_call, segments
 from membudget.planner.chain import Chain, Checkpoint, SegmentChoice, SegmentCosts
 from membudget.planner.choice import (
@@ -21,21 +21,23 @@ from membudget.planner.choice import (
     Stage,
     bytes_of,
     made_in,
+    slice_of,
     storages_of,
     wanted_in,
 )
-from membudget.planner.costs import Overheads
-from membudget.planner.knapsack import ChoiceCost
-from membudget.planner.recompute import slice_of
 from membudget.planner.schedule import Schedule, Simulator, Solver
-from membudget.planner.simulate import simulate_block
-from membudget.planner.timeline import live_bytes, peak_of_run, timeline
+from membudget.planner.simulate import (
+    live_bytes,
+    peak_of_run,
+    simulate_block,
+    timeline,
+)
 
 LENGTHS = (12, 24, 48)
 """Lengths of the chains: few segments retain less, many need less at once."""
 
 
-def nested(simulator: Simulator, overheads: Overheads) -> list[Solver]:
+def nested(simulator: Simulator) -> list[Solver]:
     """Return a solver for each length of chain."""
     graph = simulator.graph
     call = largest_call(graph)
@@ -47,23 +49,15 @@ def nested(simulator: Simulator, overheads: Overheads) -> list[Solver]:
         chain = segments(graph, block, length)
         if chain not in chains:
             chains.append(chain)
-    overhead_s = overheads.recording_s(graph, block)
-    return [_Nested(simulator, call, chain, overhead_s) for chain in chains]
+    return [_Nested(simulator, call, chain) for chain in chains]
 
 
 class _Nested(Solver):
     """One chain."""
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        call: ModuleCall,
-        chain: list[Segment],
-        overhead_s: float,
-    ):
+    def __init__(self, simulator: Simulator, call: ModuleCall, chain: list[Segment]):
         super().__init__(simulator)
         self._call = call
-        self._overhead_s = overhead_s
         block = Block(call.start, call.end)
         self._numbers = ChainNumbers(simulator.graph, block, chain)
         self._chain = self._numbers.chain(timeline(simulator.graph).peak_bytes)
@@ -73,7 +67,7 @@ class _Nested(Solver):
 
     def schedule(self, solution: list[SegmentChoice]) -> Schedule:
         choice = self._numbers.choice(solution)
-        return self._simulator.schedule([self._call], [choice], self._overhead_s)
+        return self._simulator.schedule([self._call], [choice])
 
 
 class ChainNumbers:
