@@ -193,8 +193,8 @@ def test_a_region_alone_and_the_rest_add_up_to_the_step(graph):
     region = Choice(0, graph.backward_start)
     whole = simulate(graph, [region]).alive_bytes
     alone = simulate_block(graph, region)
-    for moment, alive in zip(alone.moments, alone.alive_bytes, strict=True):
-        assert alive == whole[moment]
+    for step in alone:
+        assert step.alive_bytes == whole[step.start]
 
 
 # Beside the meter.

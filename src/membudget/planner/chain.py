@@ -78,32 +78,20 @@ class SegmentCosts:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a stage retains: what crosses the end of a run of segments, or more.
-
-    Attributes:
-        first: First segment of the run.
-        last: Last segment of the run.
-        is_saved_set: Whether all that `first` saved is retained, too.
-    """
+    """What a stage retains: what crosses the end of a run of segments, or more."""
 
     first: int
     last: int
-    is_saved_set: bool = False
+    is_saved_set: bool = False  # Whether all that `first` saved is retained, too.
 
 
 @dataclass(frozen=True)
 class SegmentChoice:
-    """The choice for one segment.
+    """The choice for one segment."""
 
-    Attributes:
-        keep_set: Which of its keep-sets; `None` in a nest.
-        nest_end: The last segment of its nest, or itself.
-        checkpoints: In a nest, what its stage retains.
-    """
-
-    keep_set: int | None
-    nest_end: int
-    checkpoints: tuple[Checkpoint, ...] = ()
+    keep_set: int | None  # Which of its keep-sets; `None` in a nest.
+    nest_end: int  # The last segment of its nest, or itself.
+    checkpoints: tuple[Checkpoint, ...] = ()  # In a nest, what its stage retains.
 
 
 class Chain:
@@ -248,16 +236,10 @@ class Chain:
         later: np.ndarray,
         earlier: np.ndarray | None = None,
     ) -> None:
-        """Improve an entry of D by one way to split the nest.
+        """Improve an entry of D, its times and ways, by one way to split the nest.
 
-        Args:
-            entry: Times and ways by free quanta.
-            number: The way.
-            need_bytes: The peak of its run.
-            retained_bytes: What it retains while the later part goes backward.
-            seconds: The time of its run.
-            later: D of the later part, which goes backward first.
-            earlier: D of the earlier part.
+        Its run takes `seconds` and has the peak `need_bytes`. What it retains stays
+        while the later part goes backward, which comes first.
         """
         best, how = entry
         retained = self._quantum.need(retained_bytes)

@@ -128,13 +128,7 @@ class RecomputeSlice:
 def slice_of_saved(
     graph: StepGraph, block: Block, dropped: Collection[int]
 ) -> RecomputeSlice:
-    """Return the slice that recomputes what autograd saved in a block.
-
-    Args:
-        graph: The step.
-        block: The block.
-        dropped: Storages that may be recomputed; all others are sources.
-    """
+    """Return the slice that recomputes those that autograd saved in a block."""
     targets: dict[int, int] = {}
     for saved in (graph.saved[index] for index in saved_in(graph, block)):
         storage = graph.values[saved.value].storage
@@ -146,14 +140,9 @@ def slice_of_saved(
 def slice_of(
     graph: StepGraph, block: Block, dropped: Collection[int], targets: dict[int, int]
 ) -> RecomputeSlice:
-    """Return the slice that recomputes given targets.
+    """Return the slice of a block that recomputes some targets.
 
-    Args:
-        graph: The step.
-        block: The operators that may run again.
-        dropped: Storages that may be recomputed; all others are sources.
-        targets: The storages to recompute, each with the op index after which nobody
-            needs it.
+    Dropped storages may be recomputed; all others are sources.
     """
     found = RecomputeSlice(targets, dict(targets))
     until = found.needed_until
@@ -192,13 +181,7 @@ def writers_of(
 
 
 def run_together(writers: Iterable[Collection[int]]) -> list[list[int]]:
-    """Join operators that write the same storage: they can only run together.
-
-    Args:
-        writers: The writers of each storage.
-
-    Returns:
-        Disjoint groups of operators in ascending order of their first.
+    """Join the writers of each storage: they can only run together.
 
     Example:
         >>> run_together([[0, 2], [1], [2, 3]])

@@ -50,32 +50,20 @@ _EPSILON = 1e-15
 
 @dataclass(frozen=True)
 class KeepSet:
-    """One point of a block's front.
-
-    Attributes:
-        kept: The storages to keep, by index.
-        kept_bytes: Their size.
-        seconds: Recomputation time of everything else that is wanted.
-    """
+    """One point of a block's front: storages to keep, by index."""
 
     kept: frozenset[int]
     kept_bytes: int
-    seconds: float
+    seconds: float  # To recompute everything else that is wanted.
 
 
 @dataclass(frozen=True)
 class _Producer:
-    """Operators that make storages together.
+    """Operators that make storages of a block together."""
 
-    Attributes:
-        seconds: Their time; infinite if they must not run again.
-        makes: The storages.
-        reads: The block's storages that they read and do not make.
-    """
-
-    seconds: float
+    seconds: float  # Infinite if they must not run again.
     makes: tuple[int, ...]
-    reads: tuple[int, ...]
+    reads: tuple[int, ...]  # The block's storages that they read and do not make.
 
 
 class Front:
@@ -84,13 +72,7 @@ class Front:
     def __init__(
         self, graph: StepGraph, block: Block, always: frozenset[int] = frozenset()
     ):
-        """Find the producers.
-
-        Args:
-            graph: The step.
-            block: The block.
-            always: Storages that every choice keeps.
-        """
+        """Find the producers; every choice keeps `always`."""
         made = {
             storage
             for storage in made_in(graph, block) - always
@@ -109,17 +91,13 @@ class Front:
         """Return the storages that recomputing one reads."""
         return self._producers[self._producer_of[storage]].reads
 
-    def may_drop(self, storage: int) -> bool:
-        """Tell whether a storage can be recomputed at all."""
-        return not math.isinf(self._producers[self._producer_of[storage]].seconds)
+    def droppable(self) -> list[int]:
+        """Return the storages that can be recomputed at all."""
+        of = self._producer_of
+        return [s for s in of if not math.isinf(self._producers[of[s]].seconds)]
 
     def at_price(self, price: float, free: frozenset[int] = frozenset()) -> KeepSet:
-        """Return the cheapest keep-set at a price.
-
-        Args:
-            price: Seconds per byte.
-            free: Storages that cost nothing to keep.
-        """
+        """Return the cheapest keep-set, by seconds per byte; `free` costs nothing."""
         return self.cheapest(
             {s: 0.0 if s in free else price * size for s, size in self.bytes.items()}
         )
@@ -225,11 +203,7 @@ class Network:
     """
 
     def __init__(self, nodes: int):
-        """Begin without edges.
-
-        Args:
-            nodes: How many nodes there are; they are numbered from 0.
-        """
+        """Begin without edges; so many nodes are numbered from 0."""
         self._edges: list[list[int]] = [[] for _ in range(nodes)]
         self._heads: list[int] = []
         self._room: list[float] = []

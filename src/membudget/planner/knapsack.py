@@ -112,13 +112,7 @@ class Quantum:
 
 
 def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> Quantum:
-    """Return the quantum to which rounding up some sizes adds least.
-
-    Args:
-        sizes: The sizes, in bytes.
-        finest: No quantum is smaller.
-        coarsest: No quantum is larger.
-    """
+    """Return the quantum, in a range, to which rounding up some sizes adds least."""
     fitting = {finest}
     for size in set(sizes):
         parts = -(-size // coarsest)
@@ -137,12 +131,7 @@ def cheapest_choices(
 ) -> list[int] | None:
     """Return the choice of each block, by index, with the least time in total.
 
-    Args:
-        blocks: The choices of each block, in forward order.
-        budget_bytes: The budget of every operator.
-
-    Returns:
-        The indices; `None` if nothing fits.
+    Blocks are in forward order; `None` if nothing fits.
 
     Example:
         >>> keep, drop = ChoiceCost(6, 8, 0.0), ChoiceCost(1, 8, 2.0)
@@ -152,33 +141,27 @@ def cheapest_choices(
     if budget_bytes <= 0:
         return None
     quantum = Quantum(max(1, -(-budget_bytes // QUANTA)))
-    best = np.full(quantum.room(budget_bytes) + 1, np.inf)
+    size = quantum.room(budget_bytes) + 1
+    best = np.full(size, np.inf)
     best[0] = 0.0
     taken: list[np.ndarray] = []
     for choices in blocks:
-        best, by = _add_block(best, choices, quantum, budget_bytes)
+        after, by = np.full(size, np.inf), np.full(size, -1, dtype=np.int32)
+        for index, choice in enumerate(choices):
+            # The blocks before it may retain what fits beside its peak.
+            room = quantum.room(budget_bytes - choice.peak_bytes)
+            need = quantum.need(choice.retained_bytes)
+            relax(best, after, by, need, room, choice.seconds, index)
+        best = after
         taken.append(by)
     if not np.isfinite(best).any():
         return None
-    return _trace(blocks, taken, int(np.argmin(best)), quantum)
-
-
-def _add_block(
-    best: np.ndarray,
-    choices: Sequence[ChoiceCost],
-    quantum: Quantum,
-    budget_bytes: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the next row of the table, and the choice that reached each entry."""
-    size = len(best)
-    after = np.full(size, np.inf)
-    by = np.full(size, -1, dtype=np.int32)
-    for index, choice in enumerate(choices):
-        # The blocks before it may retain what fits beside its peak.
-        room = quantum.room(budget_bytes - choice.peak_bytes)
-        need = quantum.need(choice.retained_bytes)
-        relax(best, after, by, need, room, choice.seconds, index)
-    return after, by
+    at = int(np.argmin(best))
+    found: list[int] = []
+    for choices, by in zip(reversed(blocks), reversed(taken), strict=True):
+        found.insert(0, int(by[at]))
+        at -= quantum.need(choices[found[0]].retained_bytes)
+    return found
 
 
 def relax(
@@ -210,17 +193,3 @@ def relax(
     better = total < target
     target[better] = total[better]
     by[need : need + count][better] = label
-
-
-def _trace(
-    blocks: Sequence[Sequence[ChoiceCost]],
-    taken: Sequence[np.ndarray],
-    at: int,
-    quantum: Quantum,
-) -> list[int]:
-    found = []
-    for choices, by in zip(reversed(blocks), reversed(taken), strict=True):
-        index = int(by[at])
-        found.append(index)
-        at -= quantum.need(choices[index].retained_bytes)
-    return found[::-1]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
@@ -27,6 +28,8 @@ from membudget.planner.search import improved
 from membudget.planner.simulate import timeline
 
 SolverMaker = Callable[[Simulator], list[Solver]]
+
+_seconds = attrgetter("seconds")
 
 SOLVERS: tuple[SolverMaker, ...] = (by_block, nested, priced)
 
@@ -48,11 +51,6 @@ class Planner:
     ):
         """Cut the step into blocks and find their trade-offs.
 
-        Args:
-            graph: The plain step, with times.
-            overheads: The engine's own time.
-            solvers: The kinds of schedules to consider.
-
         Raises:
             OptionError: If an operator takes no finite time.
         """
@@ -67,11 +65,8 @@ class Planner:
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
         """Return the fastest schedule found whose simulated peak fits.
 
-        It is no slower than one returned for a smaller budget before.
-
-        Args:
-            budget_bytes: The budget of what the step allocates.
-            quickly: Whether to leave out annealing, which takes up to a second.
+        It is no slower than one returned for a smaller budget before. `quickly` leaves
+        out annealing, which takes up to a second.
 
         Raises:
             BudgetError: If none fits; it has the smallest feasible budget.
@@ -119,10 +114,6 @@ class Planner:
     def least_bytes(self) -> int:
         """Return the smallest budget that some schedule is known to fit."""
         return min([self.plain_peak_bytes, *(s.peak_bytes for s in self._least)])
-
-
-def _seconds(schedule: Schedule) -> float:
-    return schedule.seconds
 
 
 def check_seconds(graph: StepGraph) -> None:

@@ -31,15 +31,10 @@ class Overheads:
     figures are those of one AMD EPYC core under Python 3.11, fitted to whole steps of
     the models in `benchmarks/planners.py`. On a device the host's time mostly hides
     behind the kernels, so none is counted.
-
-    Attributes:
-        warm_s: After a kernel that leaves the cache warm.
-        cold_s: After a kernel that evicts it.
-        cache_bytes: The size of the cache.
     """
 
-    warm_s: float
-    cold_s: float
+    warm_s: float  # After a kernel that leaves the engine's code in the cache.
+    cold_s: float  # After a kernel that evicts it.
     cache_bytes: int
 
     def of(self, operator: Operator) -> float:
@@ -75,21 +70,13 @@ CPU_OVERHEADS = Overheads(warm_s=12e-6, cold_s=120e-6, cache_bytes=1 << 19)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A choice for each of some module calls, and what they lead to.
+    """A choice for each of some module calls, and what they lead to."""
 
-    Attributes:
-        calls: The calls that become regions.
-        choices: What to keep of each.
-        simulation: Peak and time of the step under them.
-        overhead_s: The engine's own time.
-        plain_s: Time of the plain step.
-    """
-
-    calls: tuple[ModuleCall, ...]
+    calls: tuple[ModuleCall, ...]  # They become regions.
     choices: tuple[Choice, ...]
     simulation: Simulation
-    overhead_s: float
-    plain_s: float
+    overhead_s: float  # The engine's own time.
+    plain_s: float  # The time of the plain step.
 
     @property
     def peak_bytes(self) -> int:

@@ -33,7 +33,8 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from membudget.errors import OptionError
 from membudget.graph import Operator, StepGraph
@@ -65,12 +66,7 @@ def timeline(graph: StepGraph) -> Timeline:
 
 
 def lifetimes(graph: StepGraph, without: Container[int] = ()) -> list[Interval]:
-    """Return the live ranges of the storages that the step allocates.
-
-    Args:
-        graph: The step.
-        without: Storages to leave out, by index.
-    """
+    """Return the live ranges of what the step allocates, without some storages."""
     return [
         (storage.birth, storage.death, storage.bytes)
         for index, storage in enumerate(graph.storages)
@@ -100,12 +96,7 @@ def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
 
 
 def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
-    """Return the peak of a run of operators, workspaces included, and its place.
-
-    Args:
-        operators: What runs.
-        alive: Bytes live at each, without its workspace.
-    """
+    """Return the peak of a run of operators, workspaces included, and its place."""
     peak_bytes, place = 0, 0
     for index, (operator, live) in enumerate(zip(operators, alive, strict=True)):
         if live + operator.workspace_bytes > peak_bytes:
@@ -121,20 +112,12 @@ def peak_of_run(
 ) -> int:
     """Return the peak of a run of operators, counting what the run itself allocates.
 
-    Args:
-        graph: The step.
-        run: The operators, in order.
-        touched: The storages that each of them reads or writes.
-        to_end: Storages that stay live to the end of the run; others are freed after
-            their last use.
+    A storage is freed after the last operator that touches it; those of `to_end` stay.
     """
-    last = {storage: i for i, index in enumerate(run) for storage in touched[index]}
+    last = {storage: i + 1 for i, index in enumerate(run) for storage in touched[index]}
+    last |= {storage: len(run) for storage in last if storage in to_end}
     intervals = [
-        (
-            i,
-            len(run) if storage in to_end else last[storage] + 1,
-            graph.storages[storage].bytes,
-        )
+        (i, last[storage], graph.storages[storage].bytes)
         for i, index in enumerate(run)
         for storage in graph.born_at.get(index, ())
         if storage in last
@@ -160,27 +143,20 @@ class Simulation(Timeline):
         return max(0, self.peak_bytes - budget_bytes) / max(1, budget_bytes)
 
 
-@dataclass(frozen=True)
-class BlockTimeline:
-    """The live ranges of one block's own storages, as steps between events.
+class BlockStep(NamedTuple):
+    """Live bytes of one block's own storages, from one event up to the next."""
 
-    Attributes:
-        moments: The op indices at which anything changes, in order.
-        alive_bytes: Live bytes after each; unchanged up to the next.
-        peak_bytes: The maximum within each, the operator's workspace included.
-    """
+    start: int
+    end: int
+    alive_bytes: int  # After the event.
+    peak_bytes: int  # The maximum at the event, the operator's workspace included.
 
-    moments: tuple[int, ...]
-    alive_bytes: tuple[int, ...]
-    peak_bytes: tuple[int, ...]
+
+BlockTimeline = list[BlockStep]
 
 
 def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
-    """Simulate a step under some choices.
-
-    Args:
-        graph: The plain step.
-        choices: What to keep of each block; blocks do not overlap.
+    """Simulate a step under some choices, for blocks that do not overlap.
 
     Raises:
         OptionError: If blocks overlap, or reach beyond the forward.
@@ -249,14 +225,14 @@ class _Machine:
         self._schedule(made_in(self.graph, choice))
         events = {*self.births, *self.deaths, *self.frees, *self.unpacks}
         events |= set(range(choice.start, choice.end))
-        rows = []
-        for moment in sorted(events):
-            if moment < len(self.graph.operators):
-                self.ledger.peak_bytes = 0
-                self._step(moment)
-                rows.append((moment, self.ledger.live_bytes, self.ledger.peak_bytes))
-        moments, alive, peaks = zip(*rows, strict=True) if rows else ((), (), ())
-        return BlockTimeline(moments, alive, peaks)
+        count = len(self.graph.operators)
+        steps = []
+        for start, end in pairwise([*sorted(e for e in events if e < count), count]):
+            self.ledger.peak_bytes = 0
+            self._step(start)
+            live_bytes, peak_bytes = self.ledger.live_bytes, self.ledger.peak_bytes
+            steps.append(BlockStep(start, end, live_bytes, peak_bytes))
+        return steps
 
     def _schedule(self, storages: Iterable[int]) -> None:
         """Enter allocations and frees of the forward's storages."""
