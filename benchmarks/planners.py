@@ -4,8 +4,7 @@ For each model and each share: the budget is the gradients' bytes and that share
 the plain step's peak has above them. A plan is made from a profile of the step, put on
 the model, and the step is measured: its peak by the meter, its time in turns with the
 plain step. Before anything is timed the audit compares the step with the plain one, bit
-for bit. `any` is the least slowdown of any schedule, by the profile's seconds; `class`
-what no plan of the planner's classes goes below, the engine's own time included.
+for bit. `any` bounds the slowdown of any schedule from below, by the profile's seconds.
 `least` stands where no plan fits, with the least share that one fits into.
 
 Planning is timed from a profile to a plan, anew for each budget; like all times here it
@@ -174,7 +173,6 @@ def _planned(
         "predicted_peak_bytes": plan.peak_bytes,
         "predicted_slowdown": plan.slowdown,
         "bound": plan.bound,
-        "class_bound": planner.least_seconds(budget) / planner.graph.seconds,
         "cut_s": cut_s,
         "plan_s": plan_s,
     }
@@ -239,7 +237,7 @@ def table(name: str, found: dict[str, Any]) -> Table:
     result = Table(title=f"{name}: {found['plain_peak_bytes']:,} bytes at the peak")
     for head in (
         *("share", "regions", "peak ÷ budget", "predicted ÷ measured peak"),
-        *("any", "class", "slowdown predicted", "measured (quartile)", "equal"),
+        *("any", "slowdown predicted", "measured (quartile)", "equal"),
         "planned in s",
     ):
         result.add_column(head, justify="right")
@@ -255,7 +253,6 @@ def table(name: str, found: dict[str, Any]) -> Table:
             f"{peak_bytes / row['budget_bytes']:.3f}",
             f"{row['predicted_peak_bytes'] / peak_bytes:.4f}" if was_run else "",
             f"{row['bound']:.3f}",
-            f"{row['class_bound']:.3f}",
             f"{row['predicted_slowdown']:.3f}",
             f"{row['slowdown']:.3f} ({row['slowdown_quartile']:.3f})"
             if was_run

@@ -35,7 +35,6 @@ from membudget.planner.planner import SOLVERS, Planner
 
 SHARES = (0.8, 0.6, 0.4, 0.2)
 CACHE = Path("/tmp/membudget-solvers")
-# What is put in the place of each solver to leave it out.
 # Names of solvers and searches that `--without` leaves out.
 PARTS = ("by_block", "nested", "priced", "fill", "anneal")
 
@@ -109,7 +108,8 @@ def worse(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _left_out(part: str | None) -> AbstractContextManager[object]:
     """Return a patch that leaves one of the searches out."""
     if part == "fill":
-        return patch.object(search, "fill", lambda _, schedule, __: schedule)
+        # It is called with and without a limit.
+        return patch.object(search, "fill", lambda _, schedule, *__: schedule)
     if part == "anneal":
         return patch.object(search, "anneal", lambda *_: None)
     return nullcontext()

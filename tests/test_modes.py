@@ -14,7 +14,7 @@ from membudget import attempt, planning
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.modes import MODES, check_mode, schedule_of_mode
-from membudget.planner.costs import NO_OVERHEADS, Overheads
+from membudget.planner.schedule import NO_OVERHEADS, Overheads
 from membudget.planning import plan_for
 from tests.planner.models import MODELS, gpt
 

@@ -6,7 +6,7 @@
   attention, and makes the cheap rest again.
 * `every_n`, such as `every_2`: each n-th block, the first among them, keeps nothing.
 
-The blocks are the pieces of `planner.pieces`, each of which saves at most a quarter of
+The blocks are the calls of `planner.blocks`, each of which saves at most a quarter of
 the activations if it can be cut so; those that save nothing of what they make, such as
 an embedding, are passed over. What must not run again, such as a decision where
 something goes, is kept in every mode.
@@ -25,8 +25,7 @@ from membudget.errors import OptionError
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import Block, Choice, made_in, saved_storages
-from membudget.planner.costs import Overheads
-from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.schedule import Overheads, Schedule, Simulator
 from membudget.policies import attention, convolutions, matmuls
 
 AUTO = "auto"

@@ -17,16 +17,14 @@ from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.planner.bound import least_seconds
-from membudget.planner.costs import (
+from membudget.planner.plan import Plan, region_plan
+from membudget.planner.planner import Planner, check_seconds, smoothed
+from membudget.planner.schedule import (
     CPU_OVERHEADS,
     NO_OVERHEADS,
     Overheads,
-    check_seconds,
-    smoothed,
+    Schedule,
 )
-from membudget.planner.plan import Plan, region_plan
-from membudget.planner.planner import Planner
-from membudget.planner.schedule import Schedule
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 

@@ -13,8 +13,7 @@ from membudget.planner.blocks import Segment
 from membudget.planner.chain import Checkpoint, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers
-from membudget.planner.simulate import Simulation, simulate
-from membudget.planner.timeline import timeline
+from membudget.planner.simulate import Simulation, simulate, timeline
 from tests.planner.drafts import chain_of
 
 
@@ -96,16 +95,3 @@ def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
         found = simulate(graph, [links.choice(answer)])
         assert found.peak_bytes <= budget
         assert found.seconds == pytest.approx(min(fitting))
-
-
-@given(chains())
-@settings(max_examples=40, deadline=None)
-def test_rounded_down_no_answer_costs_less(graph):
-    links = chain_by_operator(graph)
-    plain = timeline(graph).peak_bytes
-    up, down = links.chain(plain), links.chain(plain, rounds_up=False)
-    for budget in range(1, plain + 1):
-        assert down.least_seconds(budget) <= up.least_seconds(budget)
-        if (answer := up.solve(budget)) is not None:
-            again = simulate(graph, [links.choice(answer)]).seconds - graph.seconds
-            assert up.least_seconds(budget) == pytest.approx(again)

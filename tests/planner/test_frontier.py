@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise, product
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
-from membudget.planner import frontier
 from membudget.planner.choice import Choice
-from membudget.planner.frontier import Front, Fronts
+from membudget.planner.frontier import Front, Network
 from tests.planner.drafts import (
     Draft,
     chain_of,
@@ -235,28 +236,85 @@ def test_a_write_into_one_of_two_outputs_is_no_cost_of_the_other():
     check_simulation(graph, whole(graph))
 
 
-def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch):
-    graph = chain_of([3, 5] * 4, [1.0, 2.0] * 4)
-    solved = []
+# Minimum cuts against every cut there is.
 
-    def counted(*arguments):
-        solved.append(arguments)
-        return Front(*arguments)
+Edge = tuple[int, int, float]
 
-    monkeypatch.setattr(frontier, "Front", counted)
-    known = Fronts(graph)
-    regions = [Choice(start, start + 2) for start in (2, 4)]
-    found = [known.of(region) for region in regions]
-    assert len(solved) == 1
-    assert found == [Front(graph, region).keep_sets() for region in regions]
+INFINITE = float("inf")
 
 
-@given(drafts())
-@settings(deadline=None)
-def test_the_keep_sets_of_a_block_are_those_of_its_front(graph):
-    known = Fronts(graph)
-    count = graph.backward_start
-    for start in range(count):
-        region = Choice(start, count)
-        assert known.of(region) == Front(graph, region).keep_sets()
-        assert known.of(region) == Front(graph, region).keep_sets()
+def cut_capacity(edges: list[Edge], side: set[int]) -> float:
+    return sum(c for start, end, c in edges if start in side and end not in side)
+
+
+def least_cuts(nodes: int, edges: list[Edge]) -> tuple[float, list[set[int]]]:
+    """Return the least capacity of a cut, and every side that has it."""
+    table: list[tuple[float, set[int]]] = []
+    for bits in product((False, True), repeat=nodes - 2):
+        side = {0, *(i + 2 for i, is_in in enumerate(bits) if is_in)}
+        table.append((cut_capacity(edges, side), side))
+    least = min(capacity for capacity, _ in table)
+    return least, [side for capacity, side in table if capacity == least]
+
+
+@st.composite
+def networks(draw: st.DrawFn) -> tuple[int, list[Edge]]:
+    nodes = draw(st.integers(2, 7))
+    ends = st.integers(0, nodes - 1)
+    capacity = st.one_of(st.integers(0, 9).map(float), st.just(INFINITE))
+    edges = draw(st.lists(st.tuples(ends, ends, capacity), max_size=14))
+    # Where an infinite path leads to the sink there is no cut: planners build none.
+    return nodes, [
+        (start, end, c)
+        for start, end, c in edges
+        if start != end and (c < INFINITE or (end != 1 and start != 1))
+    ]
+
+
+def side_of(nodes: int, edges: list[Edge]) -> set[int]:
+    network = Network(nodes)
+    for edge in edges:
+        network.connect(*edge)
+    return network.source_side(0, 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(networks())
+def test_the_cut_is_a_least_one_of_all_cuts(made):
+    nodes, edges = made
+    side = side_of(nodes, edges)
+    assert 0 in side
+    assert 1 not in side
+    assert cut_capacity(edges, side) == least_cuts(nodes, edges)[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(networks())
+def test_the_side_lies_within_that_of_every_other_least_cut(made):
+    nodes, edges = made
+    side = side_of(nodes, edges)
+    assert all(side <= other for other in least_cuts(nodes, edges)[1])
+
+
+def test_edges_between_the_same_nodes_add_up():
+    edges = [(0, 2, 1.0), (0, 2, 1.0), (2, 1, 1.5)]
+    assert side_of(3, edges) == {0, 2}
+
+
+def test_flow_is_taken_back_where_another_way_needs_the_room():
+    # The shortest path goes over the middle edge; the best two do not.
+    edges = [(0, 2, 1.0), (0, 3, 1.0), (2, 3, 1.0), (2, 1, 1.0), (3, 1, 1.0)]
+    edges += [(0, 4, 0.5), (4, 2, 9.0)]
+    assert side_of(5, edges) == {0, 2, 3, 4}
+
+
+def test_a_network_whose_source_leads_nowhere_is_cut_at_the_source():
+    assert side_of(3, [(2, 1, 1.0)]) == {0}
+
+
+def test_long_chains_are_cut_at_their_narrowest_edge():
+    count = 3000
+    nodes = [0, *range(2, count), 1]
+    edges = [(a, b, 2.0) for a, b in pairwise(nodes)]
+    edges[1700] = (*edges[1700][:2], 1.0)
+    assert len(side_of(count, edges)) == 1701

@@ -9,7 +9,8 @@ from itertools import product
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from membudget.planner.knapsack import QUANTA, ChoiceCost, cheapest_choices
+from membudget.planner.block_costs import ChoiceCost
+from membudget.planner.knapsack import QUANTA, cheapest_choices
 
 Regions = list[list[ChoiceCost]]
 

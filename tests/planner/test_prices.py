@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.costs import NO_OVERHEADS
 from membudget.planner.prices import MOST_OPERATORS, priced
 from membudget.planner.schedule import Simulator, Solver
-from membudget.planner.simulate import simulate
-from membudget.planner.timeline import timeline
+from membudget.planner.simulate import simulate, timeline
 from tests.planner.drafts import chain_of, drafts, fastest_s
 
 
@@ -22,7 +20,7 @@ def in_one_module(graph: StepGraph) -> StepGraph:
 
 def solver_of(graph: StepGraph) -> Solver:
     """Return the way to plan the whole forward as one module."""
-    (found,) = priced(Simulator(in_one_module(graph)), NO_OVERHEADS)
+    (found,) = priced(Simulator(in_one_module(graph)))
     return found
 
 
@@ -39,9 +37,7 @@ def test_a_budget_that_the_plain_step_fits_into_makes_nothing_again():
 @settings(deadline=None, max_examples=25)
 def test_what_is_said_to_fit_does(graph):
     budget = timeline(graph).peak_bytes * 3 // 4
-    for solver in priced(
-        Simulator(in_one_module(graph)), NO_OVERHEADS
-    ):  # None saves nothing.
+    for solver in priced(Simulator(in_one_module(graph))):  # None saves nothing.
         kept = solver.solve(budget)
         if kept is not None:
             chosen = solver.schedule(kept)
@@ -81,4 +77,4 @@ def test_the_answer_for_one_budget_does_not_forget_what_fitted_into_less():
 def test_a_large_step_is_left_out():
     rows = MOST_OPERATORS // 2 + 1
     large = chain_of([1] * rows, [1.0] * rows, rows)
-    assert priced(Simulator(large), NO_OVERHEADS) == []
+    assert priced(Simulator(large)) == []

@@ -24,9 +24,6 @@ class Overshooting(Solver):
         kept = min(3, budget_bytes // self.bytes_for_each)
         return None if kept < 0 else kept
 
-    def least_seconds(self, budget_bytes: int) -> float:
-        return 0.0
-
     def smallest(self) -> int:
         return 0
 

@@ -18,8 +18,8 @@ from membudget.planner.simulate import (
     Simulation,
     simulate,
     simulate_block,
+    timeline,
 )
-from membudget.planner.timeline import timeline
 from membudget.step import Step
 from tests.oracles import CountedOperators
 from tests.planner import models
@@ -44,7 +44,7 @@ A, B = 1, 2
 def test_a_step_without_regions_is_the_plain_timeline():
     graph = two_saved()
     found = simulate(graph, [])
-    assert found == Simulation(7, 2, (4, 6, 7, 6, 4, 0), 7.0, ())
+    assert found == Simulation((4, 6, 7, 6, 4, 0), 7, 2, 7.0, ())
     assert timeline(graph).alive_bytes == found.alive_bytes
 
 
@@ -193,8 +193,8 @@ def test_a_region_alone_and_the_rest_add_up_to_the_step(graph):
     region = Choice(0, graph.backward_start)
     whole = simulate(graph, [region]).alive_bytes
     alone = simulate_block(graph, region)
-    for moment, alive in zip(alone.moments, alone.alive_bytes, strict=True):
-        assert alive == whole[moment]
+    for step in alone:
+        assert step.alive_bytes == whole[step.start]
 
 
 # Beside the meter.

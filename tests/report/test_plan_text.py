@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -41,7 +43,8 @@ def chosen(found: mb.Profile, keeps: dict[str, tuple[str, ...]]) -> Schedule:
         keeping(graph, Choice(call.start, call.end), keeps[call.path])
         for call in picked
     ]
-    return Simulator(graph).schedule(picked, regions, 0.5 * graph.seconds)
+    schedule = Simulator(graph).schedule(picked, regions)
+    return replace(schedule, overhead_s=0.5 * graph.seconds)
 
 
 def rows_of(table: str) -> list[list[str]]:

@@ -19,8 +19,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Choice, made_in, saved_in
-from membudget.planner.recompute import slice_of_saved
+from membudget.planner.choice import Choice, made_in, saved_in, slice_of_saved
 
 
 class Ledger:
@@ -48,10 +47,6 @@ class Ledger:
         """Return the op index at which the forward's copy of a storage is freed."""
         end = self.ends.get(storage)
         return self.graph.storages[storage].death if end is None else end
-
-    def is_live_from_forward(self, storage: int) -> bool:
-        """Tell whether the forward's copy of a storage is still live."""
-        return self.moment < self.end_of(storage)
 
     def allocate(self, storage: int) -> None:
         """Count a storage."""
@@ -131,8 +126,7 @@ class BlockBackward:
                 )
         for storage, moment in self._slice.needed_until.items():
             if storage not in self._writers:
-                end = ends.get(storage, graph.storages[storage].death)
-                ends[storage] = max(end, moment)
+                ends[storage] = max(self._ledger.end_of(storage), moment)
 
     def unpack(self, saved: int) -> None:
         """Autograd asks for a saved tensor."""
@@ -140,7 +134,7 @@ class BlockBackward:
             self._begin(self._stage_of(saved))
         storage = self._storage(saved)
         if self._is_missing(storage):
-            missing = self._missing_slice(storage)
+            missing = self._missing_slice([storage])
             if not self._ran.isdisjoint(missing):
                 # The stage freed something that is needed after all.
                 self._begin(self._stage)
@@ -175,25 +169,11 @@ class BlockBackward:
         """Count the uses of each storage in a stage, starting from what is live."""
         self._stage = stage
         self._ran: set[int] = set()
-        self._uses: Counter[int] = Counter()
-        self._reads_to_come: Counter[int] = Counter()
-        pending = []
-        for index in self._by_stage.get(stage, ()):
-            if index not in self._served:
-                self._uses[self._storage(index)] += 1
-                pending.append(self._storage(index))
-        planned: set[int] = set()
-        while pending:
-            storage = pending.pop()
-            if not self._is_missing(storage):
-                continue
-            for operator in self._writers[storage]:
-                if operator not in planned:
-                    planned.add(operator)
-                    for read in self._reads[operator]:
-                        self._uses[read] += 1
-                        self._reads_to_come[read] += 1
-                        pending.append(read)
+        unserved = [i for i in self._by_stage.get(stage, ()) if i not in self._served]
+        wanted = [self._storage(index) for index in unserved]
+        planned = self._missing_slice(wanted)
+        self._reads_to_come = Counter(r for o in planned for r in self._reads[o])
+        self._uses = Counter(wanted) + self._reads_to_come
         if stage >= 0:
             for storage in self._retained[stage]:
                 self._uses[storage] += 1
@@ -227,13 +207,13 @@ class BlockBackward:
         return (
             storage in self._writers
             and storage not in self._live
-            and not self._ledger.is_live_from_forward(storage)
+            and self._ledger.moment >= self._ledger.end_of(storage)
         )
 
-    def _missing_slice(self, storage: int) -> set[int]:
-        """Return the part of the recompute slice that a missing storage needs now."""
+    def _missing_slice(self, storages: Iterable[int]) -> set[int]:
+        """Return the part of the recompute slice that some storages need now."""
         found: set[int] = set()
-        pending = [storage]
+        pending = [s for s in storages if self._is_missing(s)]
         while pending:
             for index in self._writers[pending.pop()]:
                 if index not in found:

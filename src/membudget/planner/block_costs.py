@@ -14,14 +14,42 @@ each block:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, Choice, made_in, saved_in
-from membudget.planner.frontier import Fronts
-from membudget.planner.knapsack import ChoiceCost
-from membudget.planner.simulate import BlockTimeline, simulate_block
-from membudget.planner.timeline import lifetimes, of_intervals
+from membudget.planner.choice import (
+    Block,
+    Choice,
+    made_in,
+    saved_in,
+    storages_of,
+    wanted_in,
+)
+from membudget.planner.frontier import Front, KeepSet, outlives_forward
+from membudget.planner.simulate import (
+    BlockTimeline,
+    lifetimes,
+    of_intervals,
+    peak_of,
+    simulate_block,
+)
+
+
+@dataclass(frozen=True)
+class ChoiceCost:
+    """What one choice for a block costs.
+
+    Attributes:
+        retained_bytes: Live from the block's forward to its backward.
+        peak_bytes: The maximum while the block runs, forward or backward, beside what
+            the blocks before it retain; tensors outside all blocks are in it.
+        seconds: Recomputation and overhead.
+    """
+
+    retained_bytes: int
+    peak_bytes: int
+    seconds: float
 
 
 class BlockCosts:
@@ -39,13 +67,7 @@ class BlockCosts:
         blocks: Sequence[Block],
         always: Sequence[frozenset[int]] = (),
     ):
-        """Find the keep-sets.
-
-        Args:
-            graph: The step.
-            blocks: The blocks.
-            always: For each of them, storages that every choice keeps; none if empty.
-        """
+        """Find the keep-sets; `always`, for each block, is what every choice keeps."""
         self._graph = graph
         self.blocks = list(blocks)
         kept = always or [frozenset[int]()] * len(self.blocks)
@@ -60,23 +82,17 @@ class BlockCosts:
 
     def costs(self) -> list[list[ChoiceCost]]:
         """Return the cost of each keep-set of each block, in their order."""
+        pairs = list(zip(self.blocks, self.keep_sets, strict=True))
         timelines = [
-            [
-                simulate_block(self._graph, Choice(block.start, block.end, keep.kept))
-                for keep in of_block
-            ]
-            for block, of_block in zip(self.blocks, self.keep_sets, strict=True)
+            [simulate_block(self._graph, Choice(b.start, b.end, k.kept)) for k in of]
+            for b, of in pairs
         ]
         between = self._peaks_between_blocks(timelines)
-        return [
-            [
-                self._cost(keep.seconds, block, of_choice, peak_bytes)
-                for keep, of_choice in zip(of_block, of_timelines, strict=True)
-            ]
-            for of_block, of_timelines, block, peak_bytes in zip(
-                self.keep_sets, timelines, self.blocks, between, strict=True
-            )
-        ]
+        found = []
+        for (block, of), own, peak in zip(pairs, timelines, between, strict=True):
+            both = zip(of, own, strict=True)
+            found.append([self._cost(k.seconds, block, o, peak) for k, o in both])
+        return found
 
     def backward_start(self, block: Block) -> int:
         """Return the op index at which the backward pass first needs a block."""
@@ -94,7 +110,7 @@ class BlockCosts:
     ) -> ChoiceCost:
         start = self.backward_start(block)
         retained = peak = 0
-        for moment, end, alive, most in self._steps(own):
+        for moment, end, alive, most in own:
             if moment < start and end > self._graph.backward_start:
                 retained = max(retained, alive)
             if moment < block.end or moment >= start:
@@ -103,11 +119,6 @@ class BlockCosts:
                 peak = max(peak, alive + self._outside_peak(moment + 1, end))
         peak = max(peak, self.peak_between(own, start, self.next_backward(start)))
         return ChoiceCost(retained, max(peak, retained + between_bytes), seconds)
-
-    def _steps(self, own: BlockTimeline) -> Iterator[tuple[int, int, int, int]]:
-        """Yield start, end, live bytes and peak of each step of a block's timeline."""
-        ends = [*own.moments[1:], len(self.outside_bytes)]
-        return zip(own.moments, ends, own.alive_bytes, own.peak_bytes, strict=False)
 
     def _peaks_between_blocks(
         self, timelines: Sequence[Sequence[BlockTimeline]]
@@ -122,16 +133,14 @@ class BlockCosts:
         count, turn = len(self.outside_bytes), self._graph.backward_start
         busy = [False] * count
         for block, start, of_block in zip(self.blocks, starts, timelines, strict=True):
-            end = max((m + 1 for own in of_block for m in own.moments), default=start)
+            end = max((own[-1].start + 1 for own in of_block if own), default=start)
             for first, last in ((block.start, block.end), (start, end)):
                 busy[first:last] = [True] * (min(last, count) - first)
         peaks = [0] * len(self.blocks)
         after = {block.end: i for i, block in enumerate(self.blocks)}
         before = {start: i for i, start in enumerate(starts)}
-        for moments, table in (
-            (range(turn), after),
-            (range(count - 1, turn - 1, -1), before),
-        ):
+        forward, backward = range(turn), range(count - 1, turn - 1, -1)
+        for moments, table in ((forward, after), (backward, before)):
             current = None
             for moment in moments:
                 current = table.get(moment, current)
@@ -142,8 +151,8 @@ class BlockCosts:
 
     def peak_between(self, own: BlockTimeline, first: int, last: int) -> int:
         """Return the peak of a block beside the outside, over a range of operators."""
-        peak = self._outside_peak(first, min(last, next(iter(own.moments), last)))
-        for moment, end, alive, most in self._steps(own):
+        peak = self._outside_peak(first, min(last, own[0].start if own else last))
+        for moment, end, alive, most in own:
             start, stop = max(moment, first), min(end, last)
             if start < stop:
                 peak = max(peak, alive + self._outside_peak(start, stop))
@@ -152,11 +161,66 @@ class BlockCosts:
         return peak
 
     def _outside_peak(self, start: int, end: int) -> int:
-        operators = self._graph.operators
-        return max(
+        alive, operators = self.outside_bytes[start:end], self._graph.operators
+        return peak_of(operators[start:end], alive)[0]
+
+
+class Fronts:
+    """The keep-sets of the blocks of one step; equal blocks are solved once.
+
+    Two blocks are equal if their operators take the same time, read and write what the
+    block makes in the same way, and autograd wants the same of it.
+    """
+
+    def __init__(self, graph: StepGraph):
+        """Start with none solved."""
+        self._graph = graph
+        # Storages stand there by their place among what the block makes.
+        self._known: dict[Hashable, list[KeepSet]] = {}
+
+    def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
+        """Return the keep-sets of a block, the most bytes first.
+
+        Every choice keeps `always`, whose bytes are not counted.
+        """
+        made = sorted(made_in(self._graph, block))
+        place_of = {storage: place for place, storage in enumerate(made)}
+        signature = self._signature(block, place_of, always)
+        known = self._known.get(signature)
+        if known is None:
+            known = [
+                replace(k, kept=frozenset(place_of[s] for s in k.kept | always))
+                for k in Front(self._graph, block, always).keep_sets()
+            ]
+            self._known[signature] = known
+        return [
+            replace(k, kept=frozenset(made[place] for place in k.kept)) for k in known
+        ]
+
+    def _signature(
+        self, block: Block, place_of: dict[int, int], always: frozenset[int]
+    ) -> Hashable:
+        graph = self._graph
+        operators = tuple(
             (
-                self.outside_bytes[m] + operators[m].workspace_bytes
-                for m in range(start, end)
-            ),
-            default=0,
+                operator.seconds,
+                operator.is_view,
+                operator.must_keep,
+                *(
+                    tuple(place_of.get(s, -1) for s in storages_of(graph, values))
+                    for values in (operator.inputs, operator.outputs)
+                ),
+            )
+            for operator in graph.operators[block.start : block.end]
         )
+        wanted = wanted_in(graph, block)
+        storages = tuple(
+            (
+                graph.storages[storage].bytes,
+                outlives_forward(graph, graph.storages[storage]),
+                storage in wanted,
+                storage in always,
+            )
+            for storage in place_of
+        )
+        return operators, storages

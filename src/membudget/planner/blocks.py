@@ -21,12 +21,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import attrgetter
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import Block, made_in, saved_storages, storages_of
-from membudget.planner.timeline import live_bytes
+from membudget.planner.simulate import live_bytes
+
+_start = attrgetter("start")
 
 LEAST_COVERED = 0.6
 """The share of a call's saved bytes that the calls inside must cover to replace it."""
@@ -35,13 +39,11 @@ LEAST_COVERED = 0.6
 def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
     """Return disjoint module calls that cover most of the forward, in its order.
 
-    Args:
-        graph: The step.
-        most_share: A call that saves a larger share of the step's saved bytes is
-            replaced by the calls inside it, if they cover most of it.
+    A call that saves a larger share of the step's saved bytes than `most_share` is
+    replaced by the calls inside it, if they cover most of it.
     """
     tree = _CallTree(graph, most_share)
-    found = [block for call in tree.outermost() for block in tree.cut(call)]
+    found = [block for call in tree.inside(None) for block in tree.cut(call)]
     return [block for block in found if tree.saved_bytes(block)]
 
 
@@ -58,31 +60,27 @@ class _CallTree:
         times = Counter(call.path for call in graph.calls)
         once = [call for call in graph.calls if times[call.path] == 1]
         self._calls = sorted(once, key=_start)
-        sizes = sorted(_saved_sizes(graph))
-        self._births = [birth for birth, _ in sizes]
-        self._saved_before = [0, *accumulate(size for _, size in sizes)]
+        self._saved_before = _made_before(graph, graph.saved_on)
         self._most_bytes = most_share * self._saved_before[-1]
-
-    def outermost(self) -> list[ModuleCall]:
-        """Return the calls that are inside no other."""
-        return self._inside(None)
 
     def saved_bytes(self, call: ModuleCall) -> int:
         """Return how many bytes made in a call autograd saves."""
-        first, end = (bisect_left(self._births, m) for m in (call.start, call.end))
-        return self._saved_before[end] - self._saved_before[first]
+        return self._saved_before[call.end] - self._saved_before[call.start]
 
     def cut(self, call: ModuleCall) -> list[ModuleCall]:
         """Return the call, or the blocks inside it."""
         saved = self.saved_bytes(call)
-        inner = self._inside(call)
+        inner = self.inside(call)
         covered = sum(map(self.saved_bytes, inner))
         if saved <= self._most_bytes or covered < LEAST_COVERED * saved:
             return [call]
         return [block for inside in inner for block in self.cut(inside)]
 
-    def _inside(self, outer: ModuleCall | None) -> list[ModuleCall]:
-        """Return the calls directly inside another, skipping those of equal extent."""
+    def inside(self, outer: ModuleCall | None) -> list[ModuleCall]:
+        """Return the calls directly inside another, or inside none.
+
+        Those of equal extent are skipped.
+        """
         found: list[ModuleCall] = []
         end = 0
         first, last = 0, len(self._calls)
@@ -98,10 +96,6 @@ class _CallTree:
         return found
 
 
-def _start(call: ModuleCall) -> int:
-    return call.start
-
-
 def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
     same = (call.start, call.end) == (outer.start, outer.end)
     deeper = call.path != outer.path and (
@@ -110,11 +104,13 @@ def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
     return deeper and outer.start <= call.start and call.end <= outer.end and not same
 
 
-def _saved_sizes(graph: StepGraph) -> list[tuple[int, int]]:
-    """Return birth and size of each storage that autograd saves."""
-    storages = {graph.values[saved.value].storage for saved in graph.saved}
-    found = [graph.storages[index] for index in sorted(storages)]
-    return [(storage.birth, storage.bytes) for storage in found if storage.birth >= 0]
+def _made_before(graph: StepGraph, storages: Iterable[int]) -> list[int]:
+    """Return how many bytes of some storages were made before each operator."""
+    made = [0] * (len(graph.operators) + 1)
+    for storage in (graph.storages[index] for index in storages):
+        if storage.birth >= 0:
+            made[storage.birth + 1] += storage.bytes
+    return list(accumulate(made))
 
 
 @dataclass(frozen=True)
@@ -176,33 +172,18 @@ class _Cuts:
             for place in range(birth + 1, last_write[storage] + 1):
                 self._is_open[place - block.start] = False
         wanted = self._births.keys() & saved_storages(graph, block)
-        self._crossing_bytes = self._count_crossing(wanted)
-        self._saved = self._count_saved(wanted)
-
-    def _count_crossing(self, wanted: set[int]) -> list[int]:
-        start = self._block.start
+        self._saved_before = _made_before(graph, wanted)
         ranges = []
         for storage, birth in self._births.items():
             last = self._last_read.get(storage, birth)
             # What autograd saves is wanted anyway; the rest is held for the cut alone.
-            size = self._graph.storages[storage].bytes * (1 if storage in wanted else 2)
-            ranges.append((birth + 1 - start, last + 1 - start, size))
-        return live_bytes(self._block.end - start + 1, ranges)
-
-    def _count_saved(self, wanted: set[int]) -> list[int]:
-        start, count = self._block.start, self._block.end - self._block.start + 1
-        return live_bytes(
-            count,
-            [
-                (self._births[s] + 1 - start, count, self._graph.storages[s].bytes)
-                for s in wanted
-            ],
-        )
+            size = graph.storages[storage].bytes * (1 if storage in wanted else 2)
+            ranges.append((birth + 1, last + 1, size))
+        self._crossing_bytes = live_bytes(block.end + 1, ranges)
 
     def saved_bytes(self, start: int, end: int) -> int:
         """Return the saved bytes that a part makes."""
-        first = self._block.start
-        return self._saved[end - first] - self._saved[start - first]
+        return self._saved_before[end] - self._saved_before[start]
 
     def best(self, start: int, end: int) -> int | None:
         """Return where to cut a part; `None` if there is no place."""
@@ -220,7 +201,7 @@ class _Cuts:
 
         def cost(place: int) -> tuple[int, int]:
             imbalance = abs(2 * self.saved_bytes(start, place) - whole)
-            return self._crossing_bytes[place - first], imbalance
+            return self._crossing_bytes[place], imbalance
 
         return min(inner or places, key=cost)
 

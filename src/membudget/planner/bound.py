@@ -31,10 +31,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from membudget.errors import OptionError
-from membudget.graph import Saved, StepGraph
-from membudget.planner.choice import Block
-from membudget.planner.recompute import writers_of
-from membudget.planner.timeline import Interval, live_bytes
+from membudget.graph import StepGraph
+from membudget.planner.choice import Block, writers_of
+from membudget.planner.simulate import Interval, live_bytes
 
 
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
@@ -53,13 +52,7 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     The bytes that recomputation itself needs, inputs and intermediates, are left out:
     the bound is loose where little else is live.
 
-    Args:
-        graph: The plain step.
-        budget_bytes: The budget of what the step allocates, as in
-            `Simulation.peak_bytes`.
-
-    Returns:
-        Seconds of the whole step; infinity if no schedule fits.
+    It is infinity if no schedule fits.
 
     Raises:
         OptionError: If the budget is negative.
@@ -71,21 +64,13 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class _Droppable:
-    """A storage of the forward that need not be live while nothing asks for it.
-
-    Attributes:
-        storage: Its index.
-        writers: The operators that have to run again if it is dropped.
-        start: The first op index at which nothing but autograd needs it.
-        asked: The op indices at which it must be live, those before `start` left out.
-        end: The op index after which nothing asks for it.
-    """
+    """A storage of the forward that need not be live while nothing asks for it."""
 
     storage: int
-    writers: tuple[int, ...]
-    start: int
-    asked: tuple[int, ...]
-    end: int
+    writers: tuple[int, ...]  # They have to run again if it is dropped.
+    start: int  # From here on, nothing but autograd needs it.
+    asked: tuple[int, ...]  # Where it must be live all the same, from `start` on.
+    end: int  # The op index after which nothing asks for it.
 
 
 class _Excess:
@@ -97,8 +82,9 @@ class _Excess:
 
     def __init__(self, graph: StepGraph):
         found = _droppable(graph)
-        must_keep = [d for d in found if _must_keep(graph, d)]
-        free = [d for d in found if not _must_keep(graph, d)]
+        pinned = {i for i, o in enumerate(graph.operators) if o.must_keep}
+        must_keep = [d for d in found if not pinned.isdisjoint(d.writers)]
+        free = [d for d in found if pinned.isdisjoint(d.writers)]
         prices = _prices(graph, free)
         order = sorted(free, key=lambda d: prices[d.storage])
         self._sizes = _integers(graph.storages[d.storage].bytes for d in order)
@@ -113,10 +99,8 @@ class _Excess:
 
     def again_s(self, budget_bytes: int) -> float:
         """Return the maximum of again(t)."""
-        return max(
-            (self._again_at(t, budget_bytes) for t in range(len(self._fixed))),
-            default=0.0,
-        )
+        moments = range(len(self._fixed))
+        return max((self._again_at(t, budget_bytes) for t in moments), default=0.0)
 
     def _again_at(self, moment: int, budget_bytes: int) -> float:
         room = budget_bytes - self._fixed[moment]
@@ -148,28 +132,18 @@ def _droppable(graph: StepGraph) -> list[_Droppable]:
         saved_at = min((saved.moment for saved in asking), default=-1)
         # A saved tensor that is unpacked twice stays live from the first time on.
         last = max((saved.asked[0] for saved in asking), default=-1)
+        released, death = storage.released, storage.death
+        read = {s.asked[0] for s in asking if released <= s.asked[0] < s.freed}
         found.append(
             _Droppable(
                 index,
                 tuple(w for w in writers.get(index, ()) if w <= saved_at),
-                max(storage.birth, storage.released),
-                _must_be_live(asking, storage.released, storage.death),
-                min(last, storage.death),
+                max(storage.birth, released),
+                tuple(sorted(moment for moment in read if moment < death)),
+                min(last, death),
             )
         )
     return found
-
-
-def _must_be_live(
-    asking: Iterable[Saved], released: int, death: int
-) -> tuple[int, ...]:
-    """Return the op indices at which a storage is unpacked and then read."""
-    moments = {s.asked[0] for s in asking if released <= s.asked[0] < s.freed}
-    return tuple(sorted(moment for moment in moments if moment < death))
-
-
-def _must_keep(graph: StepGraph, droppable: _Droppable) -> bool:
-    return any(graph.operators[index].must_keep for index in droppable.writers)
 
 
 def _prices(graph: StepGraph, free: Iterable[_Droppable]) -> dict[int, float]:

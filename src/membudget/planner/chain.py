@@ -40,7 +40,8 @@ from functools import cached_property
 
 import numpy as np
 
-from membudget.planner.knapsack import ChoiceCost, Quantum, best_quantum, relax
+from membudget.planner.block_costs import ChoiceCost
+from membudget.planner.knapsack import best_quantum, relax
 
 FINEST, COARSEST = 6000, 1500  # Quanta in the plain peak, at most and at least.
 
@@ -77,32 +78,20 @@ class SegmentCosts:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a stage retains: what crosses the end of a run of segments, or more.
-
-    Attributes:
-        first: First segment of the run.
-        last: Last segment of the run.
-        is_saved_set: Whether all that `first` saved is retained, too.
-    """
+    """What a stage retains: what crosses the end of a run of segments, or more."""
 
     first: int
     last: int
-    is_saved_set: bool = False
+    is_saved_set: bool = False  # Whether all that `first` saved is retained, too.
 
 
 @dataclass(frozen=True)
 class SegmentChoice:
-    """The choice for one segment.
+    """The choice for one segment."""
 
-    Attributes:
-        keep_set: Which of its keep-sets; `None` in a nest.
-        nest_end: The last segment of its nest, or itself.
-        checkpoints: In a nest, what its stage retains.
-    """
-
-    keep_set: int | None
-    nest_end: int
-    checkpoints: tuple[Checkpoint, ...] = ()
+    keep_set: int | None  # Which of its keep-sets; `None` in a nest.
+    nest_end: int  # The last segment of its nest, or itself.
+    checkpoints: tuple[Checkpoint, ...] = ()  # In a nest, what its stage retains.
 
 
 class Chain:
@@ -114,7 +103,6 @@ class Chain:
         crossing_bytes: Sequence[Sequence[int]],
         forward_bytes: Sequence[Sequence[int]],
         most_bytes: int,
-        rounds_up: bool = True,
     ):
         """Take the numbers of a chain.
 
@@ -124,7 +112,6 @@ class Chain:
             forward_bytes: For i ≤ j, the peak while j runs forward if nothing is kept
                 from i on, without what segments before i made.
             most_bytes: The largest budget that will be asked for.
-            rounds_up: Whether every solution fits; see `knapsack.cheapest_choices`.
         """
         self._segments = segments
         self._crossing = crossing_bytes
@@ -133,8 +120,7 @@ class Chain:
         sizes += [segment.saved_bytes for segment in segments]
         sizes += [size for row in crossing_bytes for size in row]
         finest, coarsest = (max(1, most_bytes // n) for n in (FINEST, COARSEST))
-        quantum_bytes = best_quantum(sizes, finest, coarsest)
-        self._quantum = Quantum(quantum_bytes, rounds_up)
+        self._quantum = best_quantum(sizes, finest, coarsest)
         self._size = self._quantum.room(most_bytes) + 1
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
@@ -143,10 +129,6 @@ class Chain:
         if not np.isfinite(best[-1]).any():
             return None
         return self._trace(best, taken, budget_bytes)
-
-    def least_seconds(self, budget_bytes: int) -> float:
-        """Return the recomputation time of the solution; infinity if nothing fits."""
-        return float(self._forward_table(budget_bytes)[0][-1].min())
 
     # The forward: E, by segment and retained quanta.
 
@@ -254,16 +236,10 @@ class Chain:
         later: np.ndarray,
         earlier: np.ndarray | None = None,
     ) -> None:
-        """Improve an entry of D by one way to split the nest.
+        """Improve an entry of D, its times and ways, by one way to split the nest.
 
-        Args:
-            entry: Times and ways by free quanta.
-            number: The way.
-            need_bytes: The peak of its run.
-            retained_bytes: What it retains while the later part goes backward.
-            seconds: The time of its run.
-            later: D of the later part, which goes backward first.
-            earlier: D of the earlier part.
+        Its run takes `seconds` and has the peak `need_bytes`. What it retains stays
+        while the later part goes backward, which comes first.
         """
         best, how = entry
         retained = self._quantum.need(retained_bytes)

@@ -9,7 +9,8 @@ each producer, *runs again*:
     source ──∞──▶ s ──λ·bytes(s)──▶ P ──seconds(P)──▶ sink        s written by P
                                     P ──∞──▶ s'                   s' read by P
 
-Cutting s → P keeps s; cutting P → sink recomputes. Halving between known solutions over
+Cutting s → P keeps s; cutting P → sink recomputes. Dinic's algorithm (1970) finds the
+cut. Halving between known solutions over
 λ finds every keep-set on the lower convex hull of (bytes, seconds), as in Eisner and
 Severance 1976 for parametric cuts; those above the hull are left to mixing the choices
 of several blocks. Where many storages have one price (the outputs of like layers), the
@@ -19,14 +20,20 @@ hull jumps from all of them to none, and keep-sets between are added.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 
 from membudget.graph import StepGraph, Storage
-from membudget.planner.choice import Block, made_in, storages_of, wanted_in
-from membudget.planner.mincut import Network
-from membudget.planner.recompute import run_together, writers_of
+from membudget.planner.choice import (
+    Block,
+    made_in,
+    run_together,
+    storages_of,
+    wanted_in,
+    writers_of,
+)
 
 MOST_SPARSE = 12
 """A hull with more keep-sets than this is dense enough."""
@@ -38,36 +45,25 @@ _HIGHEST_PRICE = 1e6
 """Seconds per byte: more than any operator costs."""
 
 _SOURCE, _SINK = 0, 1
+_EPSILON = 1e-15
 
 
 @dataclass(frozen=True)
 class KeepSet:
-    """One point of a block's front.
-
-    Attributes:
-        kept: The storages to keep, by index.
-        kept_bytes: Their size.
-        seconds: Recomputation time of everything else that is wanted.
-    """
+    """One point of a block's front: storages to keep, by index."""
 
     kept: frozenset[int]
     kept_bytes: int
-    seconds: float
+    seconds: float  # To recompute everything else that is wanted.
 
 
 @dataclass(frozen=True)
 class _Producer:
-    """Operators that make storages together.
+    """Operators that make storages of a block together."""
 
-    Attributes:
-        seconds: Their time; infinite if they must not run again.
-        makes: The storages.
-        reads: The block's storages that they read and do not make.
-    """
-
-    seconds: float
+    seconds: float  # Infinite if they must not run again.
     makes: tuple[int, ...]
-    reads: tuple[int, ...]
+    reads: tuple[int, ...]  # The block's storages that they read and do not make.
 
 
 class Front:
@@ -76,13 +72,7 @@ class Front:
     def __init__(
         self, graph: StepGraph, block: Block, always: frozenset[int] = frozenset()
     ):
-        """Find the producers.
-
-        Args:
-            graph: The step.
-            block: The block.
-            always: Storages that every choice keeps.
-        """
+        """Find the producers; every choice keeps `always`."""
         made = {
             storage
             for storage in made_in(graph, block) - always
@@ -101,17 +91,13 @@ class Front:
         """Return the storages that recomputing one reads."""
         return self._producers[self._producer_of[storage]].reads
 
-    def may_drop(self, storage: int) -> bool:
-        """Tell whether a storage can be recomputed at all."""
-        return not math.isinf(self._producers[self._producer_of[storage]].seconds)
+    def droppable(self) -> list[int]:
+        """Return the storages that can be recomputed at all."""
+        of = self._producer_of
+        return [s for s in of if not math.isinf(self._producers[of[s]].seconds)]
 
     def at_price(self, price: float, free: frozenset[int] = frozenset()) -> KeepSet:
-        """Return the cheapest keep-set at a price.
-
-        Args:
-            price: Seconds per byte.
-            free: Storages that cost nothing to keep.
-        """
+        """Return the cheapest keep-set, by seconds per byte; `free` costs nothing."""
         return self.cheapest(
             {s: 0.0 if s in free else price * size for s, size in self.bytes.items()}
         )
@@ -205,65 +191,84 @@ def _producer(graph: StepGraph, group: list[int], made: set[int]) -> _Producer:
     return _Producer(seconds, tuple(sorted(makes)), tuple(sorted(reads - makes)))
 
 
-class Fronts:
-    """The keep-sets of the blocks of one step; equal blocks are solved once.
+class Network:
+    """A directed graph with capacities.
 
-    Two blocks are equal if their operators take the same time, read and write what the
-    block makes in the same way, and autograd wants the same of it.
+    Example:
+        >>> network = Network(4)
+        >>> for start, end, capacity in [(0, 2, 3.0), (2, 3, 1.0), (3, 1, 2.0)]:
+        ...     network.connect(start, end, capacity)
+        >>> sorted(network.source_side(0, 1))
+        [0, 2]
     """
 
-    def __init__(self, graph: StepGraph):
-        """Start with none solved."""
-        self._graph = graph
-        # Storages stand there by their place among what the block makes.
-        self._known: dict[Hashable, list[KeepSet]] = {}
+    def __init__(self, nodes: int):
+        """Begin without edges; so many nodes are numbered from 0."""
+        self._edges: list[list[int]] = [[] for _ in range(nodes)]
+        self._heads: list[int] = []
+        self._room: list[float] = []
 
-    def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
-        """Return the keep-sets of a block, the most bytes first.
+    def connect(self, start: int, end: int, capacity: float) -> None:
+        """Add an edge."""
+        for tail, head, room in ((start, end, capacity), (end, start, 0.0)):
+            self._edges[tail].append(len(self._heads))
+            self._heads.append(head)
+            self._room.append(room)
 
-        Args:
-            block: The block.
-            always: Storages of the block that every choice keeps; their bytes are not
-                counted.
-        """
-        made = sorted(made_in(self._graph, block))
-        place_of = {storage: place for place, storage in enumerate(made)}
-        signature = self._signature(block, place_of, always)
-        known = self._known.get(signature)
-        if known is None:
-            known = [
-                replace(k, kept=frozenset(place_of[s] for s in k.kept | always))
-                for k in Front(self._graph, block, always).keep_sets()
-            ]
-            self._known[signature] = known
-        return [
-            replace(k, kept=frozenset(made[place] for place in k.kept)) for k in known
-        ]
+    def source_side(self, source: int, sink: int) -> set[int]:
+        """Return the nodes on the source's side of the minimum cut nearest to it."""
+        while True:
+            levels = self._levels(source)
+            if sink not in levels:
+                return set(levels)
+            nexts = [0] * len(self._edges)
+            while self._push(source, sink, levels, nexts):
+                pass
 
-    def _signature(
-        self, block: Block, place_of: dict[int, int], always: frozenset[int]
-    ) -> Hashable:
-        graph = self._graph
-        operators = tuple(
-            (
-                operator.seconds,
-                operator.is_view,
-                operator.must_keep,
-                *(
-                    tuple(place_of.get(s, -1) for s in storages_of(graph, values))
-                    for values in (operator.inputs, operator.outputs)
-                ),
-            )
-            for operator in graph.operators[block.start : block.end]
-        )
-        wanted = wanted_in(graph, block)
-        storages = tuple(
-            (
-                graph.storages[storage].bytes,
-                outlives_forward(graph, graph.storages[storage]),
-                storage in wanted,
-                storage in always,
-            )
-            for storage in place_of
-        )
-        return operators, storages
+    def _levels(self, source: int) -> dict[int, int]:
+        """Return how far each node is from the source, where there is room."""
+        levels = {source: 0}
+        pending = deque([source])
+        while pending:
+            node = pending.popleft()
+            for edge in self._edges[node]:
+                head = self._heads[edge]
+                if self._room[edge] > _EPSILON and head not in levels:
+                    levels[head] = levels[node] + 1
+                    pending.append(head)
+        return levels
+
+    def _push(
+        self, source: int, sink: int, levels: dict[int, int], nexts: list[int]
+    ) -> bool:
+        """Push flow along one shortest path; tell whether there was one."""
+        path: list[int] = []
+        node = source
+        while node != sink:
+            edge = self._next_edge(node, levels, nexts)
+            if edge is not None:
+                path.append(edge)
+                node = self._heads[edge]
+            elif path:
+                node = self._heads[path.pop() ^ 1]
+                nexts[node] += 1
+            else:
+                return False
+        flow = min(self._room[edge] for edge in path)
+        for edge in path:
+            self._room[edge] -= flow
+            self._room[edge ^ 1] += flow
+        return True
+
+    def _next_edge(
+        self, node: int, levels: dict[int, int], nexts: list[int]
+    ) -> int | None:
+        """Return the next edge that leads one level further and has room."""
+        edges = self._edges[node]
+        while nexts[node] < len(edges):
+            edge = edges[nexts[node]]
+            further = levels.get(self._heads[edge]) == levels[node] + 1
+            if further and self._room[edge] > _EPSILON:
+                return edge
+            nexts[node] += 1
+        return None

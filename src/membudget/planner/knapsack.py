@@ -1,4 +1,8 @@
-"""One choice for each block, so that the budget holds at every operator of the step.
+"""Solver: one choice for each of some module calls, by the knapsack.
+
+The step is cut into calls in several ways, from few large ones to many small ones, and
+each cut is a solver of its own. On a GPT of 12 layers of width 256 one cut alone finds
+what all solvers together find.
 
 A choice retains bytes from its block's forward to its backward, and has a peak of its
 own in each of the two. Blocks nest like parentheses: in the forward and in the backward
@@ -22,48 +26,93 @@ rounding never breaks the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.block_costs import BlockCosts, ChoiceCost
+from membudget.planner.blocks import module_blocks
+from membudget.planner.choice import Block, Choice
+from membudget.planner.schedule import Schedule, Simulator, Solver
+
+SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
+"""In each cut, the largest share of the step's saved bytes that one block may have."""
+
+MOST_OPERATORS = 3000
+"""A cut with a larger block is left out: its minimum cuts would take minutes."""
 
 QUANTA = 4096
 """The budget is divided into so many quanta."""
 
 
+def by_block(simulator: Simulator) -> list[Solver]:
+    """Return a solver for each cut into module calls."""
+    return [_ByBlock(simulator, calls) for calls in _distinct_cuts(simulator.graph)]
+
+
+class _ByBlock(Solver):
+    """One cut; a solution is the index of a keep-set for each of its blocks."""
+
+    def __init__(self, simulator: Simulator, calls: Sequence[ModuleCall]):
+        super().__init__(simulator)
+        self._calls = calls
+        blocks = [Block(call.start, call.end) for call in calls]
+        numbers = BlockCosts(simulator.graph, blocks)
+        self._keep_sets = numbers.keep_sets
+        overheads = [simulator.recording_s(block) for block in blocks]
+        self._costs = [
+            # The first keep-set recomputes nothing: it needs no region.
+            [of[0], *(replace(c, seconds=c.seconds + own_s) for c in of[1:])]
+            for of, own_s in zip(numbers.costs(), overheads, strict=True)
+        ]
+
+    def solve(self, budget_bytes: int) -> list[int] | None:
+        return cheapest_choices(self._costs, budget_bytes)
+
+    def smallest(self) -> list[int]:
+        return [
+            min(range(len(of)), key=lambda i: (of[i].retained_bytes, of[i].peak_bytes))
+            for of in self._costs
+        ]
+
+    def schedule(self, solution: Sequence[int]) -> Schedule:
+        taken = [i for i, number in enumerate(solution) if number > 0]
+        calls = [self._calls[i] for i in taken]
+        choices = [
+            Choice(call.start, call.end, self._keep_sets[i][solution[i]].kept)
+            for i, call in zip(taken, calls, strict=True)
+        ]
+        return self._simulator.schedule(calls, choices)
+
+
+def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
+    cuts: list[list[ModuleCall]] = []
+    for share in SHARES:
+        cut = module_blocks(graph, share)
+        if cut and cut not in cuts:
+            cuts.append(cut)
+    quick = [cut for cut in cuts if max(c.end - c.start for c in cut) <= MOST_OPERATORS]
+    return quick or cuts[-1:]
+
+
 @dataclass(frozen=True)
 class Quantum:
-    """The unit in which a dynamic programme counts bytes.
-
-    Attributes:
-        bytes: Its size.
-        rounds_up: Whether needs are rounded up and room is rounded down, so that every
-            solution fits; or the other way around, for a lower bound.
-    """
+    """The unit in which a dynamic programme counts bytes."""
 
     bytes: int
-    rounds_up: bool = True
 
     def need(self, size_bytes: int) -> int:
-        """Return the quanta that some bytes take."""
-        if self.rounds_up:
-            return -(-size_bytes // self.bytes)
-        return size_bytes // self.bytes
+        """Return the quanta that some bytes take, rounded up."""
+        return -(-size_bytes // self.bytes)
 
     def room(self, left_bytes: int) -> int:
         """Return the quanta that fit into some bytes, negative if those are."""
-        if self.rounds_up:
-            return left_bytes // self.bytes
-        return -(-left_bytes // self.bytes)
+        return left_bytes // self.bytes
 
 
-def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> int:
-    """Return the quantum to which rounding up some sizes adds least.
-
-    Args:
-        sizes: The sizes, in bytes.
-        finest: No quantum is smaller.
-        coarsest: No quantum is larger.
-    """
+def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> Quantum:
+    """Return the quantum, in a range, to which rounding up some sizes adds least."""
     fitting = {finest}
     for size in set(sizes):
         parts = -(-size // coarsest)
@@ -74,38 +123,15 @@ def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> int:
     def rounding(quantum: int) -> int:
         return int((-(-all_sizes // quantum) * quantum - all_sizes).sum())
 
-    return min(sorted(fitting), key=rounding)
-
-
-@dataclass(frozen=True)
-class ChoiceCost:
-    """What one choice for a block costs.
-
-    Attributes:
-        retained_bytes: Live from the block's forward to its backward.
-        peak_bytes: The maximum while the block runs, forward or backward, beside what
-            the blocks before it retain; tensors outside all blocks are in it.
-        seconds: Recomputation and overhead.
-    """
-
-    retained_bytes: int
-    peak_bytes: int
-    seconds: float
+    return Quantum(min(sorted(fitting), key=rounding))
 
 
 def cheapest_choices(
-    blocks: Sequence[Sequence[ChoiceCost]], budget_bytes: int, rounds_up: bool = True
+    blocks: Sequence[Sequence[ChoiceCost]], budget_bytes: int
 ) -> list[int] | None:
     """Return the choice of each block, by index, with the least time in total.
 
-    Args:
-        blocks: The choices of each block, in forward order.
-        budget_bytes: The budget of every operator.
-        rounds_up: Whether bytes are rounded up to the quantum, so that the solution
-            fits; rounded down, no solution that fits takes less time.
-
-    Returns:
-        The indices; `None` if nothing fits.
+    Blocks are in forward order; `None` if nothing fits.
 
     Example:
         >>> keep, drop = ChoiceCost(6, 8, 0.0), ChoiceCost(1, 8, 2.0)
@@ -114,34 +140,28 @@ def cheapest_choices(
     """
     if budget_bytes <= 0:
         return None
-    quantum = Quantum(max(1, -(-budget_bytes // QUANTA)), rounds_up)
-    best = np.full(quantum.room(budget_bytes) + 1, np.inf)
+    quantum = Quantum(max(1, -(-budget_bytes // QUANTA)))
+    size = quantum.room(budget_bytes) + 1
+    best = np.full(size, np.inf)
     best[0] = 0.0
     taken: list[np.ndarray] = []
     for choices in blocks:
-        best, by = _add_block(best, choices, quantum, budget_bytes)
+        after, by = np.full(size, np.inf), np.full(size, -1, dtype=np.int32)
+        for index, choice in enumerate(choices):
+            # The blocks before it may retain what fits beside its peak.
+            room = quantum.room(budget_bytes - choice.peak_bytes)
+            need = quantum.need(choice.retained_bytes)
+            relax(best, after, by, need, room, choice.seconds, index)
+        best = after
         taken.append(by)
     if not np.isfinite(best).any():
         return None
-    return _trace(blocks, taken, int(np.argmin(best)), quantum)
-
-
-def _add_block(
-    best: np.ndarray,
-    choices: Sequence[ChoiceCost],
-    quantum: Quantum,
-    budget_bytes: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the next row of the table, and the choice that reached each entry."""
-    size = len(best)
-    after = np.full(size, np.inf)
-    by = np.full(size, -1, dtype=np.int32)
-    for index, choice in enumerate(choices):
-        # The blocks before it may retain what fits beside its peak.
-        room = quantum.room(budget_bytes - choice.peak_bytes)
-        need = quantum.need(choice.retained_bytes)
-        relax(best, after, by, need, room, choice.seconds, index)
-    return after, by
+    at = int(np.argmin(best))
+    found: list[int] = []
+    for choices, by in zip(reversed(blocks), reversed(taken), strict=True):
+        found.insert(0, int(by[at]))
+        at -= quantum.need(choices[found[0]].retained_bytes)
+    return found
 
 
 def relax(
@@ -173,17 +193,3 @@ def relax(
     better = total < target
     target[better] = total[better]
     by[need : need + count][better] = label
-
-
-def _trace(
-    blocks: Sequence[Sequence[ChoiceCost]],
-    taken: Sequence[np.ndarray],
-    at: int,
-    quantum: Quantum,
-) -> list[int]:
-    found = []
-    for choices, by in zip(reversed(blocks), reversed(taken), strict=True):
-        index = int(by[at])
-        found.append(index)
-        at -= quantum.need(choices[index].retained_bytes)
-    return found[::-1]

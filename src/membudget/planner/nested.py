@@ -9,10 +9,10 @@ cannot: it recomputes one part of the call at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import replace
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.block_costs import BlockCosts
+from membudget.planner.block_costs import BlockCosts, ChoiceCost
 from membudget.planner.blocks import Segment, largest_call, segments
 from membudget.planner.chain import Chain, Checkpoint, SegmentChoice, SegmentCosts
 from membudget.planner.choice import (
@@ -21,21 +21,23 @@ from membudget.planner.choice import (
     Stage,
     bytes_of,
     made_in,
+    slice_of,
     storages_of,
     wanted_in,
 )
-from membudget.planner.costs import Overheads
-from membudget.planner.knapsack import ChoiceCost
-from membudget.planner.recompute import slice_of
 from membudget.planner.schedule import Schedule, Simulator, Solver
-from membudget.planner.simulate import simulate_block
-from membudget.planner.timeline import live_bytes, peak_of_run, timeline
+from membudget.planner.simulate import (
+    live_bytes,
+    peak_of_run,
+    simulate_block,
+    timeline,
+)
 
 LENGTHS = (12, 24, 48)
 """Lengths of the chains: few segments retain less, many need less at once."""
 
 
-def nested(simulator: Simulator, overheads: Overheads) -> list[Solver]:
+def nested(simulator: Simulator) -> list[Solver]:
     """Return a solver for each length of chain."""
     graph = simulator.graph
     call = largest_call(graph)
@@ -47,45 +49,25 @@ def nested(simulator: Simulator, overheads: Overheads) -> list[Solver]:
         chain = segments(graph, block, length)
         if chain not in chains:
             chains.append(chain)
-    overhead_s = overheads.recording_s(graph, block)
-    return [_Nested(simulator, call, chain, overhead_s) for chain in chains]
+    return [_Nested(simulator, call, chain) for chain in chains]
 
 
 class _Nested(Solver):
     """One chain."""
 
-    def __init__(
-        self,
-        simulator: Simulator,
-        call: ModuleCall,
-        chain: list[Segment],
-        overhead_s: float,
-    ):
+    def __init__(self, simulator: Simulator, call: ModuleCall, chain: list[Segment]):
         super().__init__(simulator)
         self._call = call
-        self._overhead_s = overhead_s
         block = Block(call.start, call.end)
         self._numbers = ChainNumbers(simulator.graph, block, chain)
-        self._most_bytes = timeline(simulator.graph).peak_bytes
-        self._chain = self._numbers.chain(self._most_bytes)
-
-    @cached_property
-    def _rounded_down(self) -> Chain:
-        return self._numbers.chain(self._most_bytes, rounds_up=False)
+        self._chain = self._numbers.chain(timeline(simulator.graph).peak_bytes)
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
         return self._chain.solve(budget_bytes)
 
-    def least_seconds(self, budget_bytes: int) -> float:
-        again_s = self._rounded_down.least_seconds(budget_bytes)
-        return self._simulator.graph.seconds + again_s + self._overhead_s
-
-    def smallest(self) -> None:
-        return None
-
     def schedule(self, solution: list[SegmentChoice]) -> Schedule:
         choice = self._numbers.choice(solution)
-        return self._simulator.schedule([self._call], [choice], self._overhead_s)
+        return self._simulator.schedule([self._call], [choice])
 
 
 class ChainNumbers:
@@ -102,16 +84,9 @@ class ChainNumbers:
         self._chain = chain
         self._made = [frozenset(made_in(graph, segment)) for segment in chain]
         self._must_keep = [self._must_keep_of(i) for i in range(len(chain))]
-        self._saved = [
-            made & wanted_in(graph, segment)
-            for segment, made in zip(chain, self._made, strict=True)
-        ]
-        always = [
-            (segment.crossing & made) | must_keep
-            for segment, made, must_keep in zip(
-                chain, self._made, self._must_keep, strict=True
-            )
-        ]
+        made = zip(chain, self._made, strict=True)
+        self._saved = [of & wanted_in(graph, segment) for segment, of in made]
+        always = [self._crossing(i, i) | kept for i, kept in enumerate(self._must_keep)]
         self._costs = BlockCosts(graph, chain, always)
         self.keep_sets = self._costs.keep_sets
 
@@ -123,25 +98,14 @@ class ChainNumbers:
         )
         return self._made[i].intersection(storages_of(self._graph, values))
 
-    def chain(self, most_bytes: int, rounds_up: bool = True) -> Chain:
-        """Return the chain.
-
-        Args:
-            most_bytes: The largest budget that will be asked for.
-            rounds_up: See `chain.Chain`.
-        """
-        crossing, forward = self._crossing_bytes, self._forward_bytes
-        return Chain(self._segments, crossing, forward, most_bytes, rounds_up)
-
-    @cached_property
-    def _segments(self) -> list[SegmentCosts]:
-        return [
-            self._segment(i, choices) for i, choices in enumerate(self._costs.costs())
-        ]
+    def chain(self, most_bytes: int) -> Chain:
+        """Return the chain, for budgets of at most so many bytes."""
+        costs = [self._segment(i, of) for i, of in enumerate(self._costs.costs())]
+        return Chain(costs, self._crossing_bytes(), self._forward_bytes(), most_bytes)
 
     def _segment(self, i: int, choices: Sequence[ChoiceCost]) -> SegmentCosts:
         graph, segment, must_keep = self._graph, self._chain[i], self._must_keep[i]
-        crossing = (segment.crossing & self._made[i]) - must_keep
+        crossing = self._crossing(i, i) - must_keep
         again = self._saved[i] - must_keep
         pass_s, pass_peak_bytes = self._run(i, crossing)
         saving_s, saving_peak_bytes = self._run(i, crossing | again)
@@ -165,11 +129,9 @@ class ChainNumbers:
     def _with_crossing(self, i: int, cost: ChoiceCost) -> ChoiceCost:
         """Add what crosses a segment's end and dies in the plain forward."""
         until, storages = self._graph.backward_start, self._graph.storages
-        crossing = self._chain[i].crossing & self._made[i]
-        more = bytes_of(
-            self._graph, (s for s in crossing if storages[s].death <= until)
-        )
-        return ChoiceCost(cost.retained_bytes + more, cost.peak_bytes, cost.seconds)
+        dies = [s for s in self._crossing(i, i) if storages[s].death <= until]
+        more = bytes_of(self._graph, dies)
+        return replace(cost, retained_bytes=cost.retained_bytes + more)
 
     def _run(self, i: int, targets: frozenset[int]) -> tuple[float, int]:
         """Return time and peak of recomputing storages from what enters a segment."""
@@ -180,7 +142,6 @@ class ChainNumbers:
         touched = {n: (*found.reads[n], *found.writes[n]) for n in run}
         return seconds, peak_of_run(graph, run, touched, targets)
 
-    @cached_property
     def _crossing_bytes(self) -> list[list[int]]:
         count = len(self._chain)
         table = [[0] * (count + 1) for _ in range(count)]
@@ -191,7 +152,6 @@ class ChainNumbers:
                 table[i][c] = bytes_of(self._graph, made & self._chain[c - 1].crossing)
         return table
 
-    @cached_property
     def _forward_bytes(self) -> list[list[int]]:
         """Return the peak of each segment's forward, by where keeping nothing began."""
         graph, outside = self._graph, self._costs.outside_bytes

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 from membudget.errors import PlanError
 from membudget.files import write_whole
@@ -122,28 +122,18 @@ class Plan:
             PlanError: If the version is another, or a field is missing or of another
                 type; the message says which.
         """
-        version = _get(data, "version", int, "plan")
+        version = _field(data, "version", int, "plan")
         if version != VERSION:
             raise PlanError(
                 f"this membudget reads plans of version {VERSION}; this one has "
                 f"version {version}"
             )
-        known = {f.name: f for f in dataclasses.fields(cls) if f.name != "regions"}
-        kinds = {"str": str, "int": int, "float": float}
-        values = {
-            name: _get(data, name, kinds[str(field.type)], "plan")
-            for name, field in known.items()
-        }
-        regions = _get(data, "regions", (list, tuple), "plan")
-        read = tuple(_region(r, f"plan.regions[{i}]") for i, r in enumerate(regions))
-        return cls(**values, regions=read)
+        plan: Plan = _read(data, cls, "plan")
+        return plan
 
     @classmethod
     def from_json(cls, source: str | Path) -> Plan:
-        """Read a plan from JSON.
-
-        Args:
-            source: The text, or the path of a file.
+        """Read a plan from JSON: its text, or the path of a file.
 
         Raises:
             PlanError: If the file cannot be read, or holds no plan.
@@ -156,46 +146,34 @@ class Plan:
         return cls.from_dict(data)
 
 
-def _region(data: Any, where: str) -> RegionPlan:
-    return RegionPlan(
-        _get(data, "path", str, where),
-        _get(data, "operators", int, where),
-        _outputs(data, "kept", where),
-        tuple(
-            StagePlan(
-                _get(stage, "first_saved", int, f"{where}.stages[{i}]"),
-                _outputs(stage, "held", f"{where}.stages[{i}]"),
-            )
-            for i, stage in enumerate(_get(data, "stages", (list, tuple), where))
-        ),
-    )
+_FIELDS = {k: get_type_hints(k) for k in (KeptOutput, StagePlan, RegionPlan, Plan)}
 
 
-def _outputs(data: Any, name: str, where: str) -> tuple[KeptOutput, ...]:
-    return tuple(
-        KeptOutput(
-            _get(entry, "number", int, f"{where}.{name}[{i}]"),
-            _get(entry, "output", int, f"{where}.{name}[{i}]"),
-            _get(entry, "operator", str, f"{where}.{name}[{i}]"),
-        )
-        for i, entry in enumerate(_get(data, name, (list, tuple), where))
-    )
+def _read(data: Any, kind: Any, where: str) -> Any:
+    """Read a record, a tuple of records, or a number or text, from plain data."""
+    if kind in _FIELDS:
+        fields = _FIELDS[kind].items()
+        return kind(*(_field(data, name, of, where) for name, of in fields))
+    if get_origin(kind) is tuple:
+        if not isinstance(data, list | tuple):
+            raise PlanError(f"{where} must be list; it is {data!r:.40}")
+        of = get_args(kind)[0]
+        return tuple(_read(x, of, f"{where}[{i}]") for i, x in enumerate(data))
+    if kind is float and type(data) is int:
+        return float(data)
+    if type(data) is not kind:
+        raise PlanError(f"{where} must be {kind.__name__}; it is {data!r:.40}")
+    if kind is float and not math.isfinite(data):
+        raise PlanError(f"{where} must be a finite number; it is {data!r}")
+    return data
 
 
-def _get(data: Any, name: str, kind: Any, where: str) -> Any:
+def _field(data: Any, name: str, kind: Any, where: str) -> Any:
     if not isinstance(data, Mapping):
         raise PlanError(f"{where} must be an object; it is a {type(data).__name__}")
     if name not in data:
         raise PlanError(f"{where}.{name} is missing: the plan is not whole")
-    value = data[name]
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        name_of = kind[0].__name__ if isinstance(kind, tuple) else kind.__name__
-        raise PlanError(f"{where}.{name} must be {name_of}; it is {value!r:.40}")
-    if kind is float and not math.isfinite(value):
-        raise PlanError(f"{where}.{name} must be a finite number; it is {value!r}")
-    return value
+    return _read(data[name], kind, f"{where}.{name}")
 
 
 def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
@@ -240,10 +218,7 @@ def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput]
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return a hash that tells one model from another, by its parameters.
-
-    Args:
-        parameters: Name, shape and dtype of each.
+    """Return a hash of the name, shape and dtype of each of a model's parameters.
 
     Example:
         >>> fingerprint_of([("weight", (2, 3), "float32")])[:8]

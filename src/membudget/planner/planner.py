@@ -10,18 +10,26 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
-from membudget.errors import BudgetError
-from membudget.graph import StepGraph
-from membudget.planner.by_block import by_block
-from membudget.planner.costs import NO_OVERHEADS, Overheads, check_seconds, smoothed
+from membudget.errors import BudgetError, OptionError
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.knapsack import by_block
 from membudget.planner.nested import nested
 from membudget.planner.prices import priced
-from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.schedule import (
+    NO_OVERHEADS,
+    Overheads,
+    Schedule,
+    Simulator,
+    Solver,
+)
 from membudget.planner.search import improved
-from membudget.planner.timeline import timeline
+from membudget.planner.simulate import timeline
 
-SolverMaker = Callable[[Simulator, Overheads], list[Solver]]
+SolverMaker = Callable[[Simulator], list[Solver]]
+
+_seconds = attrgetter("seconds")
 
 SOLVERS: tuple[SolverMaker, ...] = (by_block, nested, priced)
 
@@ -43,11 +51,6 @@ class Planner:
     ):
         """Cut the step into blocks and find their trade-offs.
 
-        Args:
-            graph: The plain step, with times.
-            overheads: The engine's own time.
-            solvers: The kinds of schedules to consider.
-
         Raises:
             OptionError: If an operator takes no finite time.
         """
@@ -55,18 +58,15 @@ class Planner:
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
-        self.simulator = Simulator(overheads.added_to_forward(self.graph))
-        self._kinds = [make(self.simulator, overheads) for make in solvers]
+        self.simulator = Simulator(self.graph, overheads)
+        self._kinds = [make(self.simulator) for make in solvers]
         self._found: list[Schedule] = []
 
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
         """Return the fastest schedule found whose simulated peak fits.
 
-        It is no slower than one returned for a smaller budget before.
-
-        Args:
-            budget_bytes: The budget of what the step allocates.
-            quickly: Whether to leave out annealing, which takes up to a second.
+        It is no slower than one returned for a smaller budget before. `quickly` leaves
+        out annealing, which takes up to a second.
 
         Raises:
             BudgetError: If none fits; it has the smallest feasible budget.
@@ -111,27 +111,42 @@ class Planner:
             schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
         )
 
-    def least_seconds(self, budget_bytes: int) -> float:
-        """Return a lower bound on the time of what the solvers propose.
-
-        It holds by their own count of bytes, rounded down. The simulation counts fewer
-        where two of their peaks do not coincide, so an improved schedule may take less.
-        For a bound on any schedule see `planner.bound`.
-        """
-        if self.plain_peak_bytes <= budget_bytes:
-            return self.graph.seconds
-        bounds = (
-            solver.least_seconds(budget_bytes)
-            for kind in self._kinds
-            for solver in kind
-        )
-        added_s = self.simulator.graph.seconds - self.graph.seconds
-        return min(bounds, default=math.inf) - added_s
-
     def least_bytes(self) -> int:
         """Return the smallest budget that some schedule is known to fit."""
         return min([self.plain_peak_bytes, *(s.peak_bytes for s in self._least)])
 
 
-def _seconds(schedule: Schedule) -> float:
-    return schedule.seconds
+def check_seconds(graph: StepGraph) -> None:
+    """Reject operator times that are not finite, or negative.
+
+    Raises:
+        OptionError: If an operator takes NaN, infinite or negative seconds.
+    """
+    for index, operator in enumerate(graph.operators):
+        if not 0 <= operator.seconds < math.inf:
+            raise OptionError(
+                f"operator {index} ({operator.name}) takes {operator.seconds} seconds; "
+                "a planner needs finite times that are not negative"
+            )
+
+
+def smoothed(graph: StepGraph) -> StepGraph:
+    """Average the times of corresponding operators over equal blocks.
+
+    Blocks that run the same operators on the same shapes take the same time; measured
+    differences between them are noise.
+    """
+    groups: dict[tuple[object, ...], list[ModuleCall]] = {}
+    for call in graph.calls:
+        inside = graph.operators[call.start : call.end]
+        key = tuple((o.name, o.read_bytes, o.written_bytes, o.flops) for o in inside)
+        if key:
+            groups.setdefault(key, []).append(call)
+    operators = list(graph.operators)
+    for alike in sorted(groups.values(), key=lambda of: of[0].end - of[0].start):
+        for offset in range(alike[0].end - alike[0].start):
+            indices = [call.start + offset for call in alike]
+            mean = sum(operators[i].seconds for i in indices) / len(indices)
+            for index in indices:
+                operators[index] = replace(operators[index], seconds=mean)
+    return replace(graph, operators=tuple(operators))

@@ -28,11 +28,9 @@ from itertools import accumulate
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import largest_call
 from membudget.planner.choice import Block, Choice, saved_in
-from membudget.planner.costs import Overheads
 from membudget.planner.frontier import Front
 from membudget.planner.schedule import Schedule, Simulator, Solver
-from membudget.planner.simulate import Simulation
-from membudget.planner.timeline import timeline
+from membudget.planner.simulate import Simulation, timeline
 
 MOST_OPERATORS = 1000
 """Larger steps are left out: their minimum cuts would take seconds."""
@@ -48,24 +46,22 @@ _LOW_PRICE = 1e-3
 """First price where the plain step fits, relative to the price where it does not."""
 
 
-def priced(simulator: Simulator, overheads: Overheads) -> list[Solver]:
+def priced(simulator: Simulator) -> list[Solver]:
     """Return a solver for the largest module call, unless the step is too large."""
     graph = simulator.graph
     call = largest_call(graph)
     if call is None or len(graph.operators) > MOST_OPERATORS:
         return []
-    overhead_s = overheads.recording_s(graph, Block(call.start, call.end))
-    return [_Priced(simulator, call, overhead_s)]
+    return [_Priced(simulator, call)]
 
 
 class _Priced(Solver):
     """Keep-sets of one module call; a solution is one of them."""
 
-    def __init__(self, simulator: Simulator, call: ModuleCall, overhead_s: float):
+    def __init__(self, simulator: Simulator, call: ModuleCall):
         super().__init__(simulator)
         graph = simulator.graph
         self._call = call
-        self._overhead_s = overhead_s
         block = Block(call.start, call.end)
         self._front = Front(graph, block)
         self._gaps = _gaps(graph, block, self._front)
@@ -79,15 +75,9 @@ class _Priced(Solver):
         fitting = [k for k, s in self._tried.items() if s.peak_bytes <= budget_bytes]
         return min(fitting, key=lambda kept: self._tried[kept].seconds, default=None)
 
-    def least_seconds(self, budget_bytes: int) -> float:
-        return math.inf  # It proves no bound; the other solvers do for its choices.
-
-    def smallest(self) -> None:
-        return None
-
     def schedule(self, solution: frozenset[int]) -> Schedule:
         choice = Choice(self._call.start, self._call.end, solution)
-        return self._simulator.schedule([self._call], [choice], self._overhead_s)
+        return self._simulator.schedule([self._call], [choice])
 
     def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
         """Yield the fastest that fits, and a faster one that nearly does."""

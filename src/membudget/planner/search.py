@@ -31,9 +31,10 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, Choice, made_in
+from membudget.planner.choice import Choice, made_in
 from membudget.planner.frontier import Front
 from membudget.planner.schedule import Schedule, Simulator
 
@@ -65,6 +66,8 @@ is one in which nothing fits after a quarter. In `benchmarks/solvers.py` none pa
 PRICES = (0.05, 50.0)
 RATE = 1.03
 
+_seconds = attrgetter("seconds")
+
 
 def improved(
     simulator: Simulator,
@@ -74,11 +77,8 @@ def improved(
 ) -> list[Schedule]:
     """Return schedules that fit, at least as fast as the fastest start.
 
-    Args:
-        simulator: The simulator of the step.
-        kinds: The starts of each kind of solver; they need not fit.
-        budget_bytes: The budget of what the step allocates.
-        quickly: Whether to leave out annealing and fill the fastest start alone.
+    Starts, by the kind of solver, need not fit. `quickly` fills the fastest alone, and
+    anneals none.
     """
     fitting = [[s for s in of if s.peak_bytes <= budget_bytes] for of in kinds]
     fastest = sorted((s for of in fitting for s in of), key=_seconds)
@@ -118,7 +118,10 @@ def _annealed(
 
     Others follow with the simulations that hopeless runs saved.
     """
-    flat = [_without_stages(simulator, s) for s in found]
+    flat = [
+        simulator.changed(s, [replace(choice, stages=()) for choice in s.choices])
+        for s in found
+    ]
     first = _distinct([*found[:1], *flat[:1], *nearest])
     each = MOST_ANNEALED_OPERATORS
     limit = simulator.operators + len(first) * each
@@ -137,30 +140,17 @@ def _distinct(schedules: Iterable[Schedule]) -> list[Schedule]:
     return list({schedule.choices: schedule for schedule in schedules}.values())
 
 
-def _seconds(schedule: Schedule) -> float:
-    return schedule.seconds
-
-
 def _penalised(schedule: Schedule, budget_bytes: int) -> float:
     over = schedule.simulation.share_over(budget_bytes)
     return schedule.seconds + over * schedule.plain_s
 
 
-def _without_stages(simulator: Simulator, schedule: Schedule) -> Schedule:
-    choices = [replace(choice, stages=()) for choice in schedule.choices]
-    return simulator.changed(schedule, choices)
-
-
 def fill(
     simulator: Simulator, schedule: Schedule, budget_bytes: int, limit: float = math.inf
 ) -> Schedule:
-    """Return a schedule that keeps more, fits and is no slower.
+    """Return a schedule that keeps more than one that fits, fits and is no slower.
 
-    Args:
-        simulator: The simulator of the step.
-        schedule: A schedule that fits.
-        budget_bytes: The budget of what the step allocates.
-        limit: When to stop: at so many operators that the simulator ran in all.
+    It stops at the limit of operators that the simulator ran in all.
     """
     graph = simulator.graph
     tries = MOST_FILLED_OPERATORS // max(1, len(graph.operators))
@@ -219,16 +209,13 @@ def anneal(
 ) -> Schedule | None:
     """Return the fastest schedule found that fits; `None` if none does.
 
-    Args:
-        simulator: The simulator of the step.
-        start: Where to begin; it need not fit.
-        budget_bytes: The budget of what the step allocates.
-        known_s: Time of the fastest schedule that is known to fit.
+    The start need not fit; `known_s` is the time of the fastest that is known to.
     """
     graph = simulator.graph
     if is_too_large(graph) or not graph.seconds:
         return None
-    free = [(i, s) for i, c in enumerate(start.choices) for s in _droppable(graph, c)]
+    fronts = [Front(graph, choice) for choice in start.choices]
+    free = [(i, s) for i, front in enumerate(fronts) for s in front.droppable()]
     tries = MOST_ANNEALED_OPERATORS // len(graph.operators)
     tries = min(tries, TRIES_OF_EACH * len(free))
     generator = random.Random(0)
@@ -251,11 +238,6 @@ def anneal(
         price = price * RATE if is_over else price / RATE
         price = min(max(price, PRICES[0]), PRICES[1])
     return best
-
-
-def _droppable(graph: StepGraph, block: Block) -> list[int]:
-    front = Front(graph, block)
-    return [storage for storage in front.bytes if front.may_drop(storage)]
 
 
 def _flipped(

@@ -1,4 +1,14 @@
-"""Peak bytes and seconds of a step under some choices: the definition of both.
+"""Live bytes, peak and seconds of a step, plain or under choices: their definition.
+
+At operator t, every storage with birth ≤ t < death is live, the operator's own outputs
+included, plus the operator's workspace. What existed before the step is counted apart
+(`StepGraph.static`), so the numbers equal those of a meter that counts what the step
+allocates.
+
+    op index        0    1    2    3    4
+    storage a (4)   ├────┼────┼────┤                birth 0, death 3
+    storage b (2)        ├────┼────┼────┤           birth 1, death 4
+    live_bytes      4    6    6    2    0
 
 Every solver is tested against this simulation, and the simulation against the meter.
 What autograd saves in a block and the block made is dropped unless the choice keeps it;
@@ -21,30 +31,110 @@ it, as `backward` says. The rules are the engine's:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from membudget.errors import OptionError
-from membudget.graph import StepGraph
+from membudget.graph import Operator, StepGraph
 from membudget.planner.backward import BlockBackward, Ledger
 from membudget.planner.choice import Choice, made_in
 
+Interval = tuple[int, int, int]
+"""A live range: first op index, op index after the last, bytes."""
+
 
 @dataclass(frozen=True)
-class Simulation:
+class Timeline:
+    """Live bytes over a step.
+
+    Attributes:
+        alive_bytes: At each operator, without its workspace.
+        peak_bytes: The maximum, workspaces included.
+        peak_moment: The first operator at the peak; 0 for a step without operators.
+    """
+
+    alive_bytes: tuple[int, ...]
+    peak_bytes: int
+    peak_moment: int
+
+
+def timeline(graph: StepGraph) -> Timeline:
+    """Return the timeline of the plain step."""
+    return of_intervals(graph, lifetimes(graph))
+
+
+def lifetimes(graph: StepGraph, without: Container[int] = ()) -> list[Interval]:
+    """Return the live ranges of what the step allocates, without some storages."""
+    return [
+        (storage.birth, storage.death, storage.bytes)
+        for index, storage in enumerate(graph.storages)
+        if storage.birth >= 0 and index not in without
+    ]
+
+
+def of_intervals(graph: StepGraph, intervals: Iterable[Interval]) -> Timeline:
+    """Return the timeline of storages with the given live ranges."""
+    alive = live_bytes(len(graph.operators), intervals)
+    peak_bytes, moment = peak_of(graph.operators, alive)
+    return Timeline(tuple(alive), peak_bytes, moment)
+
+
+def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
+    """Return the sum of some live ranges at each of `count` places.
+
+    Example:
+        >>> live_bytes(5, [(0, 3, 4), (1, 4, 2)])
+        [4, 6, 6, 2, 0]
+    """
+    steps = [0] * (count + 1)
+    for start, end, size in intervals:
+        steps[start] += size
+        steps[min(end, count)] -= size
+    return list(accumulate(steps))[:count]
+
+
+def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
+    """Return the peak of a run of operators, workspaces included, and its place."""
+    peak_bytes, place = 0, 0
+    for index, (operator, live) in enumerate(zip(operators, alive, strict=True)):
+        if live + operator.workspace_bytes > peak_bytes:
+            peak_bytes, place = live + operator.workspace_bytes, index
+    return peak_bytes, place
+
+
+def peak_of_run(
+    graph: StepGraph,
+    run: Sequence[int],
+    touched: Mapping[int, Iterable[int]],
+    to_end: Container[int],
+) -> int:
+    """Return the peak of a run of operators, counting what the run itself allocates.
+
+    A storage is freed after the last operator that touches it; those of `to_end` stay.
+    """
+    last = {storage: i + 1 for i, index in enumerate(run) for storage in touched[index]}
+    last |= {storage: len(run) for storage in last if storage in to_end}
+    intervals = [
+        (i, last[storage], graph.storages[storage].bytes)
+        for i, index in enumerate(run)
+        for storage in graph.born_at.get(index, ())
+        if storage in last
+    ]
+    operators = [graph.operators[index] for index in run]
+    return peak_of(operators, live_bytes(len(run), intervals))[0]
+
+
+@dataclass(frozen=True)
+class Simulation(Timeline):
     """A step under some choices.
 
     Attributes:
-        peak_bytes: The maximum of live bytes that the step allocated.
-        peak_moment: The op index of the peak.
-        alive_bytes: Live bytes after each operator, without workspace.
         seconds: Time of the step, recomputation included.
         recomputed: The operators that ran again, in the order in which they did.
     """
 
-    peak_bytes: int
-    peak_moment: int
-    alive_bytes: tuple[int, ...]
     seconds: float
     recomputed: tuple[int, ...]
 
@@ -53,27 +143,20 @@ class Simulation:
         return max(0, self.peak_bytes - budget_bytes) / max(1, budget_bytes)
 
 
-@dataclass(frozen=True)
-class BlockTimeline:
-    """The live ranges of one block's own storages, as steps between events.
+class BlockStep(NamedTuple):
+    """Live bytes of one block's own storages, from one event up to the next."""
 
-    Attributes:
-        moments: The op indices at which anything changes, in order.
-        alive_bytes: Live bytes after each; unchanged up to the next.
-        peak_bytes: The maximum within each, the operator's workspace included.
-    """
+    start: int
+    end: int
+    alive_bytes: int  # After the event.
+    peak_bytes: int  # The maximum at the event, the operator's workspace included.
 
-    moments: tuple[int, ...]
-    alive_bytes: tuple[int, ...]
-    peak_bytes: tuple[int, ...]
+
+BlockTimeline = list[BlockStep]
 
 
 def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
-    """Simulate a step under some choices.
-
-    Args:
-        graph: The plain step.
-        choices: What to keep of each block; blocks do not overlap.
+    """Simulate a step under some choices, for blocks that do not overlap.
 
     Raises:
         OptionError: If blocks overlap, or reach beyond the forward.
@@ -131,9 +214,9 @@ class _Machine:
             alive_bytes.append(ledger.live_bytes)
         again_s = sum(graph.operators[index].seconds for index in ledger.recomputed)
         return Simulation(
+            tuple(alive_bytes),
             ledger.peak_bytes,
             ledger.peak_moment,
-            tuple(alive_bytes),
             graph.seconds + again_s,
             tuple(ledger.recomputed),
         )
@@ -142,14 +225,14 @@ class _Machine:
         self._schedule(made_in(self.graph, choice))
         events = {*self.births, *self.deaths, *self.frees, *self.unpacks}
         events |= set(range(choice.start, choice.end))
-        rows = []
-        for moment in sorted(events):
-            if moment < len(self.graph.operators):
-                self.ledger.peak_bytes = 0
-                self._step(moment)
-                rows.append((moment, self.ledger.live_bytes, self.ledger.peak_bytes))
-        moments, alive, peaks = zip(*rows, strict=True) if rows else ((), (), ())
-        return BlockTimeline(moments, alive, peaks)
+        count = len(self.graph.operators)
+        steps = []
+        for start, end in pairwise([*sorted(e for e in events if e < count), count]):
+            self.ledger.peak_bytes = 0
+            self._step(start)
+            live_bytes, peak_bytes = self.ledger.live_bytes, self.ledger.peak_bytes
+            steps.append(BlockStep(start, end, live_bytes, peak_bytes))
+        return steps
 
     def _schedule(self, storages: Iterable[int]) -> None:
         """Enter allocations and frees of the forward's storages."""

@@ -13,7 +13,7 @@ from typing import Any
 from membudget.errors import OptionError
 from membudget.files import write_whole
 from membudget.graph import StepGraph
-from membudget.planner.timeline import Timeline, timeline
+from membudget.planner.simulate import Timeline, timeline
 
 
 @dataclass(frozen=True)

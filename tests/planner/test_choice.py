@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from membudget.planner.choice import Block
-from membudget.planner.recompute import run_together, slice_of_saved, writers_of
+from membudget.planner.choice import Block, run_together, slice_of_saved, writers_of
 from tests.planner.drafts import Draft
 
 
