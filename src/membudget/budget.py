@@ -71,7 +71,8 @@ class Budget:
         """Return the error that names what does not fit, and what would.
 
         Example:
-            >>> print(Budget(2000, 500).refused("no plan fits in", 3000))
+            >>> error = Budget(2000, 500).refused("no plan fits in", 3000)
+            >>> print(error)  # doctest: +NORMALIZE_WHITESPACE
             no plan fits in 2,500 bytes, of which 500 are in use before the step starts:
             2,000 are left for the step, and the smallest plan needs 3,000. Smallest
             feasible budget: 3,500 bytes
