@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from membudget import _torch_precision as precision
-from membudget import _torch_settings
+from membudget import _torch_settings as settings
 
 _C: Any = torch._C
 _WRITERS: dict[str, Callable[[Any], Any]] = {
-    **_torch_settings._WRITERS,
-    **precision._OLDER,
+    **settings._WRITERS,
+    **settings._OLDER,
     **{
-        f"_get_fp32_precision_getter{key}": partial(precision._set, *key)
-        for key in precision._ONEDNN
+        f"_get_fp32_precision_getter{key}": partial(settings._set_precision, *key)
+        for key in settings._ONEDNN
     },
 }
 EXPRESSIONS = tuple(_WRITERS)
@@ -50,7 +49,7 @@ def other(name: str, value: Any) -> Any:
 
 def change(name: str) -> None:
     """Set a setting, named by the expression that reads it, to another value."""
-    value = _torch_settings.read()[EXPRESSIONS.index(name)]
+    value = settings.read()[EXPRESSIONS.index(name)]
     try:
         _WRITERS[name](other(name, value))
     except RuntimeError as error:
@@ -61,10 +60,14 @@ def change(name: str) -> None:
 def kept() -> Iterator[None]:
     """Leave all settings as they were."""
     precisions = {
-        key: precision._get(*key)
-        for key in (precision._GENERIC, ("mkldnn", "all"), *precision._ONEDNN)
+        key: settings._get_precision(*key)
+        for key in (
+            settings._GENERIC,
+            ("mkldnn", "all"),
+            *settings._ONEDNN,
+        )
     }
-    before = _torch_settings.read()
+    before = settings.read()
     try:
         yield
     finally:
@@ -73,4 +76,4 @@ def kept() -> Iterator[None]:
                 _WRITERS[EXPRESSIONS[position]](value)
         _C._set_float32_matmul_precision("highest")
         for key, value in precisions.items():
-            precision._set(*key, value)
+            settings._set_precision(*key, value)

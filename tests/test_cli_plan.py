@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_a_plan_is_written_and_can_be_applied(step, tmp_path):
     assert plan.regions
     assert plan.peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
 
-    model, _ = membudget.target.load_target(f"{step}:make")()
+    model, _ = membudget.cli_options.load_target(f"{step}:make")()
     with_plan = membudget.apply(model, plan)
     assert set(with_plan.names) == {region.path for region in plan.regions}
     with_plan.remove()
@@ -106,7 +107,7 @@ def test_a_budget_that_the_plain_step_fits_needs_no_region(step, capsys):
 
 def test_the_least_that_an_error_names_can_be_planned(step, tmp_path, capsys):
     found = membudget.profile(
-        *membudget.target.load_target(f"{step}:make")(), fake=True
+        *membudget.cli_options.load_target(f"{step}:make")(), fake=True
     )
     assert main(["plan", f"{step}:make", "--fake", "--budget", "1%"]) == FAILED
     words = capsys.readouterr().err.split("the smallest plan needs ")[1]
@@ -228,12 +229,11 @@ def test_a_fit_without_regions_needs_no_audit(step, capsys):
 
 
 def test_a_peak_over_the_budget_gives_1(step, capsys, monkeypatch):
-    import membudget.trial
-
     class More:
         peak_bytes = 1 << 40
 
-    monkeypatch.setattr(membudget.trial, "peak", lambda run: (run(), More)[1])
+    module = import_module("membudget.fit")
+    monkeypatch.setattr(module, "peak", lambda run: (run(), More)[1])
     arguments = ["fit", f"{step}:make", "--budget", "60%", "--steps", "1"]
     assert main(arguments) == DIFFERENT
     out = capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_a_peak_over_the_budget_gives_1(step, capsys, monkeypatch):
 
 def test_an_audit_that_differs_gives_1(step, capsys, monkeypatch):
     from membudget.audit import AuditReport, Difference
-    from membudget.fitted import Fitted
+    from membudget.fit import Fitted
 
     report = AuditReport((Difference("gradient", "0.weight", "3 of 4 bytes"),))
     monkeypatch.setattr(Fitted, "audit", lambda self: report)
@@ -265,9 +265,8 @@ def test_the_steps_of_a_fit_leave_the_model_as_it_was():
     import torch
     from torch import nn
 
-    from membudget.fit import fit
+    from membudget.fit import fit, try_steps
     from membudget.step import Step
-    from membudget.trial import try_steps
 
     layers = [nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 1)]
     model, batch = nn.Sequential(nn.Sequential(*layers)), torch.randn(64, 8)

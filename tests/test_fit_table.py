@@ -10,8 +10,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.errors import BudgetError
-from membudget.fit import fit
-from membudget.fitted import Fitted
+from membudget.fit import Fitted, fit
 from membudget.memory import peak
 from membudget.step import Step
 from tests.planner.models import measured_peak

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import attempt, planning
+from membudget import planning
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.modes import MODES, check_mode, schedule_of_mode
@@ -199,16 +199,16 @@ def test_what_is_measured_decides_where_the_prediction_is_near(monkeypatch):
     found = mb.profile(model, batch, fake=True)
     peak = schedule_of_mode("full", found.graph, NO_OVERHEADS).simulation.peak_bytes
     budget = found.graph.static.total + peak
-    honest = attempt.measured_peak
+    honest = planning.measured_peak
     classes = [type(module) for module in model.modules()]
 
     monkeypatch.setattr(
-        attempt, "measured_peak", lambda *step: honest(*step) - peak // 50
+        planning, "measured_peak", lambda *step: honest(*step) - peak // 50
     )
     with fit(model, batch, budget - peak // 50, mode="full", fake=True) as fitted:
         assert fitted.plan.peak_bytes > fitted.plan.budget_bytes >= fitted.peak_bytes
 
-    monkeypatch.setattr(attempt, "measured_peak", lambda *step: peak + 1)
+    monkeypatch.setattr(planning, "measured_peak", lambda *step: peak + 1)
     with pytest.raises(
         BudgetError, match=f"is measured to allocate {peak + 1:,} bytes"
     ):

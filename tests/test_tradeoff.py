@@ -14,7 +14,7 @@ import torch
 import membudget as mb
 from membudget.errors import MissingExtraError, OptionError
 from membudget.planning import plan_for, planner_of
-from membudget.report.tables import rendered
+from membudget.report import rendered
 from membudget.tradeoff import Tradeoff, TradeoffRow, tradeoff
 from tests.planner.models import MODELS
 

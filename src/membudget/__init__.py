@@ -35,8 +35,7 @@ if TYPE_CHECKING:
         SelectionError,
         UnrepeatableWarning,
     )
-    from membudget.fit import fit
-    from membudget.fitted import Fitted
+    from membudget.fit import Fitted, fit
     from membudget.graph import StepGraph
     from membudget.memory import (
         Peak,
@@ -47,8 +46,7 @@ if TYPE_CHECKING:
         storage_bytes,
     )
     from membudget.planner.plan import Plan
-    from membudget.profile import Device, Profile, profile
-    from membudget.profile.sweep import Sweep, sweep
+    from membudget.profile import Device, Profile, Sweep, profile, sweep
     from membudget.tradeoff import Tradeoff, tradeoff
 
 __all__ = [
@@ -112,8 +110,7 @@ _HOMES = {
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))
     ),
-    "membudget.fit": ("fit",),
-    "membudget.fitted": ("Fitted",),
+    "membudget.fit": ("Fitted", "fit"),
     "membudget.graph": ("StepGraph",),
     "membudget.memory": (
         "Peak",
@@ -124,8 +121,7 @@ _HOMES = {
         "storage_bytes",
     ),
     "membudget.planner.plan": ("Plan",),
-    "membudget.profile": ("Device", "Profile", "profile"),
-    "membudget.profile.sweep": ("Sweep", "sweep"),
+    "membudget.profile": ("Device", "Profile", "Sweep", "profile", "sweep"),
     "membudget.tradeoff": ("Tradeoff", "tradeoff"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

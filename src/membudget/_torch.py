@@ -90,10 +90,6 @@ torchscript_types: tuple[type, ...] = (
     torch._C.ScriptMethod,
 )
 
-# Operators whose result Python reads.
-EQUAL: Any = torch.ops.aten.equal.default
-ITEM: Any = torch.ops.aten._local_scalar_dense.default
-
 # A tensor whose storage was exchanged (`p.data = q`) keeps its version, so the
 # storage's address must be compared, too.
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
@@ -110,11 +106,6 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 def is_fake(tensor: Any) -> bool:
     """Tell whether a tensor is one of `FakeTensorMode`, whose class is private."""
     return type(tensor).__name__ == "FakeTensor"
-
-
-def fake_mode_of(tensor: Any) -> Any:
-    """Return the mode that made a fake tensor; `None` for any other."""
-    return tensor.fake_mode if is_fake(tensor) else None
 
 
 def new_fake_mode() -> Any:
@@ -259,20 +250,14 @@ def is_view_operator(operator: Any) -> bool:
     )
 
 
-def with_version(make_alias: Callable[[], Tensor]) -> Tensor:
-    """Create an alias that shares the version counter, also inside a dispatch mode.
+def detach_with_version(tensor: Tensor) -> Tensor:
+    """Return a detached alias with the same version counter, also inside a mode.
 
     Below autograd, `detach` alone would give the alias a counter of its own.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(
-        torch._C.DispatchKey.ADInplaceOrView, False
-    ):
-        return make_alias()
-
-
-def detach_with_version(tensor: Tensor) -> Tensor:
-    """Return a detached alias that shares the version counter."""
-    return with_version(tensor.detach)
+    key = torch._C.DispatchKey.ADInplaceOrView
+    with torch._C._SetExcludeDispatchKeyGuard(key, False):
+        return tensor.detach()
 
 
 # Run operators as a dispatch mode sees them, below autograd and autocast.
@@ -282,11 +267,6 @@ WithoutAutocast: Any = torch._C._DisableAutocast
 
 # The only way to create a lazily negated view, the counterpart of `conj`.
 negative_view: Callable[[Tensor], Tensor] = torch._neg_view
-
-
-def is_mutable_operator(operator: Any) -> bool:
-    """Tell whether an operator writes any of its operands."""
-    return bool(operator._schema.is_mutable)
 
 
 def is_random_operator(operator: Any) -> bool:

@@ -29,6 +29,10 @@ is_python_excluded: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.Python
 )
 
+# Operators whose result Python reads.
+EQUAL: Any = torch.ops.aten.equal.default
+ITEM: Any = torch.ops.aten._local_scalar_dense.default
+
 # Kernels live as long as the library objects that registered them.
 _LIBRARIES: dict[str, Any] = {}
 _OBSERVED: set[Any] = set()

@@ -7,21 +7,131 @@ omitted where torch was built without CUDA.
 
 Not covered, because torch has no reader: overrides that `torch.backends.python_native`
 removes, and workspaces of a cuBLAS handle.
+
+The precisions in which kernels multiply float32 are the hard part. torch keeps one per
+backend and kind of operator, set through `fp32_precision`. One that is unset ("none")
+follows `all` of its backend, which follows `all` of all backends. The older names
+(`set_float32_matmul_precision`, `cudnn.allow_tf32`) set several of them and remember
+their own values; their readers raise where the two disagree. A reader returns the
+precision in force, not the one that was set. To restore exactly what was set, it is
+read while everything it could follow is unset.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from membudget import _torch_precision as precision
-
 Settings = tuple[Any, ...]
 Undo = Callable[..., None]  # Takes a function and its arguments.
+Key = tuple[str, str]  # Backend and kind of operator.
 
 _C: Any = torch._C
+_get_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+_set_precision: Callable[[str, str, str], None] = _C._set_fp32_precision_setter
+
+_GENERIC = ("generic", "all")
+_KINDS = ("matmul", "conv", "rnn")
+_ONEDNN = tuple(("mkldnn", kind) for kind in _KINDS)
+_CUDA = tuple(("cuda", kind) for kind in _KINDS)
+
+# CUDA's precisions follow from the older names, unless those raise.
+_OLDER: dict[str, Callable[[Any], None]] = {
+    "_get_float32_matmul_precision()": _C._set_float32_matmul_precision,
+}
+if torch.backends.cuda.is_built():
+    _OLDER["_get_cudnn_allow_tf32()"] = _C._set_cudnn_allow_tf32
+
+_PRECISIONS = (*_OLDER, *(f"_get_fp32_precision_getter{key}" for key in _ONEDNN))
+
+
+def _read_precisions() -> tuple[str, ...]:
+    """Return every precision in force, where the readers of the older names raise."""
+    return tuple(_get_precision(*key) for key in _ONEDNN + _CUDA)
+
+
+def _bring_back_precisions(
+    wanted: tuple[Any, ...], now: tuple[Any, ...], undo: Callable[..., None]
+) -> None:
+    """Restore precisions that were read by `_PRECISIONS` or `_read_precisions`."""
+    _undo_all(undo)
+    if len(wanted) == len(now) == len(_PRECISIONS):
+        for writer, value, before in zip(_OLDER.values(), wanted, now, strict=False):
+            if value != before:
+                undo(writer, before)
+                writer(value)
+    in_force = _in_force(wanted)
+    # First those that are changed through what they follow; others may follow it, too.
+    for key in sorted(in_force, key=_is_default, reverse=True):
+        _put_in_force(key, in_force[key])
+
+
+def _in_force(read: tuple[Any, ...]) -> dict[Key, str]:
+    """Return the precisions that were read, by key."""
+    if len(read) != len(_PRECISIONS):
+        return dict(zip(_ONEDNN + _CUDA, read, strict=True))
+    matmul, *cudnn = read[: len(_OLDER)]
+    by_key = dict(zip(_ONEDNN, read[len(_OLDER) :], strict=True))
+    by_key[_CUDA[0]] = "ieee" if matmul == "highest" else "tf32"
+    for allow_tf32 in cudnn:
+        by_key |= dict.fromkeys(_CUDA[1:], "tf32" if allow_tf32 else "ieee")
+    return by_key
+
+
+def _put_in_force(key: Key, value: str) -> None:
+    # To kernels, "none" is "ieee"; but "ieee" does not follow anything.
+    now = _get_precision(*key)
+    if now == value or {now, value} == {"none", "ieee"}:
+        return
+    if _is_default(key):
+        key = (key[0], "all")
+    _set_precision(*key, "ieee" if value == "none" else value)
+
+
+def _undo_all(undo: Callable[..., None]) -> None:
+    """Register to restore everything to what it was set to."""
+    for key in (("mkldnn", "all"), ("cuda", "all"), *_ONEDNN, *_CUDA):
+        if not _is_default(key):
+            with _unset(_followed_by(key)):
+                undo(_set_precision, *key, _get_precision(*key))
+
+
+def _is_default(key: Key) -> bool:
+    """Tell whether a precision was never set: it follows others, or is "tf32".
+
+    cuDNN's start out so, and no setter can return them to that state; they are changed
+    only through what they follow.
+    """
+    if key[0] != "cuda" or key[1] == "all":
+        return False
+    with _unset(_followed_by(key)):
+        if _get_precision(*key) != "tf32":
+            return False
+        _set_precision("cuda", "all", "ieee")
+        return _get_precision(*key) == "ieee"
+
+
+def _followed_by(key: Key) -> tuple[Key, ...]:
+    return (_GENERIC,) if key[1] == "all" else (_GENERIC, (key[0], "all"))
+
+
+@contextmanager
+def _unset(keys: tuple[Key, ...]) -> Iterator[None]:
+    """Unset precisions inside; each may follow only those before it."""
+    before = []
+    try:
+        for key in keys:
+            before.append((key, _get_precision(*key)))
+            _set_precision(*key, "none")
+        yield
+    finally:
+        for key, value in before:
+            _set_precision(*key, value)
+
+
 _EINSUM: dict[str, Any] = vars(vars(torch.backends.opt_einsum)["m"])
 _MHA: dict[str, Any] = vars(torch.backends.mha)
 
@@ -104,7 +214,7 @@ def _unrolled(expressions: Iterable[str]) -> Callable[[], Settings]:
 _WRITERS = _writers()
 _COUNT = len(_WRITERS)
 _read_plain = _unrolled(_WRITERS)
-_read_all = _unrolled((*_WRITERS, *precision.EXPRESSIONS))
+_read_all = _unrolled((*_WRITERS, *_PRECISIONS))
 
 
 def read() -> Settings:
@@ -112,7 +222,7 @@ def read() -> Settings:
     try:
         return _read_all()
     except RuntimeError:  # Only torch's newer names can read these float32 precisions.
-        return _read_plain() + precision.read_each()
+        return _read_plain() + _read_precisions()
 
 
 def bring_back(wanted: Settings, now: Settings, undo: Undo) -> None:
@@ -129,4 +239,4 @@ def bring_back(wanted: Settings, now: Settings, undo: Undo) -> None:
             undo(writer, before)
             writer(value)
     if wanted[_COUNT:] != now[_COUNT:]:
-        precision.bring_back(wanted[_COUNT:], now[_COUNT:], undo)
+        _bring_back_precisions(wanted[_COUNT:], now[_COUNT:], undo)

@@ -12,9 +12,9 @@ from torch.nn import Module
 from membudget._torch import tree_iter
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import StaticBytes
-from membudget.memory.storage import storage_bytes
+from membudget.memory.peak import storage_bytes
 from membudget.profile import Profile
-from membudget.sizes import parse_bytes
+from membudget.text import parse_bytes
 
 MARGIN_PERCENT = 5
 """Of free device memory, for the allocator's rounding and fragments."""
@@ -69,12 +69,6 @@ class Budget:
 
     def refused(self, found: str, least_bytes: int, what: str = "plan") -> BudgetError:
         r"""Return the error that names what does not fit, and what would.
-
-        Args:
-            found: What does not fit, as the beginning of a sentence.
-            least_bytes: The least that some plan is known to fit, above what is in use
-                before the step.
-            what: Which plan that is.
 
         Example:
             >>> error = Budget(2000, 500).refused("no plan fits in", 3000)
@@ -143,11 +137,6 @@ def free_bytes(model: Module) -> int:
 def usable_bytes(free: int, reserved: int, allocated: int) -> int:
     """Return what can be allocated, less the margin.
 
-    Args:
-        free: What the device has left.
-        reserved: What the allocator has taken of it.
-        allocated: What of that is in use.
-
     Example:
         >>> usable_bytes(free=700, reserved=500, allocated=200)
         950
@@ -160,11 +149,6 @@ def budget_in_all(static: StaticBytes, optimizer: Any, usable: int) -> int:
     """Return the budget in all: what is in use before the step, and what is free.
 
     An optimizer that has not stepped yet has no state; its state must fit as well.
-
-    Args:
-        static: What is in use in every step.
-        optimizer: The optimizer, its class, or `None`.
-        usable: What can be allocated now.
 
     Example:
         >>> static = StaticBytes(parameters=100, buffers=0, inputs=20, optimizer=200)

@@ -30,12 +30,7 @@ class CallSite:
     __slots__ = ("line", "module_path", "operator")
 
     def __init__(self, frame: FrameType | None, module_names: Mapping[int, str]):
-        """Read the stack from `frame` outwards.
-
-        Args:
-            frame: The innermost frame to look at.
-            module_names: The paths of modules, by their `id`.
-        """
+        """Read the stack from `frame` outwards."""
         self.operator = _expression(frame) if frame is not None else ""
         self.module_path = ""
         self.line = ""

@@ -22,25 +22,23 @@ from membudget.cli_options import (
     add_profiling,
     add_target,
     chosen_sizes,
+    load_target,
     profiling_of,
+    with_sizes,
     write_json,
 )
 from membudget.cli_plan import add_planning
 from membudget.errors import MembudgetError, OptionError
-from membudget.sizes import format_bytes, parse_bytes
-from membudget.target import call_make, load_target, with_sizes, without_memory
+from membudget.text import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from membudget.profile.sweep import Sweep
+    from membudget.profile import Sweep
 
 __all__ = ["DIFFERENT", "FAILED", "OK", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
-
-    Args:
-        arguments: What stands after `membudget`; by default those of the process.
 
     Returns:
         0 if all is well, 1 if a difference was found or a budget was not kept, 2 if the
@@ -114,6 +112,7 @@ def _add_profile(commands: Any) -> None:
 def _audit(options: argparse.Namespace) -> int:
     make = load_target(options.target)
     from membudget.audit import audit
+    from membudget.step import call_make
 
     model, batch, loss = call_make(make, {})
     report = audit(model, batch, loss, names=options.names, every=options.every)
@@ -130,9 +129,12 @@ def _profile(options: argparse.Namespace) -> int:
     name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])
     make = load_target(options.target)
     from membudget.profile import profile, sweep
+    from membudget.step import call_make
 
     keywords = profiling_of(options)
     if options.fake:
+        from membudget.profile.fake import without_memory
+
         make = without_memory(make)
     if name:
         keywords[name] = sizes

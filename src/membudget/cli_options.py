@@ -1,4 +1,4 @@
-"""What the commands of the command line share: options, and how they are read.
+"""What the commands of the command line share: options, and what TARGET names.
 
 torch is imported by the command that needs it, not here.
 """
@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import ast
 import json
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 from membudget.errors import OptionError
-from membudget.files import write_whole
-from membudget.target import optimizer_named
+from membudget.text import write_whole
 
 OK, DIFFERENT, FAILED = 0, 1, 2
 
@@ -32,12 +35,7 @@ def add_profiling(
     parser: argparse.ArgumentParser,
     fake: str = "run without memory: the model is made on the meta device",
 ) -> None:
-    """Add what a profile is made with.
-
-    Args:
-        parser: Of the command.
-        fake: What `--fake` does, in words.
-    """
+    """Add what a profile is made with."""
     add = parser.add_argument
     add("--fake", action="store_true", help=fake)
     add("--device", metavar="NAME", help="estimate times for it: h100, l4, cpu, ...")
@@ -58,6 +56,8 @@ def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
     Raises:
         OptionError: If there is no such optimizer.
     """
+    from membudget.profile.devices import optimizer_named
+
     name = options.optimizer
     return {
         "fake": True if options.fake else None,
@@ -93,3 +93,43 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
         OptionError: If it cannot be written.
     """
     write_whole(path, json.dumps(content, indent=2) + "\n", "the report")
+
+
+def load_target(target: str) -> Callable[..., Any]:
+    """Import the file that `file.py:function` names, and return the function.
+
+    Raises:
+        OptionError: If there is no such file or function.
+    """
+    path_text, _, name = target.rpartition(":")
+    path = Path(path_text)
+    if not path_text or not name:
+        raise OptionError(f"TARGET is file.py:function; got {target!r}")
+    if not path.is_file():
+        raise OptionError(f"there is no file {path_text!r}, named by TARGET {target!r}")
+    spec = spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise OptionError(f"{path_text!r} is not a Python file")
+    module = module_from_spec(spec)
+    # Let the file import its neighbours, as a script can; register it, so that its
+    # classes can be pickled.
+    sys.path.insert(0, str(path.parent.resolve()))
+    sys.modules[path.stem] = module
+    spec.loader.exec_module(module)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise OptionError(f"{path_text!r} has no function {name!r}")
+    return function  # type: ignore[no-any-return]
+
+
+def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:
+    """Return `make` with some of its keyword arguments fixed."""
+    if not chosen:
+        return make
+    bound = partial(make, **chosen)
+
+    @wraps(make)
+    def made(**sizes: Any) -> Any:
+        return bound(**sizes)
+
+    return made

@@ -15,18 +15,17 @@ from membudget.cli_options import (
     add_profiling,
     add_target,
     chosen_sizes,
+    load_target,
     profiling_of,
     write_json,
 )
 from membudget.errors import OptionError, PlanError
-from membudget.sizes import format_bytes
-from membudget.target import call_make, load_target, without_memory
+from membudget.text import format_bytes
 
 if TYPE_CHECKING:
     from membudget.audit import AuditReport
-    from membudget.fitted import Fitted
+    from membudget.fit import Fitted, Trial
     from membudget.planner.plan import Plan
-    from membudget.trial import Trial
 
 
 def add_planning(commands: Any) -> None:
@@ -137,9 +136,8 @@ def _fit(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise OptionError(f"--steps must be at least 1; got {options.steps}")
     model, batch, loss = _made(options, on_meta=False)
-    from membudget.fit import fit
+    from membudget.fit import fit, try_steps
     from membudget.step import Step
-    from membudget.trial import try_steps
 
     keywords = {
         **profiling_of(options),
@@ -162,7 +160,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 def _beside(options: argparse.Namespace, fitted: Fitted, trial: Trial) -> str:
     """Return what was predicted beside what was measured."""
-    from membudget.report.tables import rendered
+    from membudget.report import rendered
 
     plan = fitted.plan
     slowdown = "·" if trial.slowdown is None else f"{trial.slowdown:.3f}"
@@ -240,6 +238,9 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
     """Return what TARGET makes: a model, a batch, and a loss function or `None`."""
     chosen = chosen_sizes(options)
     make = load_target(options.target)
+    from membudget.profile.fake import without_memory
+    from membudget.step import call_make
+
     return call_make(without_memory(make) if on_meta else make, chosen)
 
 

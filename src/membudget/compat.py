@@ -183,16 +183,7 @@ class CheckpointFunction:
 
     @staticmethod
     def apply(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Run a reentrant region.
-
-        Args:
-            run_function: The region's function.
-            preserve: Whether a recompute draws the random numbers of the forward.
-            *args: The function's arguments.
-
-        Returns:
-            What `run_function` returns.
-        """
+        """Run a reentrant region."""
         options = {"use_reentrant": True, "preserve_rng_state": preserve}
         return run_region(run_function, args, {}, checked_options(options))
 

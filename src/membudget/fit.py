@@ -1,30 +1,129 @@
 """`fit`: make a training step of a model fit into a number of bytes.
 
 record the plain step ──> choose a schedule ──> apply its plan ──> verify, measure
-^                                       │
-└── ask for less, by what was over <────┤
-v
-a `Fitted` model
+                          ^                                               │
+                          └───────── ask for less, by what was over <─────┤
+                                                                          v
+                                                                  a `Fitted` model
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from inspect import signature
+from statistics import median
+from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
 
+from membudget.apply import Applied, Status
 from membudget.attach import has_region
-from membudget.attempt import Attempt, try_plan
+from membudget.audit import AuditReport, audit
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
+from membudget.engine.switches import disable_checkpointing
 from membudget.errors import OptionError
-from membudget.fitted import Fitted
+from membudget.memory import peak
 from membudget.modes import AUTO, check_mode
-from membudget.planning import make_plan, next_schedule
+from membudget.planner.plan import Plan
+from membudget.planning import Attempt, make_plan, next_schedule, try_plan
 from membudget.profile import Device, Profile, profile
-from membudget.profile.optimizer import OptimizerLike
+from membudget.profile.cost import synchronised_clock
+from membudget.profile.profiling import state_kept
+from membudget.profile.workspace import OptimizerLike
+from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import LossFunction, Step, check_arguments
+
+
+class Fitted:
+    """A model whose step fits. As a context manager it removes the plan at the end.
+
+    Attributes:
+        plan: What is on the model.
+        mode: How the plan was found: see `fit`.
+        profile: The plain step, recorded.
+        attempts: Every plan that was measured; the last one is on the model.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        step: Step,
+        profile: Profile,
+        attempts: Sequence[Attempt],
+        applied: Applied,
+    ):
+        """Hold the parts; `fit` makes these objects."""
+        self.mode = mode
+        self._step = step
+        self.profile = profile
+        self.attempts = tuple(attempts)
+        self._applied = applied
+
+    @property
+    def plan(self) -> Plan:
+        """The plan on the model."""
+        return self.attempts[-1].plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """The measured peak of what a step allocates."""
+        return self.attempts[-1].peak_bytes
+
+    def status(self) -> Status:
+        """Return what each region did so far."""
+        return self._applied.status()
+
+    def audit(self, batch: Any = None) -> AuditReport:
+        """Compare a step under the plan, on any batch, with the plain one bitwise."""
+        step = self._step
+        if batch is not None:
+            step = Step(step.model, batch, step.loss_fn)
+        if not self.plan.regions:  # Whether the step repeats itself is all to ask.
+            return audit(plain=step.run, budgeted=step.run, modules=step.model)
+        return audit(step.model, step.batch, step.loss_fn)
+
+    def report(self) -> str:
+        """Return predicted beside measured, and what each region keeps."""
+        *before, last = self.attempts
+        lines = [head(self.plan, self.peak_bytes)]
+        if self.mode != AUTO:
+            lines.append(f"mode      {self.mode:>12}  a rule, without planning")
+        if before:
+            more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
+            lines.append(
+                f"plans     {len(self.attempts):12}  the earlier ones took {more} bytes"
+            )
+        other = [r.name for r in self.status().regions if r.differences]
+        if other:
+            lines.append(
+                f"differs   {len(other):12}  regions ran other operators than planned, "
+                f"and keep less: {other[0] or 'the model'!r} first"
+            )
+        regions = PLAIN_FITS
+        if self.plan.regions:
+            regions = region_table(self.profile.graph, last.schedule)
+        return "\n".join([*lines, "", regions])
+
+    __str__ = report
+
+    def remove(self) -> None:
+        """Remove the plan: the model is what it was."""
+        self._applied.remove()
+
+    def __enter__(self) -> Fitted:
+        """Return itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the plan."""
+        self.remove()
 
 
 def fit(
@@ -102,12 +201,6 @@ def fit_recorded(
 ) -> Fitted:
     """Fit a step that is recorded already: choose, apply, verify and measure, again.
 
-    Args:
-        step: The step, to verify and measure under each plan.
-        plain: It, recorded without regions.
-        budget: What it may allocate.
-        mode: As for `fit`.
-
     Raises:
         BudgetError: If no plan fits, or none of several was measured to fit.
     """
@@ -123,11 +216,7 @@ def fit_recorded(
 
 
 def _check_step(model: Any, batch: Any) -> None:
-    """Reject a model and a batch of which no step can be fitted.
-
-    Raises:
-        OptionError: If the model is none, carries regions, or is called with nothing.
-    """
+    """Reject a non-module, one with regions, and a call without arguments."""
     check_arguments(model)
     carrying = [name for name, module in model.named_modules() if has_region(module)]
     if carrying:
@@ -145,3 +234,65 @@ def _check_step(model: Any, batch: Any) -> None:
                 f"{type(model).__name__} would be called with nothing ({error}): give "
                 "what it is called with"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What some steps were measured to take.
+
+    Attributes:
+        peak_bytes: The most that a step under the plan allocated.
+        planned_seconds: Of each step under the plan.
+        plain_seconds: Of each plain step; empty if none was run.
+    """
+
+    peak_bytes: int
+    planned_seconds: tuple[float, ...]
+    plain_seconds: tuple[float, ...]
+
+    @property
+    def slowdown(self) -> float | None:
+        """The median step under the plan, of the median plain step."""
+        if not self.plain_seconds:
+            return None
+        return median(self.planned_seconds) / median(self.plain_seconds)
+
+
+def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Trial:
+    """Run steps under the plan, each followed by a plain one, and measure them.
+
+    A step is forward, loss and backward, from gradients that are `None`. State is put
+    back at the end. The peak is that of `fit` or that of one more step, whichever is
+    more.
+
+    Raises:
+        OptionError: If there are no steps to run.
+    """
+    if count < 1:
+        raise OptionError(f"at least 1 step must run; got {count}")
+    planned_seconds, plain_seconds = [], []
+    with state_kept(step, has_values=True):
+        for number in range(count + 1):
+            planned = _seconds(step)
+            if number:  # Whatever runs for the first time takes longer.
+                planned_seconds.append(planned)
+            if plain:
+                with disable_checkpointing():
+                    unplanned = _seconds(step)
+                if number:
+                    plain_seconds.append(unplanned)
+        most = peak(step.run).peak_bytes
+        step.prepare()
+    return Trial(
+        max(most, fitted.peak_bytes), tuple(planned_seconds), tuple(plain_seconds)
+    )
+
+
+def _seconds(step: Step) -> float:
+    """Return what a step takes; the gradients are gone after it."""
+    clock = synchronised_clock()
+    start = clock()
+    step.run()
+    taken = clock() - start
+    step.prepare()
+    return taken

@@ -44,13 +44,13 @@ import torch
 from torch import Tensor
 
 from membudget._torch import (
-    EQUAL,
-    ITEM,
     DispatchMode,
     dispatch_mode_count,
     hide_from_dynamo,
 )
 from membudget._torch_observing import (
+    EQUAL,
+    ITEM,
     exclude_observers,
     include_observers,
     inherited_by_autograd,
@@ -93,13 +93,7 @@ class Observer:
     _before: tuple[int, bool]
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator and return its result.
-
-        Args:
-            operator: The overload, or a higher-order operator.
-            args: Its positional arguments, as the backend gets them.
-            kwargs: Its keyword arguments; those at their default are omitted.
-        """
+        """Run one operator and return its result."""
         raise NotImplementedError
 
     def __enter__(self) -> Any:

@@ -182,13 +182,7 @@ def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> b
 
     Such outputs are always kept, with the other outputs of the operator. A recompute
     must not select another expert, element or branch because a kernel rounded
-    differently.
-
-    Args:
-        facts: The operator's facts. A random operator decides nothing: it draws the
-            same numbers again.
-        read: The dtypes that it reads.
-        made: The dtypes of its outputs.
+    differently. A random operator decides nothing: it draws the same numbers again.
     """
     return (
         not facts.is_random

@@ -1,20 +1,23 @@
-"""From a recorded step to a schedule that fits, and from that to a plan.
+"""From a recorded step to a schedule that fits, to a plan, and to what it measures.
 
-Nothing here runs the step: a recording is all that planning needs.
+Planning itself runs nothing: a recording is all that it needs. `try_plan` then applies
+the plan, verifies a step under it, and measures another.
 """
 
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.nn import Module
 
-from membudget.apply import model_fingerprint
-from membudget.attempt import Attempt
+from membudget.apply import Applied, apply, model_fingerprint
 from membudget.budget import Budget
-from membudget.errors import BudgetError
+from membudget.errors import BudgetError, RecomputeMismatchError, UnrepeatableWarning
 from membudget.graph import StepGraph
+from membudget.memory import peak
 from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.planner.bound import least_seconds
 from membudget.planner.plan import Plan, region_plan
@@ -27,12 +30,82 @@ from membudget.planner.schedule import (
 )
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
+from membudget.profile.profiling import state_kept
+from membudget.step import Step
 
 MOST_PLANS = 4
 """The first plan, and three that know what those before them took."""
 
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One plan, and what a step under it takes.
+
+    Attributes:
+        plan: The plan.
+        schedule: The schedule that it realises.
+        peak_bytes: The measured peak of what a step allocates.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    peak_bytes: int
+
+
+def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Applied]:
+    """Apply a plan and run two steps: one verifies, one is measured.
+
+    Returns:
+        What was measured, and the regions, which stay on the model.
+
+    Raises:
+        RecomputeMismatchError: If a recomputed value differs, whatever is kept for it.
+    """
+    applied = apply(step.model, plan) if plan.regions else Applied({}, {})
+    try:
+        return Attempt(plan, schedule, measured_peak(step, applied)), applied
+    except BaseException:
+        applied.remove()
+        raise
+
+
+def measured_peak(step: Step, applied: Applied) -> int:
+    """Return the measured peak of a step; the model is left as it was.
+
+    The verifying step before it needs no more memory. It is not the one measured,
+    because its many small fingerprints would fill the meter.
+    """
+    with state_kept(step, has_values=True):
+        _verify(step, applied)
+        step.prepare()
+        return peak(step.run).peak_bytes
+
+
+def _verify(step: Step, applied: Applied) -> None:
+    """Run steps until every recomputed value is the dropped one.
+
+    Raises:
+        RecomputeMismatchError: If one differs though nothing more is kept for it.
+
+    Warns:
+        UnrepeatableWarning: For each step in which one differed.
+    """
+    kept = -1
+    while True:
+        try:
+            step.run()
+        except RecomputeMismatchError as error:
+            kept, before = sum(r.unrepeatable for r in applied.status().regions), kept
+            if kept <= before:
+                raise
+            text = f"in a step that was run to verify the plan, {error}"
+        else:
+            return
+        warnings.warn(text, UnrepeatableWarning, stacklevel=2)
+        step.prepare()
 
 
 def plan_for(
@@ -73,14 +146,10 @@ def next_schedule(
 ) -> Schedule:
     """Return the schedule to try next: of a mode, or the fastest predicted to fit.
 
-    The planner is gone when this returns: its tables take the host's memory, too.
+    An `auto` plan after an attempt aims lower by what that took too much. A rule has
+    one schedule.
 
-    Args:
-        profile: The plain step.
-        budget: What a step may allocate.
-        mode: `"auto"` plans; after an attempt that took too much, for a target that is
-            lower by as much. Another mode has one schedule, whatever it takes.
-        attempts: Those before, all measured to take more than the budget.
+    The planner is gone when this returns: its tables take the host's memory, too.
 
     Raises:
         BudgetError: If nothing is left to try; it has the smallest feasible budget.
@@ -156,14 +225,7 @@ def overheads_of(profile: Profile) -> Overheads:
 def make_plan(
     profile: Profile, schedule: Schedule, model: Module, budget_bytes: int
 ) -> Plan:
-    """Return the plan that realises a schedule on a model.
-
-    Args:
-        profile: The plain step.
-        schedule: The schedule.
-        model: The model.
-        budget_bytes: What a step may allocate.
-    """
+    """Return the plan that realises a schedule on a model."""
     graph = profile.graph
     return Plan(
         model=type(model).__name__,

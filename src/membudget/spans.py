@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -162,15 +163,7 @@ class _Parent:
 def put_spans(
     model: Module, pairs: Sequence[tuple[str, str]], options: RegionOptions
 ) -> tuple[dict[str, Module], dict[str, Statistics]]:
-    """Attach spans to a model.
-
-    Args:
-        model: The model.
-        pairs: The names of the first and the last module of each span.
-        options: The options of the regions.
-
-    Returns:
-        The modules to which something is attached, and each span's counters by name.
+    """Attach spans; return the modules that carry them, and each span's counters.
 
     Raises:
         SelectionError: A name is unknown, spans overlap, or a module cannot carry them.
@@ -219,13 +212,8 @@ def _common_parent(first: str, last: str) -> str:
         >>> _common_parent("h.0", "h.3"), _common_parent("a.x", "b.y")
         ('h', '')
     """
-    one, other = first.split(".")[:-1], last.split(".")[:-1]
-    shared = []
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            break
-        shared.append(a)
-    return ".".join(shared)
+    pairs = zip(first.split(".")[:-1], last.split(".")[:-1], strict=False)
+    return ".".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _ends(carried: dict[str, _Ends | _Parent], name: str) -> _Ends:

@@ -2,19 +2,23 @@
 
 The step does what a user's loop does, and can run many times. The output is released
 before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
+
+`call_make` makes model and batch by the user's function, and `default_names` finds the
+model's blocks.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList, Sequential
 
-from membudget.errors import OptionError
+from membudget.errors import OptionError, SelectionError
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
@@ -86,10 +90,7 @@ class Step:
         self.loss_fn = loss_fn
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
-        """Run the step and return the loss.
-
-        Args:
-            before_backward: Called between forward and backward pass.
+        """Run the step and return the loss; between the passes, call `before_backward`.
 
         Raises:
             OptionError: As `forward` does.
@@ -107,9 +108,7 @@ class Step:
     def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:
         """Run only the forward and return the loss.
 
-        Args:
-            on_output: Called with the model's output, before the loss function can
-                write into it.
+        `on_output` gets the output before the loss function can write into it.
 
         Raises:
             OptionError: If the loss is not one number, or requires no gradient.
@@ -190,3 +189,84 @@ def check_arguments(model: Any) -> None:
                 f"{name!r} has no shape yet, because its module is lazy: run the model "
                 "once first"
             )
+
+
+def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Call `make` with some sizes, and return model, batch and loss function.
+
+    Raises:
+        OptionError: If `make` does not accept the sizes, or returns something else.
+    """
+    name = getattr(make, "__name__", "make")
+    try:
+        inspect.signature(make).bind(**sizes)
+    except TypeError as error:
+        given = ", ".join(f"{key}={value!r}" for key, value in sizes.items())
+        raise OptionError(f"{name}({given}) cannot be called: {error}") from error
+    made = make(**sizes)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise OptionError(
+            f"{name} must return (model, batch) or (model, batch, loss_fn); it "
+            f"returned a {type(made).__name__}"
+        )
+    model, batch, *loss = made
+    return model, batch, loss[0] if loss else None
+
+
+def default_names(model: Module) -> list[str]:
+    """Return the names of the modules that get a region by default.
+
+    These are the children of the longest `ModuleList` or `Sequential` in the model; of
+    equally long lists, the outermost. Blocks in a list of blocks of one class are not
+    searched for a longer list, so that no region lies inside one of many blocks. A
+    child without a `forward`, such as an inner `ModuleList`, is replaced by its
+    children. In a model without any list, each direct child with parameters is taken.
+
+    Raises:
+        SelectionError: If the model has no list and no child with parameters.
+
+    Example:
+        >>> from torch.nn import Linear, Sequential
+        >>> body = Sequential(*(Linear(4, 4) for _ in range(3)))
+        >>> default_names(Sequential(body, Linear(4, 1)))
+        ['0.0', '0.1', '0.2']
+    """
+    lists = list(_lists(model, ""))
+    if lists:
+        name, longest = max(lists, key=lambda item: len(item[1]))
+        return list(_callable_children(longest, name))
+    names = [
+        name
+        for name, child in model.named_children()
+        if any(True for _ in child.parameters())
+    ]
+    if not names:
+        raise SelectionError(
+            f"{type(model).__name__} has no ModuleList, no Sequential and no child "
+            f"with parameters, so there is nothing to put a region on by default. Say "
+            f"which modules get one: blocks=BlockClass, names='h.*' or where=..."
+        )
+    return names
+
+
+def _lists(module: Module, name: str) -> Iterator[tuple[str, ModuleList | Sequential]]:
+    """Yield the lists that may contain the blocks, outermost first."""
+    if isinstance(module, ModuleList | Sequential) and len(module):
+        yield name, module
+        kinds = {type(child) for child in module.children()}
+        if len(module) > 1 and len(kinds) == 1:
+            return
+    for key, child in module.named_children():
+        yield from _lists(child, _join(name, key))
+
+
+def _callable_children(module: Module, name: str) -> Iterator[str]:
+    for key, child in module.named_children():
+        if isinstance(child, ModuleList | ModuleDict):
+            yield from _callable_children(child, _join(name, key))
+        else:
+            yield _join(name, key)
+
+
+def _join(owner: str, key: str) -> str:
+    return f"{owner}.{key}" if owner else key

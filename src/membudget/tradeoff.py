@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from membudget.errors import MissingExtraError, OptionError
-from membudget.files import write_whole
-from membudget.report.tables import rendered
-from membudget.sizes import format_bytes
+from membudget.report import rendered
+from membudget.text import format_bytes, write_whole
 
 if TYPE_CHECKING:
     from membudget.profile.result import Profile

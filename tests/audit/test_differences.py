@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from membudget.audit.differences import Outcome, Results, RunDifferences, compare
-from membudget.state.copies import host_copy
+from membudget.state.identity import host_copy
 
 ONE, TWO = torch.ones(2), torch.full((2,), 2.0)
 

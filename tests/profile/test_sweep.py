@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import membudget as mb
+from membudget.profile import Point, of_points
 from membudget.profile.polynomial import CLOSE, envelope, evaluate, fitted, largest_root
-from membudget.profile.sweep import Point, of_points
 from membudget.report.module_tree import summarise
 from tests.profile.small_models import language_model, perceptron
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import membudget as mb
+from membudget.report import sparkline
 from membudget.report.module_tree import Figures, fold, summarise
 from membudget.report.profile_text import MOST_ROWS, WIDTH, visible
-from membudget.report.tables import sparkline
 from tests.profile.random_steps import steps
 from tests.profile.small_models import convolutions, language_model, perceptron
 from tests.strategies import generated

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from membudget.state.copies import TensorCopy, first_difference, host_copy, is_same
+from membudget.state.identity import TensorCopy, first_difference, host_copy, is_same
 from membudget.state.rng import frozen, global_streams
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
@@ -160,14 +160,7 @@ def compare(
     start_streams: Mapping[str, Any],
     label: str,
 ) -> RunDifferences:
-    """Compare the outcomes of two runs.
-
-    Args:
-        plain: The outcome of the plain run.
-        other: The outcome of the other run.
-        start_streams: The state of each random stream before both runs.
-        label: What to call the other run.
-    """
+    """Compare the outcomes of two runs."""
     differences = [
         *_tensor_differences(plain, other, label),
         *_value_differences("output", plain.results, other.results, label),

@@ -28,20 +28,16 @@ from membudget.audit.verdict import AuditReport, Compared
 from membudget.engine.options import Statistics
 from membudget.engine.switches import disable_checkpointing
 from membudget.errors import OptionError
-from membudget.selection import default_names
-from membudget.state.copies import first_value, is_zero
+from membudget.state.identity import first_value, is_zero
 from membudget.state.snapshot import State
+from membudget.step import default_names
 
 
 class RegionCounts:
     """Counts the forwards and recomputes of the regions on some modules."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        """Start counting.
-
-        Args:
-            modules: Regions are looked for on them and on all their submodules.
-        """
+        """Start counting the regions on the modules and on all their submodules."""
         self._before = {
             id(statistics): (name, statistics, _counts(statistics))
             for root in modules
@@ -91,10 +87,6 @@ def regions_for(
 ) -> Callable[[], AbstractContextManager[RegionCounts]]:
     """Return the context of the budgeted run: regions already applied, or new ones.
 
-    Args:
-        model: The model that is audited.
-        selection: The keywords of `apply` that the user gave to `audit`.
-
     Raises:
         OptionError: If the model already carries regions and `selection` asks for
             others.
@@ -136,15 +128,7 @@ class Run:
 
 
 def compare_runs(plain: Run, budgeted: Run) -> AuditReport:
-    """Run the plain step twice and the budgeted step once, each from the same state.
-
-    Args:
-        plain: The step without regions; runs under `disable_checkpointing()`.
-        budgeted: The step with regions.
-
-    Returns:
-        The report, with `loss_from` left empty.
-    """
+    """Run the plain step twice and the budgeted step once, each from the same state."""
     state = State([*plain.roots.items(), *budgeted.roots.items()])
     start = state.stream_states()
     try:

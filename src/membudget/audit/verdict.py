@@ -1,4 +1,4 @@
-"""The report of an audit."""
+"""The report of an audit, and its text: one screen, the verdict first."""
 
 from __future__ import annotations
 
@@ -36,9 +36,12 @@ class Compared:
 
     def __str__(self) -> str:
         """Return the counts that are not zero, as one phrase."""
-        from membudget.report.audit_text import counts_text
-
-        return counts_text(self)
+        phrases = []
+        for name, count in asdict(self).items():
+            one, many = _NOUNS.get(name, (name.removesuffix("s"), name))
+            if count:
+                phrases.append(f"{count:,} {one if count == 1 else many}")
+        return ", ".join(phrases)
 
 
 @dataclass(frozen=True)
@@ -141,6 +144,69 @@ class AuditReport:
 
     def __str__(self) -> str:
         """Return the report as one screen of text."""
-        from membudget.report.audit_text import audit_text
+        lines = [f"audit: {_verdict_text(self)}", f"  compared  {self.compared}"]
+        if self.loss_from:
+            lines.append(f"  loss      {self.loss}, {self.loss_from}")
+        lines.append(f"  regions   {_regions(self)}")
+        lines += [f"  warning   {warning}" for warning in self.warnings]
+        lines += _section("differences, plain beside budgeted:", self.differences)
+        lines += _section("differences between two plain runs:", self.unrepeatable)
+        lines += _section("Python values that differ:", self.side_effects)
+        return "\n".join(lines)
 
-        return audit_text(self)
+
+MAX_DIFFERENCES = 12
+"""How many differences each list shows; `AuditReport` has them all."""
+
+_MAX_NAMES = 6
+
+_NOUNS = {
+    "losses": ("loss", "losses"),
+    "no_gradients": ("missing gradient", "missing gradients"),
+    "attributes": ("tensor attribute", "tensor attributes"),
+    "streams": ("random stream", "random streams"),
+}
+
+
+def _verdict_text(report: AuditReport) -> str:
+    count = len(report.differences)
+    if not count:
+        return "equal to the last bit"
+    return f"NOT equal: {count:,} difference{'' if count == 1 else 's'}"
+
+
+def _regions(report: AuditReport) -> str:
+    if report.regions is None:
+        return "not counted, the step calls them itself"
+    idle = [region.name for region in report.regions if not region.forwards]
+    uneven = [
+        f"{region.name} ({region.recomputes})"
+        for region in report.regions
+        if region.recomputes != region.forwards
+    ]
+    text = f"{report.regions_ran} of {len(report.regions)} ran"
+    text += _in_brackets("without", idle) + f", {report.recomputes} recomputes"
+    return text + _in_brackets("not once a forward:", uneven)
+
+
+def _in_brackets(word: str, names: list[str]) -> str:
+    if not names:
+        return ""
+    more = ", ..." if names[_MAX_NAMES:] else ""
+    return f" ({word} {', '.join(names[:_MAX_NAMES])}{more})"
+
+
+def _section(title: str, differences: tuple[Difference, ...]) -> list[str]:
+    """Return a titled list of the first differences; nothing if there are none."""
+    if not differences:
+        return []
+    shown = differences[:MAX_DIFFERENCES]
+    kind_width = max(len(item.kind) for item in shown)
+    name_width = min(40, max(len(item.name) for item in shown))
+    lines = [title] + [
+        f"  {item.kind:{kind_width}}  {item.name:{name_width}}  {item.detail}"
+        for item in shown
+    ]
+    if len(differences) > len(shown):
+        lines.append(f"  and {len(differences) - len(shown):,} more")
+    return lines

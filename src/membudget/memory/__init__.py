@@ -1,8 +1,30 @@
-"""Measure memory: bytes by storage, the peak of a call, and what autograd saves."""
+"""Measure memory: what autograd saves during a call, and where it comes from.
 
-from membudget.memory.peak import Peak, peak
-from membudget.memory.saved import SavedReport, SavedTensor, saved
-from membudget.memory.storage import storage_bytes
+`peak` has the bytes that a call needs, and `formulas` closed forms.
+
+A pack hook sees each tensor when autograd saves it: the Python stack has the module and
+the user's line, a function mode the function. The hook hands the tensor itself to
+autograd, so the graph stays usable. The report counts what is still saved when the call
+has returned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module, Parameter
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from membudget._torch import storage_address, tree_iter
+from membudget.callsite import CallSite, calling_frame
+from membudget.errors import ChangedSinceForwardError
+from membudget.memory.peak import Peak, peak, storage_bytes
+from membudget.state.bits import plain_parts
 
 __all__ = [
     "Peak",
@@ -12,3 +34,231 @@ __all__ = [
     "saved",
     "storage_bytes",
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    """One tensor that autograd saves.
+
+    Attributes:
+        bytes: Size of its storage, or of several that it consists of.
+        storage: A number that tensors of one storage share.
+        shape: Its shape.
+        dtype: Its dtype, such as `"float32"`.
+        module_path: The innermost module whose forward was running; empty outside.
+        operator: The function that saved it, such as `"torch.nn.functional.gelu"`.
+        line: The user's line, `"file.py:12"`.
+        kind: `"parameter"`, `"buffer"`, `"input"` (of the call), or `"activation"`.
+        is_view: Whether it is a view, or uses only part of its storage.
+    """
+
+    bytes: int
+    storage: int
+    shape: tuple[int, ...]
+    dtype: str
+    module_path: str
+    operator: str
+    line: str
+    kind: str
+    is_view: bool
+
+
+@dataclass(frozen=True)
+class SavedReport:
+    """What autograd saves during a call and still holds after it.
+
+    Every total counts a storage once, for the first tensor that uses it.
+
+    Attributes:
+        records: The tensors, in the order in which they were saved.
+        result: Return value of the call; its graph is usable.
+    """
+
+    records: tuple[SavedTensor, ...]
+    result: Any
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of everything saved."""
+        return sum(self._by(lambda record: "").values())
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of saved parameters, which are live anyway."""
+        return self._by(lambda record: record.kind).get("parameter", 0)
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of saved inputs of the call."""
+        return self._by(lambda record: record.kind).get("input", 0)
+
+    @property
+    def activation_bytes(self) -> int:
+        """Bytes of saved tensors that the call made: what a region can drop."""
+        return self._by(lambda record: record.kind).get("activation", 0)
+
+    def by_module(self) -> dict[str, int]:
+        """Return the bytes by module path, in the order of the forward."""
+        return self._by(lambda record: record.module_path)
+
+    def by_operator(self) -> dict[str, int]:
+        """Return the bytes by operator, in the order of the forward."""
+        return self._by(lambda record: record.operator)
+
+    def _by(self, key: Callable[[SavedTensor], str]) -> dict[str, int]:
+        seen: set[int] = set()
+        totals: dict[str, int] = {}
+        for record in self.records:
+            if record.storage not in seen:
+                seen.add(record.storage)
+                name = key(record)
+                totals[name] = totals.get(name, 0) + record.bytes
+        return totals
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, for JSON."""
+        return {
+            "total_bytes": self.total_bytes,
+            "parameter_bytes": self.parameter_bytes,
+            "input_bytes": self.input_bytes,
+            "activation_bytes": self.activation_bytes,
+            "records": [asdict(record) for record in self.records],
+        }
+
+    def __str__(self) -> str:
+        """Return a table with one line per saved tensor, and the total as title."""
+        from membudget.report import Table, page
+
+        table = Table(title=f"saved for backward: {self.total_bytes:,} bytes")
+        for column in ("module", "operator", "line", "kind", "shape", "bytes"):
+            table.add_column(column, justify="right" if column == "bytes" else "left")
+        seen: set[int] = set()
+        for record in self.records:
+            size = "(shared)" if record.storage in seen else f"{record.bytes:,}"
+            seen.add(record.storage)
+            kind = f"{record.kind}{' (view)' if record.is_view else ''}"
+            shape = f"{record.dtype}{list(record.shape)}"
+            table.add_row(
+                record.module_path, record.operator, record.line, kind, shape, size
+            )
+        return page([table], width=120)
+
+
+def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedReport:
+    """Call a function and report what autograd saves.
+
+    Not counted: tensors that a region inside the call drops (the inputs that it keeps
+    are counted), and tensors packed by other saved-tensor hooks inside the call.
+
+    Args:
+        function: The function. Module paths are those of the modules among the
+            arguments, of the function if it is a module, or of its bound object.
+        *args: Its arguments.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        The report, with the function's result.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU())
+        >>> report = saved(model, torch.zeros(2, 4))
+        >>> [(r.module_path, r.kind, r.bytes) for r in report.records]
+        [('0', 'input', 32), ('1', 'activation', 64)]
+    """
+    recorder = _SavedTensorRecorder(function, args, kwargs)
+    with recorder.mode, saved_tensors_hooks(recorder.pack, _unpack):
+        result = function(*args, **kwargs)
+    return SavedReport(recorder.still_saved(), result)
+
+
+class _VersionedTensor:
+    """A saved tensor and its version when it was saved."""
+
+    __slots__ = ("__weakref__", "tensor", "version")
+
+    def __init__(self, tensor: Tensor):
+        self.tensor = tensor
+        self.version = tensor._version
+
+
+def _unpack(packed: _VersionedTensor) -> Tensor:
+    # Saved-tensor hooks disable autograd's check for in-place changes; repeat it here.
+    if packed.tensor._version != packed.version:
+        raise ChangedSinceForwardError(
+            "one of the variables needed for gradient computation has been modified by "
+            f"an inplace operation: a tensor of shape {tuple(packed.tensor.shape)}"
+        )
+    return packed.tensor
+
+
+class _FunctionName(TorchFunctionMode):
+    """Tracks which function of torch the user's code is calling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name = ""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        outer = self.name
+        self.name = resolve_name(func) or getattr(func, "__name__", str(func))
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.name = outer
+
+
+class _SavedTensorRecorder:
+    """Records each tensor that autograd saves during one call."""
+
+    def __init__(
+        self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.mode = _FunctionName()
+        self.records: list[tuple[ReferenceType[_VersionedTensor], SavedTensor]] = []
+        owner = getattr(function, "__self__", function)
+        leaves = list(tree_iter((owner, args, kwargs)))
+        modules = [leaf for leaf in leaves if isinstance(leaf, Module)]
+        self.names = {
+            id(module): name
+            for root in modules
+            for name, module in root.named_modules()
+        }
+        inputs = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.kinds = _by_address(inputs, "input")
+        for root in modules:
+            self.kinds |= _by_address(root.buffers(), "buffer")
+            self.kinds |= _by_address(root.parameters(), "parameter")
+
+    def pack(self, tensor: Tensor) -> _VersionedTensor:
+        packed = _VersionedTensor(tensor)
+        site = CallSite(calling_frame(), self.names)
+        address = _address(tensor)
+        kind = "parameter" if isinstance(tensor, Parameter) else ""
+        size = storage_bytes([tensor])
+        record = SavedTensor(
+            bytes=size,
+            storage=address,
+            shape=tuple(tensor.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            module_path=site.module_path,
+            operator=self.mode.name or site.operator,
+            line=site.line,
+            kind=kind or self.kinds.get(address, "activation"),
+            is_view=tensor._is_view() or tensor.nbytes != size,
+        )
+        self.records.append((ref(packed), record))
+        return packed
+
+    def still_saved(self) -> tuple[SavedTensor, ...]:
+        return tuple(record for packed, record in self.records if packed() is not None)
+
+
+def _by_address(tensors: Iterable[Tensor], kind: str) -> dict[int, str]:
+    return {_address(tensor): kind for tensor in tensors}
+
+
+def _address(tensor: Tensor) -> int:
+    return storage_address(next(iter(plain_parts(tensor))))

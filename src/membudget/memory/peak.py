@@ -1,4 +1,4 @@
-"""Peak of live tensor bytes during a call, and the operator that reached it.
+"""Bytes by storage, and the peak of live bytes during a call with its operator.
 
 On the CPU torch's profiler records every allocation and release of the allocator, also
 in autograd's threads and inside kernels. Their running sum is exact and repeats to the
@@ -24,6 +24,35 @@ from torch.nn import Module
 
 from membudget._torch import is_profiling, tree_iter
 from membudget.errors import OptionError
+from membudget.state.bits import plain_parts
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes that `tensors` keep alive, each storage counted once.
+
+    A view keeps its whole base alive, so `x[:1]` costs what `x` costs, and the three
+    chunks of a fused projection cost one projection. A tensor made of others (a
+    `DTensor`, a sparse tensor) counts those.
+
+    Args:
+        tensors: Any tensors, on any device; `meta` and fake tensors count the bytes
+            that real ones would have.
+
+    Example:
+        >>> import torch
+        >>> x = torch.zeros(6, 100)  # 2,400 bytes
+        >>> storage_bytes([x[:1]]), storage_bytes(x.chunk(3))
+        (2400, 2400)
+        >>> storage_bytes([torch.eye(2).to_sparse()])  # two indices, two values
+        40
+    """
+    # Keyed by storage, not by address: all meta and empty storages have address 0.
+    storages: dict[Any, int] = {}
+    for tensor in tensors:
+        for part in plain_parts(tensor):
+            storage = part.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
 
 
 @dataclass(frozen=True, slots=True)

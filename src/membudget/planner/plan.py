@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from membudget.errors import PlanError
-from membudget.files import write_whole
 from membudget.graph import StepGraph
 from membudget.planner.choice import Block, Choice, saved_in
+from membudget.text import write_whole
 
 VERSION = 2
 """Of the JSON; it rises when an older reader would misread a newer plan."""

@@ -54,11 +54,7 @@ class TimerEvents:
     """
 
     def __init__(self, clock: Callable[[], Any]):
-        """Start without events.
-
-        Args:
-            clock: Read at each event: seconds, or in the recorded run op indices.
-        """
+        """Start without events; the clock reads seconds, or op indices."""
         self.labels: list[Label] = []
         self.readings: list[Any] = []
         self._clock = clock
@@ -115,13 +111,7 @@ def synchronised_clock() -> Callable[[], float]:
 def share_out(
     graph: StepGraph, recorded: TimerEvents, timed: Sequence[TimerEvents]
 ) -> StepGraph:
-    """Return the graph with the seconds of the timed runs.
-
-    Args:
-        graph: The graph, with the seconds of the recorded run.
-        recorded: The events of the recorded run; readings are op indices.
-        timed: The events of the timed runs; readings are seconds.
-    """
+    """Return the graph with the seconds of the timed runs, as drawn above."""
     same = _alike(recorded, timed)
     if not same:
         # Each run took another path through the model: time the step as a whole.
@@ -195,16 +185,7 @@ def _at_best(graph: StepGraph, operator: Operator, device: Device) -> Operator:
 
 
 def flops_of(operator: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
-    """Return the floating-point operations of one call.
-
-    Args:
-        operator: The overload.
-        args: Its positional arguments; tensors may be real or fake.
-        kwargs: Its keyword arguments.
-        output: Its output.
-
-    Returns:
-        The count; 0 for everything but products, convolutions and attention.
+    """Return the floating-point operations of one call; 0 for most operators.
 
     Example:
         >>> a, b = torch.ones(2, 3), torch.ones(3, 5)

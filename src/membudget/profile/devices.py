@@ -1,4 +1,4 @@
-"""Peak rates of devices: a table of GPUs, and this machine's processor, measured.
+"""Devices and optimizers by name: peak rates of GPUs, and of this CPU, measured.
 
 The table has the vendors' figures for dense matrices at the boost clock:
 
@@ -161,3 +161,22 @@ def _seconds_of(function: Callable[[], object], repeats: int = 7) -> float:
         function()
         times.append(time.perf_counter() - start)
     return median(times)
+
+
+def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
+    """Return the optimizer class of `torch.optim` with a name; case does not matter.
+
+    Raises:
+        OptionError: If there is no such optimizer.
+    """
+    classes = {
+        key.lower(): value
+        for key, value in vars(torch.optim).items()
+        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
+    }
+    del classes["optimizer"]
+    if name.lower() not in classes:
+        raise OptionError(
+            f"torch.optim has no optimizer {name!r}: it has {', '.join(classes)}"
+        )
+    return classes[name.lower()]

@@ -8,9 +8,10 @@ their values and choose kernels by them. A model's parameters may be fake alread
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -19,15 +20,16 @@ from torch.nn import Module, Parameter
 
 from membudget._torch import (
     DispatchMode,
-    fake_mode_of,
+    fake_errors,
     is_fake,
-    is_mutable_operator,
     new_fake_mode,
     tree_iter,
     tree_map_only,
     without_fake_mode,
     written_arguments,
 )
+from membudget.callsite import user_line
+from membudget.errors import OptionError
 from membudget.ops import facts_of
 
 MOST_REAL_BYTES = 1 << 26
@@ -88,16 +90,9 @@ class RecordedCall:
 
 @contextmanager
 def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run the code inside on fake tensors.
-
-    Args:
-        tensors: The tensors of the model and of the batch. If some are fake already,
-            their mode is used.
-    """
-    modes = (fake_mode_of(tensor) for tensor in tensors)
-    mode = next((m for m in modes if m is not None), None)
-    if mode is None:
-        mode = new_fake_mode()
+    """Run the code inside on fake tensors, in the mode of those that are fake."""
+    fakes: Iterator[Any] = filter(is_fake, tensors)
+    mode = next((fake.fake_mode for fake in fakes), None) or new_fake_mode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     integers = _IntegersForReal()
     try:
@@ -106,6 +101,19 @@ def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
     finally:
         mode.allow_non_fake_inputs = before
         integers.put_back()
+
+
+@contextmanager
+def explaining_fakes() -> Iterator[None]:
+    """Raise the errors of code that needs values with the user's line."""
+    try:
+        yield
+    except fake_errors() as error:
+        line = user_line(error)
+        raise OptionError(
+            f"{line} asks a fake tensor for what only real ones have ({error}). "
+            "Profile with fake=False, or keep such code out of the step"
+        ) from error
 
 
 class _IntegersForReal(DispatchMode):
@@ -134,7 +142,7 @@ class _IntegersForReal(DispatchMode):
         facts = facts_of(func)
         if facts is None or facts.is_query:
             return func(*args, **kwargs)
-        if is_mutable_operator(func):
+        if func._schema.is_mutable:
             self._note_written(written_arguments(func, args, kwargs))
         if _is_of_integers(func, args, kwargs):
             with without_fake_mode():
@@ -198,12 +206,9 @@ class AnyNumber(DispatchMode):
 
 @contextmanager
 def without_meta(model: Module, batch: Any) -> Iterator[Any]:
-    """Replace `meta` tensors of a model and of a batch by fake CPU tensors.
+    """Replace `meta` tensors by fake ones on the CPU; yield the batch.
 
     Enter it inside `fake_tensors`.
-
-    Yields:
-        The batch.
     """
     twins: dict[int, Tensor] = {}
 
@@ -232,4 +237,28 @@ def twin(tensor: Tensor) -> Tensor:
     )
     if isinstance(tensor, Parameter):
         return Parameter(made, requires_grad=tensor.requires_grad)
+    return made
+
+
+def without_memory(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `make`, creating its tensors on the meta device.
+
+    Raises:
+        OptionError: When called, if the function reads values of tensors.
+    """
+
+    @wraps(make)
+    def made(**sizes: Any) -> Any:
+        try:
+            with torch.device("meta"):
+                return make(**sizes)
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise OptionError(
+                "--fake makes the model on the meta device, where tensors have no "
+                f"values, and the function reads some ({error}). Give those tensors "
+                "device='cpu', or leave --fake out"
+            ) from error
+
     return made

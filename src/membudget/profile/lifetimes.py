@@ -126,12 +126,7 @@ class Lifetimes:
         return id(tensor) in self._value_of
 
     def value(self, tensor: Tensor, birth: int) -> int:
-        """Return the index of a tensor's current content.
-
-        Args:
-            tensor: The tensor.
-            birth: The op index of its birth if it is new here; -1 for before the step.
-        """
+        """Return the index of a tensor's content, born at `birth` if it is new."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index

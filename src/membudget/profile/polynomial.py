@@ -61,11 +61,6 @@ def fitted(
     """Return the polynomial of the lowest degree that is close, or else of degree 2.
 
     A parabola that opens downwards is rejected: bytes do not fall as sizes grow.
-
-    Args:
-        sizes: At least two different sizes.
-        measured: The bytes at each size.
-        close: The largest residual that counts as close.
     """
     best: Fit | None = None
     for degree in range(1, min(MOST_DEGREE, len(sizes) - 1) + 1):
@@ -160,10 +155,6 @@ def envelope(
     """Return the polynomials through curves, except those that are never the largest.
 
     One polynomial is dropped if another has no smaller coefficient.
-
-    Args:
-        sizes: At least two different sizes.
-        curves: For each curve, the bytes at each size.
     """
     fits = (
         fitted(sizes, curve, close=Fraction(0)) for curve in set(map(tuple, curves))

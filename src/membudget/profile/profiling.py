@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from membudget._torch import fake_errors, is_fake, is_profiling
-from membudget.callsite import user_line
+from membudget._torch import is_fake, is_profiling
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
-from membudget.profile.assemble import assemble
 from membudget.profile.cost import (
     TimerEvents,
     notes_on,
@@ -25,14 +23,24 @@ from membudget.profile.cost import (
     synchronised_clock,
 )
 from membudget.profile.devices import DEVICES, Device, device_of
-from membudget.profile.fake import fake_tensors, without_meta
-from membudget.profile.optimizer import OptimizerLike, record_optimizer
-from membudget.profile.result import Profile
+from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
+from membudget.profile.result import Profile, assemble
 from membudget.profile.step_recorder import StepRecorder
-from membudget.profile.workspace import allocations, note_workspaces, try_kernels
-from membudget.selection import default_names
+from membudget.profile.workspace import (
+    OptimizerLike,
+    allocations,
+    note_workspaces,
+    record_optimizer,
+    try_kernels,
+)
 from membudget.state.snapshot import State
-from membudget.step import CallableStep, LossFunction, Step, check_arguments
+from membudget.step import (
+    CallableStep,
+    LossFunction,
+    Step,
+    check_arguments,
+    default_names,
+)
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15
 _TIMED_S = 0.5
@@ -179,7 +187,7 @@ def _fake_profile(
         without_meta(step.model, step.batch) as step.batch,
     ):
         recorder = _recorder(step, is_fake=True)
-        with _explaining_fakes():
+        with explaining_fakes():
             _record(recorder, step, TimerEvents(lambda: 0), {})
         if is_profiling():
             notes.append(
@@ -268,18 +276,6 @@ def state_kept(step: Step, has_values: bool) -> Iterator[None]:
     finally:
         state.restore()
         state.restore_gradients()
-
-
-@contextmanager
-def _explaining_fakes() -> Iterator[None]:
-    try:
-        yield
-    except fake_errors() as error:
-        line = user_line(error)
-        raise OptionError(
-            f"{line} asks a fake tensor for what only real ones have ({error}). "
-            "Profile with fake=False, or keep such code out of the step"
-        ) from error
 
 
 def _profile(

@@ -1,19 +1,24 @@
-"""The result of `profile`."""
+"""The result of `profile`: a recorded step, assembled to a `StepGraph`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from membudget.errors import OptionError
-from membudget.files import write_whole
-from membudget.graph import StepGraph
+from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
+from membudget.ops import decides, facts_of
 from membudget.planner.simulate import Timeline, timeline
+from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
+from membudget.profile.step_recorder import StepRecorder
+from membudget.text import write_whole
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,7 @@ class Profile:
 
         return profile_text(self)
 
-    def __str__(self) -> str:
-        """Return the report."""
-        return self.report()
+    __str__ = report
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, for JSON."""
@@ -116,3 +119,167 @@ class Profile:
                 f"a profile is a JSON object; this is a {type(data).__name__}"
             )
         return cls.from_dict(data)
+
+
+def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
+    """Return the recorded step as a graph, with the seconds of the recorded run."""
+    _add_in_place(recorder)
+    count = len(recorder.operators)
+    values = recorder.lifetimes.values
+    phases = [operator.phase for operator in recorder.operators]
+    return StepGraph(
+        operators=tuple(_operator(values, o) for o in recorder.operators),
+        values=tuple(values),
+        storages=tuple(_storage(s, count) for s in recorder.lifetimes.storages),
+        saved=tuple(
+            Saved(
+                s.value,
+                s.moment,
+                tuple(s.asked),
+                count if s.freed is None else s.freed,
+                *s.place,
+            )
+            for s in recorder.saved
+        ),
+        calls=tuple(recorder.calls),
+        backward_start=_first(phases, ("backward", "optimizer")),
+        optimizer_start=_first(phases, ("optimizer",)),
+        static=_static(recorder.lifetimes.storages, optimizer_bytes),
+    )
+
+
+def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
+    return next((i for i, p in enumerate(phases) if p in wanted), len(phases))
+
+
+def _add_in_place(recorder: StepRecorder) -> None:
+    """Move accumulated gradients to the storages that the plain step uses.
+
+    Without a dispatch mode autograd works in place in two cases: it adds one gradient
+    into another if nothing else holds that one's storage, and it writes the gradient of
+    `x[index]` into new zeros. Under the recorder's dispatch mode it does neither. So
+    the result of such an operator is moved to the storage of its first operand, if that
+    is not a view and dies there.
+    """
+    values = recorder.lifetimes.values
+    last_sum: dict[int, int] = {}
+    for index, operator in enumerate(recorder.operators):
+        if operator.phase != "backward" or operator.node is None:
+            continue
+        name = str(operator.operator)
+        is_sum = name == "aten.add.Tensor" and len(operator.inputs) == 2
+        if is_sum and not _meets_another_node(recorder, operator):
+            continue
+        if not is_sum and name != "aten.index_put.default":
+            continue
+        made, older = values[operator.outputs[0]], values[operator.inputs[0]]
+        if _can_take(recorder.lifetimes, older, made, index, last_sum):
+            last_sum[older.storage] = index
+            _merge(recorder.lifetimes, older.storage, made.storage)
+
+
+def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
+    """Tell whether a sum adds gradients of two autograd nodes."""
+    nodes = []
+    for position in operator.inputs:
+        producer = recorder.lifetimes.values[position].operator
+        nodes.append(recorder.operators[producer].node if producer >= 0 else None)
+    return nodes[0] != nodes[1] and operator.node in nodes
+
+
+def _can_take(
+    lifetimes: Lifetimes,
+    older: Value,
+    made: Value,
+    moment: int,
+    last_sum: dict[int, int],
+) -> bool:
+    old, new = lifetimes.storages[older.storage], lifetimes.storages[made.storage]
+    return (
+        older.operator in (old.birth, last_sum.get(older.storage))
+        and old.birth >= 0
+        and old.death == moment + 1
+        and new.birth == moment
+        and old.bytes == new.bytes
+    )
+
+
+def _merge(lifetimes: Lifetimes, target: int, made: int) -> None:
+    old, new = lifetimes.storages[target], lifetimes.storages[made]
+    old.death, old.kind, old.name = new.death, new.kind, new.name
+    new.bytes, new.kind, new.name = 0, "activation", ""
+    for index, value in enumerate(lifetimes.values):
+        if value.storage == made:
+            lifetimes.values[index] = replace(value, storage=target)
+
+
+def _operator(values: Sequence[Value], recorded: RecordedOperator) -> Operator:
+    facts = facts_of(recorded.operator)
+    inputs = [values[index] for index in recorded.inputs]
+    outputs = [values[index] for index in recorded.outputs]
+    is_view = facts is not None and (
+        facts.is_view or _makes_nothing(recorded.operator, inputs, outputs)
+    )
+    return Operator(
+        name=str(recorded.operator),
+        phase=recorded.phase,
+        module_path=recorded.place[0],
+        line=recorded.place[1],
+        # `empty_like(x)` reads only the shape of x.
+        inputs=() if facts is not None and facts.is_empty else tuple(recorded.inputs),
+        outputs=tuple(recorded.outputs),
+        flops=recorded.flops,
+        read_bytes=0 if is_view else _bytes(inputs),
+        written_bytes=0 if is_view else _bytes(outputs),
+        workspace_bytes=recorded.workspace_bytes,
+        seconds=recorded.nanoseconds * 1e-9,
+        is_view=is_view,
+        is_random=facts is not None and facts.is_random,
+        must_keep=facts is None
+        or facts.is_opaque
+        or facts.is_routing
+        or decides(facts, _dtypes(inputs), _dtypes(outputs)),
+    )
+
+
+def _dtypes(values: Sequence[Value]) -> list[Any]:
+    return [getattr(torch, value.dtype) for value in values]
+
+
+def _makes_nothing(
+    operator: Any, inputs: Sequence[Value], outputs: Sequence[Value]
+) -> bool:
+    """Tell whether all outputs share memory with inputs, and nothing was written."""
+    if not outputs or operator._schema.is_mutable:
+        return False
+    return {value.storage for value in outputs} <= {value.storage for value in inputs}
+
+
+def _bytes(values: Sequence[Value]) -> int:
+    """Return the bytes of the largest value in each storage."""
+    largest: dict[int, int] = {}
+    for value in values:
+        largest[value.storage] = max(largest.get(value.storage, 0), value.bytes)
+    return sum(largest.values())
+
+
+def _storage(recorded: RecordedStorage, count: int) -> Storage:
+    death = count if recorded.death is None else recorded.death
+    released = recorded.released
+    if released is not None and released >= death:
+        released = None
+    return Storage(
+        recorded.bytes, recorded.kind, recorded.name, recorded.birth, death, released
+    )
+
+
+def _static(storages: Sequence[RecordedStorage], optimizer_bytes: int) -> StaticBytes:
+    def total(*kinds: str) -> int:
+        return sum(s.bytes for s in storages if s.kind in kinds and s.birth < 0)
+
+    return StaticBytes(
+        parameters=total("parameter"),
+        buffers=total("buffer"),
+        inputs=total("input"),
+        optimizer=optimizer_bytes,
+    )

@@ -1,6 +1,7 @@
-"""Workspaces: what an operator allocates in addition to its outputs while it runs.
+"""What a step needs beyond its tensors: kernels' workspaces, the optimizer's state.
 
-On the CPU torch's profiler records every allocation and release, and each operator:
+A workspace is what an operator allocates in addition to its outputs while it runs. On
+the CPU torch's profiler records every allocation and release, and each operator:
 
     workspace = (most live bytes while it runs) - (live bytes at its start) - outputs
 
@@ -8,6 +9,11 @@ Fake tensors allocate nothing, so CPU kernels are tried: each distinct small cal
 once on zeros. A convolution may copy its input into another layout; an LSTM returns a
 workspace whose size its fake kernel does not know, and which is corrected here. A
 product of plain matrices needs nothing in addition to its output, and is not tried.
+
+The user's optimizer is left alone. A second one of its class, with its options, is
+built over fake parameters of the same shapes and takes two steps with fake gradients:
+the first creates its state, the second is recorded. This measures every optimizer of
+torch and most others; closed forms are in `memory.formulas`.
 """
 
 from __future__ import annotations
@@ -17,31 +23,40 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
+from torch.optim import Optimizer
 
 from membudget._torch import (
     BelowAutograd,
+    new_fake_mode,
     tree_iter,
     tree_map_only,
     without_dispatch_modes,
 )
-from membudget.memory.peak import recorded_events
-from membudget.memory.storage import storage_bytes
+from membudget.errors import OptionError
+from membudget.memory.peak import recorded_events, storage_bytes
 from membudget.ops import facts_of
-from membudget.profile.fake import RecordedCall, TensorSpec
+from membudget.profile.fake import AnyNumber, RecordedCall, TensorSpec, twin
 from membudget.profile.step_recorder import MARK, StepRecorder
 from membudget.state.bits import plain_parts
+from membudget.step import Step
 
 MOST_BYTES = 1 << 27
 """Calls with larger operands and outputs are not tried."""
 
 MOST_FLOPS = 1 << 31
 """Calls with more floating-point operations are not tried."""
+
+OptimizerLike = Optimizer | type[Optimizer] | None
+
+# `capturable` kernels serve CUDA graphs, and fail on other devices.
+_OF_THE_DEVICE = {"capturable"}
 
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
@@ -68,12 +83,7 @@ def allocations() -> Iterator[dict[int, int]]:
 
 
 def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
-    """Set the workspaces of a step that ran on real tensors.
-
-    Args:
-        recorder: The recorder of the step.
-        table: What `allocations` measured, by op index.
-    """
+    """Set the workspaces of a step on real tensors, by what `allocations` measured."""
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
         if storage.birth >= 0:
@@ -191,3 +201,96 @@ def _correct(
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
+
+
+def record_optimizer(
+    recorder: StepRecorder, step: Step, optimizer: OptimizerLike
+) -> int:
+    """Record the step of an optimizer, and stop the recorder's live ranges.
+
+    Returns:
+        Bytes of the optimizer's state; 0 without an optimizer.
+
+    Raises:
+        OptionError: If the optimizer has none of the model's parameters, or cannot be
+            built and stepped over fake ones.
+    """
+    if optimizer is None:
+        recorder.lifetimes.stop()
+        return 0
+    _check(optimizer, step)
+    trained = [p for p in step.model.parameters() if p.grad is not None]
+    mode = new_fake_mode()
+    mode.allow_non_fake_inputs = True
+    with mode:
+        twins = {id(p): twin(p) for p in step.model.parameters()}
+        for parameter in trained:
+            recorder.lifetimes.know_as(twins[id(parameter)], parameter)
+        try:
+            with AnyNumber():  # The learning rate may be a tensor.
+                double = _double(optimizer, step, twins)
+            for parameter in trained:
+                _set_gradient(recorder, twins[id(parameter)], parameter)
+            with AnyNumber():  # Adafactor calls `step.item()`.
+                double.step()
+            for state in _tensors(dict(double.state)):
+                recorder.lifetimes.know(state, "optimizer", "")
+            recorder.begin("optimizer")
+            with recorder, AnyNumber():
+                double.step()
+        except (TypeError, RuntimeError, ValueError) as error:
+            name = getattr(optimizer, "__name__", type(optimizer).__name__)
+            raise OptionError(
+                f"{name} cannot take a step over fake parameters "
+                f"({error}); profile without it"
+            ) from error
+    recorder.lifetimes.stop()
+    return storage_bytes(_tensors(dict(double.state)))
+
+
+def _check(optimizer: Any, step: Step) -> None:
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        return
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(
+            "optimizer must be a torch.optim.Optimizer, or the class of one; got "
+            f"{optimizer!r:.60}"
+        )
+    known = {id(parameter) for parameter in step.model.parameters()}
+    groups = optimizer.param_groups
+    if not any(id(p) in known for group in groups for p in group["params"]):
+        raise OptionError(
+            f"the {type(optimizer).__name__} has none of the model's parameters"
+        )
+
+
+def _set_gradient(recorder: StepRecorder, fake: Tensor, parameter: Tensor) -> None:
+    gradient = parameter.grad
+    assert gradient is not None
+    made = torch.empty_like(fake)
+    if gradient.layout is torch.sparse_coo:
+        values = torch.empty_like(gradient._values(), device="cpu")
+        made = torch.sparse_coo_tensor(
+            gradient._indices(), values, gradient.shape, check_invariants=False
+        )
+    fake.grad = made
+    recorder.lifetimes.know_as(made, gradient)
+
+
+def _double(
+    optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Tensor]
+) -> Optimizer:
+    """Return an optimizer of the same class and options over the fake parameters."""
+    if isinstance(optimizer, type):
+        return optimizer(list(twins.values()))  # type: ignore[call-arg]
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        known = [twins[id(p)] for p in group["params"] if id(p) in twins]
+        options = {k: v for k, v in group.items() if k != "params"}
+        if known:
+            groups.append({**options, "params": known})
+    # Some classes add defaults that their constructor does not accept.
+    accepted = signature(type(optimizer)).parameters.keys() - _OF_THE_DEVICE
+    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
+    double: Optimizer = type(optimizer)(groups, **defaults)
+    return double

@@ -21,7 +21,7 @@ from membudget.profile.live_ranges import (
     touched_storages,
 )
 from membudget.report.module_tree import repeated_blocks
-from membudget.sizes import format_bytes
+from membudget.text import format_bytes
 
 _NOTABLE = 0.25
 """The least fraction of the peak that is worth mentioning."""
@@ -54,12 +54,7 @@ class Advice:
 
 
 def advise(graph: StepGraph, peak: PeakContents) -> Advice:
-    """Return advice about the peak.
-
-    Args:
-        graph: The step.
-        peak: What is live at its peak.
-    """
+    """Return advice about the peak, given what is live then."""
     least = floor(graph)
     large = logits(graph, peak)
     fixed = [item for item in peak.items if not item.is_droppable]

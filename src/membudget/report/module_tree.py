@@ -111,15 +111,7 @@ class Summary:
 
 
 def summarise(graph: StepGraph, model: str = "model") -> Summary:
-    """Summarise a step.
-
-    Args:
-        graph: The step.
-        model: Name of the model.
-
-    Returns:
-        The summary; its modules are not folded.
-    """
+    """Summarise a step; the modules are not folded yet."""
     saved = saved_activations(graph)
     peak = peak_contents(graph)
     own = _own_figures(graph, saved, peak)
@@ -140,17 +132,14 @@ def _own_figures(
             own[operator.module_path] += _cost(operator)
     for storage in graph.storages:
         if storage.kind == "parameter":
-            own[module_of(storage.name)] += Figures(parameter_bytes=storage.bytes)
+            own[storage.name.rpartition(".")[0]] += Figures(
+                parameter_bytes=storage.bytes
+            )
     for activation in saved:
         own[activation.module_path] += Figures(saved_bytes=activation.bytes)
     for path, size in peak.by_module().items():
         own[path] += Figures(peak_bytes=size)
     return dict(own)
-
-
-def module_of(name: str) -> str:
-    """Return the path of the module that holds a parameter or buffer."""
-    return name.rpartition(".")[0]
 
 
 def _cost(operator: Operator) -> Figures:
@@ -187,14 +176,7 @@ def _sum(nodes: Iterable[ModuleNode]) -> Figures:
 
 
 def fold(node: ModuleNode) -> ModuleNode:
-    """Fold consecutive equal modules, such as a transformer's blocks, into one.
-
-    Args:
-        node: A tree that is not folded.
-
-    Returns:
-        The folded tree; its root has the same figures.
-    """
+    """Fold consecutive equal modules, such as a transformer's blocks, into one."""
     children: list[ModuleNode] = []
     for run in _equal_runs(node):
         children += [_merge(run)] if _is_foldable(run) else run

@@ -11,8 +11,8 @@ from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, saved_storages, storages_of
 from membudget.planner.plan import KeptOutput, Plan, RegionPlan
 from membudget.planner.schedule import Schedule
-from membudget.report.tables import rendered
-from membudget.sizes import format_bytes
+from membudget.report import rendered
+from membudget.text import format_bytes
 
 MOST_NUMBERS = 8
 """How many numbers of one operator a report shows; the plan has them all."""
@@ -37,10 +37,6 @@ def described(plan: Plan) -> str:
 
 def head(plan: Plan, measured_bytes: int | None = None) -> str:
     """Return the predictions of a plan, beside the measured peak.
-
-    Args:
-        plan: The plan.
-        measured_bytes: Measured peak above the bytes in use before the step.
 
     Example:
         >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
@@ -197,10 +193,6 @@ def region_table(graph: StepGraph, schedule: Schedule) -> str:
     """Return a table of what each region keeps and recomputes.
 
     Neighbours that do the same share a line, with the sum of their bytes and seconds.
-
-    Args:
-        graph: The plain step.
-        schedule: The choices of a plan, simulated.
     """
     pairs = zip(schedule.calls, schedule.choices, strict=True)
     again = schedule.simulation.recomputed
@@ -217,16 +209,7 @@ def region_table(graph: StepGraph, schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class _RegionLine:
-    """One region.
-
-    Attributes:
-        path: Its module.
-        operators: Number of operators in the module's call.
-        keeps: The operators whose outputs are kept, by name and count.
-        kept_bytes: Bytes of those outputs.
-        recomputes: The recomputed operators, by name and count.
-        seconds: Time of the recomputed operators.
-    """
+    """One region: what it keeps and recomputes, by name and count, and the cost."""
 
     path: str
     operators: int

@@ -13,16 +13,7 @@ from membudget.profile.live_ranges import (
     PeakContents,
     SavedActivation,
 )
-from membudget.report.advice import advise, operator_text
-from membudget.report.module_tree import (
-    OUTSIDE,
-    Figures,
-    ModuleNode,
-    Summary,
-    fold,
-    summarise,
-)
-from membudget.report.tables import (
+from membudget.report import (
     Padding,
     Table,
     aligned,
@@ -34,11 +25,20 @@ from membudget.report.tables import (
     sparkline,
     time,
 )
-from membudget.sizes import format_bytes
+from membudget.report.advice import advise, operator_text
+from membudget.report.module_tree import (
+    OUTSIDE,
+    Figures,
+    ModuleNode,
+    Summary,
+    fold,
+    summarise,
+)
+from membudget.text import format_bytes
 
 if TYPE_CHECKING:
+    from membudget.profile import Sweep
     from membudget.profile.result import Profile
-    from membudget.profile.sweep import Sweep
 
 WIDTH = 120
 COLUMNS = 80

@@ -35,12 +35,7 @@ class Stream:
     __slots__ = ("read", "write")
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]):
-        """Wrap the two functions.
-
-        Args:
-            read: Returns the state.
-            write: Sets the state to what `read` returned.
-        """
+        """Wrap the functions that return the state and set it."""
         self.read = read
         self.write = write
 
@@ -60,14 +55,7 @@ class Source(Stream):
         write: Callable[[Any], Any],
         mark: Callable[[], Any] | None,
     ):
-        """Watch a generator.
-
-        Args:
-            read: Returns the state.
-            write: Sets the state to what `read` returned.
-            mark: Returns a value that changes whenever the state does, cheaper than
-                `read`; `None` compares the state itself.
-        """
+        """Watch a generator; `mark`, cheaper than `read`, changes with the state."""
         super().__init__(read, write)
         self._mark = mark if mark is not None else lambda: repr(read())
         self._last: tuple[Any, Any] | None = None
@@ -156,12 +144,7 @@ def source_of(generator: Any) -> Source | None:
 
 
 def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
-    """Return the sources of the generator objects that a region can reach.
-
-    Args:
-        generators: Generators of torch, Python and NumPy.
-        torch_too: Whether to include torch's generators.
-    """
+    """Return the sources of the generator objects that a region can reach."""
     sources = [
         source_of(generator)
         for generator in generators
@@ -172,11 +155,7 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
 
 
 def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
-    """Return the sources that any code can draw from without naming a generator.
-
-    Args:
-        torch_too: Whether to include torch's generators.
-    """
+    """Return the sources that any code can draw from without naming a generator."""
     return _global_sources(
         torch_too,
         "numpy.random" in sys.modules,
@@ -185,11 +164,7 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
 
 
 def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, ...]:
-    """Return the sources that `torch.utils.checkpoint` restores.
-
-    Args:
-        device_indices: Returns the CUDA devices; called only if CUDA is in use.
-    """
+    """Return what torch restores; the devices are asked for once CUDA is in use."""
     if not _cuda_is_in_use():
         return _CPU
     return *_CPU, *map(_cuda_source, sorted(set(device_indices())))

@@ -32,13 +32,7 @@ _WORDS = 624  # Of a Mersenne twister.
 
 
 def raw_state_reader(generator: Any) -> Reader | None:
-    """Return a function that reads the raw state of a generator, while that lives.
-
-    Args:
-        generator: A generator of torch (on the CPU), Python, or NumPy's legacy kind.
-
-    Returns:
-        The function; `None` if this kind of generator cannot be read raw.
+    """Return what reads a generator's raw state; `None` if nothing can.
 
     Example:
         >>> generator = random.Random(0)

@@ -23,8 +23,13 @@ from membudget import _torch
 from membudget.errors import MembudgetError, OptionError
 from membudget.scope import Scope
 from membudget.state.bits import has_bits
-from membudget.state.copies import TensorCopy, host_copy, is_same, write_back
-from membudget.state.identity import version_of
+from membudget.state.identity import (
+    TensorCopy,
+    host_copy,
+    is_same,
+    version_of,
+    write_back,
+)
 from membudget.state.rng import Stream, frozen, global_streams
 from membudget.state.walk import Holder, items_of, put_back, walk
 

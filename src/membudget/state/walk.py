@@ -70,19 +70,12 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One object to visit.
-
-    Attributes:
-        value: The object.
-        name: Its name.
-        kind: The kind of the object, if it is a tensor.
-        objects: How many plain objects lie between it and a module or root.
-    """
+    """One object to visit; `kind` is for a tensor."""
 
     value: Any
     name: str
     kind: TensorKind
-    objects: int = 0
+    objects: int = 0  # How many plain objects lie between it and a module or root.
 
     def inside(self, value: Any, suffix: str, *, deeper: bool = False) -> _Visit:
         name = self.name + suffix if self.name else suffix.removeprefix(".")
@@ -96,9 +89,6 @@ def walk(roots: Iterable[tuple[str, Any]], kind: TensorKind = "attribute") -> Fo
         roots: The objects to walk, each with its name; a model's name is empty, so that
             its parameters have their usual names.
         kind: The kind of tensors that no module holds.
-
-    Returns:
-        The finds, in an order that depends only on the objects.
     """
     found = Found()
     pending = [_Visit(value, name, kind) for name, value in reversed([*roots])]

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from membudget import _torch_precision as precision
-from membudget import _torch_settings
+from membudget import _torch_settings as settings
 from tests.settings import kept
 
-KEYS = (*precision._ONEDNN, *precision._CUDA)
+KEYS = (*settings._ONEDNN, *settings._CUDA)
 Setting = tuple[str, str, str]
 
 STATES: dict[str, tuple[Setting, ...]] = {
@@ -35,32 +34,37 @@ STATES: dict[str, tuple[Setting, ...]] = {
 def put(state: tuple[Setting, ...]) -> None:
     """Set precisions, from those that torch starts with."""
     torch._C._set_float32_matmul_precision("highest")
-    for key in (precision._GENERIC, ("mkldnn", "all"), ("cuda", "all"), *KEYS[:4]):
-        precision._set(*key, "none")
+    for key in (
+        settings._GENERIC,
+        ("mkldnn", "all"),
+        ("cuda", "all"),
+        *KEYS[:4],
+    ):
+        settings._set_precision(*key, "none")
     for backend, kind, value in state:
         if backend == "older":
             torch.set_float32_matmul_precision(value)
         else:
-            precision._set(backend, kind, value)
+            settings._set_precision(backend, kind, value)
 
 
 def in_force() -> list[str]:
     """Return the precisions that kernels see; to them "none" is "ieee"."""
-    return [precision._get(*key).replace("none", "ieee") for key in KEYS]
+    return [settings._get_precision(*key).replace("none", "ieee") for key in KEYS]
 
 
 def what_follows() -> list[Any]:
     """Return the precisions in force under every one that they could follow."""
-    found: list[Any] = [_torch_settings.read()]
-    all_of_torch = precision._get(*precision._GENERIC)
-    for key in (precision._GENERIC, ("mkldnn", "all"), ("cuda", "all")):
-        before = precision._get(*key)
+    found: list[Any] = [settings.read()]
+    all_of_torch = settings._get_precision(*settings._GENERIC)
+    for key in (settings._GENERIC, ("mkldnn", "all"), ("cuda", "all")):
+        before = settings._get_precision(*key)
         for value in ("ieee", "tf32"):
-            precision._set(*key, value)
-            found.append([precision._get(*key) for key in KEYS])
-        precision._set(*key, before)
-        precision._set(*precision._GENERIC, "none")
-    precision._set(*precision._GENERIC, all_of_torch)
+            settings._set_precision(*key, value)
+            found.append([settings._get_precision(*key) for key in KEYS])
+        settings._set_precision(*key, before)
+        settings._set_precision(*settings._GENERIC, "none")
+    settings._set_precision(*settings._GENERIC, all_of_torch)
     return found
 
 
@@ -70,11 +74,11 @@ def test_precisions_are_brought_back_and_undone(forward: str, backward: str) -> 
     undone: list[Any] = []
     with kept():
         put(STATES[forward])
-        wanted, seen = _torch_settings.read(), in_force()
+        wanted, seen = settings.read(), in_force()
         put(STATES[backward])
         before = what_follows()
-        bring_back = _torch_settings.bring_back
-        now = _torch_settings.read()
+        bring_back = settings.bring_back
+        now = settings.read()
         if now != wanted:
             bring_back(wanted, now, lambda *undo: undone.append(undo))
         # Without CUDA nothing but torch's own readers tells those of cuDNN.

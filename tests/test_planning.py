@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import attempt
+from membudget import planning
 from membudget.attach import has_region
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.fit import fit
@@ -112,7 +112,7 @@ def test_what_interrupts_the_measuring_leaves_no_plan_on_the_model(
         regions.append(len(applied.status().regions))
         raise kind("in the middle")
 
-    monkeypatch.setattr(attempt, "measured_peak", interrupted)
+    monkeypatch.setattr(planning, "measured_peak", interrupted)
     with pytest.raises(kind, match="in the middle"):
         fit(model, batch, "60%", mode=mode, fake=True)
     assert regions[0] > 0

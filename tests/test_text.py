@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from membudget.errors import OptionError
-from membudget.sizes import format_bytes, parse_bytes
+from membudget.text import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(

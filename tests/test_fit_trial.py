@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from membudget.trial import Trial
+from membudget.fit import Trial
 
 
 @pytest.mark.parametrize(

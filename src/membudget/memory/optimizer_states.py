@@ -8,18 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from membudget.memory.formulas.shapes import check_positive
+from membudget.errors import OptionError
 
 _STEP_BYTES = 4  # Each parameter has a step counter, a tensor of one float32.
 
 
 def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
     """Return the state of `torch.optim.SGD`: one buffer with momentum, else nothing.
-
-    Args:
-        elements: Number of elements of the parameter.
-        element_bytes: Bytes per element; 4 for single precision.
-        momentum: Whether momentum is on.
 
     Raises:
         OptionError: If a size is not a positive integer.
@@ -80,3 +75,29 @@ def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
         return math.prod(size) * element_bytes + _STEP_BYTES
     rows, columns = size[-2:]
     return math.prod(size[:-2]) * (rows + columns) * element_bytes + _STEP_BYTES
+
+
+def check_positive(**sizes: int) -> None:
+    """Reject sizes that are not positive integers.
+
+    Raises:
+        OptionError: Names the first such size.
+    """
+    for name, size in sizes.items():
+        if type(size) is not int or size < 1:
+            raise OptionError(
+                f"{name} must be a positive integer; got {size!r}: pass 1 or more"
+            )
+
+
+def check_divides(name: str, divisor: int, of: str, number: int) -> None:
+    """Reject a size that does not divide another.
+
+    Raises:
+        OptionError: Names both.
+    """
+    if number % divisor:
+        raise OptionError(
+            f"{name} must divide {of}, and {number} over {divisor} leaves "
+            f"{number % divisor}: pass a divisor of {number}"
+        )

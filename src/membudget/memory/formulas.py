@@ -1,13 +1,10 @@
 """Closed forms: activations that a transformer saves for its backward pass.
 
-From
-
-    Korthikanti and others: Reducing Activation Recomputation in Large Transformer
-    Models, 2022, arXiv:2205.05198,
-
-"the paper" below. Its symbols: `b` batch, `s` sequence, `h` hidden, `a` heads, `L`
-layers, `v` vocabulary, `t` ranks of tensor parallelism. Activations have two bytes per
-element, dropout masks one. Each figure is for one rank, and an exact integer.
+From Korthikanti and others: Reducing Activation Recomputation in Large Transformer
+Models, 2022, arXiv:2205.05198, "the paper" below. Its symbols: `b` batch, `s` sequence,
+`h` hidden, `a` heads, `L` layers, `v` vocabulary, `t` ranks of tensor parallelism.
+Activations have two bytes per element, dropout masks one. Each figure is for one rank,
+and an exact integer.
 
 The layer is GPT's: norm, attention with dropout on its probabilities, projection,
 dropout, sum; norm, linear to 4h, GELU, linear to h, dropout, sum.
@@ -18,16 +15,82 @@ norm), attention masks, temporaries of the forward, workspaces, communication.
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Literal, get_args
 
 from membudget.errors import OptionError
-from membudget.memory.formulas.shapes import (
-    TransformerShape,
+from membudget.memory.optimizer_states import (
+    adafactor_bytes,
+    adam_bytes,
     check_divides,
     check_positive,
+    sgd_bytes,
 )
+
+__all__ = [
+    "LayerTerms",
+    "Recompute",
+    "TransformerShape",
+    "adafactor_bytes",
+    "adam_bytes",
+    "extra_terms",
+    "flash_layer_terms",
+    "layer_bytes",
+    "layer_terms",
+    "model_bytes",
+    "sgd_bytes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class TransformerShape:
+    """The sizes of a transformer layer, and the ranks that share it.
+
+    Attributes:
+        batch: Sequences in one micro-batch, `b`.
+        sequence: Tokens in a sequence, `s`.
+        hidden: Elements per token, `h`.
+        heads: Attention heads, `a`; must divide `h`.
+        tensor_parallel: Ranks that share the heads and the 4h of the MLP, `t`.
+        sequence_parallel: Whether the ranks share the tokens outside those.
+
+    Raises:
+        OptionError: If a size is not a positive integer, or a divisor does not divide.
+    """
+
+    batch: int
+    sequence: int
+    hidden: int
+    heads: int
+    tensor_parallel: int = field(default=1, kw_only=True)
+    sequence_parallel: bool = field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        """Reject sizes that no layer can have."""
+        sizes = asdict(self)
+        is_split = sizes.pop("sequence_parallel")
+        check_positive(**sizes)
+        check_divides("heads", self.heads, "hidden", self.hidden)
+        check_divides("tensor_parallel", self.tensor_parallel, "heads", self.heads)
+        if is_split:
+            ranks = self.tensor_parallel
+            check_divides("tensor_parallel", ranks, "sequence", self.sequence)
+
+    @property
+    def sbh(self) -> int:
+        """Elements of the layer's input."""
+        return self.sequence * self.batch * self.hidden
+
+    @property
+    def of_rank(self) -> int:
+        """Elements per rank of an sbh tensor between the two linears of a half."""
+        return self.sbh // self.tensor_parallel
+
+    @property
+    def outside(self) -> int:
+        """Elements per rank of an sbh tensor outside the linears."""
+        return self.of_rank if self.sequence_parallel else self.sbh
+
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -88,7 +151,7 @@ class LayerTerms:
     @property
     def total(self) -> int:
         """The layer's bytes: sbh(34 + 5as/h), equation 1 of the paper."""
-        return sum(dataclasses.astuple(self))
+        return sum(astuple(self))
 
 
 def layer_terms(shape: TransformerShape) -> LayerTerms:
@@ -97,12 +160,6 @@ def layer_terms(shape: TransformerShape) -> LayerTerms:
     Tensor parallelism splits everything between the two linears of each half by heads,
     or by the 4h: sbh(10 + 24/t + 5as/(ht)), equation 2 of the paper. Sequence
     parallelism also splits the rest by tokens: sbh/t (34 + 5as/h), equation 4.
-
-    Args:
-        shape: Sizes of the layer.
-
-    Returns:
-        Bytes of one rank. Not counted: the list at the top of this module.
 
     Example:
         >>> terms = layer_terms(TransformerShape(1, 2048, 12288, 96))  # GPT-3 175B
@@ -138,9 +195,6 @@ def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
     of exponentials, in single precision: 4bas bytes. The output is the input of the
     projection and counted there. Ranks share it by the paper's rules.
 
-    Args:
-        shape: Sizes of the layer.
-
     Returns:
         Bytes of one rank. Not counted, besides the list at the top of this module: the
         seed of the fused dropout, and rows that a kernel adds as padding.
@@ -151,7 +205,7 @@ def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
         786432
     """
     rows = shape.batch * shape.heads // shape.tensor_parallel * shape.sequence
-    return dataclasses.replace(
+    return replace(
         layer_terms(shape),
         softmax_output=0,
         softmax_dropout_mask=0,
@@ -205,16 +259,9 @@ def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
     last norm, 2sbh/t; that of the projection to the vocabulary, 2sbh/t; the logits in
     single precision, 4sbv/t. Without sequence parallelism only the logits are split.
 
-    Args:
-        shape: Sizes of the layers.
-        vocabulary: Size of the vocabulary, `v`; divisible by `t`.
-
     Returns:
         Bytes of one rank, by name. Not counted: token ids and targets, and the logits
         in half precision, which are freed once converted to single precision.
-
-    Raises:
-        OptionError: If `t` does not divide `v`.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -240,18 +287,6 @@ def model_bytes(
 
     `L` layers and everything outside them, without pipeline parallelism: equation 5
     of the paper for p = 1, with the extra memory of its section 4.3.
-
-    Args:
-        shape: Sizes of the layers.
-        layers: Number of layers, `L`.
-        vocabulary: Size of the vocabulary, `v`; divisible by `t`.
-        recompute: As in `layer_bytes`.
-
-    Returns:
-        Bytes of one rank. Not counted: as for `layer_bytes` and `extra_terms`.
-
-    Raises:
-        OptionError: If a number is not a positive integer, or `recompute` is invalid.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)

@@ -1,9 +1,10 @@
-"""Byte sizes as text: parse and format."""
+"""Byte sizes as text, and files written whole."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
+from pathlib import Path
 
 from membudget.errors import OptionError
 
@@ -72,3 +73,20 @@ def format_bytes(size: int) -> str:
         if round(value, 1) < 1024 or unit == _BINARY[-1]:
             break
     return f"{value:.1f} {unit}"
+
+
+def write_whole(path: Path, content: str | bytes, what: str) -> None:
+    """Write a file atomically: to a temporary name first, then rename it.
+
+    Raises:
+        OptionError: If the file cannot be written.
+    """
+    partial = path.with_name(path.name + ".partial")
+    try:
+        if isinstance(content, str):
+            partial.write_text(content)
+        else:
+            partial.write_bytes(content)
+        partial.replace(path)
+    except OSError as error:
+        raise OptionError(f"{what} cannot be written: {error}") from error
