@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
-from membudget.engine.switches import disable_checkpointing
+from membudget.engine.controls import disable_checkpointing
 from membudget.errors import OptionError
 from membudget.fitted import Fitted
 from membudget.memory import peak

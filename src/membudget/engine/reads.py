@@ -51,12 +51,12 @@ class Externals(NamedTuple):
 
     Attributes:
         changed: Names of storages that other code changed, by address.
-        put_back: Addresses of the buffers that hold the forward's content while the
+        restored: Addresses of the buffers that hold the forward's content while the
             recompute runs.
     """
 
     changed: dict[int, str]
-    put_back: frozenset[int]
+    restored: frozenset[int]
 
 
 class Reads:
@@ -99,12 +99,12 @@ class Reads:
             for gradient in (tensor.grad,)
         ]
 
-    def not_put_back(self) -> list[Tensor]:
+    def not_restored(self) -> list[Tensor]:
         """Return the tensors that are not restored for a recompute."""
-        state = self._put_back()
+        state = self._restored()
         return [tensor for tensor in self._tensors if id(tensor) not in state]
 
-    def _put_back(self) -> set[int]:
+    def _restored(self) -> set[int]:
         """Return, by `id`, the buffers that are restored for a recompute."""
         return {id(buffer) for buffer, _ in self._snapshots}
 
@@ -132,7 +132,7 @@ class Reads:
                 if is_small(buffer) or id(buffer) in moved or id(buffer) in self._silent
             ]
         if written:
-            self._written = [t for t in self.not_put_back() if id(t) in written]
+            self._written = [t for t in self.not_restored() if id(t) in written]
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
@@ -144,12 +144,12 @@ class Reads:
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
         """Return, by `id`, the buffers whose copies stay although no version moved."""
-        copied = self._put_back()
+        copied = self._restored()
         calls.writes_silently |= bool(written & copied)
         return copied if calls.writes_silently else set()
 
     def _note_rewritten(self, versions: list[int]) -> None:
-        state = self._put_back()
+        state = self._restored()
         self._rewritten = {
             i: None if id(tensor) in state else content_of(tensor)
             for i, tensor in enumerate(self._tensors)
@@ -182,8 +182,8 @@ class Reads:
             scope.enter_context(watch)
         elif not self._snapshots:
             return None
-        put_back = frozenset(address_of(buffer) for buffer, _ in self._snapshots)
-        return Externals({} if watch is None else watch.changed, put_back)
+        restored = frozenset(address_of(buffer) for buffer, _ in self._snapshots)
+        return Externals({} if watch is None else watch.changed, restored)
 
     def _enter_attributes(self, scope: Scope) -> None:
         for module, training in zip(self._modules, self._training, strict=True):
@@ -203,7 +203,7 @@ class Reads:
         changed = self._changed()
         if not (changed or self._rewritten or moved):
             return None
-        state = self._put_back()
+        state = self._restored()
         names = names_of(function, arguments.others)
         watched = {address_of(t): name_of(t, names) for t in changed}
         for held in moved:

@@ -14,7 +14,7 @@ from membudget.engine.calls import Calls
 from membudget.engine.comparison import Fingerprints, Metadata, metadata
 from membudget.engine.mismatch import Trace
 from membudget.engine.options import ContextPair, RegionOptions, Statistics
-from membudget.engine.surroundings import GuardedSurroundings, Surroundings
+from membudget.engine.surroundings import Surroundings
 from membudget.errors import CheckpointError, RecomputeMismatchError
 from membudget.state.identity import address_of
 
@@ -108,8 +108,7 @@ class Recording:
         self.function = function
         self.options = options
         self.statistics = statistics
-        kind = GuardedSurroundings if options.guards else Surroundings
-        self.surroundings: Surroundings = kind(function, args, kwargs, options)
+        self.surroundings = Surroundings(function, args, kwargs, options)
         self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls

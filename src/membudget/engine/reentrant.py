@@ -28,9 +28,9 @@ from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
 from membudget.engine.changes import rewritten_error
+from membudget.engine.controls import RECOMPUTING
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.surroundings import GuardedSurroundings, Surroundings
-from membudget.engine.switches import RECOMPUTING
+from membudget.engine.surroundings import Surroundings
 from membudget.errors import ReentrantLimitError
 from membudget.scope import Scope
 from membudget.state.identity import version_of
@@ -59,10 +59,7 @@ class _ReentrantCall:
             k: None if isinstance(v, Tensor) else v for k, v in kwargs.items()
         }
         # Autograd saves the tensors; everything else is held as in any region.
-        kind = GuardedSurroundings if options.guards else Surroundings
-        self.surroundings: Surroundings = kind(
-            function, self.others, self.keywords, options
-        )
+        self.surroundings = Surroundings(function, self.others, self.keywords, options)
 
     def run(
         self, others: Sequence[Any], keywords: dict[str, Any], tensors: Sequence[Tensor]

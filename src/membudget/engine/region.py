@@ -57,7 +57,7 @@ from torch.compiler import is_compiling
 
 from membudget.engine import isolation
 from membudget.engine.calls import calls_of
-from membudget.engine.compiled import checkpoint_in_compiled_code, run_compiled
+from membudget.engine.controls import SWITCHES
 from membudget.engine.mismatch import note_refused_hooks
 from membudget.engine.options import (
     DEFAULTS,
@@ -70,9 +70,12 @@ from membudget.engine.options import (
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.rerun_frame import RerunFrame
-from membudget.engine.selective import policy_of
 from membudget.engine.surroundings import Surroundings
-from membudget.engine.switches import SWITCHES
+from membudget.engine.torch_form import (
+    checkpoint_in_compiled_code,
+    policy_of,
+    run_compiled,
+)
 from membudget.errors import CheckpointError
 
 T = TypeVar("T")

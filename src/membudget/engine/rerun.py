@@ -223,7 +223,7 @@ class Rerun:
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
-        if handle.address in externals.put_back:
+        if handle.address in externals.restored:
             handle.version = None
 
     def _check(self, index: int, made: Metadata) -> None:

@@ -18,13 +18,12 @@ from membudget._torch import (
     push_saved_tensors_hooks,
     storage_address,
 )
-from membudget.engine import isolation, retention
+from membudget.engine import isolation
 from membudget.engine.comparison import Fingerprints
+from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
 from membudget.engine.mismatch import Trace, mismatch_error
 from membudget.engine.recording import Recording, RerunHandle
 from membudget.engine.rerun import Rerun
-from membudget.engine.retention import OPEN_GROUPS
-from membudget.engine.switches import RECOMPUTING
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.scope import Scope
 
@@ -135,7 +134,7 @@ class RerunFrame(Recording):
                 self._recompute()
                 tensor = handle.tensor
                 # With one handle nothing is left over to be freed.
-                if len(self.handles) > 1 and not retention.release_in_time(self):
+                if len(self.handles) > 1 and not release_in_time(self):
                     self.empty()
         if tensor is None:
             raise mismatch_error(
