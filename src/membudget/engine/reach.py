@@ -8,7 +8,7 @@ module's attributes the walk visits only those that can hold something.
 
 The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
 may find more than the function reads, which is harmless: a change counts only when a
-recompute reads it (see `changes`).
+recompute reads it (see `comparison`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ Three kinds of state, three ways:
   classes (a counter, a lazily built mask), are rebound to their earlier values for the
   time of the recompute. The items of lists and dicts among them are not restored.
 * *Everything else* is compared, by version and storage, with what the forward left. A
-  change is an error once the recompute reads it (see `changes`).
+  change is an error once the recompute reads it (see `comparison`).
 
 BatchNorm's kernel writes its running statistics without bumping the version. So its
 buffers, and all small ones, are always restored. Another large buffer (a causal mask)
@@ -31,9 +31,8 @@ from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.changes import (
-    Contents,
-    Watch,
+from membudget.engine.comparison import Contents, Watch
+from membudget.engine.messages import (
     name_of,
     names_of,
     rewritten_error,
@@ -60,12 +59,16 @@ class Externals(NamedTuple):
 
 
 class Reads:
-    """The state that one forward could read besides its arguments."""
+    """The state that one forward could read besides its arguments.
+
+    Attributes:
+        grown: The containers that grew in the forward, with both lengths.
+    """
 
     __slots__ = (
-        *("_addresses", "_containers", "_contents", "_gradients", "_grown", "_modules"),
+        *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
         *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_training", "_versions", "_written"),
+        *("_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -82,7 +85,7 @@ class Reads:
         self._namespaces = _namespaces(reached)
         self._silent = reached.silent
         self._containers = reached.containers
-        self._grown: list[tuple[Any, int, int]] = []
+        self.grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
         self._contents: Contents | None = None
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
@@ -117,7 +120,7 @@ class Reads:
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
-        self._grown = [
+        self.grown = [
             (held, before, len(held))
             for held, before in self._containers
             if len(held) > before
@@ -156,10 +159,6 @@ class Reads:
             if versions[i] != self._versions[i]
         }
         self._versions = versions
-
-    def grown(self) -> list[tuple[Any, int, int]]:
-        """Return the containers that grew in the forward, with both lengths."""
-        return self._grown
 
     def enter(
         self,

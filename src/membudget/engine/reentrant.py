@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
-from membudget.engine.changes import rewritten_error
 from membudget.engine.controls import RECOMPUTING
+from membudget.engine.messages import rewritten_error
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.surroundings import Surroundings
 from membudget.errors import ReentrantLimitError

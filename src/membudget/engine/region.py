@@ -58,7 +58,7 @@ from torch.compiler import is_compiling
 from membudget.engine import isolation
 from membudget.engine.calls import calls_of
 from membudget.engine.controls import SWITCHES
-from membudget.engine.mismatch import note_refused_hooks
+from membudget.engine.messages import note_refused_hooks
 from membudget.engine.options import (
     DEFAULTS,
     ContextPair,

@@ -21,8 +21,8 @@ from membudget._torch import (
 from membudget.engine import isolation
 from membudget.engine.comparison import Fingerprints
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
-from membudget.engine.mismatch import Trace, mismatch_error
-from membudget.engine.recording import Recording, RerunHandle
+from membudget.engine.messages import mismatch_error
+from membudget.engine.recording import Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.scope import Scope

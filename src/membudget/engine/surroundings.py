@@ -26,8 +26,9 @@ from membudget._torch import is_any_autocast_enabled, without_modes
 from membudget.engine import isolation
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.changes import Contents, name_of, names_of, silently_written_error
+from membudget.engine.comparison import Contents
 from membudget.engine.isolation import RandomLog
+from membudget.engine.messages import name_of, names_of, silently_written_error
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import Reached, reach
 from membudget.engine.reads import Externals, Reads

@@ -41,7 +41,7 @@ from membudget._torch import (
     is_view_operator,
     tree_iter,
 )
-from membudget.engine.mismatch import module_names
+from membudget.engine.messages import module_names
 from membudget.engine.options import OPTION_NAMES, ContextPair
 from membudget.engine.policy import Candidate, Policy, as_policy, reads_names
 from membudget.errors import OptionError, OptionTypeError

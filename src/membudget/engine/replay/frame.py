@@ -23,9 +23,8 @@ from membudget._torch import (
 )
 from membudget.callsite import running_module
 from membudget.engine import isolation
-from membudget.engine.changes import changed_error, name_of, names_of
 from membudget.engine.controls import OPEN_GROUPS, release_in_time
-from membudget.engine.mismatch import module_names
+from membudget.engine.messages import changed_error, module_names, name_of, names_of
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.forward_record import ForwardRecord

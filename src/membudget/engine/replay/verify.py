@@ -29,7 +29,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
-from membudget.engine.comparison import same_bits
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.replayer import Replayer
@@ -41,7 +40,7 @@ from membudget.engine.replay.sources import (
 )
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.errors import UnrepeatableWarning
-from membudget.state.bits import PLAIN_CLASSES
+from membudget.state.bits import PLAIN_CLASSES, same_bits
 from membudget.state.identity import address_of
 
 OutputIndices = set[tuple[int, int]]

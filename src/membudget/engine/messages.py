@@ -1,29 +1,73 @@
-"""What an error says about a recompute that differs from its forward.
+"""What the errors of a region say: what changed or differs, where, and probable causes.
 
-The message names the first saved tensor that differs, where it was recomputed, and
-probable causes. Each hint follows from a fact: a list that grew while the forward ran,
-a dtype that changed, a guard that was disabled. With `debug=True`, the message also
-lists the operators of both runs around the first difference.
+The message on a *mismatch* names the first saved tensor that differs, where it was
+recomputed, and probable causes. Each hint follows from a fact: a list that grew while
+the forward ran, a dtype that changed, a guard that was disabled. With `debug=True`, the
+message also lists the operators of both runs around the first difference.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
-from types import CodeType, FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from membudget._torch import tree_iter, why_hooks_are_disabled
-from membudget.callsite import CallSite, is_internal
+from membudget._torch import why_hooks_are_disabled
+from membudget.callsite import CallSite
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import reach
-from membudget.engine.reads import Reads
-from membudget.errors import RecomputeMismatchError
-from membudget.observer import Observer
+from membudget.errors import ChangedSinceForwardError, RecomputeMismatchError
+from membudget.state.identity import address_of
+
+
+def changed_error(names: list[str]) -> ChangedSinceForwardError:
+    """Return the error for tensors that other code changed after the forward."""
+    return ChangedSinceForwardError(
+        f"{' and '.join(names)} was changed after the forward of a region that reads "
+        "it, and before its recompute, so its gradients would be wrong. (Plain "
+        "autograd: one of the variables needed for gradient computation has been "
+        "modified by an inplace operation.) Change it after the backward, or pass the "
+        "region a copy (`tensor.clone()`).",
+        names,
+    )
+
+
+def rewritten_error(name: str) -> ChangedSinceForwardError:
+    """Return the error for a tensor that the region itself changes."""
+    return ChangedSinceForwardError(
+        f"{name} is changed in place by the region itself, so a recompute cannot start "
+        "from the content that the forward started from. Pass the region a copy "
+        "(`tensor.clone()`), avoid the in-place operator (`inplace=False`), or "
+        "make the tensor a buffer of a module that the region calls: buffers are "
+        "restored before a recompute.",
+        [name],
+        by_region=True,
+    )
+
+
+def silently_written_error(
+    names: list[str], by_recompute: bool = False
+) -> ChangedSinceForwardError:
+    """Return the error for tensors that the region writes behind the version counters.
+
+    Args:
+        names: The names of the tensors.
+        by_recompute: Whether a recompute has written them already.
+    """
+    again = "has written" if by_recompute else "would write"
+    return ChangedSinceForwardError(
+        "A region writes memory behind the version counters (`.data`, NumPy, a kernel "
+        f"such as batch_norm's): {', '.join(names)}. A recompute starts from the "
+        f"content that the forward left, and {again} it again. Move the "
+        "write out of the region, or make the tensor a buffer of a module that the "
+        "region calls: buffers are restored before a recompute.",
+        names,
+        by_region=True,
+    )
 
 
 def mismatch_error(
@@ -39,8 +83,8 @@ def mismatch_error(
     Args:
         index: The first saved tensor that differs; `None` if their number does.
         site: Where the recompute was; `None` if it had ended.
-        saved: What the forward saved.
-        recomputed: What the recompute produced.
+        saved: What the forward saved, as text.
+        recomputed: What the recompute produced, as text.
         causes: Probable causes.
         traces: The operators of both runs, with `debug=True`.
     """
@@ -50,15 +94,12 @@ def mismatch_error(
         f"  saved in the forward: {saved}",
         f"  made by the recompute: {recomputed}",
     ]
-    facts = {"module_path": "", "operator": "", "line": ""}
+    facts: dict[str, str] = {}
     if site is not None:
-        facts = {
-            "module_path": site.module_path,
-            "operator": site.operator,
-            "line": site.line,
-        }
-        where = f"module {site.module_path!r}, " if site.module_path else ""
-        lines.append(f"  where: {where}{site.operator} at {site.line}")
+        path, operator, line = site.module_path, site.operator, site.line
+        facts = {"module_path": path, "operator": operator, "line": line}
+        where = f"module {path!r}, " if path else ""
+        lines.append(f"  where: {where}{operator} at {line}")
     lines += [f"  likely cause: {cause}" for cause in causes]
     lines.append(
         traces
@@ -75,6 +116,22 @@ def mismatch_error(
     )
 
 
+def names_of(function: Any, others: list[Any]) -> dict[int, str]:
+    """Return the names of what `function` reaches, by identity and by storage."""
+    reached = reach(function, others, names=True)
+    known = dict(reached.names or {})
+    for tensor in reached.tensors:
+        known.setdefault(address_of(tensor), known[id(tensor)])
+    return known
+
+
+def name_of(tensor: Tensor, names: dict[int, str]) -> str:
+    """Return how an error message names a tensor that the region reached."""
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    name = names.get(id(tensor)) or names.get(address_of(tensor))
+    return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
+
+
 def module_names(function: Any, label: str = "") -> Mapping[int, str]:
     """Return the path of every module that `function` reaches, by `id`."""
     reached = reach(function, names=True)
@@ -86,7 +143,7 @@ def module_names(function: Any, label: str = "") -> Mapping[int, str]:
 
 def likely_causes(
     function: Any,
-    reads: Reads | None,
+    grown: Sequence[tuple[Any, int, int]],
     options: RegionOptions,
     saved: Any,
     made: Any,
@@ -95,12 +152,18 @@ def likely_causes(
 
     Args:
         function: The region's function.
-        reads: What it reached; `None` without guards.
+        grown: The containers that grew in its forward, with both lengths.
         options: The region's options.
         saved: Metadata of the saved tensor, if one pair differs.
         made: Metadata of the recomputed tensor.
     """
-    causes = _grown(function, reads)
+    names = reach(function, names=True).names or {} if grown else {}
+    causes = [
+        f"the {type(container).__name__} {names.get(id(container), '?')!r} grew from "
+        f"{before} to {after} while the forward ran (a cache?): pass it as an "
+        "argument, whose lists are seen again as they were, or do not fill it here"
+        for container, before, after in grown
+    ]
     if saved is not None and made is not None:
         if saved[1] != made[1]:
             causes.append(
@@ -134,21 +197,6 @@ def likely_causes(
     return causes
 
 
-def _grown(function: Any, reads: Reads | None) -> list[str]:
-    if reads is None:
-        return []
-    grown = reads.grown()
-    if not grown:
-        return []
-    names = reach(function, names=True).names or {}
-    return [
-        f"the {type(container).__name__} {names.get(id(container), '?')!r} grew from "
-        f"{before} to {after} while the forward ran (a cache?): pass it as an "
-        "argument, whose lists are seen again as they were, or do not fill it here"
-        for container, before, after in grown
-    ]
-
-
 def note_refused_hooks(
     error: RuntimeError, function: Any, statistics: Statistics | None
 ) -> None:
@@ -156,17 +204,13 @@ def note_refused_hooks(
 
     `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
     hooks are active, with autograd's message or the user's own.
-
-    Args:
-        error: The error that the region raised.
-        function: The region's function.
-        statistics: The region's counters, if any; they know its name.
     """
     label = statistics.label if statistics is not None else ""
     notes = getattr(error, "__notes__", ())
     if _is_of_hooks(error) and not any(note.startswith(_REFUSED) for note in notes):
+        name = getattr(function, "__qualname__", type(function).__qualname__)
         error.add_note(
-            f"{_REFUSED} {label or _title(function)}: a region takes what autograd "
+            f"{_REFUSED} {label or repr(name)}: a region takes what autograd "
             "saves by saved-tensor hooks, which torch.func.grad, vjp, jacrev, hessian "
             "and torch.autograd.graph.disable_saved_tensors_hooks forbid. Keep such "
             "code out of the region, or differentiate with torch.autograd.grad."
@@ -190,79 +234,3 @@ def _disabling_code() -> CodeType:
     disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
     code: CodeType = disable.__wrapped__.__code__
     return code
-
-
-def _title(function: Any) -> str:
-    name = getattr(function, "__qualname__", None)
-    return repr(name or type(function).__qualname__)
-
-
-_BEFORE = 4
-
-_AFTER = 4
-
-_STACK = 3
-
-
-class Trace(Observer):
-    """Records every operator that runs inside.
-
-    Attributes:
-        operators: Each operator as text, in order.
-        stacks: The user's stack at each operator, innermost line first.
-    """
-
-    def __init__(self) -> None:
-        """Start with an empty list."""
-        self.operators: list[str] = []
-        self.stacks: list[str] = []
-
-    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record the operator and run it."""
-        operands = ", ".join(
-            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
-            for t in tree_iter((args, kwargs))
-            if isinstance(t, Tensor)
-        )
-        self.operators.append(f"{operator}({operands})")
-        self.stacks.append(_user_stack())
-        return operator(*args, **kwargs)
-
-
-def _user_stack() -> str:
-    lines: list[str] = []
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and len(lines) < _STACK:
-        if not is_internal(frame.f_code):
-            name = os.path.basename(frame.f_code.co_filename)
-            lines.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
-        frame = frame.f_back
-    return " < ".join(lines)
-
-
-def side_by_side(forward: Trace, recompute: Trace) -> str:
-    """Return both traces around the first operator that differs."""
-    first = _first_difference(forward.operators, recompute.operators)
-    return "\n".join(
-        [
-            *_excerpt("operators of the forward", forward, first),
-            *_excerpt("operators of the recompute", recompute, first),
-        ]
-    )
-
-
-def _first_difference(a: Sequence[str], b: Sequence[str]) -> int:
-    for i, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return i
-    return min(len(a), len(b))
-
-
-def _excerpt(title: str, trace: Trace, first: int) -> list[str]:
-    start = max(0, first - _BEFORE)
-    end = min(len(trace.operators), first + _AFTER)
-    lines = [f"  {title} ({len(trace.operators)} in all, from number {start}):"]
-    for i in range(start, end):
-        mark = ">" if i == first else " "
-        lines.append(f"  {mark} {i:4d} {trace.operators[i]}  [{trace.stacks[i]}]")
-    return lines
