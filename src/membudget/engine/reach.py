@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from membudget._torch import NormalizationWithStatistics, torchscript_types
-from membudget.engine.slots import (
+from membudget.engine.callees import (
     CLASS_SLOTS,
     INERT,
     attribute_names,
