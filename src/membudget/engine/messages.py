@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import CodeType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -227,10 +227,5 @@ def _is_of_hooks(error: RuntimeError) -> bool:
     last: TracebackType | None = None
     while trace is not None:
         last, trace = trace, trace.tb_next
-    return last is not None and last.tb_frame.f_code is _disabling_code()
-
-
-def _disabling_code() -> CodeType:
     disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
-    code: CodeType = disable.__wrapped__.__code__
-    return code
+    return last is not None and last.tb_frame.f_code is disable.__wrapped__.__code__

@@ -166,16 +166,6 @@ def run_reentrant(
 ) -> Any:
     """Run one region in the classic way.
 
-    Args:
-        function: The region's function.
-        args: Its positional arguments. Tensors among them may get a gradient.
-        kwargs: Its keyword arguments; likewise.
-        options: The region's options.
-        statistics: The region's counters, if any.
-
-    Returns:
-        What `function` returns.
-
     Raises:
         ReentrantLimitError: A gradient would be lost.
     """

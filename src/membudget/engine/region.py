@@ -153,18 +153,7 @@ def run_region(
     options: RegionOptions = DEFAULTS,
     statistics: Statistics | None = None,
 ) -> Any:
-    """Run one region with options that have been validated.
-
-    Args:
-        function: The region's function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments, without options.
-        options: The region's options.
-        statistics: The region's counters, if any.
-
-    Returns:
-        What `function` returns.
-    """
+    """Run one region with options that have been validated, not among `kwargs`."""
     if is_compiling():
         label = "" if statistics is None else statistics.label
         return run_compiled(

@@ -21,6 +21,7 @@ from membudget._torch import (
 from membudget.engine import isolation
 from membudget.engine.comparison import Fingerprints
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
+from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error
 from membudget.engine.recording import Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun
@@ -75,7 +76,7 @@ class RerunFrame(Recording):
         options = self.options
         with Scope() as scope:
             if self.surroundings.random_log is not None:
-                scope.enter_context(self.surroundings.random_log.recorder())
+                scope.enter_context(DrawRecorder(self.surroundings.random_log))
             if options.debug:
                 self.trace = Trace()
                 scope.enter_context(self.trace)

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from membudget import _torch, _torch_settings
 from membudget._torch import is_any_autocast_enabled, without_modes
@@ -27,7 +28,7 @@ from membudget.engine import isolation
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
 from membudget.engine.comparison import Contents
-from membudget.engine.isolation import RandomLog
+from membudget.engine.isolation import DrawPlayer
 from membudget.engine.messages import name_of, names_of, silently_written_error
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import Reached, reach
@@ -59,19 +60,17 @@ class Autocast:
             for device in _device_types()
         }
 
-    def _enter(self, scope: Scope) -> None:
+    def enter(self, scope: Scope) -> None:
+        """Restore the state until `scope` ends."""
         for device, (enabled, dtype) in self._by_device.items():
-            scope.enter_context(
-                torch.autocast(
-                    device, dtype=dtype, enabled=enabled, cache_enabled=self._cache
-                )
-            )
+            context = torch.autocast(device, dtype, enabled, self._cache)
+            scope.enter_context(context)
 
 
 def enter_autocast(state: Autocast | None, scope: Scope) -> None:
     """Restore a state of autocast, `None` for off, until `scope` ends."""
     if state is not None:
-        state._enter(scope)
+        state.enter(scope)
     else:
         for device in _device_types():
             scope.enter_context(torch.autocast(device, enabled=False))
@@ -178,12 +177,12 @@ class Surroundings:
         is_lazy: Whether it can reach parameters that its forward will initialise.
         trainable: Whether it can reach a tensor that requires a gradient; only the
             reentrant variant reads this.
-        random_log: The random operators, where several threads run regions.
+        random_log: Generator states by random operator, if several threads run regions.
     """
 
     reads: Reads | None = None
     trainable = True
-    random_log: RandomLog | None = None
+    random_log: list[Tensor] | None = None
     needs_repair = runs_torchscript = is_lazy = False
     _ambient: Ambient | None = None  # Only with guards.
     _is_checked = False
@@ -219,7 +218,7 @@ class Surroundings:
         if options.preserve_rng_state:
             shared = isolation.is_shared()
             if shared:
-                self.random_log = RandomLog()
+                self.random_log = []
             self._noted = note(global_sources(not shared))
             if reached.generators:
                 self._noted += note(private_sources(reached.generators, not shared))
@@ -265,7 +264,7 @@ class Surroundings:
         if ambient is not None:
             ambient.enter(scope)
         if log is not None:
-            scope.enter_context(log.player())
+            scope.enter_context(DrawPlayer(log))
 
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False

@@ -26,15 +26,11 @@ from membudget.engine import isolation
 from membudget.engine.controls import OPEN_GROUPS, release_in_time
 from membudget.engine.messages import changed_error, module_names, name_of, names_of
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.replay.checks import Checks
+from membudget.engine.replay.checks import Checks, settle_source
+from membudget.engine.replay.execute import SourceChangedError, SourceFreedError
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.sources import (
-    SourceChangedError,
-    SourceFreedError,
-    settle_source,
-)
 from membudget.engine.replay.tape import ReplayHandle
 from membudget.engine.replay.verify import verified
 from membudget.engine.surroundings import operator_conditions
