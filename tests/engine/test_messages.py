@@ -35,7 +35,7 @@ def test_an_error_names_the_tensor_the_place_and_the_causes():
     assert str(found).splitlines() == [
         "the recompute of a region did not repeat its forward: saved tensor 4 differs.",
         "  saved in the forward: two",
-        "  made by the recompute: three",
+        "  recomputed: three",
         "  where: module 'layers.1', torch.Tensor.exp at model.py:7 in forward",
         "  likely cause: a cache",
         "  likely cause: a flag",

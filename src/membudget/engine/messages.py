@@ -23,15 +23,28 @@ from membudget.engine.reach import reach
 from membudget.errors import ChangedSinceForwardError, RecomputeMismatchError
 from membudget.state.identity import address_of
 
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an "
+    "inplace operation"
+)
+
+
+def overwritten_error(what: str) -> ChangedSinceForwardError:
+    """Return the error for a tensor that was written after autograd saved it."""
+    return ChangedSinceForwardError(
+        f"{MODIFIED}: {what} in a region was changed. Use the out-of-place operator, "
+        "or change a clone.",
+        [what],
+    )
+
 
 def changed_error(names: list[str]) -> ChangedSinceForwardError:
     """Return the error for tensors that other code changed after the forward."""
     return ChangedSinceForwardError(
         f"{' and '.join(names)} was changed after the forward of a region that reads "
         "it, and before its recompute, so its gradients would be wrong. (Plain "
-        "autograd: one of the variables needed for gradient computation has been "
-        "modified by an inplace operation.) Change it after the backward, or pass the "
-        "region a copy (`tensor.clone()`).",
+        f"autograd: {MODIFIED}.) Change it after the backward, or pass the region a "
+        "copy (`tensor.clone()`).",
         names,
     )
 
@@ -92,7 +105,7 @@ def mismatch_error(
     lines = [
         f"the recompute of a region did not repeat its forward: {what} differs.",
         f"  saved in the forward: {saved}",
-        f"  made by the recompute: {recomputed}",
+        f"  recomputed: {recomputed}",
     ]
     facts: dict[str, str] = {}
     if site is not None:
@@ -161,7 +174,7 @@ def likely_causes(
     causes = [
         f"the {type(container).__name__} {names.get(id(container), '?')!r} grew from "
         f"{before} to {after} while the forward ran (a cache?): pass it as an "
-        "argument, whose lists are seen again as they were, or do not fill it here"
+        "argument, whose lists a recompute restores, or do not fill it here"
         for container, before, after in grown
     ]
     if saved is not None and made is not None:

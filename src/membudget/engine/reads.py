@@ -1,4 +1,4 @@
-"""State that a region read besides its arguments, and how a recompute gets it back.
+"""State that a region read besides its arguments, and how a recompute restores it.
 
 Three kinds of state, three ways:
 

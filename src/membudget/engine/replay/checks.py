@@ -18,13 +18,14 @@ from torch.nn import Parameter
 
 from membudget._torch import without_dispatch_modes
 from membudget.engine.held import Packed
+from membudget.engine.messages import MODIFIED, overwritten_error
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.fingerprinted import BackwardComparison, Fingerprinter
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verify import Originals, Verified
-from membudget.errors import ChangedSinceForwardError, OverwrittenWarning
+from membudget.errors import OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
     content_of,
@@ -34,11 +35,6 @@ from membudget.state.bits import (
 )
 from membudget.state.copies import copy_of
 from membudget.state.identity import SavedVersion, address_of, version_of
-
-_OVERWRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an "
-    "inplace operation: a tensor that autograd saved in a replay region."
-)
 
 
 class Checks:
@@ -216,15 +212,13 @@ class Checks:
         if saved is None or not saved.has_moved():
             return
         if self._is_strict:
-            raise ChangedSinceForwardError(
-                f"{_OVERWRITTEN} Use the out-of-place operator, or change a clone.",
-                ["a saved tensor"],
-            )
+            raise overwritten_error("a saved tensor")
         if self._verified is not None and not self._verified.has_warned:
             self._verified.has_warned = True
             warnings.warn(
-                f"{_OVERWRITTEN} Plain autograd would raise; replay computes the "
-                "gradient from the values that were saved. strict=True raises, too.",
+                f"{MODIFIED}: a tensor that autograd saved in a replay region. Plain "
+                "autograd would raise; replay computes the gradient from the values "
+                "that were saved. strict=True raises, too.",
                 OverwrittenWarning,
                 stacklevel=2,
             )

@@ -111,8 +111,8 @@ def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
     while pending:
         value = pending.pop()
         operation = value.operation
-        is_there = value.tensor is not None and (value.root or value).is_carried
-        if operation is None or is_there or id(operation) in seen:
+        is_live = value.tensor is not None and (value.root or value).is_carried
+        if operation is None or is_live or id(operation) in seen:
             continue
         seen.add(id(operation))
         for read in operation.inputs():
