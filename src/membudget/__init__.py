@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from membudget import compat, policies
     from membudget.apply import Applied, RegionStatus, Status, apply
     from membudget.audit import AuditReport, audit
+    from membudget.engine.controls import (
+        Regions,
+        collect_regions,
+        disable_checkpointing,
+        execution_group,
+        is_recomputing,
+    )
     from membudget.engine.region import checkpoint
     from membudget.engine.replay.recorder import name, opaque
-    from membudget.engine.retention import Regions, collect_regions, execution_group
     from membudget.engine.sequential import checkpoint_sequential
-    from membudget.engine.switches import disable_checkpointing, is_recomputing
     from membudget.errors import (
         BudgetError,
         ChangedSinceForwardError,
@@ -104,9 +109,11 @@ _HOMES = {
     "membudget.audit": ("AuditReport", "audit"),
     "membudget.engine.region": ("checkpoint",),
     "membudget.engine.replay.recorder": ("name", "opaque"),
-    "membudget.engine.retention": ("Regions", "collect_regions", "execution_group"),
+    "membudget.engine.controls": (
+        *("Regions", "collect_regions", "disable_checkpointing", "execution_group"),
+        "is_recomputing",
+    ),
     "membudget.engine.sequential": ("checkpoint_sequential",),
-    "membudget.engine.switches": ("disable_checkpointing", "is_recomputing"),
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))
     ),

@@ -16,10 +16,10 @@ from torch.nn import Module
 
 from membudget.attach import check_can_carry, put_region, remove_region, select_modules
 from membudget.engine.options import Statistics, checked_options
-from membudget.engine.planned import Planned
 from membudget.engine.policy import Stages
 from membudget.errors import PlanError, SelectionError
 from membudget.planner.plan import Plan, RegionPlan, fingerprint_of
+from membudget.policies import Planned
 from membudget.spans import put_spans
 
 

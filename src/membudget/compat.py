@@ -34,16 +34,18 @@ from torch.utils.checkpoint import (
 from membudget._torch import torch_wrapping
 from membudget.attach import put_region
 from membudget.engine import sequential
-from membudget.engine.compiled import checkpoint_in_compiled_code
-from membudget.engine.options import ContextPair, checked_options
-from membudget.engine.region import run_region
-from membudget.engine.retention import GraphExecGroup
-from membudget.engine.selective import create_selective_checkpoint_contexts
-from membudget.engine.switches import (
+from membudget.engine.controls import (
+    GraphExecGroup,
     disable_checkpointing,
     is_recomputing,
     set_checkpoint_debug_enabled,
     set_checkpoint_early_stop,
+)
+from membudget.engine.options import ContextPair, checked_options
+from membudget.engine.region import run_region
+from membudget.engine.torch_form import (
+    checkpoint_in_compiled_code,
+    create_selective_checkpoint_contexts,
 )
 from membudget.errors import CheckpointError, OptionTypeError
 

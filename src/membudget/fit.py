@@ -22,7 +22,7 @@ from membudget.apply import Applied, Status
 from membudget.attach import has_region
 from membudget.audit import AuditReport, audit
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
-from membudget.engine.switches import disable_checkpointing
+from membudget.engine.controls import disable_checkpointing
 from membudget.errors import OptionError
 from membudget.memory import peak
 from membudget.modes import AUTO, check_mode

@@ -2,13 +2,22 @@
 
 >>> import membudget as mb
 >>> keep = mb.policies.matmuls | mb.policies.attention
+
+`Planned` is the policy of a plan, which is made from one step. If another step takes
+another path, its operators are not those that the plan names. Then the region keeps
+nothing more in that call, which is always exact and never takes more memory, and counts
+the difference.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from membudget.engine.policy import (
     Candidate,
     Policy,
+    Stages,
     everything,
     inside,
     named,
@@ -51,3 +60,87 @@ attention = operators(
     *("_scaled_dot_product_attention_math_for_mps", "_cudnn_attention_forward"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
+
+
+class Planned(Policy):
+    """Keep outputs by the number of their operator in the region's call.
+
+    Attributes:
+        differences: The number of calls that ran other operators than the plan names.
+    """
+
+    def __init__(
+        self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
+    ):
+        """Keep the outputs that a plan names.
+
+        Args:
+            kept: The overload that the plan expects, by operator number (from 1) and
+                output index.
+            stages: The stages of the backward pass.
+        """
+        self._kept = dict(kept)
+        self.stages = stages
+        self.differences = 0
+
+    def begin(self) -> Policy:
+        """Return the policy of one call."""
+        return _PlannedCall(self, self._kept)
+
+    def keeps(self, candidate: Candidate) -> bool:
+        """Tell whether the plan keeps the output, whatever else ran in the call."""
+        expected = self._kept.get((candidate.index, candidate.output_index))
+        return expected is not None and _is(candidate.operator, expected)
+
+
+class _PlannedCall(Policy):
+    """The policy during one call, which tracks the operators that have run."""
+
+    def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
+        self._plan = plan
+        self.stages = plan.stages
+        self._kept = kept
+        self._names = {number: name for (number, _), name in kept.items()}
+        self._awaited = set(self._names)
+        self._has_differed = False
+
+    def keeps(self, candidate: Candidate) -> bool:
+        if self._has_differed:
+            return False
+        number = candidate.index
+        expected = self._names.get(number)
+        if expected is None:
+            return False
+        if not _is(candidate.operator, expected):
+            self._differ()
+            return False
+        self._awaited.discard(number)
+        return (number, candidate.output_index) in self._kept
+
+    def end(self) -> None:
+        if self._awaited and not self._has_differed:
+            self._differ()
+
+    def _differ(self) -> None:
+        self._has_differed = True
+        self._plan.differences += 1
+
+
+def _is(operator: Any, expected: str) -> bool:
+    """Tell whether an operator is the expected one, or its in-place variant.
+
+    A plan made with fake tensors, which are a subclass, expects `add` where torch then
+    runs `add_`.
+    """
+    name = str(operator)
+    return name == expected or in_place_or_not(name) == in_place_or_not(expected)
+
+
+def in_place_or_not(name: str) -> str:
+    """Return an operator's name without the underscore of its in-place variant.
+
+    Example:
+        >>> in_place_or_not("aten.add_.Tensor"), in_place_or_not("aten.add.Tensor")
+        ('aten.add.Tensor', 'aten.add.Tensor')
+    """
+    return name.replace("_.", ".")

@@ -22,9 +22,9 @@ from torch.nn import Module, ModuleDict, ModuleList
 from membudget._torch import function_mode_count, is_any_autocast_enabled
 from membudget.attach import check_can_carry, has_region, put
 from membudget.engine import isolation
+from membudget.engine.controls import SWITCHES
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.switches import SWITCHES
 from membudget.errors import CheckpointError, SelectionError
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 import pytest
 
-from membudget.engine.planned import in_place_or_not
 from membudget.engine.rerun_frame import RerunFrame
 from membudget.graph import StepGraph
+from membudget.policies import in_place_or_not
 from membudget.profile import profile
 from tests.profile.cases import (
     MODELS,

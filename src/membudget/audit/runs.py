@@ -25,8 +25,8 @@ from membudget.apply import RegionStatus, apply
 from membudget.attach import has_region, statistics_of
 from membudget.audit.differences import Outcome, Results, compare
 from membudget.audit.verdict import AuditReport, Compared
+from membudget.engine.controls import disable_checkpointing
 from membudget.engine.options import Statistics
-from membudget.engine.switches import disable_checkpointing
 from membudget.errors import OptionError
 from membudget.state.identity import first_value, is_zero
 from membudget.state.snapshot import State

@@ -237,12 +237,7 @@ def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
 
 
 def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
-    """Tell whether a rerun region must keep a nested tensor that autograd saves.
-
-    Args:
-        nested: The tensor.
-        arguments: The region's arguments.
-    """
+    """Tell whether a rerun region must keep a nested tensor that autograd saves."""
     return nested.layout is not torch.jagged or has_own_offsets(
         nested, arguments.rebuild()
     )

@@ -4,7 +4,7 @@ A rerun is exact if the function is deterministic and writes no memory behind th
 version counters. Neither is assumed: the first call of each *signature* is verified,
 and calls number 2, 4, 8, 16, ... after it.
 
-A signature (see `signature`) is what is known before a call. A *path* is what is known
+A signature (see `callees`) is what is known before a call. A *path* is what is known
 after it: dtypes and ranks of the saved tensors, in order. When a call takes a path that
 no verified call has taken, the next calls are verified until one takes it, or until
 `_PATIENCE` calls have not. The call that discovered the path was not verified, so its
@@ -20,8 +20,8 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
+from membudget.engine.callees import Signature, signature_of
 from membudget.engine.comparison import Metadata
-from membudget.engine.signature import Signature, signature_of
 
 SavedPath = list[Metadata]
 

@@ -1,28 +1,51 @@
-"""Is a recomputed tensor the one that was saved? Metadata, fingerprints, bytes.
+"""Does a recompute see, and give, what the forward saw and saved?
 
-Comparing metadata is on the hot path of every recompute. Fingerprints are compared in
-verified calls, or in all calls with `determinism_check="values"`. A fingerprint must
-not be taken before the tensor is filled: some operators save a tensor first and fill it
-later (RReLU its noise), but none after it has returned. So the tensors of one operator
-wait until another operator saves.
+Metadata of each recomputed tensor are compared with those of the saved one, on the hot
+path of every recompute; *fingerprints* in verified calls, or in all calls with
+`determinism_check="values"`. A fingerprint must not be taken before the tensor is
+filled: some operators save a tensor first and fill it later (RReLU its noise), but none
+after it has returned. So the tensors of one operator wait until another operator saves.
+
+Walking what a function can reach finds more than the function reads. So a change counts
+only when an operator of the recompute takes the changed storage as an operand. `Watch`
+checks the operands; it is entered only if something did change, so an unchanged step
+pays nothing. A tensor that the region *itself* changes (embedding's `max_norm`
+renormalises its weight) is a separate case: the recompute starts from the content that
+the forward left. That is exact if the first operator to touch the tensor is the one
+that writes it, and this and every later write leaves it unchanged; otherwise the
+recompute is refused.
+
+`Contents` finds writes behind the version counters: through `.data`, through NumPy, or
+by a kernel such as batch_norm's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from membudget._torch import node_sequence_number, without_modes
+from membudget._torch import (
+    is_view_operator,
+    node_sequence_number,
+    set_versions,
+    tree_iter,
+    without_modes,
+    written_arguments,
+)
+from membudget.engine.messages import changed_error, rewritten_error
+from membudget.observer import Observer
 from membudget.state.bits import (
     SKIPPED,
     Fingerprint,
     content_of,
-    has_bits,
+    has_changed,
     may_be_a_workspace,
 )
+from membudget.state.identity import address_of, version_of
 
 Metadata = tuple[Any, ...]
 
@@ -152,30 +175,83 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
     return SKIPPED if may_be_a_workspace(tensor) else content_of(tensor)
 
 
-def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
-    """Tell whether two tensors have the same bytes in the same layout."""
-    if replayed is None or original.shape != replayed.shape:
-        return False
-    if original.dtype is not replayed.dtype or _layout(original) != _layout(replayed):
-        return False
-    if not has_bits(original) or may_be_a_workspace(original):
-        return True
-    return torch.equal(_bytes(original), _bytes(replayed))
+class Contents:
+    """The fingerprints of some tensors at one moment."""
+
+    __slots__ = ("_noted",)
+
+    def __init__(self, tensors: Iterable[Tensor]):
+        """Take the fingerprints."""
+        with without_modes():
+            self._noted = [
+                (tensor, version_of(tensor), address_of(tensor), content_of(tensor))
+                for tensor in tensors
+            ]
+
+    def silently_written(self) -> list[Tensor]:
+        """Return tensors whose content has changed, but not version or storage."""
+        with without_modes():
+            return [
+                tensor
+                for tensor, version, address, content in self._noted
+                if version_of(tensor) == version
+                and address_of(tensor) == address
+                and has_changed(tensor, content)
+            ]
 
 
-def _layout(tensor: Tensor) -> Any:
-    """Return what, besides shape and dtype, selects a kernel's algorithm."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return tensor.layout
-    if not tensor.numel():
-        return None
-    sizes = zip(tensor.shape, tensor.stride(), strict=True)
-    strides = [stride for size, stride in sizes if size > 1]
-    return tensor.is_conj(), tensor.is_neg(), strides
+Names = dict[int, str]
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    # Clone, because a tensor of one element may have a stride that `view` refuses.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1).view(torch.uint8)
+class Watch(Observer):
+    """Raises when an operator reads a storage that was changed."""
+
+    def __init__(self, changed: Names, rewritten: Names):
+        """Watch storages.
+
+        Args:
+            changed: Storages that other code changed since the forward: names by
+                address.
+            rewritten: Storages that the region itself changed, likewise.
+        """
+        self.changed = changed
+        self.rewritten = dict(rewritten)
+        self.settled: Names = {}  # Of these, what a write has left unchanged.
+        self.versions: list[tuple[Tensor, int]] = []
+
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Check the operands, then run the operator."""
+        if is_view_operator(operator):
+            return operator(*args, **kwargs)
+        operands = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        addresses = {address_of(t) for t in operands}
+        hit = addresses & self.changed.keys()
+        if hit:
+            raise changed_error([self.changed[address] for address in sorted(hit)])
+        if addresses.isdisjoint(self.rewritten | self.settled):
+            return operator(*args, **kwargs)
+        return self._rewrite(operator, args, kwargs, addresses)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Restore the versions of tensors that were rewritten with the same content."""
+        super().__exit__(kind, error, trace)
+        for tensor, version in reversed(self.versions):
+            set_versions([tensor], [version])
+
+    def _rewrite(self, func: Any, args: Any, kwargs: Any, addresses: set[int]) -> Any:
+        written = {address_of(t): t for t in written_arguments(func, args, kwargs)}
+        for address in addresses & self.rewritten.keys():
+            if address not in written:
+                raise rewritten_error(self.rewritten[address])
+        names = self.rewritten | self.settled
+        written = {a: t for a, t in written.items() if a in names}
+        before = {a: t.detach().clone() for a, t in written.items()}
+        self.versions += [(t, t._version) for t in written.values()]
+        result = func(*args, **kwargs)
+        for address, tensor in written.items():
+            if not torch.equal(before[address], tensor.detach()):
+                tensor.detach().copy_(before[address])
+                raise rewritten_error(names[address])
+            self.settled[address] = names[address]
+            self.rewritten.pop(address, None)
+        return result

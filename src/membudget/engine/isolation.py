@@ -106,29 +106,15 @@ def _others_alive(registry: _Registry, me: int) -> bool:
     return bool((registry.threads - {me}) & alive)
 
 
-class RandomLog:
-    """The generator's state before each random operator of one forward."""
+class DrawRecorder(Observer):
+    """Records the generator's state before each random operator of a forward."""
 
-    __slots__ = ("states",)
-
-    def __init__(self) -> None:
-        """Start with an empty log."""
-        self.states: list[Tensor] = []
-
-    def recorder(self) -> Observer:
-        """Return the observer for the forward."""
-        return _Record(self.states)
-
-    def player(self) -> Observer:
-        """Return the observer for one recompute."""
-        return _Play(self.states)
-
-
-class _Record(Observer):
     def __init__(self, states: list[Tensor]):
+        """Append to `states`."""
         self.states = states
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run one operator; if it is random, record the state before."""
         if not is_random_operator(operator):
             return operator(*args, **kwargs)
         with OPERATOR_LOCK:
@@ -136,11 +122,15 @@ class _Record(Observer):
             return operator(*args, **kwargs)
 
 
-class _Play(Observer):
+class DrawPlayer(Observer):
+    """Runs each random operator of a recompute from its recorded state."""
+
     def __init__(self, states: list[Tensor]):
+        """Start at the first of `states`."""
         self.states = iter(states)
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run one operator; leave the live generator untouched."""
         if not is_random_operator(operator):
             return operator(*args, **kwargs)
         generator = generator_of(args, kwargs)

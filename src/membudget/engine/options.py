@@ -98,34 +98,28 @@ class RegionOptions:
     def __post_init__(self) -> None:
         """Reject invalid values, and derive the rest."""
         self._check()
-        object.__setattr__(self, "policy", as_policy(self.keep))
-        object.__setattr__(self, "decisions", {})
-        always = self.engine == "replay" or (
-            self.engine == "auto" and self.keep is not None
-        )
-        object.__setattr__(self, "always_replays", always)
-        verifies = (
-            self.guards
+        is_auto, check = self.engine == "auto", self.determinism_check
+        derived = {
+            "policy": as_policy(self.keep),
+            "decisions": {},
+            "always_replays": self.engine == "replay"
+            or (is_auto and self.keep is not None),
+            "verifies": self.guards
             and bool(self.verify)
-            and self.determinism_check != "none"
-            and self.preserve_rng_state
-        )
-        object.__setattr__(self, "verifies", verifies)
-        # An option that only rerun has selects rerun.
-        may = (
-            self.engine == "auto"
-            and self.determinism_check == "default"
+            and check != "none"
+            and self.preserve_rng_state,
+            # An option that only rerun has selects rerun.
+            "may_replay": is_auto
+            and check == "default"
             and self.early_stop
             and self.preserve_rng_state
-            and not (self.use_reentrant or self.context_fn or self.debug)
-        )
-        object.__setattr__(self, "may_replay", may)
-        instrumented = (
-            self.context_fn is not None
+            and not (self.use_reentrant or self.context_fn or self.debug),
+            "is_instrumented": self.context_fn is not None
             or self.debug
-            or self.determinism_check == "values"
-        )
-        object.__setattr__(self, "is_instrumented", instrumented)
+            or check == "values",
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     def _check(self) -> None:
         if self.determinism_check not in get_args(DeterminismCheck):
@@ -171,14 +165,7 @@ DEFAULTS = RegionOptions()
 
 
 def take_options(kwargs: dict[str, Any]) -> RegionOptions:
-    """Remove the options of a region from the keywords of a call.
-
-    Args:
-        kwargs: The keywords; options are removed.
-
-    Returns:
-        The options, validated.
-    """
+    """Remove a region's options from the keywords of a call; return them validated."""
     names = OPTION_NAMES & kwargs.keys() if kwargs else None
     if not names:
         return DEFAULTS

@@ -117,11 +117,11 @@ class Policy:
 
     def __or__(self, other: Policy) -> Policy:
         """Keep what either keeps."""
-        return _Either(self, as_policy(other))
+        return _Pair(self, as_policy(other), True)
 
     def __and__(self, other: Policy) -> Policy:
         """Keep what both keep."""
-        return _Both(self, as_policy(other))
+        return _Pair(self, as_policy(other), False)
 
     def __invert__(self) -> Policy:
         """Keep what this one does not."""
@@ -196,37 +196,25 @@ class _Predicate(Policy):
 
 @dataclass(frozen=True)
 class _Pair(Policy):
+    """Two policies, of which the first to answer `decisive` decides."""
+
     first: Policy
     second: Policy
+    decisive: bool  # `True` for "or", `False` for "and".
 
-    def _answers(self, operator: Any) -> tuple[bool | None, bool | None]:
-        return self.first.by_operator(operator), self.second.by_operator(operator)
-
-
-@dataclass(frozen=True)
-class _Either(_Pair):
     def keeps(self, candidate: Candidate) -> bool:
-        return self.first.keeps(candidate) or self.second.keeps(candidate)
+        first = self.first.keeps(candidate)
+        return first if bool(first) is self.decisive else self.second.keeps(candidate)
 
     def by_operator(self, operator: Any) -> bool | None:
-        answers = self._answers(operator)
-        return True if True in answers else None if None in answers else False
+        answers = [p.by_operator(operator) for p in (self.first, self.second)]
+        if self.decisive in answers:
+            return self.decisive
+        return None if None in answers else not self.decisive
 
     def keeps_name(self, name: str) -> bool:
-        return self.first.keeps_name(name) or self.second.keeps_name(name)
-
-
-@dataclass(frozen=True)
-class _Both(_Pair):
-    def keeps(self, candidate: Candidate) -> bool:
-        return self.first.keeps(candidate) and self.second.keeps(candidate)
-
-    def by_operator(self, operator: Any) -> bool | None:
-        answers = self._answers(operator)
-        return False if False in answers else None if None in answers else True
-
-    def keeps_name(self, name: str) -> bool:
-        return self.first.keeps_name(name) and self.second.keeps_name(name)
+        first = self.first.keeps_name(name)
+        return first if bool(first) is self.decisive else self.second.keeps_name(name)
 
 
 @dataclass(frozen=True)

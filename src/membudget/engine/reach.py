@@ -8,7 +8,7 @@ module's attributes the walk visits only those that can hold something.
 
 The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
 may find more than the function reads, which is harmless: a change counts only when a
-recompute reads it (see `changes`).
+recompute reads it (see `comparison`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from membudget._torch import NormalizationWithStatistics, torchscript_types
-from membudget.engine.slots import (
+from membudget.engine.callees import (
     CLASS_SLOTS,
     INERT,
     attribute_names,

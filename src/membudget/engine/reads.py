@@ -1,4 +1,4 @@
-"""State that a region read besides its arguments, and how a recompute gets it back.
+"""State that a region read besides its arguments, and how a recompute restores it.
 
 Three kinds of state, three ways:
 
@@ -10,7 +10,7 @@ Three kinds of state, three ways:
   classes (a counter, a lazily built mask), are rebound to their earlier values for the
   time of the recompute. The items of lists and dicts among them are not restored.
 * *Everything else* is compared, by version and storage, with what the forward left. A
-  change is an error once the recompute reads it (see `changes`).
+  change is an error once the recompute reads it (see `comparison`).
 
 BatchNorm's kernel writes its running statistics without bumping the version. So its
 buffers, and all small ones, are always restored. Another large buffer (a causal mask)
@@ -31,9 +31,8 @@ from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.changes import (
-    Contents,
-    Watch,
+from membudget.engine.comparison import Contents, Watch
+from membudget.engine.messages import (
     name_of,
     names_of,
     rewritten_error,
@@ -51,21 +50,25 @@ class Externals(NamedTuple):
 
     Attributes:
         changed: Names of storages that other code changed, by address.
-        put_back: Addresses of the buffers that hold the forward's content while the
+        restored: Addresses of the buffers that hold the forward's content while the
             recompute runs.
     """
 
     changed: dict[int, str]
-    put_back: frozenset[int]
+    restored: frozenset[int]
 
 
 class Reads:
-    """The state that one forward could read besides its arguments."""
+    """The state that one forward could read besides its arguments.
+
+    Attributes:
+        grown: The containers that grew in the forward, with both lengths.
+    """
 
     __slots__ = (
-        *("_addresses", "_containers", "_contents", "_gradients", "_grown", "_modules"),
+        *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
         *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_training", "_versions", "_written"),
+        *("_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -82,7 +85,7 @@ class Reads:
         self._namespaces = _namespaces(reached)
         self._silent = reached.silent
         self._containers = reached.containers
-        self._grown: list[tuple[Any, int, int]] = []
+        self.grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
         self._contents: Contents | None = None
         self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
@@ -99,12 +102,12 @@ class Reads:
             for gradient in (tensor.grad,)
         ]
 
-    def not_put_back(self) -> list[Tensor]:
+    def not_restored(self) -> list[Tensor]:
         """Return the tensors that are not restored for a recompute."""
-        state = self._put_back()
+        state = self._restored()
         return [tensor for tensor in self._tensors if id(tensor) not in state]
 
-    def _put_back(self) -> set[int]:
+    def _restored(self) -> set[int]:
         """Return, by `id`, the buffers that are restored for a recompute."""
         return {id(buffer) for buffer, _ in self._snapshots}
 
@@ -117,7 +120,7 @@ class Reads:
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
-        self._grown = [
+        self.grown = [
             (held, before, len(held))
             for held, before in self._containers
             if len(held) > before
@@ -132,7 +135,7 @@ class Reads:
                 if is_small(buffer) or id(buffer) in moved or id(buffer) in self._silent
             ]
         if written:
-            self._written = [t for t in self.not_put_back() if id(t) in written]
+            self._written = [t for t in self.not_restored() if id(t) in written]
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
@@ -144,22 +147,18 @@ class Reads:
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
         """Return, by `id`, the buffers whose copies stay although no version moved."""
-        copied = self._put_back()
+        copied = self._restored()
         calls.writes_silently |= bool(written & copied)
         return copied if calls.writes_silently else set()
 
     def _note_rewritten(self, versions: list[int]) -> None:
-        state = self._put_back()
+        state = self._restored()
         self._rewritten = {
             i: None if id(tensor) in state else content_of(tensor)
             for i, tensor in enumerate(self._tensors)
             if versions[i] != self._versions[i]
         }
         self._versions = versions
-
-    def grown(self) -> list[tuple[Any, int, int]]:
-        """Return the containers that grew in the forward, with both lengths."""
-        return self._grown
 
     def enter(
         self,
@@ -182,8 +181,8 @@ class Reads:
             scope.enter_context(watch)
         elif not self._snapshots:
             return None
-        put_back = frozenset(address_of(buffer) for buffer, _ in self._snapshots)
-        return Externals({} if watch is None else watch.changed, put_back)
+        restored = frozenset(address_of(buffer) for buffer, _ in self._snapshots)
+        return Externals({} if watch is None else watch.changed, restored)
 
     def _enter_attributes(self, scope: Scope) -> None:
         for module, training in zip(self._modules, self._training, strict=True):
@@ -203,7 +202,7 @@ class Reads:
         changed = self._changed()
         if not (changed or self._rewritten or moved):
             return None
-        state = self._put_back()
+        state = self._restored()
         names = names_of(function, arguments.others)
         watched = {address_of(t): name_of(t, names) for t in changed}
         for held in moved:

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import sys
+from collections.abc import Callable, Sequence
 from threading import RLock
+from types import FrameType
 from typing import Any
 from weakref import ReferenceType, ref
 
 from torch import Tensor
 
+from membudget._torch import tree_iter
+from membudget.callsite import is_internal
 from membudget.engine.arguments import must_keep
 from membudget.engine.calls import Calls
 from membudget.engine.comparison import Fingerprints, Metadata, metadata
-from membudget.engine.mismatch import Trace
 from membudget.engine.options import ContextPair, RegionOptions, Statistics
-from membudget.engine.surroundings import GuardedSurroundings, Surroundings
+from membudget.engine.surroundings import Surroundings
 from membudget.errors import CheckpointError, RecomputeMismatchError
+from membudget.observer import Observer
 from membudget.state.identity import address_of
+
+# Lines of a trace shown around the first difference, and of the stack at each.
+_BEFORE, _AFTER, _STACK = 4, 4, 3
 
 # Errors of code that runs twice: an exhausted iterator, a key that exists already.
 # Running out of memory is not among them; it is a RuntimeError of torch's.
@@ -65,6 +73,70 @@ class KeptHandle(RerunHandle):
         """Ignore the assignment that empties a handle once its tensor is taken."""
 
 
+class Trace(Observer):
+    """Records every operator that runs inside.
+
+    Attributes:
+        operators: Each operator as text, in order.
+        stacks: The user's stack at each operator, innermost line first.
+    """
+
+    def __init__(self) -> None:
+        """Start with an empty list."""
+        self.operators: list[str] = []
+        self.stacks: list[str] = []
+
+    def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record the operator and run it."""
+        operands = ", ".join(
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
+            for t in tree_iter((args, kwargs))
+            if isinstance(t, Tensor)
+        )
+        self.operators.append(f"{operator}({operands})")
+        self.stacks.append(_user_stack())
+        return operator(*args, **kwargs)
+
+
+def _user_stack() -> str:
+    lines: list[str] = []
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and len(lines) < _STACK:
+        if not is_internal(frame.f_code):
+            name = os.path.basename(frame.f_code.co_filename)
+            lines.append(f"{name}:{frame.f_lineno} {frame.f_code.co_name}")
+        frame = frame.f_back
+    return " < ".join(lines)
+
+
+def side_by_side(forward: Trace, recompute: Trace) -> str:
+    """Return both traces around the first operator that differs."""
+    first = _first_difference(forward.operators, recompute.operators)
+    return "\n".join(
+        [
+            *_excerpt("operators of the forward", forward, first),
+            *_excerpt("operators of the recompute", recompute, first),
+        ]
+    )
+
+
+def _first_difference(a: Sequence[str], b: Sequence[str]) -> int:
+    for i, (x, y) in enumerate(zip(a, b, strict=False)):
+        if x != y:
+            return i
+    return min(len(a), len(b))
+
+
+def _excerpt(title: str, trace: Trace, first: int) -> list[str]:
+    start = max(0, first - _BEFORE)
+    end = min(len(trace.operators), first + _AFTER)
+    lines = [f"  {title} ({len(trace.operators)} in all, from number {start}):"]
+    for i in range(start, end):
+        mark = ">" if i == first else " "
+        lines.append(f"  {mark} {i:4d} {trace.operators[i]}  [{trace.stacks[i]}]")
+    return lines
+
+
 class Recording:
     """One call of a region: its arguments, its surroundings, what it saved.
 
@@ -108,8 +180,7 @@ class Recording:
         self.function = function
         self.options = options
         self.statistics = statistics
-        kind = GuardedSurroundings if options.guards else Surroundings
-        self.surroundings: Surroundings = kind(function, args, kwargs, options)
+        self.surroundings = Surroundings(function, args, kwargs, options)
         self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls

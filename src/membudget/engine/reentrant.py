@@ -27,10 +27,10 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_whole_backward, tree_iter
-from membudget.engine.changes import rewritten_error
+from membudget.engine.controls import RECOMPUTING
+from membudget.engine.messages import rewritten_error
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.surroundings import GuardedSurroundings, Surroundings
-from membudget.engine.switches import RECOMPUTING
+from membudget.engine.surroundings import Surroundings
 from membudget.errors import ReentrantLimitError
 from membudget.scope import Scope
 from membudget.state.identity import version_of
@@ -59,10 +59,7 @@ class _ReentrantCall:
             k: None if isinstance(v, Tensor) else v for k, v in kwargs.items()
         }
         # Autograd saves the tensors; everything else is held as in any region.
-        kind = GuardedSurroundings if options.guards else Surroundings
-        self.surroundings: Surroundings = kind(
-            function, self.others, self.keywords, options
-        )
+        self.surroundings = Surroundings(function, self.others, self.keywords, options)
 
     def run(
         self, others: Sequence[Any], keywords: dict[str, Any], tensors: Sequence[Tensor]
@@ -168,16 +165,6 @@ def run_reentrant(
     statistics: Statistics | None,
 ) -> Any:
     """Run one region in the classic way.
-
-    Args:
-        function: The region's function.
-        args: Its positional arguments. Tensors among them may get a gradient.
-        kwargs: Its keyword arguments; likewise.
-        options: The region's options.
-        statistics: The region's counters, if any.
-
-    Returns:
-        What `function` returns.
 
     Raises:
         ReentrantLimitError: A gradient would be lost.

@@ -57,8 +57,8 @@ from torch.compiler import is_compiling
 
 from membudget.engine import isolation
 from membudget.engine.calls import calls_of
-from membudget.engine.compiled import checkpoint_in_compiled_code, run_compiled
-from membudget.engine.mismatch import note_refused_hooks
+from membudget.engine.controls import SWITCHES
+from membudget.engine.messages import note_refused_hooks
 from membudget.engine.options import (
     DEFAULTS,
     ContextPair,
@@ -70,9 +70,12 @@ from membudget.engine.options import (
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.rerun_frame import RerunFrame
-from membudget.engine.selective import policy_of
 from membudget.engine.surroundings import Surroundings
-from membudget.engine.switches import SWITCHES
+from membudget.engine.torch_form import (
+    checkpoint_in_compiled_code,
+    policy_of,
+    run_compiled,
+)
 from membudget.errors import CheckpointError
 
 T = TypeVar("T")
@@ -150,18 +153,7 @@ def run_region(
     options: RegionOptions = DEFAULTS,
     statistics: Statistics | None = None,
 ) -> Any:
-    """Run one region with options that have been validated.
-
-    Args:
-        function: The region's function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments, without options.
-        options: The region's options.
-        statistics: The region's counters, if any.
-
-    Returns:
-        What `function` returns.
-    """
+    """Run one region with options that have been validated, not among `kwargs`."""
     if is_compiling():
         label = "" if statistics is None else statistics.label
         return run_compiled(

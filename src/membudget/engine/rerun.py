@@ -23,7 +23,6 @@ from membudget._torch import (
 )
 from membudget.callsite import CallSite, calling_frame
 from membudget.engine.arguments import must_keep
-from membudget.engine.changes import changed_error
 from membudget.engine.comparison import (
     Metadata,
     RecomputedFingerprints,
@@ -31,15 +30,14 @@ from membudget.engine.comparison import (
     metadata,
     same_metadata,
 )
-from membudget.engine.mismatch import (
-    Trace,
+from membudget.engine.messages import (
+    changed_error,
     likely_causes,
     mismatch_error,
     module_names,
-    side_by_side,
 )
 from membudget.engine.reads import Externals
-from membudget.engine.recording import Recording, RerunHandle
+from membudget.engine.recording import Recording, RerunHandle, Trace, side_by_side
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
@@ -223,7 +221,7 @@ class Rerun:
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
-        if handle.address in externals.put_back:
+        if handle.address in externals.restored:
             handle.version = None
 
     def _check(self, index: int, made: Metadata) -> None:
@@ -271,7 +269,8 @@ class Rerun:
     def _causes(self, saved: Metadata | None, made: Metadata | None) -> list[str]:
         recording = self._recording
         reads = recording.surroundings.reads
-        return likely_causes(recording.function, reads, recording.options, saved, made)
+        grown = () if reads is None else reads.grown
+        return likely_causes(recording.function, grown, recording.options, saved, made)
 
     def _traces(self) -> str:
         if self._recording.trace is None or self._trace is None:

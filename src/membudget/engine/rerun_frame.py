@@ -18,14 +18,14 @@ from membudget._torch import (
     push_saved_tensors_hooks,
     storage_address,
 )
-from membudget.engine import isolation, retention
+from membudget.engine import isolation
 from membudget.engine.comparison import Fingerprints
-from membudget.engine.mismatch import Trace, mismatch_error
-from membudget.engine.recording import Recording, RerunHandle
+from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
+from membudget.engine.isolation import DrawRecorder
+from membudget.engine.messages import mismatch_error, overwritten_error
+from membudget.engine.recording import Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun
-from membudget.engine.retention import OPEN_GROUPS
-from membudget.engine.switches import RECOMPUTING
-from membudget.errors import ChangedSinceForwardError, CheckpointError
+from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
 
@@ -76,7 +76,7 @@ class RerunFrame(Recording):
         options = self.options
         with Scope() as scope:
             if self.surroundings.random_log is not None:
-                scope.enter_context(self.surroundings.random_log.recorder())
+                scope.enter_context(DrawRecorder(self.surroundings.random_log))
             if options.debug:
                 self.trace = Trace()
                 scope.enter_context(self.trace)
@@ -111,10 +111,11 @@ class RerunFrame(Recording):
         if tensor is None:
             tensor = self._recomputed(handle)
         version, address = handle.version, handle.address
-        if version is not None and tensor._version != version:
-            raise _changed_inside(tensor)
-        if address is not None and storage_address(tensor) != address:
-            raise _changed_inside(tensor)  # `y.data =` exchanged its storage.
+        # `y.data =` exchanges the storage.
+        if (version is not None and tensor._version != version) or (
+            address is not None and storage_address(tensor) != address
+        ):
+            raise overwritten_error(f"a saved tensor of shape {tuple(tensor.shape)}")
         if not OPEN_GROUPS and not (self.holds and not self.finished):
             handle.tensor = None  # Rule 3.
         return tensor
@@ -135,7 +136,7 @@ class RerunFrame(Recording):
                 self._recompute()
                 tensor = handle.tensor
                 # With one handle nothing is left over to be freed.
-                if len(self.handles) > 1 and not retention.release_in_time(self):
+                if len(self.handles) > 1 and not release_in_time(self):
                     self.empty()
         if tensor is None:
             raise mismatch_error(
@@ -178,14 +179,3 @@ class RerunFrame(Recording):
             RECOMPUTING.remove(me)
             if counted:
                 isolation.leave()
-
-
-def _changed_inside(tensor: Tensor) -> ChangedSinceForwardError:
-    shape = tuple(tensor.shape)
-    return ChangedSinceForwardError(
-        "one of the variables needed for gradient computation has been modified by an "
-        f"inplace operation: a tensor of shape {shape} that autograd saved inside a "
-        "region was changed after it was saved. Use the out-of-place operator, or "
-        "change a clone.",
-        [f"saved tensor of shape {shape}"],
-    )

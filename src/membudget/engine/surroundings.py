@@ -1,24 +1,35 @@
 """Everything a call of a region depends on: recorded before it, restored later.
 
 This implements Rules 5 and 6, for both variants of rerun: arguments, random sources,
-ambient state, and what the function can reach. `Surroundings` gives the guarantees of
-torch's own checkpoint; `GuardedSurroundings` all of the rules. What is restored lasts
-until a `Scope` ends. The caller enables gradients.
+what the function can reach, and *ambient* state. That is autocast with its dtypes and
+cache, the stacks of function and dispatch modes, the default device and dtype, context
+variables, and the settings that choose kernels (`sdpa_kernel`, mkldnn, cuDNN,
+precisions, determinism).
+
+A recompute happens later, inside a backward pass, perhaps in another thread. Usually
+nothing has changed by then, so the forward records the state as cheaply as it can, and
+the recompute restores only what differs, until a `Scope` ends. The caller enables
+gradients.
 """
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from membudget import _torch, _torch_settings
 from membudget._torch import is_any_autocast_enabled, without_modes
 from membudget.engine import isolation
-from membudget.engine.ambient import Ambient, Autocast, enter_autocast
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
-from membudget.engine.changes import Contents, name_of, names_of, silently_written_error
-from membudget.engine.isolation import RandomLog
+from membudget.engine.comparison import Contents
+from membudget.engine.isolation import DrawPlayer
+from membudget.engine.messages import name_of, names_of, silently_written_error
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import Reached, reach
 from membudget.engine.reads import Externals, Reads
@@ -33,8 +44,126 @@ from membudget.state.rng import (
 )
 
 
+class Autocast:
+    """The state of autocast: enabled and dtype per device type, and the cache flag."""
+
+    __slots__ = ("_by_device", "_cache")
+
+    def __init__(self) -> None:
+        """Read the state."""
+        self._cache = torch.is_autocast_cache_enabled()
+        self._by_device = {
+            device: (
+                torch.is_autocast_enabled(device),
+                torch.get_autocast_dtype(device),
+            )
+            for device in _device_types()
+        }
+
+    def enter(self, scope: Scope) -> None:
+        """Restore the state until `scope` ends."""
+        for device, (enabled, dtype) in self._by_device.items():
+            context = torch.autocast(device, dtype, enabled, self._cache)
+            scope.enter_context(context)
+
+
+def enter_autocast(state: Autocast | None, scope: Scope) -> None:
+    """Restore a state of autocast, `None` for off, until `scope` ends."""
+    if state is not None:
+        state.enter(scope)
+    else:
+        for device in _device_types():
+            scope.enter_context(torch.autocast(device, enabled=False))
+
+
+def _device_types() -> tuple[str, ...]:
+    accelerator = torch.accelerator.current_accelerator()
+    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
+
+
+class Ambient:
+    """Modes, settings and context variables of a forward."""
+
+    __slots__ = ("context", "dispatch_modes", "function_modes", "settings")
+
+    def __init__(self) -> None:
+        """Record the current state."""
+        self.function_modes = (
+            _torch.function_modes() if _torch.function_mode_count() else ()
+        )
+        self.dispatch_modes = (
+            _modes_of_the_user() if _torch.dispatch_mode_count() else ()
+        )
+        self.settings = _torch_settings.read()
+        self.context = contextvars.copy_context()
+
+    def enter(self, scope: Scope) -> None:
+        """Restore what differs now, until `scope` ends."""
+        self.enter_settings(scope)
+        if self.function_modes or _torch.function_mode_count():
+            self._enter_function_modes(scope)
+        if self.dispatch_modes:
+            # A mode that is active only around the backward stays: a user who counts
+            # operators there wants to see the recompute.
+            _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
+
+    def enter_for_operators(self, scope: Scope) -> None:
+        """Restore what operators depend on, where no user code runs."""
+        self.enter_settings(scope)
+        if self.dispatch_modes:
+            _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
+
+    def enter_settings(self, scope: Scope) -> None:
+        """Restore settings that differ now, until `scope` ends."""
+        now = _torch_settings.read()
+        if now != self.settings:
+            _torch_settings.bring_back(self.settings, now, scope.callback)
+
+    def _enter_function_modes(self, scope: Scope) -> None:
+        active = _torch.function_modes()
+        if active == self.function_modes:
+            return
+        had_device = any(map(_torch.is_device_context, self.function_modes))
+        if not had_device and any(map(_torch.is_device_context, active)):
+            # The backward runs under a default device, the forward did not.
+            scope.enter_context(torch.device("cpu"))
+        _enter_missing(scope, self.function_modes, active)
+
+
+def operator_conditions() -> Callable[[Scope], None]:
+    """Record the conditions on which operators depend; return what restores them."""
+    ambient = Ambient()
+    if not torch.cuda.is_initialized():
+        return ambient.enter_for_operators
+    stream = torch.cuda.current_stream()
+
+    def enter(scope: Scope) -> None:
+        ambient.enter_for_operators(scope)
+        scope.enter_context(torch.cuda.stream(stream))
+
+    return enter
+
+
+def _modes_of_the_user() -> tuple[Any, ...]:
+    """Return the dispatch modes that are not the engine's."""
+    return tuple(
+        mode
+        for mode in _torch.dispatch_modes()
+        if not isinstance(mode, _torch.DispatchMode)
+    )
+
+
+def _enter_missing(
+    scope: Scope, wanted: tuple[Any, ...], active: tuple[Any, ...]
+) -> None:
+    present = {id(mode) for mode in active}
+    for mode in wanted:
+        if id(mode) not in present:
+            scope.enter_context(mode)
+
+
 class Surroundings:
-    """Arguments, torch's random streams and autocast of one call.
+    """The whole state that one call of a region saw; less of it without guards.
 
     Attributes:
         arguments: Its arguments.
@@ -48,75 +177,14 @@ class Surroundings:
         is_lazy: Whether it can reach parameters that its forward will initialise.
         trainable: Whether it can reach a tensor that requires a gradient; only the
             reentrant variant reads this.
-        random_log: The random operators, where several threads run regions.
+        random_log: Generator states by random operator, if several threads run regions.
     """
 
     reads: Reads | None = None
     trainable = True
-    random_log: RandomLog | None = None
-    needs_repair = False
-    runs_torchscript = False
-    is_lazy = False
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        options: RegionOptions,
-    ):
-        """Record the state; the function has not run yet."""
-        self.arguments = arguments = HeldArguments(args, kwargs)
-        self._autocast = Autocast() if is_any_autocast_enabled() else None
-        self._noted: Noted = (
-            note(torch_sources(arguments.cuda_devices))
-            if options.preserve_rng_state
-            else []
-        )
-
-    def begin_check(self) -> None:
-        """Prepare to find what the function writes behind the version counters."""
-
-    def finish(self, calls: Calls | None = None) -> None:
-        """Find out, after the function ran, what it changed itself.
-
-        Args:
-            calls: The history of the function's calls, which is updated.
-        """
-
-    def run_in_context(self, body: Callable[[], None]) -> None:
-        """Call `body` with the context variables of the forward."""
-        body()
-
-    def enter_ambient(self, scope: Scope) -> None:
-        """Restore random sources, modes and settings until `scope` ends."""
-        if self._autocast is not None or is_any_autocast_enabled():
-            enter_autocast(self._autocast, scope)
-        bring_back(self._noted, scope)
-
-    def enter_state(
-        self, scope: Scope, hide_gradients: bool = False
-    ) -> Externals | None:
-        """Restore buffers, attributes and flags until `scope` ends.
-
-        Args:
-            scope: Where undoing is registered.
-            hide_gradients: Whether the function runs a backward of its own, whose
-                gradients must not be accumulated again.
-
-        Returns:
-            The storages that differ from the forward, if any.
-        """
-        return None
-
-    def refusing_silent_writes(self) -> AbstractContextManager[None]:
-        """Return a context that raises on exit if a recompute wrote memory unseen."""
-        return nullcontext()
-
-
-class GuardedSurroundings(Surroundings):
-    """The whole state that one call of a region saw."""
-
+    random_log: list[Tensor] | None = None
+    needs_repair = runs_torchscript = is_lazy = False
+    _ambient: Ambient | None = None  # Only with guards.
     _is_checked = False
 
     def __init__(
@@ -129,8 +197,15 @@ class GuardedSurroundings(Surroundings):
         """Record the state; the function has not run yet."""
         self._function = function
         self._autocast = Autocast() if is_any_autocast_enabled() else None
-        self._ambient = Ambient()
+        guards = options.guards
+        if guards:
+            self._ambient = Ambient()
         self.arguments = arguments = HeldArguments(args, kwargs)
+        self._noted: Noted = []
+        if not guards:
+            if options.preserve_rng_state:
+                self._noted = note(torch_sources(arguments.cuda_devices))
+            return
         reached = reach(function, arguments.others)
         if reached.needs_repair():
             self.needs_repair = True
@@ -140,11 +215,10 @@ class GuardedSurroundings(Surroundings):
             self.trainable = any(t.requires_grad for t in reached.tensors)
         if reached.holds_state():
             self.reads = Reads(reached)
-        self._noted = []
         if options.preserve_rng_state:
             shared = isolation.is_shared()
             if shared:
-                self.random_log = RandomLog()
+                self.random_log = []
             self._noted = note(global_sources(not shared))
             if reached.generators:
                 self._noted += note(private_sources(reached.generators, not shared))
@@ -158,7 +232,9 @@ class GuardedSurroundings(Surroundings):
                 self.reads.begin_check()
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Find out, after the function ran, what it changed itself."""
+        """Find out, after the function ran, what it changed itself; tell `calls`."""
+        if self._ambient is None:
+            return
         if self.reads is not None:
             self.reads.finish(calls)
         for held in self.arguments.tensors:
@@ -169,26 +245,38 @@ class GuardedSurroundings(Surroundings):
 
     def run_in_context(self, body: Callable[[], None]) -> None:
         """Call `body` with the context variables of the forward."""
-        # Copied, because one context cannot be entered twice at a time.
-        self._ambient.context.copy().run(body)
+        if self._ambient is None:
+            body()
+        else:
+            # Copied, because one context cannot be entered twice at a time.
+            self._ambient.context.copy().run(body)
 
     def enter_ambient(self, scope: Scope) -> None:
         """Restore random sources, modes and settings until `scope` ends."""
-        if self._noted and self.random_log is None and isolation.is_shared():
-            # This forward ran before a second thread did.
+        ambient, log = self._ambient, self.random_log
+        # Did this forward run before a second thread did?
+        unlogged = ambient is not None and self._noted and log is None
+        if unlogged and isolation.is_shared():
             scope.enter_context(isolation.OPERATOR_LOCK)
-        super().enter_ambient(scope)
-        self._ambient.enter(scope)
-        if self.random_log is not None:
-            scope.enter_context(self.random_log.player())
+        if self._autocast is not None or is_any_autocast_enabled():
+            enter_autocast(self._autocast, scope)
+        bring_back(self._noted, scope)
+        if ambient is not None:
+            ambient.enter(scope)
+        if log is not None:
+            scope.enter_context(DrawPlayer(log))
 
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False
     ) -> Externals | None:
-        """Restore buffers, attributes and flags until `scope` ends."""
+        """Restore buffers, attributes and flags until `scope` ends.
+
+        With `hide_gradients`, the gradients of a backward inside the function are not
+        accumulated again. Returns the storages that differ from the forward, if any.
+        """
         reads = self.reads
         if reads is None:
-            if not self.arguments.changed():
+            if self._ambient is None or not self.arguments.changed():
                 return None
             reads = Reads(Reached())
         return reads.enter(scope, self._function, self.arguments, hide_gradients)
@@ -202,7 +290,7 @@ class GuardedSurroundings(Surroundings):
                 error names it.
         """
         given = [held.given() for held in self.arguments.tensors]
-        found = [] if self.reads is None else self.reads.not_put_back()
+        found = [] if self.reads is None else self.reads.not_restored()
         contents = Contents([*found, *(t for t in given if t is not None)])
         yield
         if written := contents.silently_written():

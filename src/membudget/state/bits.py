@@ -142,6 +142,35 @@ def is_freed(tensor: Tensor) -> bool:
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
+def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
+    """Tell whether two tensors have the same bytes in the same layout."""
+    if replayed is None or original.shape != replayed.shape:
+        return False
+    if original.dtype is not replayed.dtype or _layout(original) != _layout(replayed):
+        return False
+    if not has_bits(original) or may_be_a_workspace(original):
+        return True
+    return torch.equal(_bytes(original), _bytes(replayed))
+
+
+def _layout(tensor: Tensor) -> Any:
+    """Return what, besides shape and dtype, selects a kernel's algorithm."""
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        return tensor.layout
+    if not tensor.numel():
+        return None
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = [stride for size, stride in sizes if size > 1]
+    return tensor.is_conj(), tensor.is_neg(), strides
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    # Clone, because a tensor of one element may have a stride that `view` refuses.
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(-1).view(torch.uint8)
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """Return the elements as integers."""
     if tensor.is_complex():

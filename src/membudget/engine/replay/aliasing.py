@@ -24,7 +24,6 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import detach_with_version
-from membudget.engine.replay.sources import alias, copy_of, is_plain, same_view
 from membudget.engine.replay.tape import (
     LiveStorage,
     LiveTensor,
@@ -32,6 +31,7 @@ from membudget.engine.replay.tape import (
     RecordedMemory,
     TapeValue,
 )
+from membudget.state.copies import alias, copy_of, is_plain
 from membudget.state.identity import address_of, storage_of
 
 # Whichever factory made it, uninitialised memory is recorded as this operator.
@@ -166,7 +166,7 @@ class Tracker:
             value = self._source(tensor, memory)
             return self.enter(tensor, value, memory, address)
         if place is not None and (entry is None or entry.memory is not memory):
-            entry = same_view(tensor, place)
+            entry = place.entry_like(tensor)
         if entry is not None:
             is_current = entry.epoch == memory.epoch
             value = entry.value if is_current else self._rebased(entry.value, memory)

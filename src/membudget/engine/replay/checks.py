@@ -3,23 +3,29 @@
 A call either follows a *path*, the operators of a verified call, or it leaves all known
 paths and is verified from there on (Rule 8): against the original tensors (`verify`),
 which also corrects this step, or by fingerprints (`fingerprinted`). Besides, it checks
-whether saved tensors were overwritten before the backward.
+whether saved tensors were overwritten before the backward, and records by what each
+source is checked then (Rule 5).
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
+from membudget._torch import without_dispatch_modes
+from membudget.engine.held import Packed
+from membudget.engine.messages import MODIFIED, overwritten_error
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.fingerprinted import BackwardComparison, Fingerprinter
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.tape import ReplayHandle
+from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.engine.replay.verify import Originals, Verified
-from membudget.errors import ChangedSinceForwardError, OverwrittenWarning
+from membudget.errors import OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
     content_of,
@@ -27,12 +33,8 @@ from membudget.state.bits import (
     is_subclass,
     sample_of,
 )
-from membudget.state.identity import SavedVersion
-
-_OVERWRITTEN = (
-    "one of the variables needed for gradient computation has been modified by an "
-    "inplace operation: a tensor that autograd saved in a replay region."
-)
+from membudget.state.copies import copy_of
+from membudget.state.identity import SavedVersion, address_of, version_of
 
 
 class Checks:
@@ -54,14 +56,7 @@ class Checks:
         verified: Verified | None,
         statistics: Statistics | None,
     ):
-        """Prepare, before the function runs.
-
-        Args:
-            recorder: Records the call.
-            options: The region's options.
-            verified: The results of earlier calls; `None` without verification.
-            statistics: The region's counters, if any.
-        """
+        """Prepare, before the function runs; `verified` is `None` to verify nothing."""
         self.recorder: Recorder | None = recorder
         self._verify = options.verify
         self._is_strict = options.strict
@@ -156,10 +151,9 @@ class Checks:
     ) -> Callable[[Tensor], Fingerprint] | None:
         """Verify what the forward has dropped, or arrange for the backward to do it.
 
-        Returns:
-            The function that fingerprints sources, if their content is to be compared:
-            of all elements beside originals, which take memory anyway, of a sample
-            elsewhere.
+        Return the function that fingerprints sources, if their content is to be
+        compared: of all elements beside originals, which take memory anyway, of a
+        sample elsewhere.
         """
         verified = self._verified
         self.recorder = None
@@ -218,15 +212,13 @@ class Checks:
         if saved is None or not saved.has_moved():
             return
         if self._is_strict:
-            raise ChangedSinceForwardError(
-                f"{_OVERWRITTEN} Use the out-of-place operator, or change a clone.",
-                ["a saved tensor"],
-            )
+            raise overwritten_error("a saved tensor")
         if self._verified is not None and not self._verified.has_warned:
             self._verified.has_warned = True
             warnings.warn(
-                f"{_OVERWRITTEN} Plain autograd would raise; replay computes the "
-                "gradient from the values that were saved. strict=True raises, too.",
+                f"{MODIFIED}: a tensor that autograd saved in a replay region. Plain "
+                "autograd would raise; replay computes the gradient from the values "
+                "that were saved. strict=True raises, too.",
                 OverwrittenWarning,
                 stacklevel=2,
             )
@@ -239,3 +231,37 @@ def _saved_version(tensor: Tensor) -> SavedVersion | None:
         return SavedVersion(tensor)
     except RuntimeError:  # A conjugated tensor, for example.
         return None
+
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def settle_source(
+    source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
+) -> None:
+    """Record how to detect changes of a source, or pack it with the surrounding hooks.
+
+    A leaf is held as it is, another tensor as a detached alias, a running statistic as
+    a copy. Under saved-tensor hooks around the region, those hooks hold the source.
+
+    With `take`, the content is fingerprinted, because some writers do not bump the
+    version counter.
+    """
+    tensor = source.tensor
+    assert tensor is not None
+    if source.is_state:
+        # The next call of the function overwrites it, before this call's backward.
+        tensor = source.tensor = copy_of(tensor)
+        source.address = None
+    if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
+        source.version = version_of(tensor)
+        if source.address is None:
+            source.address = address_of(tensor)
+        if take is not None and not source.is_state:
+            with without_dispatch_modes():
+                source.content = take, take(tensor)
+    else:
+        if source.address == address_of(tensor):
+            source.address = None  # The hooks may return a copy.
+        source.packed = Packed(tensor, outer[0])
+        source.tensor = None

@@ -106,12 +106,7 @@ class BackwardComparison:
     __slots__ = ("_is_ending", "_path", "_verified")
 
     def __init__(self, verified: Verified, path: OperatorPath):
-        """Create the comparison when the forward has ended.
-
-        Args:
-            verified: Receives the outputs that differ, and the verified path.
-            path: The operators that the forward ran.
-        """
+        """Create the comparison when the forward, which ran `path`, has ended."""
         self._verified = verified
         self._path = path
         self._is_ending = False

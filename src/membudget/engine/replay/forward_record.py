@@ -61,7 +61,7 @@ class ForwardRecord:
 
         Args:
             policy: Decides what to keep.
-            decisions: The policy's decisions by operator alone, cached.
+            decisions: Its decisions by operator alone, cached.
             unrepeatable: Outputs kept whatever the policy says.
             module_path: Returns the path of the running module.
         """
@@ -154,21 +154,11 @@ class ForwardRecord:
             address = address_of(item)
             if address and address in addresses:
                 base = next(t for t in tensors_in(args) if address_of(t) == address)
-                self._note_view(operation, base, item, index, address)
+                entry = self.tracker.entry(base)
+                value = operation.output(index, entry.value.root or entry.value)
+                self.tracker.enter(item, value, entry.memory, address)
             else:
                 self.note_fresh(operation, facts, args, item, index, address)
-
-    def _note_view(
-        self,
-        operation: Operation,
-        base: Tensor,
-        output: Tensor,
-        index: int,
-        address: int,
-    ) -> None:
-        entry = self.tracker.entry(base)
-        value = operation.output(index, entry.value.root or entry.value)
-        self.tracker.enter(output, value, entry.memory, address)
 
     def note_fresh(
         self,
@@ -205,17 +195,9 @@ class ForwardRecord:
             decided = facts.is_routing or self.policy.by_operator(operator)
             self._decisions[facts] = decided
         if decided is None:
-            decided = self.policy.keeps(
-                Candidate(
-                    operator,
-                    args,
-                    operation.kwargs,
-                    output,
-                    self.number,
-                    index,
-                    self._module_path,
-                )
-            )
+            place = (self.number, index, self._module_path)
+            candidate = Candidate(operator, args, operation.kwargs, output, *place)
+            decided = self.policy.keeps(candidate)
         self.kept += decided
         return decided
 

@@ -22,23 +22,18 @@ from membudget._torch import (
     top_saved_tensors_hooks,
 )
 from membudget.callsite import running_module
-from membudget.engine import isolation, retention
-from membudget.engine.ambient import operator_conditions
-from membudget.engine.changes import changed_error, name_of, names_of
-from membudget.engine.mismatch import module_names
+from membudget.engine import isolation
+from membudget.engine.controls import OPEN_GROUPS, release_in_time
+from membudget.engine.messages import changed_error, module_names, name_of, names_of
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.replay.checks import Checks
+from membudget.engine.replay.checks import Checks, settle_source
+from membudget.engine.replay.execute import SourceChangedError, SourceFreedError
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.sources import (
-    SourceChangedError,
-    SourceFreedError,
-    settle_source,
-)
 from membudget.engine.replay.tape import ReplayHandle
 from membudget.engine.replay.verify import verified
-from membudget.engine.retention import OPEN_GROUPS
+from membudget.engine.surroundings import operator_conditions
 from membudget.errors import ChangedSinceForwardError, CheckpointError
 from membudget.ops import tensors_in
 from membudget.state.bits import is_subclass
@@ -251,7 +246,7 @@ class ReplayFrame:
         if replayer.plans_run != before:
             if self._statistics is not None:
                 self._statistics.recomputes += 1
-            if not retention.release_in_time(self):
+            if not release_in_time(self):
                 replayer.release()
         return tensor
 

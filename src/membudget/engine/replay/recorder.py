@@ -233,12 +233,10 @@ class Recorder(Observer):
                     tracker.hold_value(tensor, entry)
 
     def _hold_outputs(self, output: Any) -> None:
+        tracker = self.recording.tracker
         for item in flat_outputs(output):
-            if (
-                isinstance(item, Tensor)
-                and id(item) not in self.recording.tracker.table
-            ):
-                self.recording.tracker.meet(item, None)
+            if isinstance(item, Tensor) and id(item) not in tracker.table:
+                tracker.meet(item, None)
 
 
 def _recorders() -> list[Recorder]:

@@ -29,9 +29,9 @@ from membudget._torch import (
 )
 from membudget.engine.policy import Stages
 from membudget.engine.replay.execute import Executor, is_read_by
-from membudget.engine.replay.sources import copy_of
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.scope import Scope
+from membudget.state.copies import copy_of
 from membudget.state.identity import version_of
 
 
@@ -45,23 +45,10 @@ class Replayer(Executor):
         stages: The stages of the backward pass; `None` for a single one.
     """
 
-    __slots__ = (
-        "_enter",
-        "_plan_ran",
-        "_task",
-        "handles",
-        "plans_run",
-        "stages",
-    )
+    __slots__ = ("_enter", "_plan_ran", "_task", "handles", "plans_run", "stages")
 
     def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
-        """Start without handles.
-
-        Args:
-            enter: Restores the conditions on which operators depend, until the scope
-                ends.
-            stages: The stages of the backward pass; `None` for a single one.
-        """
+        """Start without handles; `enter` restores the conditions of operators."""
         super().__init__()
         self.stages = stages
         self.handles: list[ReferenceType[ReplayHandle]] = []
@@ -80,12 +67,7 @@ class Replayer(Executor):
         )
 
     def take(self, handle: ReplayHandle, stays: bool) -> Tensor:
-        """Return the content of a handle's value.
-
-        Args:
-            handle: The handle.
-            stays: Whether to keep the value for another backward pass.
-        """
+        """Return the content of a handle's value; it may stay for another backward."""
         value = handle.value
         if value.is_held():
             return self._content(value)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from membudget.engine.held import Packed
 from membudget.state.bits import Fingerprint
-from membudget.state.identity import SavedVersion
+from membudget.state.copies import is_plain
+from membudget.state.identity import SavedVersion, address_of
 
 
 class TapeValue:
@@ -153,16 +154,12 @@ class Operation:
     def inputs(self) -> list[TapeValue]:
         """Return the values it needs; a written argument counts as its root."""
         if self._inputs is None:
-            self._inputs = self._find_inputs()
+            written = [root for root, _ in self.targets]
+            self._inputs = found = list(written)
+            _gather(self.args, found, written)
+            if self.kwargs:
+                _gather(self.kwargs.values(), found, written)
         return self._inputs
-
-    def _find_inputs(self) -> list[TapeValue]:
-        written = [root for root, _ in self.targets]
-        found = list(written)
-        _gather(self.args, found, written)
-        if self.kwargs:
-            _gather(self.kwargs.values(), found, written)
-        return found
 
 
 def _gather(arguments: Any, found: list[TapeValue], written: list[TapeValue]) -> None:
@@ -187,12 +184,7 @@ class ReplayHandle:
     """
 
     __slots__ = (
-        "__weakref__",
-        "fingerprint",
-        "saved_version",
-        "served",
-        "stage",
-        "value",
+        *("__weakref__", "fingerprint", "saved_version", "served", "stage", "value"),
     )
 
     value: TapeValue
@@ -259,6 +251,32 @@ class LiveStorage(ref[Any]):
     address: int
     entries: dict[int, LiveTensor]
     memory: RecordedMemory
+
+    def entry_like(self, tensor: Tensor) -> LiveTensor | None:
+        """Return the entry of a tensor that shows the same elements.
+
+        Autograd saves detached aliases, and `detach` is not observed.
+        """
+        if not is_plain(tensor):
+            return None
+        geometry = _geometry(tensor)
+        found = None
+        for entry in list(self.entries.values()):
+            other = entry()
+            if (
+                other is not None
+                and is_plain(other)
+                and _geometry(other) == geometry
+                and address_of(other) == self.address
+            ):
+                found = entry
+                if entry.epoch == entry.memory.epoch:
+                    break
+        return found
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 class LiveTensor(ref[Tensor]):

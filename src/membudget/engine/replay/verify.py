@@ -29,19 +29,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
-from membudget.engine.comparison import same_bits
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
+from membudget.engine.replay.execute import SourceFreedError, is_freed_parameter
 from membudget.engine.replay.replayer import Replayer
-from membudget.engine.replay.sources import (
-    SourceFreedError,
-    alias,
-    copy_of,
-    is_freed_parameter,
-)
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.errors import UnrepeatableWarning
-from membudget.state.bits import PLAIN_CLASSES
+from membudget.state.bits import PLAIN_CLASSES, same_bits
+from membudget.state.copies import alias, copy_of
 from membudget.state.identity import address_of
 
 OutputIndices = set[tuple[int, int]]
@@ -51,11 +46,8 @@ OperatorPath = tuple[Any, ...]
 RecordingKey = tuple[Any, ...]
 
 _LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
 _MAX_DEPTH = 4
-
 _MOST_KEYS = 4096
-
 _MOST_PATHS = 64
 
 
@@ -78,11 +70,7 @@ class Verified:
     """
 
     __slots__ = (
-        "calls",
-        "has_subclasses",
-        "has_warned",
-        "is_pending",
-        "paths",
+        *("calls", "has_subclasses", "has_warned", "is_pending", "paths"),
         "unrepeatable",
     )
 
@@ -209,12 +197,7 @@ class Originals:
     def compare(
         self, replayer: Replayer, tracker: Tracker, unrepeatable: OutputIndices
     ) -> None:
-        """Replay the dropped values, and keep those that differ.
-
-        Args:
-            replayer: Recomputes the values.
-            tracker: Lists the values that become sources.
-            unrepeatable: Receives the outputs that differ.
+        """Replay the dropped values; keep those that differ, as sources.
 
         Warns:
             UnrepeatableWarning: For each value that differs.

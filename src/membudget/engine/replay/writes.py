@@ -62,11 +62,11 @@ def run_special(
     """Run an operator that is not a plain function of positional tensors."""
     written = list(written_by(facts, args, kwargs))
     scratch = _statistics(facts, args)
-    marks = _OperandRoles(facts.is_view, written, scratch)
+    roles = _OperandRoles(facts.is_view, written, scratch)
     operation = recording.operation(
         func,
-        [_recorded(recording, a, marks) for a in args],
-        {name: _recorded(recording, a, marks) for name, a in kwargs.items()},
+        [_recorded(recording, a, roles) for a in args],
+        {name: _recorded(recording, a, roles) for name, a in kwargs.items()},
     )
     if not (written or scratch):
         output = recording.run(operation, facts, args, kwargs)
@@ -133,18 +133,18 @@ def _keep_written(
             recording.tracker.hold_value(tensor, entry)
 
 
-def _recorded(recording: ForwardRecord, argument: Any, marks: _OperandRoles) -> Any:
+def _recorded(recording: ForwardRecord, argument: Any, roles: _OperandRoles) -> Any:
     """Return what the tape stores for an argument."""
     if isinstance(argument, Tensor):
-        if id(argument) in marks.scratch:
+        if id(argument) in roles.scratch:
             return Scratch(argument)
-        if marks.is_view or id(argument) in marks.written:
+        if roles.is_view or id(argument) in roles.written:
             return recording.tracker.entry(argument).value
         return recording.tracker.read(argument)
     if isinstance(argument, list | tuple) and any(
         isinstance(item, Tensor) for item in argument
     ):
-        return [_recorded(recording, item, marks) for item in argument]
+        return [_recorded(recording, item, roles) for item in argument]
     return argument
 
 

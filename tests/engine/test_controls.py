@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import membudget as mb
-from membudget.engine import retention
+from membudget.engine import controls
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
 
@@ -21,7 +21,7 @@ ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
 @pytest.fixture(autouse=True)
 def no_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget backwards of other tests that failed."""
-    monkeypatch.setattr(retention, "_BY_BACKWARD", {})
+    monkeypatch.setattr(controls, "_BY_BACKWARD", {})
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_a_group_that_fails_lets_go_as_any_other(engine, statistics):
     with contextlib.suppress(KeyError), mb.execution_group():
         backward(x, y)
         raise KeyError
-    assert retention.OPEN_GROUPS == []
+    assert controls.OPEN_GROUPS == []
     backward(x, y)
     assert statistics.recomputes == 2
 
@@ -96,7 +96,7 @@ def test_what_a_backward_recomputed_and_did_not_use_is_recomputed_by_the_next(en
     backward(x, second)
     backward(x, first)
     assert statistics.recomputes == 2
-    assert retention._BY_BACKWARD == {}
+    assert controls._BY_BACKWARD == {}
 
 
 class Frame:
@@ -108,24 +108,27 @@ class Frame:
     def release(self) -> None:
         self.released += 1
 
+    def recompute(self) -> None:
+        """Drop nothing, so recompute nothing."""
+
 
 def test_outside_of_a_backward_the_caller_must_release():
     frame = Frame()
-    assert not retention.release_in_time(frame)
+    assert not controls.release_in_time(frame)
     assert frame.released == 0
 
 
 def test_a_group_releases_its_frames_at_its_end_and_not_before():
     frame = Frame()
     with mb.execution_group():
-        assert retention.release_in_time(frame)
+        assert controls.release_in_time(frame)
         assert frame.released == 0
     assert frame.released == 1
 
 
 def test_a_frame_that_is_gone_is_not_released():
     with mb.execution_group():
-        retention.release_in_time(Frame())
+        controls.release_in_time(Frame())
 
 
 def in_backward(act):
@@ -149,8 +152,8 @@ def test_a_backward_releases_its_frames_at_its_end_and_not_before():
     seen = []
 
     def act() -> None:
-        assert retention.release_in_time(first)
-        assert retention.release_in_time(second)
+        assert controls.release_in_time(first)
+        assert controls.release_in_time(second)
         seen.append((first.released, second.released))
 
     in_backward(act)
@@ -159,25 +162,25 @@ def test_a_backward_releases_its_frames_at_its_end_and_not_before():
 
 
 def test_backwards_that_failed_are_forgotten_in_the_end(monkeypatch):
-    monkeypatch.setattr(retention, "_MOST_BACKWARDS", 3)
+    monkeypatch.setattr(controls, "_MOST_BACKWARDS", 3)
     frame = Frame()
 
     def fail() -> None:
-        retention.release_in_time(frame)
+        controls.release_in_time(frame)
         raise ValueError("in the backward")
 
     for _ in range(5):
         with pytest.raises(ValueError, match="in the backward"):
             in_backward(fail)
-    left = sorted(retention._BY_BACKWARD)
+    left = sorted(controls._BY_BACKWARD)
     assert len(left) == 3
-    in_backward(lambda: retention.release_in_time(frame))
+    in_backward(lambda: controls.release_in_time(frame))
     # The oldest had to go; the one that ended did by itself.
-    assert sorted(retention._BY_BACKWARD) == left[1:]
+    assert sorted(controls._BY_BACKWARD) == left[1:]
 
 
 def test_a_backward_that_is_forgotten_among_too_many_ends_in_peace(monkeypatch):
-    monkeypatch.setattr(retention, "_MOST_BACKWARDS", 0)
+    monkeypatch.setattr(controls, "_MOST_BACKWARDS", 0)
     x = torch.randn(3, requires_grad=True)
 
     mb.checkpoint(lambda x: x.sin().exp().tanh(), x, engine="rerun").sum().backward()

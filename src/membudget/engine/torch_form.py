@@ -1,31 +1,49 @@
-"""Selective checkpointing by contexts, in torch's form.
+"""torch's own checkpoint: regions in compiled code, and contexts in its form.
 
-torch gives a region two contexts, one for the forward and one for the recompute. The
-contexts made here are torch's own and carry our policy. A region of ours takes the
-policy and runs under the replay engine: the function never runs twice, so forward and
-recompute cannot get out of step. Where torch's checkpoint gets the contexts, as inside
-`torch.compile`, they behave like torch's.
+torch gives a region two contexts, one for the forward and one for the recompute, which
+say what to keep. The contexts made here are torch's own and carry our policy. In eager
+code, a region takes the policy and runs under the replay engine: the function never
+runs twice, so forward and recompute cannot get out of step.
+
+Inside `torch.compile`, a region runs as `torch.utils.checkpoint`. Dynamo knows it and
+turns the body into a graph, of which the partitioner recomputes the parts so tagged.
+Compiled code has no Python state to restore: random numbers and buffers are inputs and
+outputs of the graph. So of a region's options only what to keep applies, and it reaches
+torch through `context_fn`. Dynamo requires that to be a constant, and treats none of
+our objects as one. So `_number_of`, which really runs while Dynamo traces, gives each
+pair of contexts a number, and a number is a constant.
 """
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
 from torch.fx import traceback as fx_traceback
+from torch.nn import Module
 from torch.utils import checkpoint as torch_checkpointing
-from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    noop_context_fn,
+)
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from membudget._torch import (
     OperatorOverload,
     OperatorPacket,
+    constant_to_dynamo,
     is_view_operator,
     tree_iter,
 )
-from membudget.engine.options import ContextPair
-from membudget.engine.policy import Candidate, Policy
+from membudget.engine.messages import module_names
+from membudget.engine.options import OPTION_NAMES, ContextPair
+from membudget.engine.policy import Candidate, Policy, as_policy, reads_names
 from membudget.errors import OptionError, OptionTypeError
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
@@ -34,22 +52,13 @@ _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class TorchPolicy:
-    """One of our policies, as the function that torch's contexts call.
+    """One of our policies, as the function that torch's contexts call."""
 
-    Attributes:
-        policy: What a region of ours keeps.
-    """
-
-    def __init__(self, policy: Policy, module_names: Mapping[str, str] | None = None):
-        """Start one call of a region.
-
-        Args:
-            policy: Decides what to keep.
-            module_names: Each module's name in the region, by its `id` as text.
-        """
+    def __init__(self, policy: Policy, names: Mapping[str, str] | None = None):
+        """Start one call; `names` are those of the modules, by `id` as text."""
         self.policy = policy
         self._call = policy.begin()
-        self._module_names = module_names or {}
+        self._module_names = names or {}
         self._number = 0
 
     def __call__(
@@ -170,16 +179,12 @@ def create_selective_checkpoint_contexts(
         >>> y = mb.checkpoint(lambda x: (x @ x).sin(), x, context_fn=keep)
     """
     policy = _as_policy(policy_fn_or_list)
-    asked = (
-        _FunctionPolicy(policy)
-        if isinstance(policy, _Function)
-        else TorchPolicy(policy)
-    )
-    return contexts_of(asked, allow_cache_entry_mutation)
+    if isinstance(policy, _Function):
+        return _contexts_of(_FunctionPolicy(policy), allow_cache_entry_mutation)
+    return _contexts_of(TorchPolicy(policy), allow_cache_entry_mutation)
 
 
-def contexts_of(policy: TorchPolicy, allow_mutation: bool = False) -> ContextPair:
-    """Return torch's contexts, which call `policy` for each operator."""
+def _contexts_of(policy: TorchPolicy, allow_mutation: bool = False) -> ContextPair:
     pair: ContextPair = torch_checkpointing.create_selective_checkpoint_contexts(
         policy, allow_mutation
     )
@@ -212,3 +217,78 @@ def _overloads(item: Any) -> list[Any]:
         "a list policy holds operators such as torch.ops.aten.mm.default, or packets "
         f"such as torch.ops.aten.mm; got {item!r}"
     )
+
+
+# In compiled code.
+
+
+def checkpoint_in_compiled_code(
+    function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a region whose options are in `kwargs`; without a function, decorate one."""
+    keep, context_fn = kwargs.get("keep"), kwargs.get("context_fn")
+    kwargs = {k: v for k, v in kwargs.items() if k not in OPTION_NAMES}
+    if function is not None:
+        return run_compiled(function, args, kwargs, keep, context_fn)
+
+    def decorated(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+        def region(*args: Any, **kwargs: Any) -> Any:
+            return run_compiled(wrapped, args, kwargs, keep, context_fn)
+
+        return region
+
+    return decorated
+
+
+def run_compiled(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    keep: Any,
+    context_fn: Callable[[], ContextPair] | None,
+    label: str = "",
+) -> Any:
+    """Run a region, of `label` in the model, through torch's checkpoint."""
+    if keep is not None:
+        owner = function.__self__ if isinstance(function, MethodType) else function
+        if not isinstance(owner, Module):
+            owner = None
+        context_fn = functools.partial(_contexts, _number_of(keep, owner, label))
+    if context_fn is None or context_fn is noop_context_fn:
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch_checkpoint(
+        function, *args, use_reentrant=False, context_fn=context_fn, **kwargs
+    )
+
+
+# By number: a policy, and the names of the region's modules.
+_KEPT: list[tuple[Policy, dict[str, str]]] = []
+
+
+@constant_to_dynamo
+def _number_of(keep: Any, owner: Module | None, label: str) -> int:
+    try:
+        hash(keep)
+    # Dynamo traces the object's construction and has not run it.
+    except AttributeError:
+        raise OptionError(
+            "a policy was made inside a function that torch.compile traces: make it "
+            "outside, as a global or an attribute, and name it inside"
+        ) from None
+    except TypeError:  # A list of globs.
+        pass
+    policy = as_policy(keep)
+    if reads_names(policy):
+        warnings.warn(
+            "membudget.name does nothing inside torch.compile, so no tensor is kept by "
+            "its name there: keep by operator or by submodule",
+            stacklevel=2,
+        )
+    names = {} if owner is None else module_names(owner, label)
+    _KEPT.append((policy, {str(key): name for key, name in names.items()}))
+    return len(_KEPT) - 1
+
+
+def _contexts(number: int) -> ContextPair:
+    """Return the contexts with a number; called once per trace."""
+    return _contexts_of(TorchPolicy(*_KEPT[number]))

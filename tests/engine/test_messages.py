@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.engine.comparison import metadata
-from membudget.engine.mismatch import likely_causes, mismatch_error, module_names
+from membudget.engine.messages import likely_causes, mismatch_error, module_names
 from membudget.engine.options import RegionOptions
 from membudget.engine.reach import reach
 from membudget.engine.reads import Reads
@@ -35,7 +35,7 @@ def test_an_error_names_the_tensor_the_place_and_the_causes():
     assert str(found).splitlines() == [
         "the recompute of a region did not repeat its forward: saved tensor 4 differs.",
         "  saved in the forward: two",
-        "  made by the recompute: three",
+        "  recomputed: three",
         "  where: module 'layers.1', torch.Tensor.exp at model.py:7 in forward",
         "  likely cause: a cache",
         "  likely cause: a flag",
@@ -74,7 +74,7 @@ LAST = "Python state that the forward advanced"
 
 def causes(saved: Tensor | None, made: Tensor | None, **options: Any) -> list[str]:
     pair = [None if t is None else metadata(t) for t in (saved, made)]
-    return likely_causes(torch.sin, None, RegionOptions(**options), *pair)
+    return likely_causes(torch.sin, (), RegionOptions(**options), *pair)
 
 
 @pytest.mark.parametrize(
@@ -124,18 +124,18 @@ def test_a_container_that_grew_is_named_with_both_lengths():
     reads = Reads(reach(function))
     cache += [2, 3]
     reads.finish()
-    first, *_ = likely_causes(function, reads, RegionOptions(), None, None)
+    first, *_ = likely_causes(function, reads.grown, RegionOptions(), None, None)
     assert first.startswith("the list 'cache' grew from 1 to 3")
     table["a"] = 1
     reads.finish()
-    found = likely_causes(function, reads, RegionOptions(), None, None)
+    found = likely_causes(function, reads.grown, RegionOptions(), None, None)
     assert found[1].startswith("the dict 'table' grew from 0 to 1")
     cache.clear()
     reads.finish()
     assert (
         "grew"
         not in likely_causes(
-            function, Reads(reach(function)), RegionOptions(), None, None
+            function, Reads(reach(function)).grown, RegionOptions(), None, None
         )[0]
     )
 
@@ -252,4 +252,4 @@ def test_three_lines_of_the_users_code_are_given_innermost_first():
     _, lines = listed(before=0, after=0)["forward"]
     stack = [place.split() for place in lines[0]["stack"].split(" < ")]
     assert [name for _, name in stack] == ["innermost", "middle", "outermost"]
-    assert all(place.startswith("test_mismatch.py:") for place, _ in stack)
+    assert all(place.startswith("test_messages.py:") for place, _ in stack)

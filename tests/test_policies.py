@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from membudget.engine.planned import Planned
 from membudget.engine.policy import Candidate
+from membudget.policies import Planned
 
 SIN: Any = torch.ops.aten.sin.default
 COS: Any = torch.ops.aten.cos.default

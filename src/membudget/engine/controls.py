@@ -1,33 +1,126 @@
-"""How long recomputed tensors stay, and recomputing ahead of the backward pass.
+"""What a program controls for a block of code: which regions run, and how.
+
+A *switch* is an attribute of one `threading.local`, so that reading one is cheap. A
+region reads them once, in its forward: a switch belongs to the forward, not to the
+backward pass that comes later.
 
 By default autograd takes a recomputed tensor, and those that one backward pass did not
 use are freed when it ends; a later backward over the same graph recomputes again.
-Inside an execution group a recomputed tensor stays until the group ends (or autograd
+Inside an *execution group* a recomputed tensor stays until the group ends (or autograd
 drops the handle), so that several backward passes recompute each region at most once.
 `collect_regions` lets a program recompute before a backward pass asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import ReferenceType, ref
 
 from membudget._torch import at_end_of_backward, current_graph_task_id
-from membudget.engine.switches import SWITCHES
 from membudget.errors import CheckpointError
 
 
-class Releasable(Protocol):
-    """A frame whose handles may hold recomputed tensors."""
+class _Switches(threading.local):
+    """The switches of this thread; class attributes are the defaults.
+
+    Attributes:
+        any: Whether any other may differ from its default; in most calls, a region
+            reads only this one.
+    """
+
+    any: bool = False
+    disabled: bool = False
+    early_stop: bool | None = None
+    debug: bool | None = None
+    collector: Callable[[Any], None] | None = None
+
+
+SWITCHES = _Switches()
+
+# The identities of threads inside a recompute, once per nesting level. Appending and
+# removing costs half as much as counting in a `threading.local`.
+RECOMPUTING: list[int] = []
+
+
+@contextmanager
+def _switched(name: str, value: object) -> Iterator[None]:
+    before, any_before = getattr(SWITCHES, name), SWITCHES.any
+    setattr(SWITCHES, name, value)
+    SWITCHES.any = True
+    try:
+        yield
+    finally:
+        setattr(SWITCHES, name, before)
+        SWITCHES.any = any_before
+
+
+@contextmanager
+def disable_checkpointing() -> Iterator[None]:
+    """Run regions as plain code in this thread: nothing is dropped or recomputed.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> with mb.disable_checkpointing():
+        ...     y = mb.checkpoint(torch.sin, torch.ones(2, requires_grad=True))
+    """
+    with _switched("disabled", True):
+        yield
+
+
+@contextmanager
+def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
+    """Enable or disable early stop for the regions entered here, in this thread.
+
+    Overrides the argument `early_stop`, and belongs to the forward: the recompute of a
+    region follows the setting under which the region ran.
+
+    Args:
+        enable: Whether a recompute stops once the last needed tensor is computed.
+    """
+    with _switched("early_stop", enable):
+        yield
+
+
+@contextmanager
+def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
+    """Enable or disable debugging for the regions entered here, in this thread.
+
+    Args:
+        enabled: Overrides the argument `debug` of regions; `None` leaves it.
+    """
+    with _switched("debug", enabled):
+        yield
+
+
+def is_recomputing() -> bool:
+    """Tell whether the calling code runs in the recompute of a region.
+
+    Use it to guard side effects that must happen once per step, such as appending to a
+    list of auxiliary losses:
+
+    Example:
+        >>> import membudget as mb
+        >>> if not mb.is_recomputing():
+        ...     pass  # log, count, append
+    """
+    return threading.get_ident() in RECOMPUTING
+
+
+class Recomputable(Protocol):
+    """One call of a region, of either engine."""
+
+    def recompute(self) -> None:
+        """Recompute every dropped tensor now."""
 
     def release(self) -> None:
         """Free the recomputed tensors that autograd has not taken."""
 
 
-_Frames = list["ReferenceType[Releasable]"]
+_Frames = list["ReferenceType[Recomputable]"]
 
 # Frames that recomputed in a backward pass, by the number of its graph task. A backward
 # that fails never calls back; its entry holds only dead references, and is evicted by
@@ -71,7 +164,7 @@ def execution_group() -> Iterator[None]:
             OPEN_GROUPS[-1].extend(frames)
 
 
-def release_in_time(frame: Releasable) -> bool:
+def release_in_time(frame: Recomputable) -> bool:
     """Arrange for `frame` to be released when its recomputed tensors expire.
 
     Returns:
@@ -137,13 +230,6 @@ class GraphExecGroup:
             self._group = None
 
 
-class Recomputable(Protocol):
-    """One call of a region, of either engine."""
-
-    def recompute(self) -> None:
-        """Recompute every dropped tensor now."""
-
-
 class Regions:
     """The regions that ran inside a `collect_regions` block, weakly referenced.
 
@@ -154,7 +240,7 @@ class Regions:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._frames: list[ReferenceType[Recomputable]] = []
+        self._frames: _Frames = []
 
     def add(self, frame: Recomputable) -> None:
         """Add a region that ran."""
@@ -191,9 +277,5 @@ def collect_regions() -> Iterator[Regions]:
         >>> y.sum().backward()
     """
     regions = Regions()
-    before, any_before = SWITCHES.collector, SWITCHES.any
-    SWITCHES.collector, SWITCHES.any = regions.add, True
-    try:
+    with _switched("collector", regions.add):
         yield regions
-    finally:
-        SWITCHES.collector, SWITCHES.any = before, any_before

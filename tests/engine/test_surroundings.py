@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget import _torch_settings
-from membudget.engine.ambient import Ambient, Autocast, enter_autocast
+from membudget.engine.surroundings import Ambient, Autocast, enter_autocast
 from membudget.scope import Scope
 from tests.settings import EXPRESSIONS, change, kept
 

@@ -1,0 +1,244 @@
+"""What the errors of a region say: what changed or differs, where, and probable causes.
+
+The message on a *mismatch* names the first saved tensor that differs, where it was
+recomputed, and probable causes. Each hint follows from a fact: a list that grew while
+the forward ran, a dtype that changed, a guard that was disabled. With `debug=True`, the
+message also lists the operators of both runs around the first difference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget._torch import why_hooks_are_disabled
+from membudget.callsite import CallSite
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.reach import reach
+from membudget.errors import ChangedSinceForwardError, RecomputeMismatchError
+from membudget.state.identity import address_of
+
+MODIFIED = (
+    "one of the variables needed for gradient computation has been modified by an "
+    "inplace operation"
+)
+
+
+def overwritten_error(what: str) -> ChangedSinceForwardError:
+    """Return the error for a tensor that was written after autograd saved it."""
+    return ChangedSinceForwardError(
+        f"{MODIFIED}: {what} in a region was changed. Use the out-of-place operator, "
+        "or change a clone.",
+        [what],
+    )
+
+
+def changed_error(names: list[str]) -> ChangedSinceForwardError:
+    """Return the error for tensors that other code changed after the forward."""
+    return ChangedSinceForwardError(
+        f"{' and '.join(names)} was changed after the forward of a region that reads "
+        "it, and before its recompute, so its gradients would be wrong. (Plain "
+        f"autograd: {MODIFIED}.) Change it after the backward, or pass the region a "
+        "copy (`tensor.clone()`).",
+        names,
+    )
+
+
+def rewritten_error(name: str) -> ChangedSinceForwardError:
+    """Return the error for a tensor that the region itself changes."""
+    return ChangedSinceForwardError(
+        f"{name} is changed in place by the region itself, so a recompute cannot start "
+        "from the content that the forward started from. Pass the region a copy "
+        "(`tensor.clone()`), avoid the in-place operator (`inplace=False`), or "
+        "make the tensor a buffer of a module that the region calls: buffers are "
+        "restored before a recompute.",
+        [name],
+        by_region=True,
+    )
+
+
+def silently_written_error(
+    names: list[str], by_recompute: bool = False
+) -> ChangedSinceForwardError:
+    """Return the error for tensors that the region writes behind the version counters.
+
+    Args:
+        names: The names of the tensors.
+        by_recompute: Whether a recompute has written them already.
+    """
+    again = "has written" if by_recompute else "would write"
+    return ChangedSinceForwardError(
+        "A region writes memory behind the version counters (`.data`, NumPy, a kernel "
+        f"such as batch_norm's): {', '.join(names)}. A recompute starts from the "
+        f"content that the forward left, and {again} it again. Move the "
+        "write out of the region, or make the tensor a buffer of a module that the "
+        "region calls: buffers are restored before a recompute.",
+        names,
+        by_region=True,
+    )
+
+
+def mismatch_error(
+    index: int | None,
+    site: CallSite | None,
+    saved: str,
+    recomputed: str,
+    causes: Sequence[str],
+    traces: str = "",
+) -> RecomputeMismatchError:
+    """Return the error for a recompute that differs from its forward.
+
+    Args:
+        index: The first saved tensor that differs; `None` if their number does.
+        site: Where the recompute was; `None` if it had ended.
+        saved: What the forward saved, as text.
+        recomputed: What the recompute produced, as text.
+        causes: Probable causes.
+        traces: The operators of both runs, with `debug=True`.
+    """
+    what = "the number of tensors" if index is None else f"saved tensor {index}"
+    lines = [
+        f"the recompute of a region did not repeat its forward: {what} differs.",
+        f"  saved in the forward: {saved}",
+        f"  recomputed: {recomputed}",
+    ]
+    facts: dict[str, str] = {}
+    if site is not None:
+        path, operator, line = site.module_path, site.operator, site.line
+        facts = {"module_path": path, "operator": operator, "line": line}
+        where = f"module {path!r}, " if path else ""
+        lines.append(f"  where: {where}{operator} at {line}")
+    lines += [f"  likely cause: {cause}" for cause in causes]
+    lines.append(
+        traces
+        or "  To see the operators of both runs, give the region debug=True or use "
+        "set_checkpoint_debug_enabled(True)."
+    )
+    return RecomputeMismatchError(
+        "\n".join(lines),
+        index=index,
+        saved=saved,
+        recomputed=recomputed,
+        causes=causes,
+        **facts,
+    )
+
+
+def names_of(function: Any, others: list[Any]) -> dict[int, str]:
+    """Return the names of what `function` reaches, by identity and by storage."""
+    reached = reach(function, others, names=True)
+    known = dict(reached.names or {})
+    for tensor in reached.tensors:
+        known.setdefault(address_of(tensor), known[id(tensor)])
+    return known
+
+
+def name_of(tensor: Tensor, names: dict[int, str]) -> str:
+    """Return how an error message names a tensor that the region reached."""
+    kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    name = names.get(id(tensor)) or names.get(address_of(tensor))
+    return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
+
+
+def module_names(function: Any, label: str = "") -> Mapping[int, str]:
+    """Return the path of every module that `function` reaches, by `id`."""
+    reached = reach(function, names=True)
+    return {
+        key: ".".join(filter(None, (label, path)))
+        for key, path in reached.module_names.items()
+    }
+
+
+def likely_causes(
+    function: Any,
+    grown: Sequence[tuple[Any, int, int]],
+    options: RegionOptions,
+    saved: Any,
+    made: Any,
+) -> list[str]:
+    """Return hints, the most probable first.
+
+    Args:
+        function: The region's function.
+        grown: The containers that grew in its forward, with both lengths.
+        options: The region's options.
+        saved: Metadata of the saved tensor, if one pair differs.
+        made: Metadata of the recomputed tensor.
+    """
+    names = reach(function, names=True).names or {} if grown else {}
+    causes = [
+        f"the {type(container).__name__} {names.get(id(container), '?')!r} grew from "
+        f"{before} to {after} while the forward ran (a cache?): pass it as an "
+        "argument, whose lists a recompute restores, or do not fill it here"
+        for container, before, after in grown
+    ]
+    if saved is not None and made is not None:
+        if saved[1] != made[1]:
+            causes.append(
+                f"the dtype changed from {saved[1]} to {made[1]}: code that casts by a "
+                "flag of its own, or state that another dtype was stored in"
+            )
+        elif saved[2] != made[2]:
+            causes.append(f"the device changed from {saved[2]} to {made[2]}")
+        elif saved[0] != made[0] and "torch._dynamo" in sys.modules:
+            causes.append(
+                "the shape changed; if the region calls compiled code that was "
+                "compiled again in between, name its varying sizes with "
+                "torch._dynamo.mark_dynamic"
+            )
+        elif saved[0] == made[0] and saved[3] != made[3]:
+            causes.append("only the memory layout differs: hooks that drop strides")
+    if reach(function).runs_torchscript:
+        causes.append(
+            "TorchScript recompiles code after its first runs, so a rerun may save "
+            "other tensors than the forward: omit engine='rerun'"
+        )
+    if not options.guards:
+        causes.append("guards=False: only torch's guarantees hold in this region")
+    if not options.preserve_rng_state:
+        causes.append("preserve_rng_state=False: random numbers were drawn anew")
+    causes.append(
+        "Python state that the forward advanced and that nothing restores (a "
+        "counter, a cache, an iterator, the environment, the clock), or a branch on "
+        "it; guard such code with membudget.is_recomputing()"
+    )
+    return causes
+
+
+def note_refused_hooks(
+    error: RuntimeError, function: Any, statistics: Statistics | None
+) -> None:
+    """Name the region in an error raised by code that forbids saved-tensor hooks.
+
+    `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
+    hooks are active, with autograd's message or the user's own.
+    """
+    label = statistics.label if statistics is not None else ""
+    notes = getattr(error, "__notes__", ())
+    if _is_of_hooks(error) and not any(note.startswith(_REFUSED) for note in notes):
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        error.add_note(
+            f"{_REFUSED} {label or repr(name)}: a region takes what autograd "
+            "saves by saved-tensor hooks, which torch.func.grad, vjp, jacrev, hessian "
+            "and torch.autograd.graph.disable_saved_tensors_hooks forbid. Keep such "
+            "code out of the region, or differentiate with torch.autograd.grad."
+        )
+
+
+_REFUSED = "Raised in the region"
+
+
+def _is_of_hooks(error: RuntimeError) -> bool:
+    if why_hooks_are_disabled() is not None:
+        return str(error) == why_hooks_are_disabled()
+    trace = error.__traceback__
+    last: TracebackType | None = None
+    while trace is not None:
+        last, trace = trace, trace.tb_next
+    disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
+    return last is not None and last.tb_frame.f_code is disable.__wrapped__.__code__
