@@ -208,26 +208,9 @@ def test_measuring_a_step_loads_nothing_that_applies_plans(package: str):
 
 
 @cache
-def class_names(path: Path) -> set[str]:
-    """Return the names of the classes in a file, without leading underscores."""
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return {node.name.lstrip("_") for node in nodes if isinstance(node, ast.ClassDef)}
-
-
-@pytest.mark.parametrize("room", ["audit", "memory", "profile", "report", "state"])
-def test_classes_and_files_of_a_room_have_names_of_their_own(room: str):
-    inside = [path for path in FILES if unit_of(module_name(path)) == room]
-    for path in inside:
-        others = [other for other in FILES if other != path]
-        elsewhere = {name for other in others for name in class_names(other)}
-        assert not class_names(path) & elsewhere
-        if path.stem != "__init__":
-            assert path.name not in {other.name for other in others}
-
-
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_file_is_long(path: Path):
-    assert len(path.read_text().splitlines()) <= 400
+    assert len(path.read_text().splitlines()) <= 300
 
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
@@ -238,4 +221,4 @@ def test_no_function_is_long(path: Path):
             if ast.get_docstring(node) is not None:
                 body = body[1:]
             lines = (body[-1].end_lineno or 0) - body[0].lineno + 1 if body else 0
-            assert lines <= 45, f"{node.name} has {lines} lines"
+            assert lines <= 40, f"{node.name} has {lines} lines"

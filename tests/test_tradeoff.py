@@ -84,7 +84,7 @@ def test_fewer_than_two_budgets_are_refused(budgets):
 def test_a_curve_is_printed_as_a_table():
     lines = str(CURVE).splitlines()
     assert lines[0] == (
-        "GPT: bytes above the 4.0 KiB that are there before; seconds measured"
+        "GPT: bytes above the 4.0 KiB in use before the step; times measured"
     )
     assert lines[2].split() == ["budget", "of", "plain", "peak", "slowdown", "regions"]
     assert lines[4].split() == ["1000", "B", "48.8%", "990", "B", "1.500", "3"]

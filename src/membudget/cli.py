@@ -41,8 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0 if all is well, 1 if a difference was found or a budget was not kept, 2 if the
-        command could not be carried out.
+        0 on success, 1 if a difference was found or a budget exceeded, 2 on an error.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"membudget: {error}", file=sys.stderr)
         return FAILED
     except Exception:
-        # Python would exit with 1, which stands for a difference that was found.
+        # Python would exit with 1, which means that a difference was found.
         traceback.print_exc()
         return FAILED
 
@@ -85,27 +84,27 @@ def _add_audit(commands: Any) -> None:
         "--names",
         metavar="GLOB",
         action="append",
-        help="the modules that get a region, such as 'h.*'; may be repeated; default: "
-        "the children of the longest list of modules",
+        help="modules that get a region, such as 'h.*'; repeatable (default: the "
+        "children of the longest list of modules)",
     )
     add("--every", metavar="N", type=int, default=1, help="take every n-th of them")
-    add("--json", metavar="FILE", help="write the report there, too")
+    add("--json", metavar="FILE", help="also write the report as JSON")
     parser.set_defaults(run=_audit)
 
 
 def _add_profile(commands: Any) -> None:
     parser = commands.add_parser(
         "profile",
-        help="tell what a training step keeps, what it costs, and where its peak lies",
+        help="show what a training step keeps and costs, and where its peak is",
         description="Record one training step: what each module keeps and costs, what "
-        "is alive at the peak, and what would lower it.",
+        "is live at the peak, and what would lower it.",
     )
     add_target(parser)
     add_profiling(parser)
     add = parser.add_argument
     add("--sweep", metavar="NAME=N,N,...", help="profile each of these sizes")
-    add("--budget", metavar="BYTES", help="such as 8GiB: tell what fits into it")
-    add("--json", metavar="FILE", help="write the profile, or the sweep, there, too")
+    add("--budget", metavar="BYTES", help="such as 8GiB: say what fits")
+    add("--json", metavar="FILE", help="also write the profile or sweep as JSON")
     parser.set_defaults(run=_profile)
 
 
@@ -123,7 +122,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    # What is mistyped should be known before a model is made.
+    # Typing errors should show before a model is built.
     budget = None if options.budget is None else parse_bytes(options.budget)
     chosen = chosen_sizes(options)
     name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])

@@ -1,4 +1,4 @@
-"""What the commands of the command line share: options, and what TARGET names.
+"""What the commands share: options, and loading TARGET.
 
 torch is imported by the command that needs it, not here.
 """
@@ -22,7 +22,7 @@ OK, DIFFERENT, FAILED = 0, 1, 2
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add what names the model."""
+    """Add the TARGET argument."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -33,25 +33,29 @@ def add_target(parser: argparse.ArgumentParser) -> None:
 
 def add_profiling(
     parser: argparse.ArgumentParser,
-    fake: str = "run without memory: the model is made on the meta device",
+    fake: str = "run on tensors without memory; the model is built on the meta device",
 ) -> None:
-    """Add what a profile is made with."""
+    """Add the options of profiling."""
     add = parser.add_argument
     add("--fake", action="store_true", help=fake)
-    add("--device", metavar="NAME", help="estimate times for it: h100, l4, cpu, ...")
+    add(
+        "--device",
+        metavar="NAME",
+        help="estimate times for a device: h100, l4, cpu, ...",
+    )
     add("--optimizer", metavar="NAME", help="count its state: adamw, adam, sgd, ...")
     add(
         "--set",
         metavar="NAME=VALUE",
         action="append",
         default=[],
-        help="call the function with it; may be repeated",
+        help="pass a keyword to the function; repeatable",
     )
     add("--batch", metavar="N", type=int, help="short for --set batch=N")
 
 
 def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `profile` that the options name.
+    """Return the arguments of `profile` from the options.
 
     Raises:
         OptionError: If there is no such optimizer.
@@ -67,7 +71,7 @@ def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Return what `--set` and `--batch` say.
+    """Return the values of `--set` and `--batch`, by name.
 
     Raises:
         OptionError: If it is not NAME=VALUE.
@@ -87,11 +91,7 @@ def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a report as JSON.
-
-    Raises:
-        OptionError: If it cannot be written.
-    """
+    """Write a report as JSON; an `OptionError` says if that fails."""
     write_whole(path, json.dumps(content, indent=2) + "\n", "the report")
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_planning(commands: Any) -> None:
-    """Add the commands to the parser's."""
+    """Add the planning commands to the parser."""
     _add_plan(commands)
     _add_fit(commands)
     _add_tradeoff(commands)
@@ -39,9 +39,9 @@ def add_planning(commands: Any) -> None:
 def _add_plan(commands: Any) -> None:
     parser = commands.add_parser(
         "plan",
-        help="find the fastest plan whose step fits into a budget; nothing is applied",
-        description="Profile one training step, and tell what each region of the model "
-        "should keep so that the step fits into a budget.",
+        help="find the fastest plan that fits a budget; nothing is applied",
+        description="Profile one training step, and find what each region of the model "
+        "should keep so that the step fits a budget.",
     )
     add_target(parser)
     _add_budget(parser)
@@ -52,20 +52,24 @@ def _add_plan(commands: Any) -> None:
 def _add_fit(commands: Any) -> None:
     parser = commands.add_parser(
         "fit",
-        help="make a step fit into a budget, and measure it beside the plain step",
-        description="Plan, put the plan on the model, run steps, and print what was "
-        "predicted beside what was measured. The exit code is 1 if the budget is not "
-        "kept, or if the step is not the plain one bit for bit.",
+        help="fit a step into a budget, and measure it beside the plain step",
+        description="Plan, apply the plan, run steps, and print predictions beside "
+        "measurements. The exit code is 1 if the budget is exceeded, or if the step "
+        "differs from the plain one in any bit.",
     )
     add_target(parser)
     _add_budget(parser)
     parser.add_argument(
-        "--steps", metavar="N", type=int, default=20, help="run so many; default: 20"
+        "--steps",
+        metavar="N",
+        type=int,
+        default=20,
+        help="number of steps to run (default: 20)",
     )
     add_profiling(
         parser,
-        "profile without memory, for a step that does not fit plain: no plain step is "
-        "run, so there is no measured slowdown and no audit",
+        "profile on tensors without memory, for a plain step that does not fit: no "
+        "plain step runs, so there is no measured slowdown and no audit",
     )
     parser.set_defaults(run=_fit)
 
@@ -73,15 +77,21 @@ def _add_fit(commands: Any) -> None:
 def _add_tradeoff(commands: Any) -> None:
     parser = commands.add_parser(
         "tradeoff",
-        help="tell how much slower a step gets, the fewer bytes it may take",
+        help="show the slowdown at each of many budgets",
         description="Profile one training step and plan it for many budgets, from the "
-        "least that a plan fits into to the peak of the plain step.",
+        "smallest feasible one to the peak of the plain step.",
     )
     add_target(parser)
     add = parser.add_argument
-    add("--budgets", metavar="N", type=int, default=20, help="how many; default: 20")
-    add("--png", metavar="FILE", help="draw the curve there, with matplotlib")
-    add("--json", metavar="FILE", help="write the curve there, too")
+    add(
+        "--budgets",
+        metavar="N",
+        type=int,
+        default=20,
+        help="number of budgets (default: 20)",
+    )
+    add("--png", metavar="FILE", help="plot the curve to a file, with matplotlib")
+    add("--json", metavar="FILE", help="also write the curve as JSON")
     add_profiling(parser)
     parser.set_defaults(run=_tradeoff)
 
@@ -89,7 +99,7 @@ def _add_tradeoff(commands: Any) -> None:
 def _add_diff(commands: Any) -> None:
     parser = commands.add_parser(
         "diff",
-        help="tell in what two plans differ",
+        help="show how two plans differ",
         description="Compare two plans: budgets, predictions, regions, and what each "
         "region keeps. The exit code is 1 if they differ.",
     )
@@ -103,18 +113,21 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "--budget",
         metavar="BYTES",
         required=True,
-        help="8GiB: for all, with parameters and optimizer; 40%%: of what the plain "
-        "step takes above what is there before",
+        help="8GiB: in all, parameters and optimizer state included; 40%%: of the "
+        "plain step's peak above what is in use before it",
     )
     parser.add_argument(
         "--mode",
         metavar="NAME",
         default="auto",
-        help="auto: plan (the default); none: no regions; full: every block keeps "
-        "nothing; selective: every block keeps products, convolutions and attention; "
-        "every_2, every_3, ...: each such block keeps nothing",
+        help="auto: plan (the default); none: no regions; full: every block "
+        "recomputes everything; selective: every block keeps matrix products, "
+        "convolutions and attention; every_2, every_3, ...: every n-th block "
+        "recomputes everything",
     )
-    parser.add_argument("-o", "--output", metavar="FILE", help="write the plan there")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="write the plan to a file"
+    )
 
 
 def _plan(options: argparse.Namespace) -> int:

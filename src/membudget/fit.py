@@ -238,12 +238,12 @@ def _check_step(model: Any, batch: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What some steps were measured to take.
+    """Measured steps of a fitted model.
 
     Attributes:
-        peak_bytes: The most that a step under the plan allocated.
-        planned_seconds: Of each step under the plan.
-        plain_seconds: Of each plain step; empty if none was run.
+        peak_bytes: Peak of what a step under the plan allocates.
+        planned_seconds: Time of each step under the plan.
+        plain_seconds: Time of each plain step; empty if none ran.
     """
 
     peak_bytes: int
@@ -252,21 +252,20 @@ class Trial:
 
     @property
     def slowdown(self) -> float | None:
-        """The median step under the plan, of the median plain step."""
+        """Median time under the plan ÷ median plain time, if plain steps ran."""
         if not self.plain_seconds:
             return None
         return median(self.planned_seconds) / median(self.plain_seconds)
 
 
 def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Trial:
-    """Run steps under the plan, each followed by a plain one, and measure them.
+    """Measure steps under the plan, each followed by a plain one.
 
-    A step is forward, loss and backward, from gradients that are `None`. State is put
-    back at the end. The peak is that of `fit` or that of one more step, whichever is
-    more.
+    A step is forward, loss and backward pass, starting with gradients `None`. State is
+    restored at the end. The peak is the larger of `fit`'s and that of one more step.
 
     Raises:
-        OptionError: If there are no steps to run.
+        OptionError: If `count` is less than 1.
     """
     if count < 1:
         raise OptionError(f"at least 1 step must run; got {count}")
@@ -274,7 +273,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
     with state_kept(step, has_values=True):
         for number in range(count + 1):
             planned = _seconds(step)
-            if number:  # Whatever runs for the first time takes longer.
+            if number:  # The first run of anything takes longer.
                 planned_seconds.append(planned)
             if plain:
                 with disable_checkpointing():
@@ -289,7 +288,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
 
 
 def _seconds(step: Step) -> float:
-    """Return what a step takes; the gradients are gone after it."""
+    """Return the time of a step; its gradients are dropped afterwards."""
     clock = synchronised_clock()
     start = clock()
     step.run()

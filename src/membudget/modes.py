@@ -1,52 +1,46 @@
-"""Choices that need no planner: the ways to checkpoint that people know by a name.
+"""Modes of `fit` that need no planner: the well-known ways to checkpoint.
 
 * `none`: no region.
-* `full`: each block keeps nothing.
-* `selective`: each block keeps the outputs of its matrix products, convolutions and
-  attention, and makes the cheap rest again.
-* `every_n`, such as `every_2`: each n-th block, the first among them, keeps nothing.
+* `full`: every block recomputes everything.
+* `selective`: every block keeps the outputs of matrix products, convolutions and
+  attention, and recomputes the cheap rest.
+* `every_n`, such as `every_2`: every n-th block recomputes everything.
 
-The blocks are the calls of `planner.blocks`, each of which saves at most a quarter of
-the activations if it can be cut so; those that save nothing of what they make, such as
-an embedding, are passed over. What must not run again, such as a decision where
-something goes, is kept in every mode.
+A block is a module call that saves at most a quarter of the activations, where the
+model can be cut so. Blocks that save none of their own outputs (an embedding) get no
+region. Outputs that must not be recomputed, such as routing decisions, are always kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 
 import torch
 
 from membudget.errors import OptionError
-from membudget.graph import ModuleCall, Operator, StepGraph
+from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import Block, Choice, made_in, saved_storages
 from membudget.planner.schedule import Overheads, Schedule, Simulator
 from membudget.policies import attention, convolutions, matmuls
 
 AUTO = "auto"
-"""The mode in which the planner chooses."""
+"""The mode that plans."""
 
 MODES = (AUTO, "none", "full", "selective", "every_2", "every_3")
-"""The modes, for an error; any other number may stand in place of the last."""
+"""For error messages; `every_n` exists for every n."""
 
 BLOCK_SHARE = 1 / 4
-"""The largest share of what is saved that a block of a mode has."""
+"""The largest share of the saved bytes in one block."""
 
 _EVERY = re.compile(r"every_([1-9]\d{0,5})")
-_DEAR = matmuls | convolutions | attention
+_EXPENSIVE = matmuls | convolutions | attention
 
 
 def check_mode(mode: str) -> None:
-    """Refuse what is no mode.
-
-    Raises:
-        OptionError: If it is none; it names those that there are.
-    """
+    """Raise an `OptionError` that lists the modes, if this is none of them."""
     is_known = isinstance(mode, str) and (mode in MODES or _EVERY.fullmatch(mode))
     if not is_known:
         named = ", ".join(map(repr, MODES))
@@ -57,20 +51,14 @@ def check_mode(mode: str) -> None:
 
 
 def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Schedule:
-    """Return the regions of a mode other than `auto`, and what comes of them.
-
-    Args:
-        mode: The mode.
-        graph: The plain step.
-        overheads: What a region costs beside the operators that run again.
+    """Return the schedule of a mode other than `auto`.
 
     Raises:
         OptionError: If there is no such mode.
     """
     check_mode(mode)
-    keeps = _keeps_dear if mode == "selective" else _keeps_nothing
     calls = _calls(mode, graph)
-    choices = tuple(_choice(graph, call, keeps) for call in calls)
+    choices = tuple(_choice(graph, call, mode == "selective") for call in calls)
     schedule = Simulator(graph).schedule(calls, choices)
     overhead_s = sum(overheads.recording_s(graph, choice) for choice in choices)
     overhead_s += overheads.again_s(graph, schedule.simulation.recomputed)
@@ -88,41 +76,30 @@ def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
 
 
 def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
-    """Tell whether autograd keeps, for the call, something that the call makes."""
+    """Tell whether autograd saves an output of the call."""
     block = Block(call.start, call.end)
     return not made_in(graph, block).isdisjoint(saved_storages(graph, block))
 
 
-def _choice(
-    graph: StepGraph, call: ModuleCall, keeps: Callable[[Operator], bool]
-) -> Choice:
-    block = Block(call.start, call.end)
-    kept = frozenset(
-        storage
-        for storage in made_in(graph, block)
-        if keeps(graph.operators[graph.storages[storage].birth])
-    )
-    return Choice(block.start, block.end, kept)
+def _choice(graph: StepGraph, call: ModuleCall, keeps_expensive: bool) -> Choice:
+    kept = set()
+    for storage in made_in(graph, Block(call.start, call.end)):
+        operator = graph.operators[graph.storages[storage].birth]
+        if operator.must_keep or (keeps_expensive and _is_expensive(operator.name)):
+            kept.add(storage)
+    return Choice(call.start, call.end, frozenset(kept))
 
 
-def _keeps_nothing(operator: Operator) -> bool:
-    return operator.must_keep
-
-
-def _keeps_dear(operator: Operator) -> bool:
-    return operator.must_keep or _is_dear(operator.name)
-
-
-def _is_dear(name: str) -> bool:
+def _is_expensive(name: str) -> bool:
     """Tell whether an operator is a matrix product, a convolution or attention.
 
     Example:
-        >>> _is_dear("aten.addmm.default"), _is_dear("aten.gelu.default")
+        >>> _is_expensive("aten.addmm.default"), _is_expensive("aten.gelu.default")
         (True, False)
-        >>> _is_dear("nowhere.to_be.found")
+        >>> _is_expensive("nowhere.to_be.found")
         False
     """
     try:
-        return bool(_DEAR.by_operator(attrgetter(name)(torch.ops)))
-    except AttributeError:  # It was profiled elsewhere, or has no overloads.
+        return bool(_EXPENSIVE.by_operator(attrgetter(name)(torch.ops)))
+    except AttributeError:  # From another machine, or without overloads.
         return False

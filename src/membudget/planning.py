@@ -111,16 +111,10 @@ def _verify(step: Step, applied: Applied) -> None:
 def plan_for(
     profile: Profile, model: Module, budget: int | str, mode: str = AUTO
 ) -> Plan:
-    """Return the fastest plan whose predicted peak fits.
+    """Return the fastest plan whose predicted peak fits; see `fit` for the arguments.
 
     Nothing runs, so the model may be on the meta device. `fit` also applies the plan
     and measures it.
-
-    Args:
-        profile: The plain step of the model.
-        model: The model.
-        budget: As for `fit`: bytes, or a share.
-        mode: As for `fit`.
 
     Raises:
         BudgetError: If no plan fits; it has the smallest feasible budget.

@@ -1,4 +1,4 @@
-"""The trade-off of a step: how much slower it gets, the fewer bytes it may take."""
+"""The trade-off of a step: its slowdown at each of many budgets."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class TradeoffRow:
 
     Attributes:
         budget_bytes: What the step may allocate.
-        peak_bytes: What it is predicted to allocate.
-        slowdown: The predicted time of a step, of the plain one.
-        regions: How many regions the plan has; the plain step has none.
+        peak_bytes: The predicted peak of what it allocates.
+        slowdown: Predicted step time ÷ plain step time.
+        regions: Number of regions in the plan; 0 for the plain step.
     """
 
     budget_bytes: int
@@ -38,9 +38,9 @@ class Tradeoff:
 
     Attributes:
         model: The class of the model.
-        cost: Where the seconds came from; see `Profile`.
-        static_bytes: What is there before the step, which no budget below counts.
-        rows: One for each budget, by ascending budget.
+        cost: Where operator times come from; see `Profile`.
+        static_bytes: In use before the step; not part of the budgets below.
+        rows: The plans, by ascending budget.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Tradeoff:
         return self.rows[-1].budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
+        """Return JSON-compatible data."""
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
@@ -72,12 +72,12 @@ class Tradeoff:
         ]
         titles = ("budget", "of plain", "peak", "slowdown", "regions")
         return (
-            f"{self.model}: bytes above the {format_bytes(self.static_bytes)} that are "
-            f"there before; seconds {self.cost}\n\n{rendered(titles, rows, left=0)}"
+            f"{self.model}: bytes above the {format_bytes(self.static_bytes)} in use "
+            f"before the step; times {self.cost}\n\n{rendered(titles, rows, left=0)}"
         )
 
     def save_png(self, path: str | Path) -> None:
-        """Draw the slowdown over the peak, and write the picture.
+        """Plot slowdown against peak, as a PNG file.
 
         Raises:
             MissingExtraError: If matplotlib is not installed.
@@ -91,8 +91,8 @@ class Tradeoff:
         mebibytes = [row.peak_bytes / 1024**2 for row in self.rows]
         axes.plot(mebibytes, [row.slowdown for row in self.rows], marker="o")
         axes.set_xlabel("predicted peak of the step, MiB")
-        axes.set_ylabel("predicted time of a step, of the plain one")
-        axes.set_title(f"{self.model}, seconds {self.cost}")
+        axes.set_ylabel("predicted slowdown")
+        axes.set_title(f"{self.model}, times {self.cost}")
         axes.grid(alpha=0.3)
         picture = io.BytesIO()
         figure.savefig(picture, format="png", dpi=150)
@@ -104,11 +104,11 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
 
     Args:
         profile: The plain step.
-        budgets: How many, evenly spaced from the least budget that a plan fits into to
-            the peak of the plain step. Equal ones are planned once.
+        budgets: Number of budgets, evenly spaced from the smallest feasible one to the
+            peak of the plain step. Equal ones are planned once.
 
     Returns:
-        The fastest plan for each budget; `fit` searches longer, and may find a faster.
+        The fastest plan found for each budget; `fit` searches longer for one budget.
 
     Raises:
         OptionError: If there are fewer than two budgets.
@@ -143,7 +143,7 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
 
 
 def _spaced(least: int, most: int, count: int) -> list[int]:
-    """Return whole numbers from the least to the most, in even steps.
+    """Return evenly spaced whole numbers.
 
     Example:
         >>> _spaced(10, 21, 3), _spaced(5, 5, 3)
@@ -154,11 +154,7 @@ def _spaced(least: int, most: int, count: int) -> list[int]:
 
 
 def check_can_draw() -> None:
-    """Tell whether a picture can be drawn.
-
-    Raises:
-        MissingExtraError: If matplotlib is not installed.
-    """
+    """Raise `MissingExtraError` if matplotlib is not installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

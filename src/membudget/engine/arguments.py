@@ -144,7 +144,7 @@ class HeldArguments:
             held = memo[key] = kind_of(value, self._alone)(value, place)
             self.tensors.append(held)
             return held
-        if _is_container(value):
+        if isinstance(value, _CONTAINERS) or _is_record(value):
             self.is_nested = True
             memo[key] = held = self._hold_container(value, place)
             return held
@@ -168,10 +168,6 @@ _DONE: Memo = {}  # Nothing more is held after __init__.
 _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 
 _CONTAINERS = (list, tuple, dict, set)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, _CONTAINERS) or _is_record(value)
 
 
 def _is_record(value: Any) -> bool:

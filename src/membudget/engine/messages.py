@@ -67,9 +67,7 @@ def silently_written_error(
 ) -> ChangedSinceForwardError:
     """Return the error for tensors that the region writes behind the version counters.
 
-    Args:
-        names: The names of the tensors.
-        by_recompute: Whether a recompute has written them already.
+    `by_recompute` says that a recompute has already written them again.
     """
     again = "has written" if by_recompute else "would write"
     return ChangedSinceForwardError(
@@ -163,12 +161,8 @@ def likely_causes(
 ) -> list[str]:
     """Return hints, the most probable first.
 
-    Args:
-        function: The region's function.
-        grown: The containers that grew in its forward, with both lengths.
-        options: The region's options.
-        saved: Metadata of the saved tensor, if one pair differs.
-        made: Metadata of the recomputed tensor.
+    `grown` has the containers that grew in the forward, with both lengths; `saved` and
+    `made` are the metadata of the first pair of tensors that differs, if there is one.
     """
     names = reach(function, names=True).names or {} if grown else {}
     causes = [

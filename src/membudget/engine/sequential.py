@@ -28,10 +28,6 @@ def segment_bounds(layers: int, segments: int) -> list[int]:
 
     Segments differ by at most one layer; the longer ones come first.
 
-    Args:
-        layers: The number of layers.
-        segments: The number of segments.
-
     Raises:
         OptionError: There are fewer layers than segments, or no segment.
 

@@ -16,6 +16,7 @@ the stage before carries over.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from operator import attrgetter
 from weakref import ReferenceType, ref
 
 import torch
@@ -220,7 +221,7 @@ class Replayer(Executor):
         if self._plan_ran != number:
             self._plan_ran = number
             self.plans_run += 1
-        operations.sort(key=_number)
+        operations.sort(key=attrgetter("number"))
         if value.root is not None and value.root.tensor is not None:
             with BelowAutograd():  # Views compute nothing, so no setting matters.
                 for operation in operations:
@@ -262,10 +263,6 @@ class Replayer(Executor):
             operations[id(operation)] = operation
             wanted += [v for v in operation.inputs() if v.tensor is None]
         return list(operations.values()), packed
-
-
-def _number(operation: Operation) -> int:
-    return operation.number
 
 
 _FIRST_TASK = 3  # Task numbers start at -2; these become negative.
