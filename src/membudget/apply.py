@@ -33,7 +33,7 @@ class RegionStatus:
         recomputes: How often dropped tensors were recomputed.
         skipped: Calls in which nothing required a gradient, so that nothing was
             dropped.
-        unrepeatable: Outputs that are kept because replaying them gave other bits.
+        unrepeatable: Outputs kept because replaying them was not bitwise equal.
         differences: Calls that ran other operators than the plan names, and so kept
             less.
     """
@@ -151,9 +151,9 @@ def apply(
             matches `h.0` but not `h.0.mlp`.
         where: A predicate on name and module.
         every: Take every n-th match, beginning with the first.
-        spans: Instead of all that: pairs of names, of the module whose call begins a
-            region and of the later one whose return ends it, both called by one parent:
-            `[("h.0", "h.3"), ("h.4", "h.7")]`. They run under the replay engine.
+        spans: Instead of all that, pairs of module names, `[("h.0", "h.3"), ...]`: a
+            region starts when the first is called and ends when the last returns. Both
+            are called by the same parent. Spans run under the replay engine.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:

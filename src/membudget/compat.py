@@ -148,7 +148,7 @@ def checkpoint_sequential(
 
     Args:
         functions: The layers.
-        segments: The number of segments; they are even, unlike torch's.
+        segments: The number of segments; unlike torch's, they are evenly sized.
         input: The input of the first layer.
         use_reentrant: Selects the variant; if omitted, warns and uses the default.
         **kwargs: `preserve_rng_state`, and options of `membudget.checkpoint`.

@@ -159,4 +159,4 @@ class OverwrittenWarning(UserWarning):
 
 
 class UnrepeatableWarning(UserWarning):
-    """An output of a replay region is kept, because replaying it gave other bits."""
+    """An output of a replay region is kept, because replaying it was not exact."""

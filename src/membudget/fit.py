@@ -216,7 +216,7 @@ def fit_recorded(
 
 
 def _check_step(model: Any, batch: Any) -> None:
-    """Reject a non-module, one with regions, and a call without arguments."""
+    """Reject what is not a module, has regions already, or lacks arguments."""
     check_arguments(model)
     carrying = [name for name, module in model.named_modules() if has_region(module)]
     if carrying:

@@ -117,7 +117,7 @@ class Observer:
             self._leave_key()
 
     def changes_formulas(self) -> bool:
-        """Tell whether it causes torch to use the formulas for subclasses."""
+        """Tell whether it makes autograd use its formulas for tensor subclasses."""
         return self._mode is not None and not self._modes
 
     def is_innermost(self) -> bool:

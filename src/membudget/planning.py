@@ -75,8 +75,8 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
 def measured_peak(step: Step, applied: Applied) -> int:
     """Return the measured peak of a step; the model is left as it was.
 
-    The verifying step before it needs no more memory. It is not the one measured,
-    because its many small fingerprints would fill the meter.
+    The verification step that precedes it needs no additional memory. That step is not
+    measured, because its many small fingerprints would fill the meter.
     """
     with state_kept(step, has_values=True):
         _verify(step, applied)
@@ -85,7 +85,7 @@ def measured_peak(step: Step, applied: Applied) -> int:
 
 
 def _verify(step: Step, applied: Applied) -> None:
-    """Run steps until every recomputed value is the dropped one.
+    """Run steps until every recomputed value matches the one that was dropped.
 
     Raises:
         RecomputeMismatchError: If one differs though nothing more is kept for it.

@@ -3,8 +3,8 @@
 The step does what a user's loop does, and can run many times. The output is released
 before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
 
-`call_make` makes model and batch by the user's function, and `default_names` finds the
-model's blocks.
+`call_make` builds model and batch by calling the user's function, and `default_names`
+finds the model's blocks.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class TradeoffRow:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The fastest plans of a step, from the least budget to the plain peak.
+    """The fastest plans for a step, from the smallest feasible budget upwards.
 
     Attributes:
         model: The class of the model.

@@ -208,7 +208,7 @@ _CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
 
 
 def global_slots(function: types.FunctionType) -> Slots:
-    """Return the globals that a function names, by its code object."""
+    """Return the globals that a function's code names."""
     code = function.__code__
     known = _CODE_SLOTS.get(id(code))
     if known is None:

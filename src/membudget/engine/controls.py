@@ -90,7 +90,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     """Enable or disable debugging for the regions entered here, in this thread.
 
     Args:
-        enabled: Overrides the argument `debug` of regions; `None` leaves it.
+        enabled: Overrides the regions' `debug` argument; `None` leaves it unchanged.
     """
     with _switched("debug", enabled):
         yield

@@ -199,8 +199,8 @@ class Statistics:
         forwards: Calls that dropped saved tensors.
         skipped: Calls in which nothing required a gradient.
         recomputes: How often dropped tensors were recomputed.
-        unrepeatable: Outputs that a replay region keeps because replaying them gave
-            other bits.
+        unrepeatable: Outputs that a replay region keeps because replaying them was not
+            bitwise equal.
     """
 
     __slots__ = ("forwards", "label", "recomputes", "skipped", "unrepeatable")

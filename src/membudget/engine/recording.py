@@ -41,7 +41,7 @@ class RerunHandle:
         tensor: The recomputed tensor, until autograd takes it.
         version: The version of the tensor's content when it was recomputed; `None` if
             it may be written to, or torch keeps none.
-        address: The address of its storage then, because `y.data =` exchanges it;
+        address: The address of its storage at that time, because `y.data =` swaps it;
             `None` without guards, or without a storage.
     """
 

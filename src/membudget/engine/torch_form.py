@@ -1,4 +1,4 @@
-"""torch's own checkpoint: regions in compiled code, and contexts in its form.
+"""Use torch's own checkpoint in compiled code, and accept its selective contexts.
 
 torch gives a region two contexts, one for the forward and one for the recompute, which
 say what to keep. The contexts made here are torch's own and carry our policy. In eager

@@ -234,7 +234,7 @@ def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
         at the top of this module: what a recompute saves again.
 
     Raises:
-        OptionError: If `recompute` has another value.
+        OptionError: If `recompute` has any other value.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)

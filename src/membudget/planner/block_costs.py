@@ -57,7 +57,7 @@ class BlockCosts:
 
     Attributes:
         blocks: The blocks, in forward order; they do not overlap.
-        keep_sets: The keep-sets of each block, the most bytes first.
+        keep_sets: The keep-sets of each block, largest first.
         outside_bytes: At each operator, what is live outside all blocks.
     """
 
@@ -179,7 +179,7 @@ class Fronts:
         self._known: dict[Hashable, list[KeepSet]] = {}
 
     def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
-        """Return the keep-sets of a block, the most bytes first.
+        """Return the keep-sets of a block, largest first.
 
         Every choice keeps `always`, whose bytes are not counted.
         """

@@ -1,9 +1,9 @@
 """Nested recomputation along a chain of segments: an exact dynamic programme.
 
-Each of the segments 0 to L - 1 is either *flat*, its choice keeps some of what it makes
-and recomputes the rest once; or part of a *nest* i..j, of which the forward keeps only
-what crosses its end, and which the backward pass recomputes in stages, each of which
-may retain a checkpoint for later ones.
+Each of the segments 0 to L - 1 is either *flat* (its choice keeps some of its outputs
+and recomputes the rest once) or part of a *nest* i..j. Of a nest the forward keeps only
+what crosses its end; the backward pass recomputes it in stages, each of which may
+retain a checkpoint for later stages.
 
     forward     0   1   2   3 │ backward of the nest 0..3, with a checkpoint before 2
     kept                      ▌ run 0, 1 ▌ run 2 ▌ 3 ▌ 2 ▌ run 0 ▌ 1 ▌ 0
@@ -110,7 +110,7 @@ class Chain:
             segments: The segments.
             crossing_bytes: For i < c, what i to c - 1 made and crosses the start of c.
             forward_bytes: For i ≤ j, the peak while j runs forward if nothing is kept
-                from i on, without what segments before i made.
+                from i on, excluding what segments before i produced.
             most_bytes: The largest budget that will be asked for.
         """
         self._segments = segments

@@ -169,7 +169,7 @@ def slice_of(
 def writers_of(
     graph: StepGraph, block: Block, among: Collection[int]
 ) -> dict[int, list[int]]:
-    """Return the operators of a block that write each of some storages, in order."""
+    """Return, for each given storage, the block's operators that write it, in order."""
     table: dict[int, list[int]] = {}
     for index in range(block.start, block.end):
         operator = graph.operators[index]

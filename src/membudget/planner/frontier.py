@@ -125,7 +125,7 @@ class Front:
         return KeepSet(kept, sum(self.bytes[s] for s in kept), sum(again))
 
     def hull(self) -> list[KeepSet]:
-        """Return the keep-sets on the lower convex hull, the most bytes first.
+        """Return the keep-sets on the lower convex hull, largest first.
 
         The first recomputes nothing, the last keeps as little as possible.
         """

@@ -52,7 +52,7 @@ class Planner:
         """Cut the step into blocks and find their trade-offs.
 
         Raises:
-            OptionError: If an operator takes no finite time.
+            OptionError: If an operator's time is not finite.
         """
         check_seconds(graph)
         self.graph = smoothed(graph)

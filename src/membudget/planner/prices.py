@@ -2,7 +2,7 @@
 
 Memory is short at some operators only, and a kept storage costs its bytes only while it
 would not be live otherwise: from its last use in the forward to its first need in the
-backward pass. So each op index t has a price λ(t) of a byte, and keeping s costs
+backward pass. So each op index t has a price per byte λ(t), and keeping s costs
 bytes(s) · Σ λ(t) over that gap. At given prices the cheapest keep-set is a minimum cut
 (`frontier`). The prices are Lagrange multipliers (Everett 1963, "Generalized Lagrange
 multiplier method"): they rise where the simulated step exceeds the budget and fall

@@ -14,8 +14,8 @@ value a storage as if nothing else were kept. Two searches ask the simulation in
 
 Annealing rather than an integer programme, because the programme takes a minute for a
 hundred operators and is out of reach for a thousand; it saved at most 0.022 of a step
-beside the annealed schedules. Only small steps are annealed: of 500 operators and more
-too few schedules can be simulated in a second to find anything.
+beside the annealed schedules. Only small steps are annealed: with 500
+operators or more, too few schedules can be simulated per second to find better ones.
 
 The best starts are improved, and then the best start of each kind of solver, with the
 simulations that were saved: by pruning what cannot fit or saves no time, and by giving

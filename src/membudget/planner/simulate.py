@@ -96,7 +96,7 @@ def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
 
 
 def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
-    """Return the peak of a run of operators, workspaces included, and its place."""
+    """Return the peak over a run of operators, workspaces included, and its index."""
     peak_bytes, place = 0, 0
     for index, (operator, live) in enumerate(zip(operators, alive, strict=True)):
         if live + operator.workspace_bytes > peak_bytes:
@@ -184,7 +184,7 @@ def _check(graph: StepGraph, choices: Sequence[Choice]) -> None:
 
 
 class _Machine:
-    """Plays a step, operator by operator."""
+    """Simulates a step, operator by operator."""
 
     def __init__(self, graph: StepGraph, choices: Sequence[Choice]):
         self.graph = graph

@@ -6,8 +6,8 @@ The table has the vendors' figures for dense matrices at the boost clock:
   sparse figures halved).
 * A100 SXM4 80 GB: NVIDIA A100 Tensor Core GPU data sheet.
 * L4: NVIDIA L4 Tensor Core GPU data sheet (with the sparse figures halved).
-* RTX 4090: NVIDIA Ada GPU Architecture white paper, appendix A; half precision with
-  sums in single precision.
+* RTX 4090: NVIDIA Ada GPU Architecture white paper, appendix A; half precision,
+  accumulated in single precision.
 * MI300X: AMD Instinct MI300X accelerator data sheet.
 
 Links are PCI Express in one direction: 16 lanes of generation 4 carry 31.5 GB/s, of

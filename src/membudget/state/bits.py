@@ -31,7 +31,7 @@ _MIX = 0xFF51AFD7ED558CCD - (1 << 64)
 
 
 def has_bits(tensor: Tensor) -> bool:
-    """Tell whether a tensor is dense and has bytes: no subclass, `meta` or nested."""
+    """Tell whether a tensor is dense, not nested, no subclass, and not on `meta`."""
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided

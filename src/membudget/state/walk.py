@@ -5,8 +5,8 @@ The walk goes through modules, containers and plain objects, and finds
 * every tensor: parameters, buffers, and tensors in attributes and containers;
 * every private random generator;
 * every comparable Python value (numbers, strings, lengths of containers);
-* every holder, a dict, list, set or the attributes of an object: restoring the contents
-  of the holders restores the objects.
+* every holder (a dict, list, set, or an object's attributes): restoring the contents of
+  the holders restores the objects.
 
 Parameters and buffers have the names of `named_parameters()` and `named_buffers()`;
 anything else the expression that a user would write: `batch['labels']`, `h.0.cache[2]`.

@@ -126,7 +126,7 @@ class ReplayFrame:
         recorder.recording.tracker.clear()
 
     def end(self) -> None:
-        """Stop recording, and settle the sources that are needed."""
+        """Stop recording, and decide for each needed source how a replay gets it."""
         recorder = self._recorder
         assert recorder is not None
         tracker = recorder.recording.tracker

@@ -114,7 +114,7 @@ class Recorder(Observer):
             handle.value = self.recording.tracker.read(tensor)
 
     def finish(self) -> None:
-        """Stop recording, and assign the last values."""
+        """Stop recording, and assign values to the tensors saved last."""
         self.__exit__(None, None, None)
         self.recording.recent.clear()
         self.settle()
