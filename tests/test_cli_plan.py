@@ -287,7 +287,7 @@ def test_a_tradeoff_is_printed_and_written(step, tmp_path, capsys):
     path = tmp_path / "curve.json"
     arguments = ["tradeoff", f"{step}:make", "--budgets", "5", "--json", str(path)]
     assert main([*arguments, "--fake", "--device", "h100"]) == OK
-    assert "seconds H100" in (out := capsys.readouterr().out)
+    assert "times H100" in (out := capsys.readouterr().out)
     assert len(out.strip().splitlines()) == 9
     rows = json.loads(path.read_text())["rows"]
     assert len(rows) == 5
