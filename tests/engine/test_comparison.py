@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 
 import pytest
@@ -9,8 +10,16 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from membudget.engine.comparison import Fingerprints, describe, metadata, same_metadata
+from membudget import ChangedSinceForwardError
+from membudget.engine.comparison import (
+    Fingerprints,
+    Watch,
+    describe,
+    metadata,
+    same_metadata,
+)
 from membudget.state.bits import fingerprint
+from membudget.state.identity import address_of
 
 X = torch.zeros(2, 3)
 
@@ -118,3 +127,67 @@ def test_the_tensors_of_an_operator_wait_until_another_one_saves() -> None:
     assert len(prints.taken) == 4
     prints.settle()
     assert len(prints.taken) == 4
+
+
+def watched(tensors: dict[str, Tensor]) -> Watch:
+    """Return what watches the given tensors as the region's own."""
+    return Watch({}, {address_of(tensor): name for name, tensor in tensors.items()})
+
+
+def test_an_operator_that_changes_two_tensors_leaves_both_as_they_were() -> None:
+    a, b = torch.zeros(3), torch.ones(3)
+
+    with (
+        pytest.raises(ChangedSinceForwardError, match="a is changed in place by the"),
+        watched({"a": a, "b": b}),
+    ):
+        torch._foreach_add_([a, b], 1)
+
+    assert a.tolist() == [0, 0, 0]
+    assert b.tolist() == [1, 1, 1]
+    assert (a._version, b._version) == (0, 0)
+
+
+def test_an_operator_that_writes_two_views_of_a_tensor_is_judged_by_both() -> None:
+    a = torch.zeros(4)
+
+    with (
+        pytest.raises(ChangedSinceForwardError, match="a is changed in place"),
+        watched({"a": a}),
+    ):
+        torch._foreach_add_([a[:2], a[2:]], [1.0, 0.0])
+
+    assert a.tolist() == [0, 0, 0, 0]
+
+
+def test_what_a_write_left_unchanged_can_be_read() -> None:
+    a = torch.tensor([float("nan"), -0.0])
+
+    with watched({"a": a}):
+        a.mul_(1)
+        a.mul_(1)
+        assert torch.isnan(a + 1)[0]
+
+    assert a._version == 0
+
+
+def test_a_write_that_changes_the_sign_of_a_zero_is_refused() -> None:
+    a = torch.tensor([0.0])
+
+    with (
+        pytest.raises(ChangedSinceForwardError, match="a is changed in place"),
+        watched({"a": a}),
+    ):
+        a.neg_()
+
+    assert math.copysign(1, a.item()) == 1
+
+
+def test_a_tensor_of_the_region_that_is_read_before_it_is_written_is_refused() -> None:
+    a, b = torch.zeros(3), torch.ones(3)
+
+    with (
+        pytest.raises(ChangedSinceForwardError, match="b is changed in place"),
+        watched({"a": a, "b": b}),
+    ):
+        a.mul_(b)

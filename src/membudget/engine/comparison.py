@@ -25,7 +25,6 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from membudget._torch import (
@@ -44,6 +43,7 @@ from membudget.state.bits import (
     content_of,
     has_changed,
     may_be_a_workspace,
+    same_bytes,
 )
 from membudget.state.identity import address_of, version_of
 
@@ -215,8 +215,8 @@ class Watch(Observer):
             rewritten: Storages that the region itself changed, likewise.
         """
         self.changed = changed
-        self.rewritten = dict(rewritten)
-        self.settled: Names = {}  # Of these, what a write has left unchanged.
+        self.rewritten = rewritten
+        self.settled: set[int] = set()  # Of these, what a write has left unchanged.
         self.versions: list[tuple[Tensor, int]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -228,7 +228,7 @@ class Watch(Observer):
         hit = addresses & self.changed.keys()
         if hit:
             raise changed_error([self.changed[address] for address in sorted(hit)])
-        if addresses.isdisjoint(self.rewritten | self.settled):
+        if addresses.isdisjoint(self.rewritten):
             return operator(*args, **kwargs)
         return self._rewrite(operator, args, kwargs, addresses)
 
@@ -239,19 +239,21 @@ class Watch(Observer):
             set_versions([tensor], [version])
 
     def _rewrite(self, func: Any, args: Any, kwargs: Any, addresses: set[int]) -> Any:
-        written = {address_of(t): t for t in written_arguments(func, args, kwargs)}
-        for address in addresses & self.rewritten.keys():
-            if address not in written:
-                raise rewritten_error(self.rewritten[address])
-        names = self.rewritten | self.settled
-        written = {a: t for a, t in written.items() if a in names}
-        before = {a: t.detach().clone() for a, t in written.items()}
-        self.versions += [(t, t._version) for t in written.values()]
+        written = [
+            tensor
+            for tensor in written_arguments(func, args, kwargs)
+            if address_of(tensor) in self.rewritten
+        ]
+        restored = self.settled | {address_of(tensor) for tensor in written}
+        for address in (addresses & self.rewritten.keys()) - restored:
+            raise rewritten_error(self.rewritten[address])
+        copies = [(tensor.detach(), tensor.detach().clone()) for tensor in written]
+        self.versions += [(tensor, tensor._version) for tensor in written]
         result = func(*args, **kwargs)
-        for address, tensor in written.items():
-            if not torch.equal(before[address], tensor.detach()):
-                tensor.detach().copy_(before[address])
-                raise rewritten_error(names[address])
-            self.settled[address] = names[address]
-            self.rewritten.pop(address, None)
+        changed = [(old, new) for new, old in copies if not same_bytes(old, new)]
+        for old, new in changed:
+            new.copy_(old)
+        for _, new in changed:
+            raise rewritten_error(self.rewritten[address_of(new)])
+        self.settled = restored
         return result

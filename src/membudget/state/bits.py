@@ -150,7 +150,12 @@ def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
         return False
     if not has_bits(original) or may_be_a_workspace(original):
         return True
-    return torch.equal(_bytes(original), _bytes(replayed))
+    return same_bytes(original, replayed)
+
+
+def same_bytes(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two tensors of one shape and dtype have the same bytes."""
+    return torch.equal(_bytes(one), _bytes(other))
 
 
 def _layout(tensor: Tensor) -> Any:
