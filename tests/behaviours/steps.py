@@ -14,7 +14,6 @@ import dataclasses
 import functools
 import gc
 import random
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 
@@ -116,26 +114,6 @@ class Counted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
         return self.function(*args, **kwargs)
-
-
-class Operators(TorchDispatchMode):
-    """Count the operators that run, by name, but for detaching: it computes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        name = func.overloadpacket.__name__
-        if name not in ("detach", "alias"):
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 class Storages:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 import membudget as mb
 from tests.behaviours.steps import (
     Block,
-    Operators,
     Region,
     differences,
     perceptron,
     plain,
     region_with,
 )
+from tests.oracles import CountedOperators
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
@@ -199,7 +199,7 @@ def test_b125_a_dispatch_mode_sees_the_recomputation_once(
 ) -> None:
     def count(region: Region) -> Counter[str]:
         x = torch.randn(3, 3, requires_grad=True)
-        operators = Operators()
+        operators = CountedOperators()
         with operators if around_forward else nullcontext():
             y = region(lambda x: (x @ x).sin().exp().cos(), x)
         with operators:

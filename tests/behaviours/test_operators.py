@@ -13,12 +13,12 @@ import membudget as mb
 from tests.behaviours.steps import (
     Block,
     Counted,
-    Operators,
     Region,
     differences,
     plain,
     region_with,
 )
+from tests.oracles import CountedOperators
 
 
 class Scaled(torch.autograd.Function):
@@ -96,7 +96,7 @@ def backward_operators(region: Region) -> Counter[str]:
 
     x, w = (torch.randn(3, 3, requires_grad=True) for _ in range(2))
     loss = region(function, x, w).sum()
-    with Operators() as operators:
+    with CountedOperators() as operators:
         loss.backward()
     return operators.counts
 
@@ -116,7 +116,7 @@ def test_b11_without_early_stop_every_operator_runs_once_more() -> None:
 def test_b11_the_forward_runs_the_operators_of_the_plain_forward() -> None:
     def count(region: Region) -> Counter[str]:
         model, x = Block(), torch.randn(2, 5, 8)
-        with Operators() as operators:
+        with CountedOperators() as operators:
             region(model, x)
         return operators.counts
 

@@ -17,7 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import membudget as mb
 from membudget import policies
-from tests.behaviours.steps import Operators, Region, differences, plain, region_with
+from tests.behaviours.steps import Region, differences, plain, region_with
+from tests.oracles import CountedOperators
 
 KEEPS: list[Any] = [
     policies.nothing,
@@ -57,7 +58,7 @@ def recomputed(function: Callable[[Tensor], Tensor], keep: Any) -> Counter[str]:
     counts = []
     for region in (plain, region_with(keep=keep)):
         loss = region(function, leaf()).sum()
-        with Operators() as operators:
+        with CountedOperators() as operators:
             loss.backward()
         counts.append(operators.counts)
     return counts[1] - counts[0]

@@ -26,12 +26,12 @@ from membudget.compat import (
 from tests.behaviours.steps import (
     Block,
     Counted,
-    Operators,
     Region,
     differences,
     plain,
     region_with,
 )
+from tests.oracles import CountedOperators
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -84,7 +84,7 @@ def backward_operators(function: Callable[..., Any], region: Region) -> Counter[
     """Count the operators of the backward of `function` under `region`."""
     x = leaf()
     loss = region(function, x).sum()
-    with Operators() as operators:
+    with CountedOperators() as operators:
         loss.backward()
     return operators.counts
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import membudget as mb
 from membudget.engine import controls
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
+from tests.oracles import CountedOperators
 
 ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
 
@@ -192,20 +192,6 @@ def block(x: Tensor) -> Tensor:
     return torch.dropout(x.sin().exp(), 0.5, True).cos()
 
 
-class Counter(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ran: list[str] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.ran.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def run_collected(engine: str) -> tuple[Tensor, Tensor, mb.Regions]:
     torch.manual_seed(0)
     x = torch.randn(5, requires_grad=True)
@@ -221,10 +207,10 @@ def test_the_next_backward_takes_what_was_recomputed(engine: str) -> None:
     z.sum().backward()
 
     regions.recompute()
-    with Counter() as counter:
+    with CountedOperators() as counter:
         y.sum().backward()
 
-    assert "aten::exp" not in counter.ran
+    assert "exp" not in counter.counts
     assert x.grad is not None
     assert expected.grad is not None
     assert torch.equal(x.grad, expected.grad)
@@ -234,10 +220,10 @@ def test_the_next_backward_takes_what_was_recomputed(engine: str) -> None:
 def test_recomputing_is_done_once(engine: str) -> None:
     _, _, regions = run_collected(engine)
     regions.recompute()
-    with Counter() as counter:
+    with CountedOperators() as counter:
         regions.recompute()
 
-    assert "aten::exp" not in counter.ran
+    assert "exp" not in counter.counts
 
 
 @ENGINES
@@ -283,12 +269,12 @@ def test_every_dropped_tensor_is_recomputed_ahead(engine: str, count: int) -> No
     x = torch.linspace(0, 1, 3, requires_grad=True)
     with mb.collect_regions() as regions:
         y = mb.checkpoint(function, x, engine=engine, verify=False)
-    with Counter() as ahead:
+    with CountedOperators() as ahead:
         regions.recompute()
-    with Counter() as behind:
+    with CountedOperators() as behind:
         (found,) = torch.autograd.grad(y.sum(), x)
     (expected,) = torch.autograd.grad(function(x).sum(), x)
 
-    assert ahead.ran.count("aten::exp") == count
-    assert "aten::exp" not in behind.ran
+    assert ahead.counts["exp"] == count
+    assert "exp" not in behind.counts
     assert torch.equal(found, expected)

@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget.errors import RecomputeMismatchError
 from tests.behaviours.steps import plain
+from tests.oracles import CountedOperators
 
 Draw = Callable[[], float]
 Function = Callable[[Tensor], Tensor]
@@ -288,20 +288,6 @@ def test_row_a07_state_that_begins_to_move_later_is_found_in_a_call_that_is_samp
         gradient(mb.checkpoint, function)
 
 
-class CountOperators(TorchDispatchMode):
-    """Count the operators that compute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is not torch.ops.aten.detach.default
-        return func(*args, **(kwargs or {}))
-
-
 def test_row_a07_a_call_that_is_verified_runs_the_operators_of_any_other():
     def function(x: Tensor) -> Tensor:
         return x.sin().exp().tanh().mul(2).add(1)
@@ -309,10 +295,10 @@ def test_row_a07_a_call_that_is_verified_runs_the_operators_of_any_other():
     counts = []
     for _ in range(5):
         x = torch.linspace(0.1, 1, 5, requires_grad=True)
-        with CountOperators() as forward:
+        with CountedOperators() as forward:
             y = mb.checkpoint(function, x).sum()
-        with CountOperators() as backward:
+        with CountedOperators() as backward:
             y.backward()
-        counts.append((forward.count, backward.count))
+        counts.append((forward.counts.total(), backward.counts.total()))
 
     assert len(set(counts)) == 1, counts

@@ -21,8 +21,8 @@ from torch._dynamo.backends.common import aot_autograd
 
 import membudget as mb
 from membudget import compat, policies
-from tests.behaviours.steps import Operators
 from tests.compiled import MARKS
+from tests.oracles import CountedOperators
 
 pytestmark = [
     *MARKS,
@@ -59,7 +59,7 @@ def leaf() -> Tensor:
 def products_outside(run: Run) -> int:
     """Return how many products the backward of a step makes that is not compiled."""
     loss = run(leaf()).sum()
-    with Operators() as operators:
+    with CountedOperators() as operators:
         loss.backward()
     return operators.counts["mm"] + operators.counts["addmm"]
 

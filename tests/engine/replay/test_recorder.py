@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.behaviours.steps import Region, differences
 from tests.keeps import replay
+from tests.oracles import CountedOperators
 
 
 def gather(parameter: Tensor) -> Tensor:
@@ -21,20 +22,6 @@ def gather(parameter: Tensor) -> Tensor:
     inputs = [parameter.detach().flatten()]
     torch.ops.fsdp.all_gather_copy_in(inputs, output, [size], size, 0)
     return output
-
-
-class Sines(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts sines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten.sin.default
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(("gathers", "count"), [(True, 4), (False, 5)])
@@ -52,12 +39,12 @@ def test_no_replay_goes_back_behind_a_gathering_of_parameters(gathers, count):
 
     x = torch.linspace(0, 1, 3, requires_grad=True)
     y = replay()(function)(x)
-    with Sines() as sines:
+    with CountedOperators() as operators:
         (found,) = torch.autograd.grad(y.sum(), x)
     (expected,) = torch.autograd.grad(function(x).sum(), x)
     assert torch.equal(found, expected)
     # What is alive at the gathering, the third sine, is held; the first two are not.
-    assert sines.count == count
+    assert operators.counts["sin"] == count
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
 from membudget.engine.policy import Candidate, Policy, Stages
+from tests.oracles import CountedOperators
 
 Outputs = set[tuple[int, int]]
 
@@ -30,20 +31,6 @@ class Nothing(Policy):
 
     def keeps(self, candidate: Candidate) -> bool:
         return False
-
-
-class Sines(torch.utils._python_dispatch.TorchDispatchMode):
-    """Counts sines."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        self.count += func is torch.ops.aten.sin.default
-        return func(*args, **(kwargs or {}))
 
 
 def six(x: Tensor) -> Tensor:
@@ -71,22 +58,22 @@ def six(x: Tensor) -> Tensor:
 def test_a_stage_begins_where_the_last_one_held_something(policy, count):
     x = torch.linspace(0, 1, 3, requires_grad=True)
     y = mb.checkpoint(six, x, engine="replay", keep=policy, verify=False)
-    with Sines() as sines:
+    with CountedOperators() as operators:
         (found,) = torch.autograd.grad(y.sum(), x)
     (expected,) = torch.autograd.grad(six(x).sum(), x)
     assert torch.equal(found, expected)
-    assert sines.count == count
+    assert operators.counts["sin"] == count
 
 
 def test_a_second_backward_replays_as_much_as_the_first():
     x = torch.linspace(0, 1, 3, requires_grad=True)
     policy = Staged(set(), set(), {(2, 0)})
     y = mb.checkpoint(six, x, engine="replay", keep=policy, verify=False)
-    with Sines() as sines:
+    with CountedOperators() as operators:
         (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
         (second,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(first, second)
-    assert sines.count == 2 * (5 + 1 + 1)
+    assert operators.counts["sin"] == 2 * (5 + 1 + 1)
 
 
 class Living(torch.utils._python_dispatch.TorchDispatchMode):

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget import policies
 from membudget.engine.replay import verify
 from membudget.engine.replay.verify import verified
 from tests.keeps import replay
+from tests.oracles import CountedOperators
 
 
 @pytest.fixture(autouse=True)
@@ -294,27 +294,17 @@ def test_a_path_that_ends_inside_of_another_one_is_verified_the_next_time():
         assert torch.equal(gradient, 2 * (x.detach() * 2 + 1).cos())
 
 
-class Names(TorchDispatchMode):
-    """Notes the operators that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 def test_a_mode_of_the_user_does_not_see_the_comparison():
     x = torch.ones(3, requires_grad=True)
 
     def work(x: Tensor) -> Tensor:
         return x.sin().exp() * 2
 
-    with Names() as plain:
+    with CountedOperators() as plain:
         work(x)
-    with Names() as verified:
+    with CountedOperators() as verified:
         replay(verify=True)(work)(x)
-    assert len(verified.seen) > len(plain.seen)  # It sees what is recomputed for it.
-    assert set(verified.seen) == set(plain.seen)
+    assert (
+        verified.counts.total() > plain.counts.total()
+    )  # It sees what is recomputed for it.
+    assert verified.counts.keys() == plain.counts.keys()
