@@ -30,7 +30,7 @@ FLOORS = (
     ("regions on a model", "apply spans attach policies"),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
-    ("a step and its state", "step state scope ops observer graph"),
+    ("a step and its state", "step selection state scope ops observer graph"),
     ("records", "callsite text"),
     (
         "torch, errors",

@@ -14,12 +14,13 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.attach import check_can_carry, put_region, remove_region, select_modules
+from membudget.attach import check_can_carry, put_region, remove_region
 from membudget.engine.options import Statistics, checked_options
 from membudget.engine.policy import Stages
 from membudget.errors import PlanError, SelectionError
 from membudget.planner.plan import Plan, RegionPlan, fingerprint_of
 from membudget.policies import Planned
+from membudget.selection import select_modules
 from membudget.spans import put_spans
 
 

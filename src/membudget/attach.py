@@ -1,4 +1,4 @@
-"""Which modules a user selects, and how each gets a region: by changing its class.
+"""Attach a region to a module: by changing its class, not its structure.
 
 The module's class is replaced by a generated subclass that overrides `forward` alone
 (FSDP2 and parametrizations replace classes the same way). No module is added, no name
@@ -10,9 +10,8 @@ the class.
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -22,72 +21,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
-from membudget.errors import OptionError, SelectionError
-
-
-def select_modules(
-    model: Module,
-    blocks: type[Module] | tuple[type[Module], ...] | None,
-    names: str | Iterable[str] | None,
-    where: Callable[[str, Module], bool] | None,
-    every: int = 1,
-) -> dict[str, Module]:
-    """Return the modules that match all given criteria, by name, in model order.
-
-    Raises:
-        SelectionError: If no criterion is given, or nothing matches.
-        OptionError: If `every` is less than 1.
-    """
-    if every < 1:
-        raise OptionError(f"every must be at least 1; got {every}")
-    if blocks is None and names is None and where is None:
-        raise SelectionError(
-            "say which modules get a region: blocks=BlockClass, names='h.*' or "
-            "where=lambda name, module: ..."
-        )
-    patterns = [names] if isinstance(names, str) else names and list(names)
-    matching = {
-        name: module
-        for name, module in model.named_modules()
-        if (blocks is None or isinstance(module, blocks))
-        and (patterns is None or any(_matches(name, p) for p in patterns))
-        and (where is None or where(name, module))
-    }
-    if not matching:
-        asked = {"blocks": blocks, "names": patterns, "where": where}
-        given = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
-        some = [name for name, _ in model.named_modules() if name][:8]
-        raise SelectionError(
-            f"no module of {type(model).__name__} matches {given}. It has "
-            f"{', '.join(map(repr, some)) or 'no submodules'}"
-            f"{' and more' if len(some) == 8 else ''}."
-        )
-    return dict(list(matching.items())[::every])
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Tell whether a dotted name matches a pattern, part by part.
-
-    Example:
-        >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*")
-        (True, False)
-        >>> _matches("a.b.c", "**.c")
-        True
-    """
-    return bool(name) and _parts_match(name.split("."), pattern.split("."))
-
-
-def _parts_match(parts: list[str], patterns: list[str]) -> bool:
-    if not patterns:
-        return not parts
-    if patterns[0] == "**":
-        return any(_parts_match(parts[i:], patterns[1:]) for i in range(len(parts) + 1))
-    return (
-        bool(parts)
-        and fnmatchcase(parts[0], patterns[0])
-        and _parts_match(parts[1:], patterns[1:])
-    )
-
+from membudget.errors import SelectionError
 
 _KEY = "_membudget_region"
 _CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()

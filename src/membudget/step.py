@@ -3,8 +3,7 @@
 The step does what a user's loop does, and can run many times. The output is released
 before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
 
-`call_make` builds model and batch by calling the user's function, and `default_names`
-finds the model's blocks.
+`call_make` builds model and batch by calling the user's function.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleDict, ModuleList, Sequential
+from torch.nn import Module
 
-from membudget.errors import OptionError, SelectionError
+from membudget.errors import OptionError
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
@@ -211,62 +210,3 @@ def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any
         )
     model, batch, *loss = made
     return model, batch, loss[0] if loss else None
-
-
-def default_names(model: Module) -> list[str]:
-    """Return the names of the modules that get a region by default.
-
-    These are the children of the longest `ModuleList` or `Sequential` in the model; of
-    equally long lists, the outermost. Blocks in a list of blocks of one class are not
-    searched for a longer list, so that no region lies inside one of many blocks. A
-    child without a `forward`, such as an inner `ModuleList`, is replaced by its
-    children. In a model without any list, each direct child with parameters is taken.
-
-    Raises:
-        SelectionError: If the model has no list and no child with parameters.
-
-    Example:
-        >>> from torch.nn import Linear, Sequential
-        >>> body = Sequential(*(Linear(4, 4) for _ in range(3)))
-        >>> default_names(Sequential(body, Linear(4, 1)))
-        ['0.0', '0.1', '0.2']
-    """
-    lists = list(_lists(model, ""))
-    if lists:
-        name, longest = max(lists, key=lambda item: len(item[1]))
-        return list(_callable_children(longest, name))
-    names = [
-        name
-        for name, child in model.named_children()
-        if any(True for _ in child.parameters())
-    ]
-    if not names:
-        raise SelectionError(
-            f"{type(model).__name__} has no ModuleList, no Sequential and no child "
-            f"with parameters, so there is nothing to put a region on by default. Say "
-            f"which modules get one: blocks=BlockClass, names='h.*' or where=..."
-        )
-    return names
-
-
-def _lists(module: Module, name: str) -> Iterator[tuple[str, ModuleList | Sequential]]:
-    """Yield the lists that may contain the blocks, outermost first."""
-    if isinstance(module, ModuleList | Sequential) and len(module):
-        yield name, module
-        kinds = {type(child) for child in module.children()}
-        if len(module) > 1 and len(kinds) == 1:
-            return
-    for key, child in module.named_children():
-        yield from _lists(child, _join(name, key))
-
-
-def _callable_children(module: Module, name: str) -> Iterator[str]:
-    for key, child in module.named_children():
-        if isinstance(child, ModuleList | ModuleDict):
-            yield from _callable_children(child, _join(name, key))
-        else:
-            yield _join(name, key)
-
-
-def _join(owner: str, key: str) -> str:
-    return f"{owner}.{key}" if owner else key

@@ -90,3 +90,8 @@ def write_whole(path: Path, content: str | bytes, what: str) -> None:
         partial.replace(path)
     except OSError as error:
         raise OptionError(f"{what} cannot be written: {error}") from error
+
+
+def dotted(owner: str, key: str) -> str:
+    """Return the dotted name of a child; `owner` is "" for the model itself."""
+    return f"{owner}.{key}" if owner else key

@@ -9,65 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.audit import audit, default_names
+from membudget.audit import audit
 
 
 def linear() -> nn.Linear:
     return nn.Linear(4, 4)
-
-
-class Lists(nn.Module):
-    """Blocks in a list of lists, which have no forward of their own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Sequential(linear(), linear())
-        self.blocks = nn.ModuleList(
-            nn.ModuleList([linear(), linear()]) for _ in range(3)
-        )
-
-
-class Direct(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = linear()
-        self.act = nn.Tanh()
-        self.second = linear()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.act(self.first(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "names"),
-    [
-        (lambda: nn.Sequential(linear(), nn.Tanh()), ["0", "1"]),
-        (
-            lambda: nn.Sequential(linear(), nn.Sequential(*(linear(), linear()) * 2)),
-            ["1.0", "1.1"],
-        ),
-        (
-            lambda: nn.Sequential(
-                linear(), nn.Sequential(linear(), linear(), linear())
-            ),
-            ["1.0", "1.1", "1.2"],
-        ),
-        (
-            lambda: nn.Sequential(
-                *(nn.Sequential(linear(), nn.Tanh(), linear()) for _ in range(2))
-            ),
-            ["0", "1"],
-        ),
-        (
-            Lists,
-            [f"blocks.{i}.{j}" for i in range(3) for j in range(2)],
-        ),
-        (Direct, ["first", "second"]),
-    ],
-    ids=["sequential", "shared", "inner", "like-blocks", "lists", "no-list"],
-)
-def test_the_longest_list_of_blocks_gets_the_regions(make, names):
-    assert default_names(make()) == names
 
 
 def test_a_model_with_nothing_to_choose_from_is_rejected():

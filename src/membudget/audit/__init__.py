@@ -25,8 +25,9 @@ from membudget.audit.differences import Difference, Outcome, Results, compare
 from membudget.audit.runs import Run, compare_runs, counting, regions_for
 from membudget.audit.verdict import AuditReport, Compared
 from membudget.errors import OptionError
+from membudget.selection import default_names
 from membudget.state.snapshot import State
-from membudget.step import LossFunction, Step, default_names
+from membudget.step import LossFunction, Step
 
 __all__ = ["AuditReport", "Compared", "Difference", "audit", "default_names"]
 

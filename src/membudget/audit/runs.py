@@ -28,9 +28,9 @@ from membudget.audit.verdict import AuditReport, Compared
 from membudget.engine.controls import disable_checkpointing
 from membudget.engine.options import Statistics
 from membudget.errors import OptionError
+from membudget.selection import default_names
 from membudget.state.identity import first_value, is_zero
 from membudget.state.snapshot import State
-from membudget.step import default_names
 
 
 class RegionCounts:

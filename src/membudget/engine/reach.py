@@ -34,6 +34,7 @@ from membudget.engine.callees import (
     global_slots,
     is_library,
 )
+from membudget.text import dotted
 
 _MAX_DEPTH = 3
 
@@ -123,7 +124,7 @@ class Reached:
             self.buffers += buffers
             self.silent.update(map(id, buffers))
             for key, tensor in (*value.named_parameters(), *value.named_buffers()):
-                self.visit(tensor, _join(name, key), depth)
+                self.visit(tensor, dotted(name, key), depth)
 
     def _sequence(self, value: Any, name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
@@ -211,7 +212,7 @@ class Reached:
         for held in ("_parameters", "_buffers", "_modules"):
             for key, item in attributes[held].items():
                 if item is not None:
-                    self.visit(item, _join(name, key) if naming else "", depth)
+                    self.visit(item, dotted(name, key) if naming else "", depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
         for key in attribute_names(value, attributes):
@@ -219,11 +220,7 @@ class Reached:
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
             if depth < _MAX_DEPTH:
-                self.visit(item, _join(name, key) if naming else "", depth + 1)
-
-
-def _join(owner: str, key: str) -> str:
-    return f"{owner}.{key}" if owner else key
+                self.visit(item, dotted(name, key) if naming else "", depth + 1)
 
 
 Visitor = Callable[[Reached, Any, str, int], None]

@@ -33,13 +33,13 @@ from membudget.profile.workspace import (
     record_optimizer,
     try_kernels,
 )
+from membudget.selection import default_names
 from membudget.state.snapshot import State
 from membudget.step import (
     CallableStep,
     LossFunction,
     Step,
     check_arguments,
-    default_names,
 )
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15
