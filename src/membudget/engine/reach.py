@@ -97,7 +97,7 @@ class Reached:
         if kind in INERT:
             return
         visitor = _VISITORS.get(kind) or _visitor_of(kind)
-        if visitor is None or id(value) in self._seen:
+        if id(value) in self._seen:
             return
         self._seen.add(id(value))
         visitor(self, value, name, depth)
@@ -225,7 +225,7 @@ class Reached:
 
 Visitor = Callable[[Reached, Any, str, int], None]
 
-_VISITORS: dict[type, Visitor | None] = {
+_VISITORS: dict[type, Visitor] = {
     Tensor: Reached._tensor,
     torch.nn.Parameter: Reached._tensor,
     torch.Generator: Reached._generator,
@@ -240,9 +240,9 @@ _VISITORS: dict[type, Visitor | None] = {
 }
 
 
-def _visitor_of(kind: type) -> Visitor | None:
+def _visitor_of(kind: type) -> Visitor:
     """Choose the visitor for a class, once."""
-    visitor: Visitor | None = Reached._object
+    visitor: Visitor = Reached._object
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         visitor = Reached._uninitialised
     elif issubclass(kind, Tensor):
@@ -258,11 +258,8 @@ def _visitor_of(kind: type) -> Visitor | None:
     elif issubclass(kind, dict):
         visitor = Reached._mapping
     elif issubclass(kind, type) or is_library(kind.__module__):
-        visitor = None
+        visitor = _skip
     _VISITORS[kind] = visitor
-    if visitor is None:
-        _VISITORS[kind] = _skip
-        return _skip
     return visitor
 
 
