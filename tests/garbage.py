@@ -38,7 +38,7 @@ def cyclic_garbage() -> list[object]:
 
 
 def is_made_by_a_region(thing: object) -> bool:
-    """Tell whether an object is of a type of the engines."""
+    """Return whether an object is of a type of the engines."""
     return type(thing).__module__.startswith("membudget.engine")
 
 

@@ -81,7 +81,7 @@ class _State:
     read: list[set[int]] = field(default_factory=lambda: [set()])
 
     def may_write_into(self, register: int) -> bool:
-        """Tell whether an in-place operator may change the register here."""
+        """Return whether an in-place operator may change the register here."""
         storage = self.storages[register]
         made_inside = storage.path[: len(self.path)] == self.path
         return made_inside and storage.trains and not storage.is_fixed

@@ -74,7 +74,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def is_module(dotted: str) -> bool:
-    """Tell whether a dotted name is a module of ours."""
+    """Return whether a dotted name is a module of ours."""
     if not dotted.startswith("membudget."):
         return False
     path = SOURCE.joinpath(*dotted.split(".")[1:])

@@ -1,7 +1,7 @@
 """Train PyTorch models in the memory that you have.
 
-The public names are loaded when they are first used, so that `membudget --help` answers
-at once: importing torch takes seconds.
+Public names are imported on first use: importing torch takes seconds, and
+`membudget --help` must respond at once.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name."""
+    """Import a public name on first access."""
     if name in ("compat", "policies"):
         return import_module(f"membudget.{name}")
     if name not in _HOME:
@@ -145,15 +145,15 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """List the public names, loaded or not."""
+    """List all public names, including those not imported yet."""
     return sorted({*globals(), *__all__})
 
 
 class _Package(ModuleType):
-    """The package, on which `apply` and `audit` are functions.
+    """Keeps `membudget.apply` and `membudget.audit` bound to the public functions.
 
-    Two modules bear the names of the functions that they hold, and importing a module
-    binds its name on its package. The functions must win, whichever comes first.
+    Importing a submodule of the same name would make Python bind the submodule as an
+    attribute of the package, in place of the function; `__setattr__` ignores that.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

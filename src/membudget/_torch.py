@@ -1,7 +1,7 @@
-"""The private names of torch that membudget needs, each with the reason.
+"""Private torch APIs that membudget uses, each with the reason.
 
-No other module may use a name of torch that begins with an underscore.
-`tests/test_torch_private.py` fails with the name when torch renames one.
+Only the modules `_torch*` may use torch names that begin with an underscore. If torch
+renames a private API, `tests/test_torch_private.py` fails and names it.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class DispatchMode(TorchDispatchMode):
-    """A `TorchDispatchMode` with types."""
+    """`TorchDispatchMode` with the type annotations that torch's class lacks."""
 
     def __init__(self) -> None:
-        """Prepare the mode; `with` enters it."""
+        """Create the mode without activating it."""
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Any:
-        """Push the mode."""
+        """Push the mode onto the dispatch mode stack."""
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Pop the mode."""
+        """Pop the mode off the dispatch mode stack."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
 
@@ -104,12 +104,12 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def is_fake(tensor: Any) -> bool:
-    """Tell whether a tensor is one of `FakeTensorMode`, whose class is private."""
+    """Return whether a tensor is a `FakeTensor`, whose class is private."""
     return type(tensor).__name__ == "FakeTensor"
 
 
 def new_fake_mode() -> Any:
-    """Return a new mode in which tensors have shapes but no memory."""
+    """Return a new `FakeTensorMode`: tensors have shapes but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -117,7 +117,7 @@ def new_fake_mode() -> Any:
 
 @contextlib.contextmanager
 def without_fake_mode() -> Iterator[None]:
-    """Run operators for real inside a fake mode."""
+    """Suspend an active `FakeTensorMode`, so that operators compute real values."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():
@@ -136,15 +136,15 @@ def fake_errors() -> tuple[type[Exception], ...]:
 
 
 def is_fake_mode_active() -> bool:
-    """Tell whether a factory makes fake tensors now."""
+    """Return whether a `FakeTensorMode` is active."""
     return any(type(mode).__name__ == "FakeTensorMode" for mode in dispatch_modes())
 
 
 def hide_from_dynamo(function: Callable[..., Any]) -> None:
-    """Keep `torch.compile` from tracing a function and what it calls.
+    """Keep `torch.compile` from tracing a function and its callees.
 
-    `torch.compiler.disable` wraps the function, which costs 1 µs per call; marking its
-    code costs nothing.
+    `torch.compiler.disable` wraps the function, which costs 1 µs per call; marking the
+    function's code object costs nothing per call.
     """
     from torch._C._dynamo import eval_frame as frames
 
@@ -154,32 +154,32 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
 
 
 def constant_to_dynamo(function: _F) -> _F:
-    """Act as `torch.compiler.assume_constant_result`, but import no Dynamo."""
+    """Act as `torch.compiler.assume_constant_result`, without importing Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def torch_wrapping() -> Any:
-    """Return torch's `checkpoint_wrapper` module; it needs `torch.distributed`."""
+    """Return torch's `checkpoint_wrapper` module, which needs `torch.distributed`."""
     from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 
     return checkpoint_wrapper
 
 
 def is_forward_ad_on() -> bool:
-    """Tell whether a `forward_ad.dual_level` is open: `detach` would drop tangents."""
+    """Return whether forward-mode AD is active, where `detach` would drop tangents."""
     return torch.autograd.forward_ad._current_level >= 0
 
 
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
-    """Return the innermost (pack, unpack) pair, through which a region packs inputs."""
+    """Return the innermost saved-tensor hooks as (pack, unpack), or `None`."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or None
 
 
 @contextlib.contextmanager
 def without_dispatch_modes() -> Iterator[None]:
-    """Run the engine's own operators hidden from all modes and observers."""
+    """Hide the engine's own operators from dispatch modes and observers."""
     excluded = is_observing_excluded()
     exclude_observers(True)
     try:
@@ -191,16 +191,16 @@ def without_dispatch_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Run the engine's own operators hidden from function modes, too."""
+    """Hide the engine's own operators from all modes, including function modes."""
     with torch._C.DisableTorchFunction(), without_dispatch_modes():
         yield
 
 
 def may_read_bytes() -> bool:
-    """Tell whether the bytes of tensors can be read now.
+    """Return whether the contents of tensors can be read now.
 
-    A CUDA graph under capture must not wait for the device, and inside a transform of
-    `torch.func` tensors are wrapped.
+    Reading is impossible during CUDA graph capture, which forbids synchronisation, and
+    inside `torch.func` transforms, which wrap tensors.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
@@ -209,8 +209,8 @@ def may_read_bytes() -> bool:
     )
 
 
-# The message of the code that has forbidden saved-tensor hooks; `None` while they are
-# allowed.
+# The error message set by code that disabled saved-tensor hooks; `None` while they are
+# enabled.
 why_hooks_are_disabled: Callable[[], str | None] = (
     torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 )
@@ -231,19 +231,19 @@ def dispatch_modes() -> tuple[Any, ...]:
 
 
 def is_device_context(mode: Any) -> bool:
-    """Tell whether a function mode is `torch.device(...)` used as a context."""
+    """Return whether a function mode is `torch.device(...)` used as a context."""
     from torch.utils._device import DeviceContext
 
     return isinstance(mode, DeviceContext)
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set version counters, after a buffer's earlier content was restored."""
+    """Set version counters of tensors whose earlier contents were restored."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
 def is_view_operator(operator: Any) -> bool:
-    """Tell whether an operator only creates views, and so reads no element."""
+    """Return whether an operator only creates views, and so reads no elements."""
     schema = operator._schema
     return not schema.is_mutable and any(
         argument.alias_info is not None for argument in schema.arguments
@@ -251,9 +251,9 @@ def is_view_operator(operator: Any) -> bool:
 
 
 def detach_with_version(tensor: Tensor) -> Tensor:
-    """Return a detached alias with the same version counter, also inside a mode.
+    """Return a detached alias that shares the version counter, even inside a mode.
 
-    Below autograd, `detach` alone would give the alias a counter of its own.
+    Below autograd, plain `detach` would give the alias a new version counter.
     """
     key = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._SetExcludeDispatchKeyGuard(key, False):
@@ -270,14 +270,14 @@ negative_view: Callable[[Tensor], Tensor] = torch._neg_view
 
 
 def is_random_operator(operator: Any) -> bool:
-    """Tell whether an operator draws from a generator."""
+    """Return whether an operator draws random numbers from a generator."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def written_arguments(
     operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield the operands that an operator writes in place, lists flattened."""
+    """Yield the tensors that an operator writes in place, flattening lists."""
     for position, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -288,12 +288,12 @@ def written_arguments(
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` when the running backward pass has ended."""
+    """Call `callback` when the current backward pass ends."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
 
 def module_call_codes() -> frozenset[Any]:
-    """Return the code objects whose Python frames have the running module as `self`."""
+    """Return the code of `Module.__call__`, whose frames hold the module as `self`."""
     call: Any = torch.nn.Module._call_impl
     return frozenset((call.__code__,))

@@ -1,6 +1,6 @@
-"""The private names of torch that observe operators without a mode.
+"""Private torch APIs for observing operators without a dispatch mode.
 
-The idea is in `observer`, the other private names are in `_torch`.
+`observer` explains the technique; `_torch` contains the other private torch APIs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 # Observers are called on this dispatch key: below autograd, modes and subclasses, above
-# the kernels. No tensor carries it; torch reserves it for fake tensors in C++, which
+# the kernels. No tensor has it; torch reserves it for fake tensors in C++, which
 # torch 2.13 does not have yet. `isTensorSubclassLike`, which selects formulas, ignores
 # it.
 _OBSERVERS: Any = torch._C._dispatch_key_parse("Fake")
@@ -24,12 +24,12 @@ is_observing_excluded: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, _OBSERVERS
 )
 
-# Excluded where code needs the kernels themselves, as FakeTensorMode does for shapes.
+# Excluded while code must reach the kernels, as FakeTensorMode does for shapes.
 is_python_excluded: Callable[[], bool] = partial(
     torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.Python
 )
 
-# Operators whose result Python reads.
+# Operators that return a Python value, not a tensor.
 EQUAL: Any = torch.ops.aten.equal.default
 ITEM: Any = torch.ops.aten._local_scalar_dense.default
 
@@ -39,13 +39,13 @@ _OBSERVED: set[Any] = set()
 
 
 def observe_operators(kernel: Callable[..., Any]) -> None:
-    """Call `kernel(operator, *args, **kwargs)` for the operators of observed threads.
+    """Route operators of observed threads to `kernel(operator, *args, **kwargs)`.
 
-    Registers operators that were defined since the last call. A fallback would serve
-    all operators, but torch (2.13) looks up each operator's own kernel where a mode is
-    active or a subclass is passed, and finds no fallback. The fallback serves operators
-    that a C++ extension registers later. Takes some 100 ms the first time, 0.3 µs
-    afterwards.
+    Each call registers the operators defined since the previous one. A fallback kernel
+    alone is not enough: torch (2.13) looks up each operator's own kernel if a mode is
+    active or a subclass is passed, and ignores fallbacks. The fallback kernel serves
+    operators that a C++ extension registers later. The first registration takes about
+    100 ms, later checks 0.3 µs.
     """
     known = (
         len(torch._ops._higher_order_ops),
@@ -79,7 +79,7 @@ def _library(namespace: str) -> Any:
 
 def _observe_operator(name: str, kernel: Callable[..., Any]) -> None:
     namespace, _, rest = name.partition("::")
-    if name in ("aten::detach", "aten::alias"):
+    if name in ("aten::detach", "aten::alias"):  # Rule 4 of `observer`.
         _library(namespace).impl(rest, torch.library.fallthrough_kernel, "Fake")
         return
     operator: Any = None
@@ -101,12 +101,12 @@ _SHARED = "membudget.observers"
 
 
 def share_with_autograd(observers: Any) -> None:
-    """Make `observers` available to the threads that autograd starts for this one."""
+    """Share `observers` with the threads that run this thread's backward pass."""
     torch._C._stash_obj_in_tls(_SHARED, observers)
 
 
 def inherited_by_autograd() -> Any:
-    """Return what the thread that called autograd shared; `None` if nothing."""
+    """Return the observers shared by the thread that called autograd, or `None`."""
     if not torch._C._is_key_in_tls(_SHARED):
         return None
     return torch._C._get_obj_in_tls(_SHARED)

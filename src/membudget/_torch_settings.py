@@ -1,20 +1,20 @@
-"""The settings of torch that choose kernels: read all at once, and restored.
+"""Read and restore all torch settings that affect the choice of kernels.
 
-Every region reads all of them in its forward and again in its recompute, so the readers
-are torch's private C functions, unrolled into one tuple: 0.5 µs more than the settings
-of attention, matmul and determinism alone. Settings that only CUDA kernels read are
-omitted where torch was built without CUDA.
+Every region reads all settings in its forward and again in its recompute. Torch's
+private C getters, unrolled into one tuple, make this fast: 0.5 µs more than reading the
+attention, matmul and determinism settings alone. Settings that only CUDA kernels read
+are omitted if torch was built without CUDA.
 
-Not covered, because torch has no reader: overrides that `torch.backends.python_native`
-removes, and workspaces of a cuBLAS handle.
+Not covered, because torch has no getter: kernel overrides that were removed through
+`torch.backends.python_native`, and the workspaces of cuBLAS handles.
 
-The precisions in which kernels multiply float32 are the hard part. torch keeps one per
-backend and kind of operator, set through `fp32_precision`. One that is unset ("none")
-follows `all` of its backend, which follows `all` of all backends. The older names
-(`set_float32_matmul_precision`, `cudnn.allow_tf32`) set several of them and remember
-their own values; their readers raise where the two disagree. A reader returns the
-precision in force, not the one that was set. To restore exactly what was set, it is
-read while everything it could follow is unset.
+Float32 precision (IEEE, TF32, ...) is the hard part: torch keeps a precision per
+backend and kind of operator, set through `fp32_precision`. An unset precision ("none")
+inherits its backend's `all`, which inherits the global `all`. The older functions
+(`set_float32_matmul_precision`, `cudnn.allow_tf32`) set several precisions at once and
+remember their own values; their getters raise if the old and the new API disagree. All
+getters return the effective precision, not the one that was set. To find what was set,
+a precision is read while everything it could inherit from is unset.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _KINDS = ("matmul", "conv", "rnn")
 _ONEDNN = tuple(("mkldnn", kind) for kind in _KINDS)
 _CUDA = tuple(("cuda", kind) for kind in _KINDS)
 
-# CUDA's precisions follow from the older names, unless those raise.
+# CUDA's precisions are derived from the older getters, unless those raise.
 _OLDER: dict[str, Callable[[Any], None]] = {
     "_get_float32_matmul_precision()": _C._set_float32_matmul_precision,
 }
@@ -49,14 +49,14 @@ _PRECISIONS = (*_OLDER, *(f"_get_fp32_precision_getter{key}" for key in _ONEDNN)
 
 
 def _read_precisions() -> tuple[str, ...]:
-    """Return every precision in force, where the readers of the older names raise."""
+    """Return the effective float32 precisions; used if the older getters raise."""
     return tuple(_get_precision(*key) for key in _ONEDNN + _CUDA)
 
 
 def _bring_back_precisions(
     wanted: tuple[Any, ...], now: tuple[Any, ...], undo: Callable[..., None]
 ) -> None:
-    """Restore precisions that were read by `_PRECISIONS` or `_read_precisions`."""
+    """Restore float32 precisions read through `_PRECISIONS` or `_read_precisions`."""
     _undo_all(undo)
     if len(wanted) == len(now) == len(_PRECISIONS):
         for writer, value, before in zip(_OLDER.values(), wanted, now, strict=False):
@@ -64,13 +64,13 @@ def _bring_back_precisions(
                 undo(writer, before)
                 writer(value)
     in_force = _in_force(wanted)
-    # First those that are changed through what they follow; others may follow it, too.
+    # Defaults first: they change through a parent, which others may inherit, too.
     for key in sorted(in_force, key=_is_default, reverse=True):
         _put_in_force(key, in_force[key])
 
 
 def _in_force(read: tuple[Any, ...]) -> dict[Key, str]:
-    """Return the precisions that were read, by key."""
+    """Return recorded precisions, keyed by backend and kind of operator."""
     if len(read) != len(_PRECISIONS):
         return dict(zip(_ONEDNN + _CUDA, read, strict=True))
     matmul, *cudnn = read[: len(_OLDER)]
@@ -82,7 +82,7 @@ def _in_force(read: tuple[Any, ...]) -> dict[Key, str]:
 
 
 def _put_in_force(key: Key, value: str) -> None:
-    # To kernels, "none" is "ieee"; but "ieee" does not follow anything.
+    # Kernels treat "none" as "ieee", but "ieee" does not inherit.
     now = _get_precision(*key)
     if now == value or {now, value} == {"none", "ieee"}:
         return
@@ -92,7 +92,7 @@ def _put_in_force(key: Key, value: str) -> None:
 
 
 def _undo_all(undo: Callable[..., None]) -> None:
-    """Register to restore everything to what it was set to."""
+    """Register undo calls that restore every precision exactly as it was set."""
     for key in (("mkldnn", "all"), ("cuda", "all"), *_ONEDNN, *_CUDA):
         if not _is_default(key):
             with _unset(_followed_by(key)):
@@ -100,10 +100,10 @@ def _undo_all(undo: Callable[..., None]) -> None:
 
 
 def _is_default(key: Key) -> bool:
-    """Tell whether a precision was never set: it follows others, or is "tf32".
+    """Return whether a precision was never set: it inherits, or else is "tf32".
 
-    cuDNN's start out so, and no setter can return them to that state; they are changed
-    only through what they follow.
+    cuDNN's precisions start out unset, a state that no setter can restore, so that only
+    the settings that they inherit from are changed.
     """
     if key[0] != "cuda" or key[1] == "all":
         return False
@@ -120,7 +120,7 @@ def _followed_by(key: Key) -> tuple[Key, ...]:
 
 @contextmanager
 def _unset(keys: tuple[Key, ...]) -> Iterator[None]:
-    """Unset precisions inside; each may follow only those before it."""
+    """Unset precisions temporarily; each key may inherit only from earlier keys."""
     before = []
     try:
         for key in keys:
@@ -167,13 +167,13 @@ def _set_warn_only(warn_only: bool) -> None:
 
 
 def _writers() -> dict[str, Callable[[Any], Any]]:
-    """Return the setter of each setting, by the expression that reads it."""
+    """Return the setter of every setting, keyed by the expression that reads it."""
     writers: dict[str, Callable[[Any], Any]] = {
         "get_default_dtype()": torch.set_default_dtype,
         # Reductions are split by the number of threads.
         "get_num_threads()": torch.set_num_threads,
-        # Half of it is subnormal: zero in a thread that flushes subnormal numbers, also
-        # for Python's floats. There is no other reader.
+        # Half of it is subnormal, so a thread that flushes subnormals reads zero, even
+        # for Python floats. Torch has no getter.
         "SMALLEST_NORMAL * 0.5 == 0.0": torch.set_flush_denormal,
         "EINSUM['enabled']": lambda value: _EINSUM.update(enabled=value),
         "EINSUM['strategy']": lambda value: _EINSUM.update(strategy=value),
@@ -199,7 +199,7 @@ def _spread(writer: Callable[..., None]) -> Callable[[Any], None]:
 
 
 def _unrolled(expressions: Iterable[str]) -> Callable[[], Settings]:
-    """Return a function that evaluates all of them; a loop would cost 0.2 µs more."""
+    """Compile the expressions into one function; a loop would cost 0.2 µs more."""
     names = {
         **vars(_C),
         "SMALLEST_NORMAL": 2.2250738585072014e-308,
@@ -218,7 +218,7 @@ _read_all = _unrolled((*_WRITERS, *_PRECISIONS))
 
 
 def read() -> Settings:
-    """Return all settings, to compare with others and to `bring_back`."""
+    """Return all settings as a tuple, to be compared and passed to `bring_back`."""
     try:
         return _read_all()
     except RuntimeError:  # Only torch's newer names can read these float32 precisions.
@@ -226,13 +226,13 @@ def read() -> Settings:
 
 
 def bring_back(wanted: Settings, now: Settings, undo: Undo) -> None:
-    """Restore the settings that differ.
+    """Restore every setting whose current value differs from the wanted one.
 
     Args:
-        wanted: The settings to restore.
-        now: The present settings.
-        undo: Receives, before each change, the function and arguments that undo it; to
-            be called newest first.
+        wanted: Settings to restore, as returned by `read`.
+        now: Current settings, as returned by `read`.
+        undo: Called before each change with a function and arguments that undo the
+            change; the caller runs these newest first.
     """
     for writer, value, before in zip(_WRITERS.values(), wanted, now, strict=False):
         if value != before:

@@ -1,7 +1,7 @@
-"""Attach regions to a model without editing or wrapping it, and remove them again.
+"""Attach recompute regions to a model without wrapping or editing it, or remove them.
 
-Modules are selected by class, by name, by a predicate, every n-th; or as spans of
-consecutive modules. `attach` tells how a region is attached.
+Modules are selected by class, name or predicate (optionally only every n-th match), or
+as spans of consecutive modules. `attach` describes how a module gets its region.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from membudget.spans import put_spans
 
 @dataclass(frozen=True, slots=True)
 class RegionStatus:
-    """What one region did so far.
+    """Counters of one region since it was attached.
 
     Attributes:
-        name: The module's name in the model.
-        forwards: Calls that dropped saved tensors.
-        recomputes: How often dropped tensors were recomputed.
-        skipped: Calls in which nothing required a gradient, so that nothing was
-            dropped.
-        unrepeatable: Outputs kept because replaying them was not bitwise equal.
-        differences: Calls that ran other operators than the plan names, and so kept
-            less.
+        name: Name of the module in the model, or of the span of modules.
+        forwards: Number of calls that dropped saved tensors.
+        recomputes: Number of times that dropped tensors were recomputed.
+        skipped: Number of calls in which nothing required a gradient, so that nothing
+            was dropped.
+        unrepeatable: Number of outputs kept because their replay was not bitwise equal.
+        differences: Number of calls that kept less because their operators differed
+            from those in the plan.
     """
 
     name: str
@@ -49,10 +49,10 @@ class RegionStatus:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the regions of a model did so far.
+    """Counters of all regions of a model, printable as a table.
 
     Attributes:
-        regions: One entry per region, in the order of the model.
+        regions: One entry per region, in order of attachment.
     """
 
     regions: tuple[RegionStatus, ...]
@@ -75,11 +75,7 @@ class Status:
 
 
 class Applied:
-    """Regions attached to a model.
-
-    Attributes:
-        names: The modules with regions, in the order of the model.
-    """
+    """Handle to the regions attached to a model."""
 
     def __init__(
         self,
@@ -87,18 +83,18 @@ class Applied:
         statistics: dict[str, Statistics],
         policies: Mapping[str, Planned] = MappingProxyType({}),
     ):
-        """Store the modules; `apply` creates these objects."""
+        """Store modules, counters and policies; called by `apply`."""
         self._modules = modules
         self._statistics = statistics
         self._policies = policies
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The modules with regions, in the order of the model."""
+        """Names of the modules or spans with regions, in order of attachment."""
         return tuple(self._statistics)
 
     def status(self) -> Status:
-        """Return what each region did so far, including regions that never ran."""
+        """Return the counters of every region, including regions that never ran."""
         return Status(
             tuple(
                 RegionStatus(
@@ -118,7 +114,7 @@ class Applied:
         return 0 if policy is None else policy.differences
 
     def remove(self) -> None:
-        """Remove the regions, which restores the model. Idempotent."""
+        """Remove the regions and restore the original model; idempotent."""
         for module in self._modules.values():
             remove_region(module)
         self._modules = {}
@@ -135,36 +131,38 @@ def apply(
     spans: Sequence[tuple[str, str]] | None = None,
     **options: Any,
 ) -> Applied:
-    """Attach regions to the modules of `model` that match; return a handle to undo it.
+    """Attach regions to the selected modules; return a handle to remove them.
 
-    A module must satisfy all of `blocks`, `names` and `where` that are given. A region
-    on a module inside another region is nested in it. Applying again to the same
-    modules replaces their regions.
+    If several of `blocks`, `names` and `where` are given, a module must satisfy all of
+    them. Regions nest if both a module and one of its submodules are selected. Calling
+    `apply` again on the same modules replaces their regions.
 
     Args:
-        model: Any module; it is changed in place.
-        plan: A plan, or the path of one, instead of all selectors. Its regions run
-            under the replay engine and keep what it names. They verify themselves by
-            fingerprints (`verify="fingerprints"`), which fit in its budget.
-        blocks: A class, or several, whose instances get a region.
-        names: Patterns for module names as in `model.named_modules()`: `*` matches any
-            part of a name between two dots, `**` any number of such parts. `"h.*"`
-            matches `h.0` but not `h.0.mlp`.
-        where: A predicate on name and module.
-        every: Take every n-th match, beginning with the first.
-        spans: Instead of all that, pairs of module names, `[("h.0", "h.3"), ...]`: a
-            region starts when the first is called and ends when the last returns. Both
-            are called by the same parent. Spans run under the replay engine.
+        model: Any module; modified in place.
+        plan: A plan, or the path of a plan file, given instead of selectors. A plan's
+            regions run under the replay engine and keep the outputs that the plan
+            names. By default, planned regions use `verify="fingerprints"`, which stays
+            within the budget.
+        blocks: One or more module classes whose instances get regions.
+        names: One or more glob patterns for names in `model.named_modules()`: `*`
+            matches within one dotted part, `**` any number of parts. `"h.*"` matches
+            `h.0` but not `h.0.mlp`.
+        where: Predicate called with a module's name and the module.
+        every: Use only every n-th match, starting with the first.
+        spans: Pairs of module names, such as `[("h.0", "h.3"), ...]`, given instead of
+            selectors. A span's region starts when its first module is called and ends
+            when its last returns; the same parent must call both. Spans run under the
+            replay engine.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:
-        An object with `status()`, `remove()` and `names`.
+        A handle with `status()`, `remove()` and `names`.
 
     Raises:
-        SelectionError: Nothing is selected, nothing matches, or a module cannot carry a
-            region.
-        OptionError: An option is unknown or invalid.
-        PlanError: The plan is incomplete, or for another model.
+        SelectionError: If no selector is given, nothing matches, or a module cannot
+            have a region.
+        OptionError: If an option is unknown or invalid.
+        PlanError: If the plan is incomplete or was made for another model.
 
     Example:
         >>> import membudget as mb, torch
@@ -218,7 +216,9 @@ def _apply_plan(
         modules[region.path] = known[region.path]
         check_can_carry(region.path, known[region.path])
         policies[region.path] = _policy(region)
+    # The user's options override these defaults, but not what the plan keeps.
     defaults = {"engine": "replay", "verify": "fingerprints"}
+    # Only now change the model: all checks above may raise.
     statistics = {
         name: put_region(
             module,
@@ -245,7 +245,7 @@ def _policy(region: RegionPlan) -> Planned:
 
 
 def model_fingerprint(model: Module) -> str:
-    """Return what distinguishes models: names, shapes and dtypes of parameters."""
+    """Return a hash of the names, shapes and dtypes of a model's parameters."""
     return fingerprint_of(
         (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
         for name, p in model.named_parameters()

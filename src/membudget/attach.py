@@ -90,7 +90,7 @@ def remove_region(module: Module) -> None:
 
 
 def has_region(module: Module) -> bool:
-    """Tell whether something is attached to a module."""
+    """Return whether something is attached to a module."""
     return _KEY in module.__dict__
 
 

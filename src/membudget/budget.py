@@ -1,4 +1,4 @@
-"""A budget: from what the user asks for to the bytes that a step may allocate."""
+"""Convert a user's memory budget into the bytes that a step may allocate."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from membudget.profile import Profile
 from membudget.text import parse_bytes
 
 MARGIN_PERCENT = 5
-"""Of free device memory, for the allocator's rounding and fragments."""
+"""Percentage of free memory left for the allocator's rounding and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a step may allocate.
+    """The bytes that a training step may allocate.
 
     Attributes:
-        step_bytes: The most it may allocate above what is in use before it.
-        before_bytes: In use before it: parameters, buffers, optimizer state, batch.
+        step_bytes: Peak bytes that the step may allocate on top of `before_bytes`.
+        before_bytes: Bytes in use before the step: parameters, buffers, optimizer
+            state and batch.
     """
 
     step_bytes: int
@@ -34,29 +35,30 @@ class Budget:
 
     @classmethod
     def of(cls, asked: int | str, plain: Profile) -> Budget:
-        """Return the budget that a user asks for.
+        """Create a budget from the user's setting.
 
         Args:
-            asked: Bytes in all, such as `"8GiB"`, or a share, such as `"40%"`, of the
-                plain step's peak above what is in use before it.
-            plain: The plain step, recorded.
+            asked: Total bytes, such as `"8GiB"`, or a share, such as `"40%"`, of the
+                bytes that the plain step allocates at its peak.
+            plain: Profile of the plain step, without regions.
 
         Raises:
-            OptionError: If it is neither.
+            OptionError: If `asked` is neither a size in bytes nor a share.
         """
         before_bytes = plain.graph.static.total
         share = share_of(asked)
         if share is not None:
             return cls(int(share * plain.peak_bytes), before_bytes)
+        # May be negative: the planner then refuses, and names the smallest budget.
         return cls(parse_bytes(asked) - before_bytes, before_bytes)
 
     @property
     def bytes_in_all(self) -> int:
-        """The most that may be in use at any time."""
+        """Total bytes that may be in use at any time during the step."""
         return self.step_bytes + self.before_bytes
 
     def __str__(self) -> str:
-        """Return it as a part of a sentence.
+        """Return the budget as a phrase for error messages.
 
         Example:
             >>> print(Budget(2000, 500))
@@ -68,7 +70,7 @@ class Budget:
         )
 
     def refused(self, found: str, least_bytes: int, what: str = "plan") -> BudgetError:
-        r"""Return the error that names what does not fit, and what would.
+        r"""Return an error that states this budget and the smallest feasible one.
 
         Example:
             >>> error = Budget(2000, 500).refused("no plan fits in", 3000)
@@ -88,17 +90,17 @@ class Budget:
 
 
 def check_budget(asked: int | str) -> None:
-    """Reject what is no budget, before a step runs for it.
+    """Reject an invalid budget before any step runs.
 
     Raises:
-        OptionError: If it is neither a number of bytes nor a share.
+        OptionError: If the budget is neither a number of bytes nor a share.
     """
     if share_of(asked) is None:
         parse_bytes(asked)
 
 
 def share_of(asked: int | str) -> float | None:
-    """Return the share that a budget in percent is; `None` for bytes.
+    """Return a percentage budget as a fraction; `None` for a budget in bytes.
 
     Example:
         >>> share_of("40%"), share_of("8GiB")
@@ -117,11 +119,11 @@ def share_of(asked: int | str) -> float | None:
     return share
 
 
-# Without a budget, a step may take what its device has free.
+# Without a budget, a step may use all free memory of its device.
 
 
 def free_bytes(model: Module) -> int:
-    """Return what can be allocated now on a model's device, less the margin.
+    """Return the bytes that a model's device can allocate now, minus a margin.
 
     Raises:
         OptionError: If the model is not on one CUDA device.
@@ -135,20 +137,20 @@ def free_bytes(model: Module) -> int:
 
 
 def usable_bytes(free: int, reserved: int, allocated: int) -> int:
-    """Return what can be allocated, less the margin.
+    """Return the bytes that can be allocated, minus a 5 % margin.
 
     Example:
         >>> usable_bytes(free=700, reserved=500, allocated=200)
         950
     """
-    found = free + reserved - allocated
+    found = free + reserved - allocated  # Blocks in the allocator's cache are usable.
     return found - found * MARGIN_PERCENT // 100
 
 
 def budget_in_all(static: StaticBytes, optimizer: Any, usable: int) -> int:
-    """Return the budget in all: what is in use before the step, and what is free.
+    """Return the total budget: bytes in use before the step plus free bytes.
 
-    An optimizer that has not stepped yet has no state; its state must fit as well.
+    Optimizer state that the first step has yet to create comes out of the free bytes.
 
     Example:
         >>> static = StaticBytes(parameters=100, buffers=0, inputs=20, optimizer=200)

@@ -1,7 +1,7 @@
-"""Where in the user's program something happens: module, call and line.
+"""Find the module, call and source line that the user's program is executing.
 
-Everything is read off the Python stack, without any mode or patch. In a pack hook, for
-example, the frames above are those of the code whose tensor autograd saves.
+All information is read from the Python stack, without dispatch modes or patches. In a
+pack hook, for example, the outer frames belong to the code whose tensor autograd saves.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from membudget._torch import module_call_codes
 
 
 class CallSite:
-    """A place in the user's program.
+    """A location in the user's program: module, call and source line.
 
     Attributes:
-        module_path: The innermost running module, by its name in the region, or else by
-            its class.
-        operator: Source text of the call that the innermost frame evaluates.
-        line: The user's line, `"file.py:12"`.
+        module_path: Name of the innermost running module; if the name is unknown, the
+            module's class name.
+        operator: Source text of the call that the innermost frame is evaluating.
+        line: Innermost line of user code, as `"file.py:12"`.
     """
 
     __slots__ = ("line", "module_path", "operator")
 
     def __init__(self, frame: FrameType | None, module_names: Mapping[int, str]):
-        """Read the stack from `frame` outwards."""
+        """Walk the Python stack outwards, starting at `frame`."""
         self.operator = _expression(frame) if frame is not None else ""
         self.module_path = ""
         self.line = ""
@@ -48,7 +48,7 @@ class CallSite:
 
 
 def running_module(names: Mapping[int, str]) -> str:
-    """Return the name of the innermost running module in `names`, or `""`."""
+    """Return the name of the innermost running module that `names` lists, or `""`."""
     codes = module_call_codes()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -61,7 +61,7 @@ def running_module(names: Mapping[int, str]) -> str:
 
 
 def place_of(names: Mapping[int, str]) -> tuple[str, str]:
-    """Return the innermost running module in `names`, or `""`, and the user's line."""
+    """Return the name of the innermost running module, and the user's source line."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_internal(frame.f_code):
         frame = frame.f_back
@@ -70,7 +70,7 @@ def place_of(names: Mapping[int, str]) -> tuple[str, str]:
 
 
 def user_line(error: BaseException) -> str:
-    """Return the innermost line of the user's code that an error passed through."""
+    """Return the innermost line of user code in an error's traceback."""
     line = "the step"
     trace = error.__traceback__
     while trace is not None:
@@ -85,6 +85,7 @@ def _line(code: CodeType, number: int) -> str:
     return f"{os.path.basename(code.co_filename)}:{number}"
 
 
+# The folders of torch and membudget, in this order.
 _INTERNAL = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep
     for path in (torch.__file__, __file__)
@@ -92,12 +93,12 @@ _INTERNAL = tuple(
 
 
 def is_internal(code: CodeType) -> bool:
-    """Tell whether code belongs to torch or to membudget."""
+    """Return whether code belongs to torch or to membudget."""
     return code.co_filename.startswith(_INTERNAL)
 
 
 def calling_frame() -> FrameType | None:
-    """Return the innermost frame outside membudget."""
+    """Return the innermost stack frame outside membudget."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL[1]):
         frame = frame.f_back
@@ -107,6 +108,7 @@ def calling_frame() -> FrameType | None:
 def _expression(frame: FrameType) -> str:
     """Return the source text of the expression that `frame` is evaluating."""
     positions = list(frame.f_code.co_positions())
+    # `f_lasti` is a byte offset; every entry covers two bytes of bytecode.
     line, end_line, start, end = positions[frame.f_lasti // 2]
     if line is None or start is None or end is None:
         return frame.f_code.co_name

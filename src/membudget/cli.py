@@ -1,9 +1,7 @@
-"""The command line: `membudget audit TARGET`, `membudget profile TARGET`.
+"""Command-line interface: `membudget audit TARGET`, `membudget profile TARGET`.
 
-The commands that plan (`plan`, `fit`, `tradeoff`, `diff`) are in `cli_plan`.
-
-torch is imported by the command that needs it, not here: `membudget --help` must answer
-at once.
+The planning commands (`plan`, `fit`, `tradeoff`, `diff`) are in `cli_plan`. Each
+command imports torch only when it runs, so that `membudget --help` responds at once.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ __all__ = ["DIFFERENT", "FAILED", "OK", "main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
+    """Run one `membudget` command.
 
     Returns:
-        0 on success, 1 if a difference was found or a budget exceeded, 2 on an error.
+        Exit code: 0 on success, 1 on a difference or an exceeded budget, 2 on errors.
     """
     parser = _parser()
     options = parser.parse_args(arguments)
@@ -122,7 +120,7 @@ def _audit(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    # Typing errors should show before a model is built.
+    # Reject typing errors before building a model.
     budget = None if options.budget is None else parse_bytes(options.budget)
     chosen = chosen_sizes(options)
     name, sizes = _swept_sizes(options.sweep, chosen) if options.sweep else ("", [])
@@ -155,7 +153,7 @@ def _profile(options: argparse.Namespace) -> int:
 
 
 def _swept_sizes(text: str, chosen: dict[str, Any]) -> tuple[str, list[int]]:
-    """Read `batch=1,2,4`."""
+    """Parse a `--sweep` value, such as `batch=1,2,4`, into its name and sizes."""
     name, _, values = text.partition("=")
     try:
         sizes = [int(value) for value in values.split(",")]

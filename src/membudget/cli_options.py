@@ -1,6 +1,6 @@
-"""What the commands share: options, and loading TARGET.
+"""Options shared by the commands, and the loader of the TARGET function.
 
-torch is imported by the command that needs it, not here.
+This module must not import torch; each command imports torch only when it runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OK, DIFFERENT, FAILED = 0, 1, 2
 
 
 def add_target(parser: argparse.ArgumentParser) -> None:
-    """Add the TARGET argument."""
+    """Add the positional TARGET argument to a command's parser."""
     parser.add_argument(
         "target",
         metavar="TARGET",
@@ -35,7 +35,7 @@ def add_profiling(
     parser: argparse.ArgumentParser,
     fake: str = "run on tensors without memory; the model is built on the meta device",
 ) -> None:
-    """Add the options of profiling."""
+    """Add the profiling options to a command's parser."""
     add = parser.add_argument
     add("--fake", action="store_true", help=fake)
     add(
@@ -55,11 +55,7 @@ def add_profiling(
 
 
 def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of `profile` from the options.
-
-    Raises:
-        OptionError: If there is no such optimizer.
-    """
+    """Convert parsed options into keyword arguments of `profile`."""
     from membudget.profile.devices import optimizer_named
 
     name = options.optimizer
@@ -71,10 +67,10 @@ def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of `--set` and `--batch`, by name.
+    """Return the values of `--set` and `--batch` as keyword arguments.
 
     Raises:
-        OptionError: If it is not NAME=VALUE.
+        OptionError: If a value of `--set` does not have the form NAME=VALUE.
     """
     chosen = {}
     for text in options.set:
@@ -84,23 +80,19 @@ def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
         try:
             chosen[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):
-            chosen[name] = value  # A word.
+            chosen[name] = value  # Not a Python literal: a plain string.
     if options.batch is not None:
         chosen["batch"] = options.batch
     return chosen
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a report as JSON; an `OptionError` says if that fails."""
+    """Write a report as JSON; raise `OptionError` if the file cannot be written."""
     write_whole(path, json.dumps(content, indent=2) + "\n", "the report")
 
 
 def load_target(target: str) -> Callable[..., Any]:
-    """Import the file that `file.py:function` names, and return the function.
-
-    Raises:
-        OptionError: If there is no such file or function.
-    """
+    """Import the file named in `file.py:function` and return the function."""
     path_text, _, name = target.rpartition(":")
     path = Path(path_text)
     if not path_text or not name:

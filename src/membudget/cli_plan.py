@@ -1,6 +1,6 @@
-"""The commands that plan: `membudget plan`, `fit`, `tradeoff` and `diff`.
+"""The planning commands: `membudget plan`, `fit`, `tradeoff` and `diff`.
 
-torch is imported by the command that needs it, not here.
+This module must not import torch; each command imports torch only when it runs.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _beside(options: argparse.Namespace, fitted: Fitted, trial: Trial) -> str:
-    """Return what was predicted beside what was measured."""
+    """Return a table of predicted and measured peaks and slowdowns."""
     from membudget.report import rendered
 
     plan = fitted.plan
@@ -248,7 +248,7 @@ def _write_plan(path: str | None, plan: Plan) -> None:
 
 
 def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
-    """Return what TARGET makes: a model, a batch, and a loss function or `None`."""
+    """Call TARGET; return a model, a batch, and a loss function or `None`."""
     chosen = chosen_sizes(options)
     make = load_target(options.target)
     from membudget.profile.fake import without_memory
@@ -258,7 +258,7 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
 
 
 def _check_asked(options: argparse.Namespace) -> None:
-    """Refuse what is mistyped before a model is made."""
+    """Reject an invalid budget or mode before a model is built."""
     from membudget.budget import check_budget
     from membudget.modes import check_mode
 

@@ -1,14 +1,15 @@
-"""The names of `torch.utils.checkpoint`, with their signatures and meanings.
+"""Drop-in replacements for the public names of `torch.utils.checkpoint`.
 
-Change the import and keep the code:
+To migrate, change only the import:
 
     from membudget.compat import checkpoint, checkpoint_sequential
 
-Two things differ on purpose. Omitting `use_reentrant` warns, as in torch, and then uses
-the default engine instead of the reentrant variant, which silently loses gradients. And
-wrappers do not wrap: `checkpoint_wrapper` returns the module itself, with a region
-attached. With `use_reentrant=True` alone, gradients are not bit-identical to the plain
-step's, as with torch: they are added in another order (see `engine.reentrant`).
+Two differences are deliberate. First, omitting `use_reentrant` warns, as in torch, but
+then selects the default engine instead of the reentrant variant, which can silently
+lose gradients. Second, `checkpoint_wrapper` attaches a region to the module itself and
+adds no wrapper. With `use_reentrant=True`, and only then, gradients may differ from the
+plain step's in the last bits, as in torch: the reentrant variant accumulates gradients
+in a different order (see `engine.reentrant`).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ __all__ = [
     "set_device_states",
 ]
 
-# torch's own, for code that offloads, or tests whether a module was wrapped.
+# Torch's own classes, for code that offloads or tests whether a module was wrapped.
 ActivationWrapper: Any
 CheckpointImpl: Any
 CheckpointWrapper: Any
@@ -87,7 +88,7 @@ offload_wrapper: Any
 
 
 def __getattr__(name: str) -> Any:
-    """Load a name that torch defines only if built with `torch.distributed`."""
+    """Load a name that exists only if torch was built with `torch.distributed`."""
     if name in __annotations__:
         return getattr(torch_wrapping(), name)
     raise AttributeError(f"module 'membudget.compat' has no attribute {name!r}")
@@ -103,20 +104,21 @@ def checkpoint(
     early_stop: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Run a region; the arguments are those of `torch.utils.checkpoint.checkpoint`.
+    """Run a function as a region, with the signature of torch's `checkpoint`.
 
     Args:
-        function: The region's function.
-        *args: Its arguments.
-        use_reentrant: Selects the variant; if omitted, warns and uses the default.
-        context_fn: Returns the contexts of the forward and of the recompute.
-        determinism_check: `"default"` or `"none"`, and our `"values"`.
-        debug: Record operators, for the message of a mismatch.
-        early_stop: End a recompute once everything needed is computed.
-        **kwargs: Keywords of the function, and `preserve_rng_state`.
+        function: Function whose activations are dropped and recomputed.
+        *args: Positional arguments of the function.
+        use_reentrant: Whether to use the reentrant variant; `None` warns and means no.
+        context_fn: Returns two context managers, for the forward and the recompute.
+        determinism_check: `"default"` or `"none"` as in torch; `"values"` also compares
+            the bytes of recomputed tensors.
+        debug: Whether to record operators, for more detailed mismatch errors.
+        early_stop: Whether to stop a recompute once all needed tensors are computed.
+        **kwargs: Keyword arguments of the function, and `preserve_rng_state`.
 
     Returns:
-        What `function` returns.
+        The function's return value.
     """
     if use_reentrant is None:
         _warn_use_reentrant("checkpoint")
@@ -144,20 +146,20 @@ def checkpoint_sequential(
     use_reentrant: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Run a chain in segments; as `torch.utils.checkpoint.checkpoint_sequential`.
+    """Run a chain of layers in segments, like torch's `checkpoint_sequential`.
 
     Args:
-        functions: The layers.
-        segments: The number of segments; unlike torch's, they are evenly sized.
-        input: The input of the first layer.
-        use_reentrant: Selects the variant; if omitted, warns and uses the default.
-        **kwargs: `preserve_rng_state`, and options of `membudget.checkpoint`.
+        functions: Layers of the chain, in order.
+        segments: Number of segments, which are evenly sized, unlike in torch.
+        input: Input of the first layer.
+        use_reentrant: Whether to use the reentrant variant; `None` warns and means no.
+        **kwargs: `preserve_rng_state` and other options of `membudget.checkpoint`.
 
     Returns:
-        What the last layer returns.
+        The output of the last layer.
 
     Raises:
-        OptionTypeError: A second input was passed in place of `use_reentrant`.
+        OptionTypeError: If a second input is passed in place of `use_reentrant`.
     """
     if use_reentrant is not None and not isinstance(use_reentrant, int):
         raise OptionTypeError(
@@ -181,11 +183,11 @@ def _warn_use_reentrant(name: str) -> None:
 
 
 class CheckpointFunction:
-    """The reentrant region, under torch's name for its `autograd.Function`."""
+    """Counterpart of torch's `CheckpointFunction`, which runs a reentrant region."""
 
     @staticmethod
     def apply(run_function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Run a reentrant region."""
+        """Run a function as a reentrant region."""
         options = {"use_reentrant": True, "preserve_rng_state": preserve}
         return run_region(run_function, args, {}, checked_options(options))
 
@@ -198,14 +200,15 @@ def checkpoint_wrapper(
 ) -> Module:
     """Attach a region to `module` and return the module itself.
 
-    As torch's `checkpoint_wrapper`, without the wrapper: names and `isinstance` hold.
+    Unlike in torch, no wrapper module is added, so that parameter names and
+    `isinstance` checks stay valid.
 
     Args:
-        module: The module.
-        checkpoint_impl: torch's `CheckpointImpl`; `REENTRANT` selects the classic
+        module: Module that gets the region, modified in place.
+        checkpoint_impl: Torch's `CheckpointImpl`; `REENTRANT` selects the reentrant
             variant.
-        checkpoint_fn: Not supported: the region is membudget's.
-        **checkpoint_fn_kwargs: Options of the region.
+        checkpoint_fn: Not supported, because membudget runs the region itself.
+        **checkpoint_fn_kwargs: Options of the region; see `membudget.checkpoint`.
 
     Returns:
         `module`.
@@ -229,14 +232,14 @@ def apply_activation_checkpointing(
 ) -> None:
     """Attach regions to the submodules of `model` that `check_fn` selects.
 
-    torch's own function walks the model, so each policy selects what it selects there.
+    Torch's own code traverses the model, so that policies select the same modules.
 
     Args:
-        model: The model, changed in place; it gets no region itself.
-        checkpoint_wrapper_fn: Attaches a region to one module and returns its
-            replacement.
-        check_fn: Called with each submodule.
-        auto_wrap_policy: A policy of FSDP, a function or an object, which overrides
+        model: Model to modify in place; the root module gets no region.
+        checkpoint_wrapper_fn: Called with each selected module; returns the module that
+            replaces it.
+        check_fn: Predicate that selects submodules.
+        auto_wrap_policy: FSDP wrapping policy, a function or an object; overrides
             `check_fn`.
 
     Warns:
@@ -249,7 +252,7 @@ def apply_activation_checkpointing(
         selected += 1
         return checkpoint_wrapper_fn(module, **options)
 
-    # torch skips modules that are already instances of a class.
+    # Given a class, torch skips modules that are instances of that class already.
     is_class = isinstance(checkpoint_wrapper_fn, type)
     torch_wrapping().apply_activation_checkpointing(
         model, checkpoint_wrapper_fn if is_class else wrap, check_fn, auto_wrap_policy

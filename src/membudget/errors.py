@@ -1,4 +1,4 @@
-"""All exceptions that membudget raises on purpose.
+"""Exceptions and warnings that membudget raises deliberately.
 
     MembudgetError
     ├── OptionError (ValueError)          an option or argument has an invalid value
@@ -7,16 +7,16 @@
     ├── MissingExtraError (ImportError)   an optional dependency is not installed
     ├── PlanError (ValueError)            a plan is incomplete, or for another model
     ├── BudgetError (ValueError)          no plan fits in the budget
-    └── CheckpointError (RuntimeError)    a region cannot do what was asked of it; also
+    └── CheckpointError (RuntimeError)    a region cannot run or recompute; also
         │                                 a `torch.utils.checkpoint.CheckpointError`
         ├── RecomputeMismatchError        the recompute differs from the forward
-        ├── ChangedSinceForwardError      something that the region read was changed
-        └── ReentrantLimitError           a limit of the classic, reentrant variant
+        ├── ChangedSinceForwardError      data that the region read was modified
+        └── ReentrantLimitError           an unsupported use of the reentrant variant
     OverwrittenWarning (UserWarning)      a saved tensor was written before the backward
     UnrepeatableWarning (UserWarning)     an output is kept: replaying it differed
 
-Each message says what was asked, what was found and what to do; the facts are
-attributes. This module must not import torch.
+Each message states what was requested, what was found and how to fix it; attributes
+hold the details. This module must not import torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 
 class MembudgetError(Exception):
-    """The root of membudget's exceptions."""
+    """Base class of membudget's exceptions."""
 
 
 class OptionError(MembudgetError, ValueError):
@@ -33,11 +33,11 @@ class OptionError(MembudgetError, ValueError):
 
 
 class OptionTypeError(OptionError, TypeError):
-    """An argument has an invalid type, where torch raises `TypeError`."""
+    """An argument has an invalid type, for which torch raises `TypeError`."""
 
 
 class SelectionError(MembudgetError, ValueError):
-    """A selection of modules matches nothing, or a module cannot carry a region."""
+    """A selection matches no modules, or a selected module cannot have a region."""
 
 
 class MissingExtraError(MembudgetError, ImportError):
@@ -45,11 +45,11 @@ class MissingExtraError(MembudgetError, ImportError):
 
     Attributes:
         package: The missing package.
-        extra: The extra of membudget that installs it.
+        extra: The optional extra of membudget that installs the package.
     """
 
     def __init__(self, package: str, extra: str, purpose: str) -> None:
-        """Name the package, the extra that installs it, and its purpose."""
+        """Compose the message and store the names of the package and its extra."""
         super().__init__(
             f"{purpose} needs the package {package!r}, which is not installed. "
             f'Install it with: pip install "membudget[{extra}]"'
@@ -59,55 +59,55 @@ class MissingExtraError(MembudgetError, ImportError):
 
 
 class PlanError(MembudgetError, ValueError):
-    """A plan is incomplete, of a newer version, or for another model."""
+    """A plan is incomplete, has a newer version, or was made for another model."""
 
 
 class BudgetError(MembudgetError, ValueError):
     """No plan fits in the budget.
 
     Attributes:
-        asked_bytes: The budget.
-        least_bytes: The smallest budget for which a plan is known.
+        asked_bytes: Bytes that the budget leaves for the step itself.
+        least_bytes: Bytes that the smallest known plan needs for the step itself.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, least_bytes: int) -> None:
-        """Store the message and the facts behind it."""
+        """Store the message and both byte counts."""
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.least_bytes = least_bytes
 
 
 class CheckpointError(MembudgetError, RuntimeError):
-    """A region cannot do what was asked of it.
+    """A region cannot run or recompute its function.
 
-    Code written for torch catches torch's error of this name, so `engine`, which
-    imports torch, makes that error a base of this one.
+    Code written for torch catches torch's own `CheckpointError`, so `engine`, which
+    imports torch, makes torch's class a base of membudget's.
 
     Attributes:
-        remedy: What happens to the region from now on, and what to do; may be empty.
+        remedy: How the region behaves from now on, and what to do; may be empty.
     """
 
     remedy = ""
 
     def add_remedy(self, remedy: str) -> None:
-        """Append a remedy to the message."""
+        """Append a remedy to the error message."""
         self.remedy = remedy
         self.args = (f"{self}\n  {remedy}",)
 
 
 class RecomputeMismatchError(CheckpointError):
-    """The recompute of a region gave other tensors than its forward.
+    """The recompute of a region produced tensors that differ from the forward's.
 
     Attributes:
-        index: The index of the saved tensor that differs, in the order in which the
-            forward saved them; `None` if their number differs.
+        index: Index of the saved tensor that differs, in the order of saving; `None` if
+            the number of saved tensors differs.
         module_path: The module whose forward was running, such as `"h.3.mlp"`; empty
-            outside every module.
-        operator: The function that was called, such as `"torch.nn.functional.gelu"`.
-        line: The user's line, as `"file.py:12"`.
-        saved: What the forward saved, as text.
-        recomputed: What the recompute produced, as text.
-        causes: Probable causes, the most probable first.
+            outside all modules.
+        operator: Source text of the call, such as `"functional.gelu(x)"`.
+        line: Line of user code, as `"file.py:12"`.
+        saved: Description of what the forward saved.
+        recomputed: Description of what the recompute produced.
+        causes: Probable causes, most likely first.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class RecomputeMismatchError(CheckpointError):
         recomputed: str = "",
         causes: Sequence[str] = (),
     ) -> None:
-        """Store the message and the facts behind it."""
+        """Store the message and the details of the mismatch."""
         super().__init__(message)
         self.index = index
         self.module_path = module_path
@@ -134,29 +134,29 @@ class RecomputeMismatchError(CheckpointError):
 
 
 class ChangedSinceForwardError(CheckpointError):
-    """Something that a region read was changed before the region was recomputed.
+    """Data that a region read was modified between its forward and its recompute.
 
     Attributes:
-        names: What was changed, such as `("argument 0", "parameter 'fc.weight'")`.
-        by_region: Whether the region's own forward changed it.
+        names: What was modified, such as `("argument 0", "parameter 'fc.weight'")`.
+        by_region: Whether the region's own forward made the change.
     """
 
     def __init__(
         self, message: str, names: Sequence[str] = (), by_region: bool = False
     ) -> None:
-        """Store the message, the names of what was changed, and who changed it."""
+        """Store the message and the details of the change."""
         super().__init__(message)
         self.names = tuple(names)
         self.by_region = by_region
 
 
 class ReentrantLimitError(CheckpointError):
-    """A limit of `use_reentrant=True`, which would silently lose gradients."""
+    """A use of `use_reentrant=True` that would silently lose gradients."""
 
 
 class OverwrittenWarning(UserWarning):
-    """A saved tensor was written before the backward: plain autograd would raise."""
+    """A saved tensor was overwritten before the backward; plain autograd would fail."""
 
 
 class UnrepeatableWarning(UserWarning):
-    """An output of a replay region is kept, because replaying it was not exact."""
+    """A replay region keeps an output because replaying it was not bitwise equal."""

@@ -1,10 +1,10 @@
-"""`fit`: make a training step of a model fit into a number of bytes.
+"""`fit`: make a model's training step fit in a memory budget.
 
-record the plain step ──> choose a schedule ──> apply its plan ──> verify, measure
-                          ^                                               │
-                          └───────── ask for less, by what was over <─────┤
-                                                                          v
-                                                                  a `Fitted` model
+record the plain step  ──>  choose a schedule  ──>  apply its plan  ──>  verify, measure
+                            ^                                               │
+                            └──────── lower the target by the excess <──────┤
+                                                                            v
+                                                                    a `Fitted` model
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from membudget.step import LossFunction, Step, check_arguments
 
 
 class Fitted:
-    """A model whose step fits. As a context manager it removes the plan at the end.
+    """A model whose step fits its budget; as a context manager, undoes `fit` on exit.
 
     Attributes:
-        plan: What is on the model.
-        mode: How the plan was found: see `fit`.
-        profile: The plain step, recorded.
-        attempts: Every plan that was measured; the last one is on the model.
+        plan: The plan applied to the model.
+        mode: The `mode` that was passed to `fit`, such as `"auto"`.
+        profile: Profile of the plain step, without regions.
+        attempts: Every plan that was measured; the last one is applied.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Fitted:
         attempts: Sequence[Attempt],
         applied: Applied,
     ):
-        """Hold the parts; `fit` makes these objects."""
+        """Store the results of fitting; called by `fit`."""
         self.mode = mode
         self._step = step
         self.profile = profile
@@ -63,29 +63,29 @@ class Fitted:
 
     @property
     def plan(self) -> Plan:
-        """The plan on the model."""
+        """The plan applied to the model."""
         return self.attempts[-1].plan
 
     @property
     def peak_bytes(self) -> int:
-        """The measured peak of what a step allocates."""
+        """Measured peak bytes that a step allocates."""
         return self.attempts[-1].peak_bytes
 
     def status(self) -> Status:
-        """Return what each region did so far."""
+        """Return the counters of every region."""
         return self._applied.status()
 
     def audit(self, batch: Any = None) -> AuditReport:
-        """Compare a step under the plan, on any batch, with the plain one bitwise."""
+        """Compare a step under the plan with the plain step bitwise, on any batch."""
         step = self._step
         if batch is not None:
             step = Step(step.model, batch, step.loss_fn)
-        if not self.plan.regions:  # Whether the step repeats itself is all to ask.
+        if not self.plan.regions:  # Only check that the plain step is deterministic.
             return audit(plain=step.run, budgeted=step.run, modules=step.model)
         return audit(step.model, step.batch, step.loss_fn)
 
     def report(self) -> str:
-        """Return predicted beside measured, and what each region keeps."""
+        """Return predicted and measured values, and what each region keeps, as text."""
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes)]
         if self.mode != AUTO:
@@ -109,11 +109,11 @@ class Fitted:
     __str__ = report
 
     def remove(self) -> None:
-        """Remove the plan: the model is what it was."""
+        """Remove the plan and restore the original model."""
         self._applied.remove()
 
     def __enter__(self) -> Fitted:
-        """Return itself."""
+        """Return the fitted model itself."""
         return self
 
     def __exit__(
@@ -122,7 +122,7 @@ class Fitted:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the plan."""
+        """Remove the plan from the model."""
         self.remove()
 
 
@@ -137,41 +137,41 @@ def fit(
     fake: bool = False,
     device: str | Device | None = None,
 ) -> Fitted:
-    """Apply the fastest plan under which a model's step fits into a budget.
+    """Apply the fastest plan found under which a training step fits the budget.
 
-    Gradients, buffers and random streams of the model's steps stay what they were, bit
-    for bit, and the training loop stays as it is. Two steps run under each plan that is
-    tried, and leave no trace: the first compares fingerprints of every recomputed value
-    with those of the dropped one, the second is measured.
+    Gradients, buffers and random streams stay bitwise equal to those of the plain step,
+    and the training loop needs no change. `fit` runs two steps under each plan that it
+    tries, and restores the model's state afterwards: the first step compares
+    fingerprints of recomputed and dropped values, the second measures memory.
 
     Args:
-        model: Any module.
-        batch: A batch of the size to train on; see `profile`.
-        budget: Bytes in all, as a number or `"8GiB"`, including what is in use before
+        model: Any module; the plan's regions are attached in place.
+        batch: A batch of the size used in training; see `profile`.
+        budget: Total bytes, as a number or `"8GiB"`, including the memory in use before
             the step (parameters, buffers, optimizer state, the batch). `"40%"` means
-            that share of the plain step's peak above what is in use before it. `None`
-            means what is free now on the model's CUDA device, less 5 %.
-        loss_fn: Makes the loss of `(output, batch)`; see `profile`.
-        mode: `"auto"` plans. The other modes are rules, which the budget only limits:
+            40 % of the bytes that the plain step allocates at its peak. `None` means
+            the memory now free on the model's CUDA device, minus 5 %.
+        loss_fn: Computes the loss from `(output, batch)`; see `profile`.
+        mode: `"auto"` searches for the fastest plan. All other modes are fixed rules:
             `"none"` has no regions, `"full"` keeps nothing inside blocks, `"selective"`
             keeps the outputs of matrix products, convolutions and attention,
             `"every_2"` keeps nothing in every second block, `"every_3"` in every third.
-        optimizer: Whose state counts as in use.
+        optimizer: Optimizer, or its class, whose state counts toward the budget.
         fake: Whether to profile on fake tensors, for a model whose plain step does not
             fit; times are then estimated.
-        device: Whose times to estimate; see `profile`.
+        device: Device for which to estimate operator times; see `profile`.
 
     Returns:
         The fitted model, with its report.
 
     Raises:
-        BudgetError: If no plan fits; it names the smallest feasible budget.
+        BudgetError: If no plan fits; the message states the smallest feasible budget.
         OptionError: If the budget is neither bytes nor a share, the mode is unknown, or
-            the model carries regions already.
-        RecomputeMismatchError: If a recomputed value differs, whatever is kept for it.
+            the model already has regions.
+        RecomputeMismatchError: If a recompute differs even with more outputs kept.
 
     Warns:
-        UnrepeatableWarning: If some value is kept because its recompute differed.
+        UnrepeatableWarning: If an output is kept because its recompute differed.
 
     Example:
         >>> import torch
@@ -186,7 +186,8 @@ def fit(
     _check_step(model, batch)
     if budget is not None:
         check_budget(budget)
-    usable = free_bytes(model) if budget is None else 0  # Before the profile runs.
+    # Read before profiling, which allocates memory itself.
+    usable = free_bytes(model) if budget is None else 0
     plain = profile(
         model, batch, loss_fn, optimizer=optimizer, fake=fake, device=device
     )
@@ -199,10 +200,10 @@ def fit(
 def fit_recorded(
     step: Step, plain: Profile, budget: Budget, mode: str = AUTO
 ) -> Fitted:
-    """Fit a step that is recorded already: choose, apply, verify and measure, again.
+    """Fit an already profiled step: plan, apply and measure until a plan fits.
 
     Raises:
-        BudgetError: If no plan fits, or none of several was measured to fit.
+        BudgetError: If no plan fits, by prediction or by measurement.
     """
     attempts: list[Attempt] = []
     while True:
@@ -212,11 +213,11 @@ def fit_recorded(
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return Fitted(mode, step, plain, attempts, applied)
-        applied.remove()
+        applied.remove()  # Over budget: the next schedule aims lower, or raises.
 
 
 def _check_step(model: Any, batch: Any) -> None:
-    """Reject what is not a module, has regions already, or lacks arguments."""
+    """Reject a non-module, a model with regions, or a batch that lacks arguments."""
     check_arguments(model)
     carrying = [name for name, module in model.named_modules() if has_region(module)]
     if carrying:
@@ -238,10 +239,10 @@ def _check_step(model: Any, batch: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Measured steps of a fitted model.
+    """Measured time and memory of a fitted model's steps.
 
     Attributes:
-        peak_bytes: Peak of what a step under the plan allocates.
+        peak_bytes: Peak bytes that a step under the plan allocates.
         planned_seconds: Time of each step under the plan.
         plain_seconds: Time of each plain step; empty if none ran.
     """
@@ -252,17 +253,18 @@ class Trial:
 
     @property
     def slowdown(self) -> float | None:
-        """Median time under the plan ÷ median plain time, if plain steps ran."""
+        """Median planned time ÷ median plain time; `None` if no plain step ran."""
         if not self.plain_seconds:
             return None
         return median(self.planned_seconds) / median(self.plain_seconds)
 
 
 def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Trial:
-    """Measure steps under the plan, each followed by a plain one.
+    """Time planned steps, alternating with plain steps by default; measure the peak.
 
-    A step is forward, loss and backward pass, starting with gradients `None`. State is
-    restored at the end. The peak is the larger of `fit`'s and that of one more step.
+    Each step runs forward, loss and backward pass, starting with all gradients `None`.
+    The model's state is restored at the end. The reported peak is the larger of the
+    peaks of the last step and of the step that `fit` measured.
 
     Raises:
         OptionError: If `count` is less than 1.
@@ -273,7 +275,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
     with state_kept(step, has_values=True):
         for number in range(count + 1):
             planned = _seconds(step)
-            if number:  # The first run of anything takes longer.
+            if number:  # The first round warms up and is not counted.
                 planned_seconds.append(planned)
             if plain:
                 with disable_checkpointing():
@@ -288,7 +290,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
 
 
 def _seconds(step: Step) -> float:
-    """Return the time of a step; its gradients are dropped afterwards."""
+    """Return the time of one step, then drop the gradients."""
     clock = synchronised_clock()
     start = clock()
     step.run()

@@ -1,14 +1,15 @@
-"""One training step as numbers: operators, the values they read and make, live ranges.
+"""One training step as plain data: operators, their values, and storage live ranges.
 
-A moment is an op index: the position of an operator in the step. A storage is live from
-the operator `birth` that makes it until just before the operator `death`. Storages from
-before the step have the birth -1; those that outlive it die at `len(operators)`:
+Time is counted in op indices: positions of operators in the step. A storage is live
+from op index `birth`, which allocates it, until just before op index `death`. Storages
+from before the step have birth -1; storages that outlive it have death
+`len(operators)`:
 
-    moment        0      1      2      3      4 = len(operators)
+    op index      0      1      2      3      4 = len(operators)
     weight     ══════════════════════════════     birth -1, death 4
     activation        ═══════════════             birth  1, death 3
 
-The records need no torch: planners read them, and files store them.
+The records do not depend on torch, so planners can read them and files store them.
 """
 
 from __future__ import annotations
@@ -27,31 +28,31 @@ Kind = Literal[
 ]
 
 VERSION = 1
-"""Version of the JSON form; rises when an older reader would misread a newer file."""
+"""Version of the JSON form; raised when older readers would misread newer files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator that ran.
+    """One executed operator.
 
     Attributes:
-        name: The overload, such as `"aten.addmm.default"`.
-        phase: The phase in which it ran; the loss belongs to the forward.
-        module_path: The innermost module whose forward ran; in the backward pass, of
-            the forward operator whose gradient it computes.
-        line: The user's line, `"file.py:12"`, found the same way.
-        inputs: The values that it reads, by index.
-        outputs: The values that it makes or overwrites, by index.
+        name: Name of the overload, such as `"aten.addmm.default"`.
+        phase: Phase in which the operator ran; the loss belongs to the forward.
+        module_path: Innermost running module; for a backward operator, the module of
+            the forward operator that it differentiates.
+        line: User's source line, `"file.py:12"`, attributed like `module_path`.
+        inputs: Indices of the values that the operator reads.
+        outputs: Indices of the values that the operator creates or overwrites.
         flops: Floating-point operations of matrix products, convolutions and attention,
-            a multiply-add counted as two; 0 for everything else.
-        read_bytes: Bytes of the values that it reads, each storage once.
-        written_bytes: Bytes of the values that it makes or overwrites.
-        workspace_bytes: Peak bytes that it allocates in addition to its outputs.
-        seconds: Its time, by the cost model of the profile.
-        is_view: Whether it moves no data: its outputs share its input's storage.
-        is_random: Whether it draws random numbers.
-        must_keep: Whether a replay must not run it again, so that its outputs are
-            always kept: routing decisions, communication, changes of storage.
+            with a multiply-add counted as two; 0 for all other operators.
+        read_bytes: Bytes of the values read, with each storage counted once.
+        written_bytes: Bytes of the values created or overwritten.
+        workspace_bytes: Peak bytes allocated in addition to the outputs.
+        seconds: Execution time by the profile's cost model.
+        is_view: Whether the outputs alias the input, so that no data is moved.
+        is_random: Whether the operator draws random numbers.
+        must_keep: Whether the outputs are always kept because a replay must not re-run
+            the operator: routing decisions, communication, changes of storage.
     """
 
     name: str
@@ -72,16 +73,16 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """The content of a tensor between two writes.
+    """The contents of a tensor between two writes.
 
     Attributes:
-        storage: Its storage, by index.
-        bytes: Bytes of its elements; a partial view has fewer than its storage.
-        shape: Its shape.
-        dtype: Its dtype, such as `"float32"`.
-        operator: Its producer, by index; -1 if it is from before the step.
-        output: Its number among the producer's outputs; arguments that the producer
-            overwrites are numbered after them.
+        storage: Index of the value's storage.
+        bytes: Size of the elements in bytes; less than the storage's for partial views.
+        shape: Shape of the tensor.
+        dtype: Data type of the elements, such as `"float32"`.
+        operator: Op index of the producer; -1 if the value is from before the step.
+        output: Output index within the producer; arguments that the producer overwrites
+            are numbered after its outputs.
     """
 
     storage: int
@@ -94,17 +95,17 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Memory that one or several tensors use.
+    """A block of memory that one or more tensors use.
 
     Attributes:
-        bytes: Its size.
-        kind: Its role: `"activation"` is everything made by the step except final
-            gradients of parameters and the optimizer's tensors.
-        name: Name of the parameter, buffer or input, or of a gradient's parameter.
-        birth: The first moment at which it is live; -1 if it is from before the step.
-        death: The first moment at which it is no longer live.
-        released: The first moment in the forward at which nothing but autograd holds
-            it; `None` if something else does until its death or the backward pass.
+        bytes: Size in bytes.
+        kind: Role of the storage; `"activation"` covers everything that the step
+            creates except final parameter gradients and optimizer tensors.
+        name: Name of the parameter, buffer or input; for a gradient, of its parameter.
+        birth: First op index at which the storage is live; -1 if from before the step.
+        death: First op index at which the storage is no longer live.
+        released: First op index in the forward at which only autograd references the
+            storage; `None` if other code does so until its death or the backward pass.
     """
 
     bytes: int
@@ -120,12 +121,12 @@ class Saved:
     """A tensor that autograd saved for the backward pass.
 
     Attributes:
-        value: The saved value, by index.
-        moment: The operator that saved it, by index.
-        asked: The moments at which the backward pass unpacked it.
-        freed: The first moment at which autograd no longer held it.
-        module_path: The innermost module whose forward ran.
-        line: The user's line, `"file.py:12"`.
+        value: Index of the saved value.
+        moment: Op index of the operator that saved the tensor.
+        asked: Op indices at which the backward pass unpacked the tensor.
+        freed: First op index at which autograd no longer held the tensor.
+        module_path: Innermost module whose forward was running.
+        line: User's source line, as `"file.py:12"`.
     """
 
     value: int
@@ -138,12 +139,12 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class ModuleCall:
-    """One call of a module in the forward.
+    """One call of a module in the forward pass.
 
     Attributes:
-        path: The module, as in `named_modules()`.
-        start: The first operator that ran in it.
-        end: One past the last operator; equal to `start` if none ran.
+        path: Name of the module, as in `named_modules()`.
+        start: Op index of the first operator of the call.
+        end: Op index one past the last operator; equal to `start` if no operator ran.
     """
 
     path: str
@@ -157,7 +158,7 @@ class StaticBytes:
 
     Attributes:
         parameters: Bytes of parameters, including frozen ones.
-        buffers: Bytes of buffers.
+        buffers: Bytes of the model's buffers.
         inputs: Bytes of the batch.
         optimizer: Bytes of the optimizer's state after its first step.
     """
@@ -169,23 +170,23 @@ class StaticBytes:
 
     @property
     def total(self) -> int:
-        """Sum of all four."""
+        """Bytes of parameters, buffers, inputs and optimizer state together."""
         return self.parameters + self.buffers + self.inputs + self.optimizer
 
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One training step.
+    """One recorded training step.
 
     Attributes:
-        operators: The operators, in order.
-        values: The values that operators read and made.
-        storages: The storages of the values.
-        saved: The tensors that autograd saved, in order.
-        calls: The module calls of the forward, in the order in which they began.
-        backward_start: The first operator of the backward pass.
-        optimizer_start: The first operator of the optimizer's step; the number of
-            operators without one.
+        operators: Operators, in execution order.
+        values: Values that the operators read, created or overwrote.
+        storages: Storages that hold the values.
+        saved: Tensors that autograd saved, in order of saving.
+        calls: Module calls of the forward pass, in the order in which they began.
+        backward_start: Op index of the first operator of the backward pass.
+        optimizer_start: Op index of the first operator of the optimizer's step;
+            `len(operators)` without an optimizer.
         static: Bytes in use before the step.
     """
 
@@ -205,12 +206,12 @@ class StepGraph:
 
     @property
     def seconds(self) -> float:
-        """Seconds of the whole step, by the cost model."""
+        """Execution time of the whole step in seconds, by the cost model."""
         return sum(operator.seconds for operator in self.operators)
 
     @cached_property
     def born_at(self) -> dict[int, list[int]]:
-        """The storages that each operator makes, by its index."""
+        """Indices of the storages that each operator allocates, keyed by op index."""
         table: dict[int, list[int]] = {}
         for index, storage in enumerate(self.storages):
             if storage.birth >= 0:
@@ -219,14 +220,14 @@ class StepGraph:
 
     @cached_property
     def saved_on(self) -> dict[int, list[int]]:
-        """Indices into `saved`, by the index of the storage."""
+        """Indices of the saved tensors on each storage, keyed by storage index."""
         table: dict[int, list[int]] = {}
         for index, saved in enumerate(self.saved):
             table.setdefault(self.values[saved.value].storage, []).append(index)
         return table
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON: a table for each kind of record."""
+        """Return JSON-compatible data, with one table per kind of record."""
         return {
             "version": VERSION,
             "backward_start": self.backward_start,
@@ -237,10 +238,10 @@ class StepGraph:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StepGraph:
-        """Read what `to_dict` returned.
+        """Rebuild a graph from data that `to_dict` returned.
 
         Raises:
-            OptionError: If the data has another version, or a field is missing.
+            OptionError: If the data has another version or lacks a field.
         """
         version = data.get("version")
         if version != VERSION:
@@ -261,7 +262,7 @@ class StepGraph:
 
 
 _COLUMNS = {"must_keep": "is_pinned"}
-"""Names in files of version 1, where they differ."""
+"""Fields whose column has another name in files of version 1."""
 
 _TABLES: tuple[tuple[str, type], ...] = (
     ("operators", Operator),
@@ -273,7 +274,7 @@ _TABLES: tuple[tuple[str, type], ...] = (
 
 
 def _to_table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
-    """Return the records as columns, so that the file has each field name once."""
+    """Return records as columns, so that a file stores each field name only once."""
     names = [field.name for field in dataclasses.fields(kind)]
     return {
         _COLUMNS.get(name, name): [getattr(record, name) for record in records]
@@ -288,4 +289,4 @@ def _from_table(table: Mapping[str, Any], kind: Any) -> tuple[Any, ...]:
 
 
 def _tuples(cell: Any) -> Any:
-    return tuple(cell) if isinstance(cell, list) else cell
+    return tuple(cell) if isinstance(cell, list) else cell  # JSON has no tuples.

@@ -1,14 +1,15 @@
-"""Modes of `fit` that need no planner: the well-known ways to checkpoint.
+"""Modes of `fit` that need no planner: the well-known checkpointing rules.
 
-* `none`: no region.
+* `none`: no regions, so that nothing is recomputed.
 * `full`: every block recomputes everything.
 * `selective`: every block keeps the outputs of matrix products, convolutions and
   attention, and recomputes the cheap rest.
 * `every_n`, such as `every_2`: every n-th block recomputes everything.
 
-A block is a module call that saves at most a quarter of the activations, where the
-model can be cut so. Blocks that save none of their own outputs (an embedding) get no
-region. Outputs that must not be recomputed, such as routing decisions, are always kept.
+A block is a module call that saves at most a quarter of the activation bytes, as far
+as the model's module tree permits. Blocks in which autograd saves nothing computed
+inside, such as embeddings, get no region. Outputs that must not be recomputed, such as
+routing decisions, are always kept.
 """
 
 from __future__ import annotations
@@ -27,20 +28,20 @@ from membudget.planner.schedule import Overheads, Schedule, Simulator
 from membudget.policies import attention, convolutions, matmuls
 
 AUTO = "auto"
-"""The mode that plans."""
+"""The mode that searches for a plan."""
 
 MODES = (AUTO, "none", "full", "selective", "every_2", "every_3")
-"""For error messages; `every_n` exists for every n."""
+"""Modes listed in error messages; `every_n` is valid for every n."""
 
 BLOCK_SHARE = 1 / 4
-"""The largest share of the saved bytes in one block."""
+"""Largest share of the saved bytes that one block may have."""
 
 _EVERY = re.compile(r"every_([1-9]\d{0,5})")
 _EXPENSIVE = matmuls | convolutions | attention
 
 
 def check_mode(mode: str) -> None:
-    """Raise an `OptionError` that lists the modes, if this is none of them."""
+    """Raise an `OptionError` that lists the valid modes if `mode` is unknown."""
     is_known = isinstance(mode, str) and (mode in MODES or _EVERY.fullmatch(mode))
     if not is_known:
         named = ", ".join(map(repr, MODES))
@@ -51,11 +52,7 @@ def check_mode(mode: str) -> None:
 
 
 def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Schedule:
-    """Return the schedule of a mode other than `auto`.
-
-    Raises:
-        OptionError: If there is no such mode.
-    """
+    """Return the schedule that a rule, such as `full` or `every_2`, prescribes."""
     check_mode(mode)
     calls = _calls(mode, graph)
     choices = tuple(_choice(graph, call, mode == "selective") for call in calls)
@@ -76,7 +73,7 @@ def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
 
 
 def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
-    """Tell whether autograd saves an output of the call."""
+    """Return whether autograd saves any tensor that the call computes."""
     block = Block(call.start, call.end)
     return not made_in(graph, block).isdisjoint(saved_storages(graph, block))
 
@@ -91,7 +88,7 @@ def _choice(graph: StepGraph, call: ModuleCall, keeps_expensive: bool) -> Choice
 
 
 def _is_expensive(name: str) -> bool:
-    """Tell whether an operator is a matrix product, a convolution or attention.
+    """Return whether an operator is a matrix product, a convolution or attention.
 
     Example:
         >>> _is_expensive("aten.addmm.default"), _is_expensive("aten.gelu.default")
@@ -101,5 +98,5 @@ def _is_expensive(name: str) -> bool:
     """
     try:
         return bool(_EXPENSIVE.by_operator(attrgetter(name)(torch.ops)))
-    except AttributeError:  # From another machine, or without overloads.
+    except AttributeError:  # Not registered on this machine, or without overloads.
         return False

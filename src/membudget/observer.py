@@ -1,38 +1,39 @@
-"""Observe the operators of this thread as the backend sees them, changing none.
+"""Observe the operators that reach the backend in a thread, without changing them.
 
-While any `TorchDispatchMode` is active, torch answers yes when it asks whether a tensor
-could be a subclass. The backward of `prod`, `cumprod`, `max` or `index`, and some
-composite kernels, then use other formulas, whose bits differ from the plain step's. So
-an observer avoids the mode stack where it can: a kernel on a dispatch key of our own,
-which no formula looks at, calls it. A thread enables the key by including it in its
-dispatch state.
+While any `TorchDispatchMode` is active, torch treats every tensor as a possible
+subclass, so that the backward passes of `prod`, `cumprod`, `max` and `index`, and some
+composite kernels, use other formulas, whose results differ in bits from the plain
+step's. An observer therefore avoids the mode stack where possible and is called by a
+kernel on a dedicated dispatch key, which no formula checks. A thread enables the
+observers' key by including it in its dispatch state.
 
     autograd · autocast · views        what the user's call becomes
     dispatch modes · subclasses        the user's own
     ── the observers' key ──────────   the innermost observer, the one around it, ...
     kernels                            CPU, CUDA, ...
 
-From below, an observer sees what modes and subclasses run, not the operators they
-receive. To see those it must stand on the mode stack: where a mode is active already
-(the plain step then uses the other formulas, too), or where the observer asks for it
-(`sees_subclasses`).
+Below modes and subclasses, an observer sees the operators that they run, not those that
+they receive. An observer joins the mode stack only if a mode is active already (the
+plain step then uses the other formulas, too) or if the observer sets `sees_subclasses`
+to see the operators that subclasses receive.
 
-Rejected: a mode that leaves the stack while a backward runs inside the forward. It
-    would fix those backward passes only, and would have to keep everything that they
-    produce.
+Rejected: a dispatch mode that leaves the stack while a backward pass runs inside the
+    forward, since it would fix only those backward passes and have to keep all their
+    results.
 
-Rule 1. An observer runs the operator by calling it; the call reaches the observer
-    around it, and finally the kernel. Operators that a kernel calls are not observed.
-Rule 2. Threads that autograd starts use the observers of the thread that called it.
+Rule 1. An observer runs the operator by calling it; the call passes through the
+    enclosing observers to the kernel. Operators that a kernel calls are not observed.
+Rule 2. Threads that autograd starts use the observers of the thread that called
+    autograd.
 Rule 3. Higher-order operators that run below autograd are observed like any other.
-Rule 4. On the key, `detach` and `alias` are not observed. Their result may become a
-    `Parameter` or another subclass (`as_subclass`), which fails if it has been a Python
-    object before.
-Rule 5. Operators that run while dispatch to Python is disabled (FakeTensorMode
-    computing shapes, as `torch.compile` does inside a region) are not observed.
+Rule 4. Observers on the dispatch key do not see `detach` and `alias`. The result of
+    `detach` may become a `Parameter` or another subclass (`as_subclass`), which fails
+    if Python has already wrapped the tensor in an object.
+Rule 5. Operators that run while dispatch to Python is disabled (for example, while
+    `FakeTensorMode` computes shapes for `torch.compile`) are not observed.
 Rule 6. TorchScript's optimiser calls `equal` and `item` on the constants of a traced
-    function. torch hands Python these constants as numbers, which no kernel of these
-    operators takes, so they are converted to tensors.
+    function. Python receives these constants as numbers, which the kernels of `equal`
+    and `item` do not accept, so the constants are converted to tensors.
 """
 
 from __future__ import annotations
@@ -65,9 +66,9 @@ class _Thread(threading.local):
     """The observers of one thread.
 
     Attributes:
-        all: All of them, outermost first.
-        stack: Those on the dispatch key.
-        depth: How many of these have yet to observe the operator that runs now.
+        all: All observers of the thread, outermost first.
+        stack: Observers on the dispatch key, outermost first.
+        depth: Number of observers in `stack` that have yet to see the current operator.
     """
 
     def __init__(self) -> None:
@@ -80,10 +81,10 @@ _THREAD = _Thread()
 
 
 class Observer:
-    """Observes each operator that runs inside its `with` block, in this thread.
+    """Observes every operator that the current thread runs inside a `with` block.
 
     Attributes:
-        sees_subclasses: Whether it stands on the mode stack, to see the operators on
+        sees_subclasses: Whether to observe from the mode stack, to see operators on
             tensor subclasses as user code calls them.
     """
 
@@ -117,11 +118,11 @@ class Observer:
             self._leave_key()
 
     def changes_formulas(self) -> bool:
-        """Tell whether it makes autograd use its formulas for tensor subclasses."""
+        """Return whether the observer makes autograd use tensor-subclass formulas."""
         return self._mode is not None and not self._modes
 
     def is_innermost(self) -> bool:
-        """Tell whether no other observer or mode was entered inside it."""
+        """Return whether no other observer or mode was entered inside this one."""
         on_modes = self._modes + (self._mode is not None)
         return _THREAD.all[-1:] == [self] and dispatch_mode_count() == on_modes
 
@@ -130,7 +131,7 @@ class Observer:
         observe_operators(_observed)
         self._before = thread.depth, is_observing_excluded()
         if not thread.stack:
-            share_with_autograd(thread.stack)
+            share_with_autograd(thread.stack)  # By reference, so once is enough.
             include_observers(True)
         thread.stack.append(self)
         thread.depth = len(thread.stack)
@@ -146,7 +147,7 @@ class Observer:
 
 
 class _Mode(DispatchMode):
-    """Puts an observer on the mode stack."""
+    """Dispatch mode that puts an observer on the mode stack."""
 
     supports_higher_order_operators = True
 
@@ -157,7 +158,7 @@ class _Mode(DispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Do not trace into compiled code."""
+        """Return `True`, so that the mode does not see operators in compiled code."""
         return True
 
     def __init__(self, observer: Observer):
@@ -178,7 +179,7 @@ def observers() -> tuple[Observer, ...]:
 
 
 def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Have the innermost observer that has not seen this call run the operator."""
+    """Pass a call to the innermost observer that has not seen the call yet."""
     if operator is EQUAL or operator is ITEM:
         args = _as_tensors(args)
     thread = _THREAD
@@ -188,7 +189,7 @@ def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
     if is_python_excluded():
         return _unobserved(operator, args, kwargs)
     thread.depth = depth - 1
-    if depth == 1:
+    if depth == 1:  # The outermost observer calls the kernel itself.
         exclude_observers(True)
     try:
         return thread.stack[depth - 1].observe(operator, args, kwargs)
@@ -199,7 +200,7 @@ def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _as_tensors(args: Any) -> Any:
-    """Return arguments with numbers converted to tensors (Rule 6)."""
+    """Convert numbers among the arguments to tensors (Rule 6)."""
     if all(isinstance(argument, Tensor) for argument in args):
         return args
     excluded = is_observing_excluded()
@@ -213,9 +214,10 @@ def _as_tensors(args: Any) -> Any:
 
 
 def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Use the observers of the thread that called autograd (Rule 2).
+    """Pass a call to the observers of the thread that called autograd (Rule 2).
 
-    If the thread has observers of its own, a kernel has reset its dispatch state.
+    If the current thread has observers, a kernel has reset the thread's dispatch state;
+    the call is then not observed.
     """
     thread = _THREAD
     inherited = None if thread.stack else inherited_by_autograd()

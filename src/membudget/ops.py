@@ -1,7 +1,7 @@
-"""Facts about operators that recording needs, read once from the schema.
+"""Facts about operators needed for recording, read once from the operator schema.
 
-A schema tells which arguments are tensors, which are written, and which outputs are
-views. What it does not tell is listed here, with the reason.
+A schema states which arguments are tensors, which are written, and which outputs are
+views. This module lists the facts that schemas omit, each with the reason.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
 
 # Uninitialised memory. It is recorded by shape and stride alone: `empty_like(x)` must
-# not keep `x`. Reading such memory before an operator wrote it means reading a write
-# that was not observed.
+# not keep `x`. If such memory is read before any recorded write, then some write was
+# not observed.
 _EMPTY = frozenset(
     (
         *("aten::empty", "aten::empty_like", "aten::empty_strided"),
@@ -37,8 +37,8 @@ _STATISTICS = {
 }
 
 # Always kept: routing decisions, e.g. which expert a token goes to. A recomputed
-# decision must not differ, and these outputs are small. Also the losses that save a
-# table of which they fill only a part.
+# decision must not differ, and these outputs are small. Also CTC losses, which save a
+# table that they fill only in part.
 _ROUTING = frozenset(
     (
         *("aten::topk", "aten::sort", "aten::argmax", "aten::argmin", "aten::mode"),
@@ -77,40 +77,39 @@ _OPAQUE = frozenset(
         *("aten::sparse_resize_and_clear_", "aten::copy_sparse_to_sparse_"),
         *("aten::_coalesced_", "aten::squeeze_", "aten::unsqueeze_", "aten::t_"),
         *("aten::transpose_", "aten::as_strided_", "aten::detach_", "aten::swapaxes_"),
-        # They count from the start of a storage, which may be another one later.
+        # Offsets count from the start of the storage, which may be another in a replay.
         *("aten::as_strided_copy", "aten::as_strided_scatter"),
     )
 )
 
 
 class OperatorFacts:
-    """Facts about one overload.
+    """Facts about one operator overload.
 
     Attributes:
         tensors: Positions of tensor arguments.
         lists: Positions of arguments that are lists of tensors.
-        written: Positions of written arguments.
-        written_names: Names of written keyword-only arguments (`out=`).
+        written: Positions of arguments that the operator writes.
+        written_names: Names of written keyword-only arguments, such as `out`.
         has_tensor_keywords: Whether keyword-only arguments may hold tensors.
         returns_fresh: Whether some output is not an alias of an argument.
         is_view: Whether the outputs alias the first tensor, and nothing is written.
-        is_random: Whether it draws from a generator.
-        is_empty: Whether it allocates uninitialised memory.
-        is_copy: Whether it copies a tensor, perhaps to another device.
-        is_foreign: Whether it is not torch's own, and may violate its schema.
-        is_gather: Whether it gathers the parameters of a layer that FSDP has sharded.
-        is_opaque: Whether it cannot run again.
-        is_query: Whether it only queries a tensor, as fake ones are asked for their
-            device, or sends the profiler an event. It has no output to record, and gets
-            no number.
-        is_numbered: Whether it counts among the operators of a region. `detach` does
-            not: most are not observed, and torch adds one where it finds a tensor held.
-        is_routing: Whether it makes a routing decision.
-        is_plain_view: Whether it is a view of its first argument, its only tensor.
-        is_in_place: Whether it writes its first argument and no other.
-        is_simple: Whether it takes tensors by position, and returns fresh ones, as most
-            do.
-        statistics: Tells from the arguments whether running statistics are written.
+        is_random: Whether the operator draws from a random generator.
+        is_empty: Whether the operator allocates uninitialised memory.
+        is_copy: Whether the operator copies a tensor, possibly to another device.
+        is_foreign: Whether the operator is not torch's own and may violate its schema.
+        is_gather: Whether the operator gathers the sharded parameters of an FSDP layer.
+        is_opaque: Whether a replay must not run the operator again.
+        is_query: Whether the operator only queries a tensor or sends the profiler an
+            event, so that there is no output to record.
+        is_numbered: Whether the operator gets a number in its region; all do except
+            `detach` and `alias`, whose calls are mostly unobserved.
+        is_routing: Whether the operator makes a routing decision.
+        is_plain_view: Whether the operator returns a view of its only tensor argument.
+        is_in_place: Whether the operator writes its first argument and no other.
+        is_simple: Whether the operator takes tensors only by position and returns only
+            fresh tensors, as most operators do.
+        statistics: Predicate that tests whether a call writes running statistics.
     """
 
     __slots__ = (
@@ -137,7 +136,7 @@ class OperatorFacts:
     )
 
     def __init__(self, operator: Any):
-        """Read the schema."""
+        """Read the facts from an operator's schema."""
         schema = operator._schema
         name = schema.name
         positional = [a for a in schema.arguments if not a.kwarg_only]
@@ -178,11 +177,11 @@ class OperatorFacts:
 
 
 def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> bool:
-    """Tell whether an operator makes a decision: integers or booleans from floats.
+    """Return whether an operator computes a decision: integers or booleans from floats.
 
-    Such outputs are always kept, with the other outputs of the operator. A recompute
-    must not select another expert, element or branch because a kernel rounded
-    differently. A random operator decides nothing: it draws the same numbers again.
+    All outputs of an operator that decides are always kept: a recompute must not select
+    another expert, element or branch because a kernel rounded differently. Random
+    operators are exempt, because a recompute draws the same numbers again.
     """
     return (
         not facts.is_random
@@ -192,7 +191,7 @@ def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> b
 
 
 def leaves_device(read: Iterable[Tensor], made: Tensor) -> bool:
-    """Tell whether an output is a host copy of a tensor on a device."""
+    """Return whether an output is a CPU copy of a tensor on another device."""
     return made.device.type == "cpu" and any(t.device.type != "cpu" for t in read)
 
 
@@ -222,13 +221,13 @@ def _statistics(name: str) -> Callable[[tuple[Any, ...]], bool] | None:
     return lambda args: len(args) > training and args[training] is True
 
 
-# By `id`, because an overload's hash is a Python function. The operator is held, so
-# that its `id` is not reused.
+# Keyed by `id`, because the hash of an overload is a slow Python function. The entry
+# references the operator, so that its `id` is not reused.
 _FACTS: dict[int, tuple[OperatorFacts | None, Any]] = {}
 
 
 def facts_of(operator: Any) -> OperatorFacts | None:
-    """Return the facts about an operator; `None` for a higher-order one."""
+    """Return the facts about an operator; `None` if the operator is higher-order."""
     known = _FACTS.get(id(operator))
     if known is None:
         is_usual = isinstance(operator, OperatorOverload)

@@ -1,7 +1,7 @@
-"""From a recorded step to a schedule that fits, to a plan, and to what it measures.
+"""Turn a recorded step into a schedule and a plan that fit; measure the plan.
 
-Planning itself runs nothing: a recording is all that it needs. `try_plan` then applies
-the plan, verifies a step under it, and measures another.
+Planning itself runs no step and needs only a profile. `try_plan` then applies the plan,
+verifies one step under the plan, and measures another.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from membudget.profile.profiling import state_kept
 from membudget.step import Step
 
 MOST_PLANS = 4
-"""The first plan, and three that know what those before them took."""
+"""The first plan, and three with lower targets after measured excesses."""
 
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
@@ -42,12 +42,12 @@ FAR_OVER = 1.05
 
 @dataclass(frozen=True)
 class Attempt:
-    """One plan, and what a step under it takes.
+    """A plan that was tried, with its measured peak.
 
     Attributes:
-        plan: The plan.
-        schedule: The schedule that it realises.
-        peak_bytes: The measured peak of what a step allocates.
+        plan: The plan that was applied.
+        schedule: The schedule that the plan implements.
+        peak_bytes: Measured peak bytes that a step under the plan allocates.
     """
 
     plan: Plan
@@ -56,13 +56,13 @@ class Attempt:
 
 
 def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Applied]:
-    """Apply a plan and run two steps: one verifies, one is measured.
+    """Apply a plan, verify one step under the plan, and measure the peak of another.
 
     Returns:
-        What was measured, and the regions, which stay on the model.
+        The measurement, and the regions, which stay attached to the model.
 
     Raises:
-        RecomputeMismatchError: If a recomputed value differs, whatever is kept for it.
+        RecomputeMismatchError: If a recompute differs even with more outputs kept.
     """
     applied = apply(step.model, plan) if plan.regions else Applied({}, {})
     try:
@@ -73,10 +73,10 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
 
 
 def measured_peak(step: Step, applied: Applied) -> int:
-    """Return the measured peak of a step; the model is left as it was.
+    """Verify one step and return the measured peak of another; restore the model.
 
-    The verification step that precedes it needs no additional memory. That step is not
-    measured, because its many small fingerprints would fill the meter.
+    Measurement excludes the verification step, which needs no more memory but would
+    flood the meter with its many small fingerprints.
     """
     with state_kept(step, has_values=True):
         _verify(step, applied)
@@ -85,13 +85,13 @@ def measured_peak(step: Step, applied: Applied) -> int:
 
 
 def _verify(step: Step, applied: Applied) -> None:
-    """Run steps until every recomputed value matches the one that was dropped.
+    """Run steps until every recomputed value matches the dropped original.
 
     Raises:
-        RecomputeMismatchError: If one differs though nothing more is kept for it.
+        RecomputeMismatchError: If a recompute differs and no more outputs can be kept.
 
     Warns:
-        UnrepeatableWarning: For each step in which one differed.
+        UnrepeatableWarning: For each step in which a recomputed value differed.
     """
     kept = -1
     while True:
@@ -111,13 +111,13 @@ def _verify(step: Step, applied: Applied) -> None:
 def plan_for(
     profile: Profile, model: Module, budget: int | str, mode: str = AUTO
 ) -> Plan:
-    """Return the fastest plan whose predicted peak fits; see `fit` for the arguments.
+    """Return the fastest plan found whose predicted peak fits; see `fit` for arguments.
 
-    Nothing runs, so the model may be on the meta device. `fit` also applies the plan
-    and measures it.
+    No step runs, so the model may be on the meta device. `fit` also applies and
+    measures the plan.
 
     Raises:
-        BudgetError: If no plan fits; it has the smallest feasible budget.
+        BudgetError: If no plan fits; the error states the smallest feasible budget.
         OptionError: If the budget is neither a number of bytes nor a share.
 
     Example:
@@ -138,15 +138,15 @@ def plan_for(
 def next_schedule(
     profile: Profile, budget: Budget, mode: str, attempts: Sequence[Attempt] = ()
 ) -> Schedule:
-    """Return the schedule to try next: of a mode, or the fastest predicted to fit.
+    """Return the schedule to try next: a rule's, or the fastest predicted to fit.
 
-    An `auto` plan after an attempt aims lower by what that took too much. A rule has
-    one schedule.
+    After an attempt over budget, `auto` lowers its target by the measured excess, while
+    all other modes have only one schedule.
 
-    The planner is gone when this returns: its tables take the host's memory, too.
+    The planner is not kept between calls, because its tables occupy host memory, too.
 
     Raises:
-        BudgetError: If nothing is left to try; it has the smallest feasible budget.
+        BudgetError: If nothing is left to try; the error states the smallest budget.
     """
     if mode != AUTO:
         return _schedule_of_mode(profile, budget, mode, attempts)
@@ -173,14 +173,14 @@ def next_schedule(
 
 
 def planner_of(profile: Profile) -> Planner:
-    """Return the planner of a profile."""
+    """Create a planner for a profile's step."""
     return Planner(profile.graph, overheads_of(profile))
 
 
 def with_margin(least_bytes: int) -> int:
-    """Return the least budget, plus a hundredth for what a prediction leaves out.
+    """Return the smallest feasible budget plus 1 %, as a margin for prediction errors.
 
-    A user who gives the least that an error named must not be refused again.
+    A user who retries with the budget that an error stated must not be refused again.
     """
     return least_bytes + least_bytes // 100
 
@@ -188,7 +188,7 @@ def with_margin(least_bytes: int) -> int:
 def _schedule_of_mode(
     profile: Profile, budget: Budget, mode: str, attempts: Sequence[Attempt]
 ) -> Schedule:
-    """Return the schedule of a mode, unless it is known to take too much."""
+    """Return the schedule of a mode; raise if it is known to exceed the budget."""
     if attempts:
         took = attempts[-1].peak_bytes
         raise _mode_is_over(profile, budget, mode, took, "measured")
@@ -202,7 +202,7 @@ def _schedule_of_mode(
 def _mode_is_over(
     profile: Profile, budget: Budget, mode: str, peak_bytes: int, how: str
 ) -> BudgetError:
-    """Return the error that says what a mode takes, and what `auto` needs."""
+    """Return an error that states a mode's peak and the smallest `auto` budget."""
     return budget.refused(
         f"mode={mode!r} is {how} to allocate {peak_bytes:,} bytes, too many for",
         with_margin(planner_of(profile).least_bytes()),
@@ -211,7 +211,7 @@ def _mode_is_over(
 
 
 def overheads_of(profile: Profile) -> Overheads:
-    """Return what a region costs: on a CPU, the engine's own time counts."""
+    """Return the engine's overheads: none if times are estimated for another device."""
     on_cpu = profile.cost in ("measured", this_processor().name)
     return CPU_OVERHEADS if on_cpu else NO_OVERHEADS
 
@@ -219,7 +219,7 @@ def overheads_of(profile: Profile) -> Overheads:
 def make_plan(
     profile: Profile, schedule: Schedule, model: Module, budget_bytes: int
 ) -> Plan:
-    """Return the plan that realises a schedule on a model."""
+    """Return the plan that implements a schedule on a model."""
     graph = profile.graph
     return Plan(
         model=type(model).__name__,
@@ -238,7 +238,7 @@ def make_plan(
 
 
 def _bound(graph: StepGraph, budget_bytes: int) -> float:
-    """Return the least slowdown of any schedule, by the times of the graph."""
+    """Return a lower bound on the slowdown of all schedules within the budget."""
     least = least_seconds(graph, max(0, budget_bytes))
-    # No schedule at all fits into some budgets, and a file holds no infinity.
+    # The bound is infinite if no schedule can fit, and JSON has no infinity.
     return least / graph.seconds if graph.seconds and math.isfinite(least) else 1.0

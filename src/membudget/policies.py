@@ -1,12 +1,12 @@
-"""Ready-made policies for a replay region; they compose with `|`, `&`, `~`.
+"""Ready-made policies for what a replay region keeps, composable with `|`, `&` and `~`.
 
->>> import membudget as mb
->>> keep = mb.policies.matmuls | mb.policies.attention
+    >>> import membudget as mb
+    >>> keep = mb.policies.matmuls | mb.policies.attention
 
-`Planned` is the policy of a plan, which is made from one step. If another step takes
-another path, its operators are not those that the plan names. Then the region keeps
-nothing more in that call, which is always exact and never takes more memory, and counts
-the difference.
+`Planned` is the policy of a plan, which is made from one recorded step. If a later step
+takes another path through the code, so that its operators differ from the plan's, the
+region keeps nothing more in that call and counts the difference; the call stays exact
+and takes no additional memory.
 """
 
 from __future__ import annotations
@@ -63,38 +63,38 @@ attention = operators(
 
 
 class Planned(Policy):
-    """Keep outputs by the number of their operator in the region's call.
+    """Keeps the outputs that a plan names by operator number and output index.
 
     Attributes:
-        differences: The number of calls that ran other operators than the plan names.
+        differences: Number of calls whose operators differed from those in the plan.
     """
 
     def __init__(
         self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
     ):
-        """Keep the outputs that a plan names.
+        """Create a policy that keeps the outputs in a plan.
 
         Args:
-            kept: The overload that the plan expects, by operator number (from 1) and
+            kept: Overload that the plan expects, keyed by operator number (from 1) and
                 output index.
-            stages: The stages of the backward pass.
+            stages: Stages of the region's backward pass; `None` for a single stage.
         """
         self._kept = dict(kept)
         self.stages = stages
         self.differences = 0
 
     def begin(self) -> Policy:
-        """Return the policy of one call."""
+        """Return a policy for one call of the region."""
         return _PlannedCall(self, self._kept)
 
     def keeps(self, candidate: Candidate) -> bool:
-        """Tell whether the plan keeps the output, whatever else ran in the call."""
+        """Return whether the plan keeps an output, whatever else the call runs."""
         expected = self._kept.get((candidate.index, candidate.output_index))
         return expected is not None and _is(candidate.operator, expected)
 
 
 class _PlannedCall(Policy):
-    """The policy during one call, which tracks the operators that have run."""
+    """The policy for one call, which checks the operators against the plan."""
 
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
         self._plan = plan
@@ -127,9 +127,9 @@ class _PlannedCall(Policy):
 
 
 def _is(operator: Any, expected: str) -> bool:
-    """Tell whether an operator is the expected one, or its in-place variant.
+    """Return whether an operator is the expected one, or its in-place variant.
 
-    A plan made with fake tensors, which are a subclass, expects `add` where torch then
+    Fake tensors are a tensor subclass, for which torch may run `add` where a real step
     runs `add_`.
     """
     name = str(operator)

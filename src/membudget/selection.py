@@ -56,7 +56,7 @@ def select_modules(
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Tell whether a dotted name matches a pattern, part by part.
+    """Return whether a dotted name matches a pattern, part by part.
 
     Example:
         >>> _matches("h.0", "h.*"), _matches("h.0.mlp", "h.*")

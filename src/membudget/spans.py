@@ -1,12 +1,12 @@
-"""Spans: regions from the entry of one module to the exit of a later one.
+"""Spans: regions from the entry of one module to the exit of a later module.
 
-A parent that loops over its blocks calls them one by one; a span makes one region of
-several blocks without editing the parent. It begins in the forward of the first module
-and ends after that of the last. It runs under the replay engine, which does not need a
-function to run again. The parent closes a span that an exception has left open.
+If a parent module calls its blocks in a loop, a span turns several blocks into one
+region without editing the parent. A span begins before the forward of its first module
+and ends after the forward of its last. Spans run under the replay engine, which does
+not re-run functions. If an exception leaves a span open, the parent closes the span.
 
-A context that is opened inside a span and closed outside it, or the other way round,
-would interleave with the region's own contexts; the end of the span rejects that.
+A context that is opened inside a span and closed outside, or vice versa, would
+interleave with the region's own contexts, so the end of the span raises an error.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from membudget.errors import CheckpointError, SelectionError
 
 
 class Span:
-    """One span of a model, and its open call, if any."""
+    """One span of a model, and the state of its current call."""
 
     def __init__(self, name: str, owner: Module, options: RegionOptions):
-        """Prepare; nothing runs yet."""
+        """Store the arguments; the region starts in `enter`."""
         self.statistics = Statistics(name)
         self._name = name
         self._owner = owner
@@ -42,7 +42,7 @@ class Span:
         self._surroundings: tuple[Any, ...] = ()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Start the region."""
+        """Start the region, on entry to the first module."""
         if self._frame is not None:
             raise CheckpointError(
                 f"span {self._name!r} was entered twice before its end: one module "
@@ -52,6 +52,7 @@ class Span:
             return
         self._counted = isolation.enter()
         try:
+            # The name tells verified calls of spans with the same parent apart.
             frame = ReplayFrame(
                 self._owner, (self._name, *args), kwargs, self._options, self.statistics
             )
@@ -63,7 +64,7 @@ class Span:
         self._surroundings = _surroundings()
 
     def leave(self) -> None:
-        """End the region."""
+        """End the region, on exit from the last module."""
         frame = self._frame
         if frame is None:
             return
@@ -84,17 +85,17 @@ class Span:
             SWITCHES.collector(frame)
 
     def is_open(self) -> bool:
-        """Tell whether it has begun and not ended."""
+        """Return whether the span has begun and not ended."""
         return self._frame is not None
 
     def abandon(self) -> None:
-        """Close it after an exception."""
+        """Close the span after an exception."""
         if self._frame is not None:
             self._frame.abandon()
             self._close()
 
     def unfinished(self) -> CheckpointError:
-        """Return the error for a parent that returned inside a span."""
+        """Return the error for a span whose last module was never called."""
         return CheckpointError(
             f"span {self._name!r} began, and its last module was not called before "
             "their parent returned"
@@ -116,7 +117,7 @@ def _surroundings() -> tuple[Any, ...]:
 
 
 class _Ends:
-    """Attached to the first and the last module of a span."""
+    """Begins or ends spans; attached to their first and last modules."""
 
     def __init__(self) -> None:
         self.begins: Span | None = None
@@ -139,7 +140,7 @@ class _Ends:
 
 
 class _Parent:
-    """Attached to the module that calls the modules of its spans."""
+    """Closes unfinished spans; attached to the module that calls their modules."""
 
     statistics = None
 
@@ -163,10 +164,11 @@ class _Parent:
 def put_spans(
     model: Module, pairs: Sequence[tuple[str, str]], options: RegionOptions
 ) -> tuple[dict[str, Module], dict[str, Statistics]]:
-    """Attach spans; return the modules that carry them, and each span's counters.
+    """Attach spans; return the modules that were changed and each span's counters.
 
     Raises:
-        SelectionError: A name is unknown, spans overlap, or a module cannot carry them.
+        SelectionError: If a name is unknown, spans overlap, or a module cannot have a
+            region.
     """
     if not pairs:
         raise SelectionError("spans is empty; give pairs of names of modules")
@@ -181,7 +183,7 @@ def put_spans(
             _check(name, known, model)
         parent = _common_parent(first, last)
         while isinstance(known[parent], ModuleList | ModuleDict):
-            parent = parent.rpartition(".")[0]  # These are never called.
+            parent = parent.rpartition(".")[0]  # Module containers are never called.
         span = Span(f"{first}–{last}", known[parent], options)
         _parent(carried, parent).spans.append(span)
         begin, end = _ends(carried, first), _ends(carried, last)
@@ -206,7 +208,7 @@ def _check(name: str, known: dict[str, Module], model: Module) -> None:
 
 
 def _common_parent(first: str, last: str) -> str:
-    """Return the name of the innermost module that contains both.
+    """Return the name of the innermost module that contains both modules.
 
     Example:
         >>> _common_parent("h.0", "h.3"), _common_parent("a.x", "b.y")

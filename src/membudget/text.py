@@ -1,4 +1,4 @@
-"""Byte sizes as text, and files written whole."""
+"""Parse and format byte sizes, and write files atomically."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _MOST = 1 << 60
 
 
 def parse_bytes(size: str | float) -> int:
-    """Return a size in bytes.
+    """Convert a size such as `"8GiB"` into bytes.
 
     Args:
         size: A number of bytes, or a number with a unit: `"8GiB"` is 8 × 1024³,
-            `"8GB"` is 8 × 1000³. Case does not matter.
+            `"8GB"` is 8 × 1000³. Units are case-insensitive.
 
     Returns:
-        Bytes, rounded down.
+        The size in bytes, rounded down.
 
     Raises:
-        OptionError: If it is not a number, negative, larger than any memory, or has an
-            unknown unit, such as `"8G"`, which could mean GiB or GB.
+        OptionError: If the size is not a number, negative, larger than any memory, or
+            has an unknown unit, such as `"8G"`, which could mean GiB or GB.
 
     Example:
         >>> parse_bytes("8GiB"), parse_bytes("8 GB"), parse_bytes("1.5e9")
@@ -56,7 +56,7 @@ def parse_bytes(size: str | float) -> int:
 
 
 def format_bytes(size: int) -> str:
-    """Return a size with a unit and one decimal.
+    """Format a size in bytes with a unit and one decimal.
 
     Example:
         >>> format_bytes(512), format_bytes(55_700_000), format_bytes(8 * 1024**3)

@@ -1,4 +1,4 @@
-"""The trade-off of a step: its slowdown at each of many budgets."""
+"""The memory-time trade-off of a training step: its slowdown at many budgets."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TradeoffRow:
-    """The fastest plan for one budget.
+    """The fastest plan found for one budget.
 
     Attributes:
-        budget_bytes: What the step may allocate.
-        peak_bytes: The predicted peak of what it allocates.
+        budget_bytes: Bytes that the step may allocate.
+        peak_bytes: Predicted peak bytes that the step allocates.
         slowdown: Predicted step time ÷ plain step time.
         regions: Number of regions in the plan; 0 for the plain step.
     """
@@ -34,13 +34,13 @@ class TradeoffRow:
 
 @dataclass(frozen=True)
 class Tradeoff:
-    """The fastest plans for a step, from the smallest feasible budget upwards.
+    """The fastest plans found for a step, from the smallest feasible budget upwards.
 
     Attributes:
-        model: The class of the model.
-        cost: Where operator times come from; see `Profile`.
-        static_bytes: In use before the step; not part of the budgets below.
-        rows: The plans, by ascending budget.
+        model: Class name of the model.
+        cost: Source of the operator times; see `Profile`.
+        static_bytes: Bytes in use before the step, which the budgets do not include.
+        rows: Plans in order of increasing budget.
     """
 
     model: str
@@ -50,7 +50,7 @@ class Tradeoff:
 
     @property
     def plain_peak_bytes(self) -> int:
-        """The peak of the plain step."""
+        """Peak bytes that the plain step allocates."""
         return self.rows[-1].budget_bytes
 
     def to_dict(self) -> dict[str, Any]:
@@ -58,7 +58,7 @@ class Tradeoff:
         return {**asdict(self), "rows": [asdict(row) for row in self.rows]}
 
     def __str__(self) -> str:
-        """Return a table, one line a budget."""
+        """Return a table with one line per budget."""
         plain = self.plain_peak_bytes or 1
         rows = [
             (
@@ -100,18 +100,18 @@ class Tradeoff:
 
 
 def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
-    """Plan a step for many budgets.
+    """Find the fastest plan for each of many budgets.
 
     Args:
-        profile: The plain step.
-        budgets: Number of budgets, evenly spaced from the smallest feasible one to the
-            peak of the plain step. Equal ones are planned once.
+        profile: Profile of the plain step, without regions.
+        budgets: Number of budgets, evenly spaced from the smallest feasible budget to
+            the plain step's peak. Duplicate budgets are planned once.
 
     Returns:
         The fastest plan found for each budget; `fit` searches longer for one budget.
 
     Raises:
-        OptionError: If there are fewer than two budgets.
+        OptionError: If `budgets` is not a whole number of at least 2.
 
     Example:
         >>> import membudget as mb, torch
@@ -143,7 +143,7 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
 
 
 def _spaced(least: int, most: int, count: int) -> list[int]:
-    """Return evenly spaced whole numbers.
+    """Return at most `count` evenly spaced integers from `least` to `most`.
 
     Example:
         >>> _spaced(10, 21, 3), _spaced(5, 5, 3)

@@ -65,7 +65,7 @@ def facts_of(step: Step, region: Region) -> dict[str, Any]:
 
 
 def is_equal(a: Any, b: Any) -> bool:
-    """Tell whether two facts are equal, tensors to the last bit."""
+    """Return whether two facts are equal, tensors to the last bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
     return type(a) is type(b) and bool(a == b)

@@ -112,7 +112,7 @@ class KeepSet:
         self.numbers = numbers
 
     def __call__(self, candidate: Candidate) -> bool:
-        """Tell whether the output is kept."""
+        """Return whether the output is kept."""
         return candidate.index in self.numbers
 
     def __repr__(self) -> str:

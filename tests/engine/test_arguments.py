@@ -57,7 +57,7 @@ def x() -> Tensor:
 
 
 def is_like(made: Any, tensor: Tensor) -> bool:
-    """Tell whether a tensor is a leaf of its own with the same memory."""
+    """Return whether a tensor is a leaf of its own with the same memory."""
     return (
         made is not tensor
         and made.data_ptr() == tensor.data_ptr()

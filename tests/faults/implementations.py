@@ -57,7 +57,7 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def are_equal(first: Any, second: Any) -> bool:
-    """Tell whether two results are the same to the last bit.
+    """Return whether two results are the same to the last bit.
 
     Results are tensors, or dicts and sequences of them; everything else is compared
     by `==`.

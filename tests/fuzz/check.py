@@ -269,7 +269,7 @@ def _limit(program: Program, name: str, expected: Record) -> str:
 
 
 def written_after_saved(program: Program) -> bool:
-    """Tell whether the plain step's backward reads memory that was changed unseen."""
+    """Return whether the plain step's backward reads memory that was changed unseen."""
     changed = []
 
     def unpack(packed: tuple[Tensor, Tensor]) -> Tensor:

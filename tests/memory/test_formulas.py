@@ -172,7 +172,7 @@ def maker(graph: mb.StepGraph, storage: int) -> str | None:
 
 
 def is_statistic(graph: mb.StepGraph, storage: int) -> bool:
-    """Tell whether a storage holds the means or deviations of a norm."""
+    """Return whether a storage holds the means or deviations of a norm."""
     made = next(v for v in graph.values if v.storage == storage)
     return made.shape[-1] == 1
 

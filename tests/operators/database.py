@@ -67,7 +67,7 @@ def modules() -> list[Any]:
 
 
 def is_in_share(name: str) -> bool:
-    """Tell whether an operator or module belongs to the share, by its name alone."""
+    """Return whether an operator or module belongs to the share, by its name alone."""
     return zlib.crc32(name.encode()) % SHARE == 0
 
 

@@ -73,6 +73,6 @@ LEFT_OUT = (
 
 
 def is_tried(operator: str, variant: Case) -> bool:
-    """Tell whether a variant of an operator is compared with plain."""
+    """Return whether a variant of an operator is compared with plain."""
     reasons = [left for left in LEFT_OUT if left.operator == operator]
     return not any(left.concerns(variant.build()) for left in reasons)

@@ -103,7 +103,7 @@ def _samples(info: Any, dtype: torch.dtype) -> list[Inputs]:
 
 
 def small(inputs: Inputs) -> bool:
-    """Tell whether inputs have few elements."""
+    """Return whether inputs have few elements."""
     return sum(tensor.numel() for tensor in _tensors(inputs)) <= MOST_ELEMENTS
 
 

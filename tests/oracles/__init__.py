@@ -154,7 +154,7 @@ def assert_same_step(a: StepResult, b: StepResult) -> None:
 
 
 def same_bits(a: Any, b: Any) -> bool:
-    """Tell whether two facts are the same, tensors to the last bit."""
+    """Return whether two facts are the same, tensors to the last bit."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if (a.shape, a.dtype, a.layout) != (b.shape, b.dtype, b.layout):
             return False

@@ -134,7 +134,7 @@ class Grouping:
         return None if in_backward else storage
 
     def _is_as_good(self, instead: Sequence[int], storage: int) -> bool:
-        """Tell whether a schedule may hold one storage for another, at no cost."""
+        """Return whether a schedule may hold one storage for another, at no cost."""
         if len(instead) != 1:
             return False
         storages = self._graph.storages

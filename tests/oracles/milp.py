@@ -94,7 +94,7 @@ class Choices:
             made.update(s for k in self.runs[d] for s in self.problem.makers[k].makes)
 
     def is_first_life(self, d: int, s: int) -> bool:
-        """Tell whether what the forward made is there, whatever is chosen."""
+        """Return whether what the forward made is there, whatever is chosen."""
         return self.problem.demands[d].moment < self.problem.items[s].there_until
 
     def made(self, d: int, s: int) -> Sum:

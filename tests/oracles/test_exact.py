@@ -93,7 +93,7 @@ def test_no_schedule_of_a_small_step_is_faster(graph):
 
 
 def is_plain(graph: StepGraph) -> bool:
-    """Tell whether all has bytes, and operators saved what is asked for, or nothing."""
+    """Return whether all has bytes, and each operator saved what is asked, or none."""
     asked = {saved.moment for saved in graph.saved if saved.asked}
     unasked = {saved.moment for saved in graph.saved if not saved.asked}
     has_bytes = all(storage.bytes for storage in graph.storages)

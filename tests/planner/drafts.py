@@ -304,7 +304,7 @@ def lower_hull(points: Iterable[tuple[int, float]]) -> list[tuple[int, float]]:
 
 
 def _is_above(a: tuple[int, float], b: tuple[int, float], c: tuple[int, float]) -> bool:
-    """Tell whether `b` lies on or above the line from `a` to `c`."""
+    """Return whether `b` lies on or above the line from `a` to `c`."""
     return (b[1] - a[1]) * (c[0] - a[0]) >= (c[1] - a[1]) * (b[0] - a[0])
 
 

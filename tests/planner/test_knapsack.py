@@ -20,7 +20,7 @@ def seconds_of(regions: Regions, picked: Sequence[int]) -> float:
 
 
 def fits(regions: Regions, picked: Sequence[int], budget: int, grain: int = 1) -> bool:
-    """Tell whether every moment fits, held bytes rounded up to a grain."""
+    """Return whether every moment fits, held bytes rounded up to a grain."""
     held = 0
     for options, index in zip(regions, picked, strict=True):
         option = options[index]

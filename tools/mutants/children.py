@@ -101,7 +101,7 @@ class Patience:
         self._seconds = 0.0
 
     def is_over(self, pid: int) -> bool:
-        """Tell whether a job only waits; looks now and then."""
+        """Return whether a job only waits; looks now and then."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return False

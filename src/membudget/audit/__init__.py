@@ -1,15 +1,15 @@
 """Compare a plain step with the same step under regions, bit for bit.
 
-A checkpointed step should give the plain step's loss, gradients, buffers and random
-numbers. When it does not, nothing fails: training just goes slightly wrong. `audit`
-runs one step both ways from the same state, compares every byte, names what differs,
-and restores everything.
+A checkpointed step should reproduce the plain step's loss, gradients, buffers and
+random numbers. A step that deviates raises no error: training just goes slightly wrong.
+`audit` runs one step with and without regions from the same state, compares every byte,
+names each difference, and restores the state.
 
-`runs` has the three runs and the regions on them, `differences` the comparison of two
-outcomes, `verdict` the report.
+`runs` executes the three runs, `differences` compares two outcomes, and `verdict`
+defines the report.
 
-An audit uses none of the engine's bookkeeping of random streams and buffers; otherwise
-it could not find errors in it.
+To detect bugs in the engine, an audit captures random number generators and buffers by
+itself, without the engine's bookkeeping.
 """
 
 from __future__ import annotations
@@ -84,59 +84,58 @@ def audit(
     every: int = 1,
     **options: Any,
 ) -> AuditReport:
-    """Run one training step plain and under regions, and compare every bit.
+    """Run one training step with and without regions, and compare every bit.
 
-    All runs start from the same state. Loss, outputs, every gradient (and which are
-    `None`), parameters, buffers, and every random stream are compared byte by byte: a
-    NaN equals the same NaN, and -0.0 differs from 0.0. The plain step runs twice, to
-    see whether it is repeatable at all. Afterwards parameters, gradients, buffers,
-    attributes, random streams and the batch are restored.
+    All runs start from the same state. Loss, outputs, gradients (and which are `None`),
+    parameters, buffers and random number generators are compared byte by byte: a NaN
+    equals the same NaN, and -0.0 differs from 0.0. The plain step runs twice, to check
+    that it is repeatable. After the audit, parameters, gradients, buffers, attributes,
+    random number generators and the batch are restored.
 
-    Three forms, for a model, for a step that takes a variant, and for two functions:
+    `audit` accepts a model, a step function with two variants, or two step functions:
 
         audit(model, batch)  # regions on default_names(model)
         audit(model, batch, loss_fn, names="h.*", every=2)
         audit(step, plain=model, budgeted=other)  # runs step(model), step(other)
         audit(plain=step, budgeted=step_2, modules=model)
 
-    The first form runs forward, loss and backward, without an optimizer. If the model
-    already carries regions, those are audited; otherwise regions are applied for the
-    audit only. In the other forms the user's step runs forward and backward, and what
-    it returns is compared too. Plain runs happen under `disable_checkpointing()`, so a
-    step that calls `checkpoint` itself can be both variants.
+    Given a model, `audit` runs forward, loss and backward, without an optimizer. If the
+    model already has regions, they are audited; otherwise `audit` applies regions
+    temporarily. A user's own step runs forward and backward, and its return value is
+    compared too. Plain runs happen under `disable_checkpointing()`, so a step that
+    calls `checkpoint` itself can serve as both variants.
 
-    An audit keeps copies of gradients and of all tensors that the step can change on
-    the host: about three times the bytes of the parameters.
+    The host keeps copies of the gradients and of all tensors that the step can change:
+    about three times the bytes of the parameters.
 
     Args:
-        model: The model, in training mode if it trains that way.
-        batch: The arguments of the model: a tuple is passed as positional arguments, a
-            mapping as keywords, anything else as the only argument.
-        loss_fn: Called with the output and the batch. Without it the loss is the output
-            if that is one number, else `output.loss` or `output["loss"]`, else the sum
-            of all floating tensors in the output.
-        step: Called with `plain`, and with `budgeted`.
-        plain: The variant without regions.
-        budgeted: The variant with regions.
+        model: The model to audit, in the mode that is used for training.
+        batch: Arguments of the model: a tuple is passed as positional arguments, a
+            mapping as keyword arguments, anything else as the only argument.
+        loss_fn: Function of output and batch that returns the loss. By default, the
+            loss is the output if that is a scalar, else `output.loss` or
+            `output["loss"]`, else the sum of all floating-point tensors in the output.
+        step: Function that runs one step; called with `plain` and with `budgeted`.
+        plain: Variant of the step without regions.
+        budgeted: Variant of the step with regions.
         modules: Modules that the step may change, in addition to variants that are
             modules.
-        blocks: Which modules get a region: see `apply`, also for `names`, `where` and
-            `every`.
-        names: Patterns of module names.
-        where: A predicate of name and module.
-        every: Take every n-th module.
-        **options: Options of the regions; see `checkpoint`.
+        blocks: Module classes that get a region, as in `apply`.
+        names: Name patterns of the modules that get a region, as in `apply`.
+        where: Predicate of name and module that selects modules, as in `apply`.
+        every: Apply a region to every n-th selected module only.
+        **options: Options of the regions, as in `checkpoint`.
 
     Returns:
-        The report: `report.equal` is the verdict, `print(report)` shows the rest.
+        The report: `report.equal` is the verdict, and `print(report)` shows details.
 
     Raises:
-        SelectionError: If no module can carry a region.
-        OptionError: If the arguments match none of the forms, or mix two; if the model
-            already carries regions and others are asked for; or if two models that are
-            compared do not start equal.
+        SelectionError: If no selected module can get a region.
+        OptionError: If the arguments match none of the three call forms or mix two; if
+            the model already has regions and the arguments select others; or if two
+            compared models differ before the step.
 
-    An exception of the step propagates with a note that names the run that raised it.
+    If the step raises an exception, a note names the run that raised the exception.
 
     Example:
         >>> import torch
@@ -234,11 +233,12 @@ def _named(modules: Module | Sequence[Module] | None) -> dict[str, Any]:
 
 
 def _check_same_start(plain: Run, budgeted: Run) -> None:
-    """Reject two models that differ before the step."""
+    """Reject a plain and a budgeted model that differ before the step."""
     if plain.roots == budgeted.roots:
         return
     state = State([*plain.roots.items(), *budgeted.roots.items()])
     left, right = Outcome(plain.roots, state), Outcome(budgeted.roots, state)
+    # Unregistered tensors may differ, such as the caches of one variant.
     state_kinds = ("parameter", "buffer", "stream")
     unequal = [
         difference

@@ -1,4 +1,4 @@
-"""The outcome of a run, and the differences between two outcomes."""
+"""Record the outcome of an audit run, and compare two outcomes."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Difference:
     """One result or piece of state that differs between two runs of a step.
 
     Attributes:
-        kind: Its kind. An "attribute" is a tensor that a module or the batch holds
-            unregistered; a "stream" is a source of random numbers; a "value" is a
-            Python number, string or length.
-        name: Its name: of a parameter or buffer as in the model, otherwise the
-            expression that leads to it.
-        detail: How it differs, in words.
-        elements: Number of elements of a tensor that differ; `None` if it is not a
+        kind: Kind of result or state. An "attribute" is an unregistered tensor of a
+            module or of the batch; a "stream" is a random number generator; a "value"
+            is a Python number, string or length.
+        name: Name of the parameter or buffer in the model; for other objects, the
+            Python expression that reaches the object.
+        detail: Description of the difference in words.
+        elements: Number of tensor elements that differ; `None` if the object is not a
             tensor, or the shapes differ.
-        total: Number of elements of the tensor.
-        index: The first element that differs.
-        plain: Its value after the plain run, as text.
-        other: Its value after the other run: the budgeted run, or the second plain run.
+        total: Total number of elements of the tensor.
+        index: Index of the first element that differs.
+        plain: Value after the plain run, as text.
+        other: Value after the budgeted run or the second plain run, as text.
     """
 
     kind: DifferenceKind
@@ -64,21 +64,21 @@ class Difference:
 
 
 class Results:
-    """What a step returned, copied before anything can change it.
+    """Copies of the values that a step returned.
 
     Attributes:
-        tensors: A copy of each tensor, by kind and name.
-        values: The Python values, by name.
+        tensors: Copies of the returned tensors, keyed by kind and name.
+        values: The returned Python values, keyed by name.
     """
 
     def __init__(self) -> None:
-        """Start empty."""
+        """Start with no results."""
         self.tensors: TensorCopies = {}
         self.values: dict[str, Any] = {}
 
     @classmethod
     def of(cls, output: Any) -> Results:
-        """Copy what a user's own step returned."""
+        """Copy the values that a user's own step returned."""
         results = cls()
         results.add("output", output)
         return results
@@ -93,14 +93,14 @@ class Results:
 
 
 class Outcome:
-    """The results of one run, and the state after it.
+    """The results of one audit run, and the state after the run.
 
     Attributes:
-        tensors: A copy of each tensor, by kind and name; `None` for the gradient of a
-            leaf that received none.
-        streams: The state of each random stream, by name.
-        results: The Python values that the step returned, by name.
-        values: The Python values in the objects that the step may change, by name.
+        tensors: Copies of all tensors, keyed by kind and name; `None` for the gradient
+            of a leaf that received no gradient.
+        streams: State of each random number generator, keyed by name.
+        results: Python values that the step returned, keyed by name.
+        values: Python values in the objects that the step may change, keyed by name.
     """
 
     def __init__(
@@ -109,14 +109,14 @@ class Outcome:
         state: State,
         results: Results | None = None,
     ) -> None:
-        """Copy the current state of `roots`.
+        """Copy the current state of the objects in `roots`.
 
         Args:
-            roots: The objects that the run may have changed, by name.
-            state: The state before the run. Unchanged tensors share its copies.
-                Gradients are taken of its leaves only, not of tensors that a region
-                leaves on a module.
-            results: What the run returned.
+            roots: Objects that the run may have changed, keyed by name.
+            state: State before the run. Unchanged tensors share the copies in `state`.
+                Gradients are copied only for leaves that `state` captured, not for
+                tensors that a region leaves on a module.
+            results: Values that the run returned.
         """
         found = walk(roots.items())
         results = results or Results()
@@ -142,12 +142,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class RunDifferences:
-    """The differences between two runs.
+    """The differences between two runs of an audit.
 
     Attributes:
-        differences: In loss, outputs, gradients, parameters, buffers, tensor attributes
-            and random streams.
-        side_effects: In Python values that the model or the batch holds.
+        differences: Differences in loss, outputs, gradients, parameters, buffers,
+            tensor attributes and random number generators.
+        side_effects: Differences in Python values that the model or the batch holds.
     """
 
     differences: tuple[Difference, ...]
@@ -185,6 +185,7 @@ def _tensor_differences(
         if isinstance(left, TensorCopy) and isinstance(right, TensorCopy):
             if not is_same(left, right):
                 yield _tensor_difference(kind, name, left, right, label)
+        # An attribute of one run only is a side effect: see `_one_sided_attributes`.
         elif left is not right and kind != "attribute":
             texts = _presence(left), _presence(right)
             detail = f"plain has {texts[0]}, {label} {texts[1]}"
@@ -226,7 +227,7 @@ def _tensor_difference(
 def _one_sided_attributes(
     plain: Outcome, other: Outcome, label: str
 ) -> Iterator[Difference]:
-    """Yield tensors that exist after one run only: mostly in a list that grew."""
+    """Yield tensors that exist after only one run, such as in a list that grew."""
     for kind, name in plain.tensors | other.tensors:
         if kind == "attribute" and (kind, name) not in other.tensors:
             yield Difference("value", name, f"only plain left this tensor, not {label}")

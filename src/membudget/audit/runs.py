@@ -1,12 +1,12 @@
-"""The three runs of an audit: plain, plain again, and budgeted.
+"""Execute the three runs of an audit: plain, plain again, and budgeted.
 
     state ──> plain run ────────> outcome 1 ─┬─ compare: is the step repeatable?
       ├─────> second plain run ─> outcome 2 ─┘
       │                           outcome 1 ─┬─ compare: the verdict
       └─────> budgeted run ─────> outcome 3 ─┘
 
-Each run starts from the state, without gradients, and the state is restored after it.
-The budgeted run goes over the regions that the model carries, or over new ones.
+Each run starts from the captured state, without gradients, and restores the state on
+exit. The budgeted run uses the model's own regions, or applies temporary ones.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from membudget.state.snapshot import State
 
 
 class RegionCounts:
-    """Counts the forwards and recomputes of the regions on some modules."""
+    """Counts the forwards and recomputes of regions during an audit."""
 
     def __init__(self, modules: Iterable[Module]) -> None:
-        """Start counting the regions on the modules and on all their submodules."""
+        """Start counting for the regions on the modules and on all submodules."""
         self._before = {
             id(statistics): (name, statistics, _counts(statistics))
             for root in modules
@@ -46,7 +46,7 @@ class RegionCounts:
         }
 
     def since(self) -> tuple[RegionStatus, ...]:
-        """Return what each region did since the counting started."""
+        """Return the forwards and recomputes of each region since the count began."""
         return tuple(
             RegionStatus(name, *map(sub, _counts(statistics), before))
             for name, statistics, before in self._before.values()
@@ -64,7 +64,7 @@ def _counts(statistics: Statistics) -> tuple[int, int, int]:
 
 @contextmanager
 def counting(modules: Iterable[Module] = ()) -> Iterator[RegionCounts]:
-    """Count what the regions on `modules` do, and reset their counters afterwards."""
+    """Count what the regions on `modules` recompute, then reset their counters."""
     counts = RegionCounts(modules)
     try:
         yield counts
@@ -74,7 +74,7 @@ def counting(modules: Iterable[Module] = ()) -> Iterator[RegionCounts]:
 
 @contextmanager
 def with_regions(model: Module, selection: dict[str, Any]) -> Iterator[RegionCounts]:
-    """Apply regions to `model`, count what they do, and remove them."""
+    """Apply regions to `model`, count their recomputes, and remove them on exit."""
     applied = apply(model, **selection)
     try:
         yield RegionCounts([model])
@@ -85,12 +85,11 @@ def with_regions(model: Module, selection: dict[str, Any]) -> Iterator[RegionCou
 def regions_for(
     model: Module, selection: dict[str, Any]
 ) -> Callable[[], AbstractContextManager[RegionCounts]]:
-    """Return the context of the budgeted run: regions already applied, or new ones.
+    """Return a context manager for the budgeted run, with existing or new regions.
 
     Raises:
-        OptionError: If the model already carries regions and `selection` asks for
-            others.
-        SelectionError: If no module can carry a region.
+        OptionError: If the model already has regions and `selection` selects others.
+        SelectionError: If no selected module can get a region.
     """
     if any(has_region(module) for module in model.modules()):
         if selection:
@@ -112,13 +111,13 @@ def regions_for(
 
 @dataclass(frozen=True)
 class Run:
-    """One run of a step.
+    """A run of a step in an audit, plain or budgeted.
 
     Attributes:
-        label: Its name in error messages.
-        step: Runs the step.
-        roots: The objects that the step may change, by the name in the report.
-        regions: Returns a context in which the regions are applied and counted.
+        label: Name of the run in error messages.
+        step: Function that runs the step.
+        roots: Objects that the step may change, keyed by their names in the report.
+        regions: Function that returns a context in which regions are counted.
     """
 
     label: str
@@ -137,7 +136,7 @@ def compare_runs(plain: Run, budgeted: Run) -> AuditReport:
             first = run_once(plain, state)
             second = run_once(replace(plain, label="the second plain run"), state)
         unrepeatable = compare(first, second, start, "the second run").differences
-        del second
+        del second  # Free its copies before the next run.
         with budgeted.regions() as counts:
             other = run_once(budgeted, state)
             regions = counts.since() or None

@@ -1,4 +1,4 @@
-"""The report of an audit, and its text: one screen, the verdict first."""
+"""The report of an audit, and its text: one screen with the verdict first."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from membudget.audit.differences import Difference
 
 @dataclass(frozen=True)
 class Compared:
-    """How many objects of each kind an audit compared.
+    """The number of objects of each kind that an audit compared.
 
     Attributes:
-        losses: 1, or 0 if the step is the user's own.
-        outputs: Tensors that the step returned.
-        gradients: Gradients that the plain step computed.
-        no_gradients: Tensors that require a gradient and received none.
-        parameters: Parameters; a step without an optimizer must not change them.
-        buffers: Buffers.
-        attributes: Tensors that a module or the batch holds unregistered.
-        streams: Random streams.
+        losses: Number of losses: 1, or 0 for a user's own step.
+        outputs: Number of tensors that the step returned.
+        gradients: Number of gradients that the plain step computed.
+        no_gradients: Number of tensors that require a gradient and received none.
+        parameters: Number of parameters.
+        buffers: Number of buffers.
+        attributes: Number of unregistered tensors in modules or in the batch.
+        streams: Number of random number generators.
     """
 
     losses: int = 0
@@ -49,16 +49,17 @@ class AuditReport:
     """The comparison of a plain step with the same step under regions.
 
     Attributes:
-        differences: Bitwise differences between the two, in loss, outputs, gradients,
-            parameters, buffers, tensor attributes and random streams.
-        side_effects: Python values (counters, lengths of lists) that differ, because
-            code with side effects ran again in a recompute. `equal` ignores them.
+        differences: Bitwise differences between the two steps in loss, outputs,
+            gradients, parameters, buffers, tensor attributes and random number
+            generators.
+        side_effects: Python values (counters, lengths of lists) that differ because a
+            recompute repeated the side effects of the code; `equal` ignores them.
         unrepeatable: Differences between two runs of the plain step.
-        compared: How many objects of each kind were compared.
-        regions: What each region did in the budgeted run; `None` if the step calls
-            `checkpoint` itself, which is not counted.
-        loss_from: Where the loss comes from, in words; empty for a user's own step.
-        loss: The plain step's loss, as text; empty for a user's own step.
+        compared: Number of compared objects of each kind.
+        regions: Forwards and recomputes of each region in the budgeted run; `None` if
+            the step calls `checkpoint` itself, because such calls are not counted.
+        loss_from: Source of the loss in words; empty for a user's own step.
+        loss: Loss of the plain step as text; empty for a user's own step.
         zero_gradients: Whether every gradient of the plain step is zero, so that equal
             gradients prove little.
     """
@@ -79,19 +80,19 @@ class AuditReport:
 
     @property
     def repeatable(self) -> bool:
-        """Whether two plain steps are equal; if not, a difference proves nothing."""
+        """Whether two plain steps agree; if not, other differences prove nothing."""
         return not self.unrepeatable
 
     @property
     def regions_ran(self) -> int | None:
-        """Number of regions that dropped saved tensors; `None` if not counted."""
+        """Number of regions that ran; `None` if regions were not counted."""
         if self.regions is None:
             return None
         return sum(region.forwards > 0 for region in self.regions)
 
     @property
     def recomputes(self) -> int | None:
-        """Number of recomputes of all regions; `None` if not counted."""
+        """Total recomputes of all regions; `None` if regions were not counted."""
         if self.regions is None:
             return None
         return sum(region.recomputes for region in self.regions)
@@ -197,7 +198,7 @@ def _in_brackets(word: str, names: list[str]) -> str:
 
 
 def _section(title: str, differences: tuple[Difference, ...]) -> list[str]:
-    """Return a titled list of the first differences; nothing if there are none."""
+    """Return a titled list of the first differences, or no lines if all are equal."""
     if not differences:
         return []
     shown = differences[:MAX_DIFFERENCES]

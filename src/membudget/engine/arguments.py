@@ -1,14 +1,14 @@
-"""A region's arguments, held so that a recompute gets them unchanged.
+"""Hold a region's arguments so that a recompute gets them unchanged.
 
-Tensors are held one by one (see `held`). Lists, dicts, sets, dataclasses and tuples are
-copied recursively: an item that the function appends to a list argument is not in the
-list that the recompute gets.
+Each tensor argument is held separately (see `held`). Lists, dicts, sets, dataclasses
+and tuples are copied recursively: if the function appends to a list argument, the
+recompute still gets the list as it was passed.
 
-Nested tensors need a special rule. torch ties the ragged size of a jagged tensor to the
+Nested tensors need a special rule: torch ties the ragged size of a jagged tensor to the
 *object* that holds its offsets, so a tensor with recomputed offsets cannot be combined
-with tensors of the forward. A jagged tensor is therefore kept, unless its offsets are
-those of an argument. A strided nested tensor is always kept, because torch exposes none
-of its sizes for a comparison.
+with tensors from the forward. A jagged tensor that autograd saves is therefore kept,
+unless it shares its offsets with an argument. A strided nested tensor is always kept:
+torch does not expose its sizes, so a recomputed one could not be checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Memo = dict[int, Any]
 
 
 class _HeldContainer:
-    """A container whose items are held one by one; rebuilt for each recompute."""
+    """Holds a container's items separately; rebuilds the container on recompute."""
 
     __slots__ = ("items", "key", "make")
 
@@ -45,7 +45,7 @@ class _HeldContainer:
 
 
 class _PlainContainer(_HeldContainer):
-    """A container without tensors: the original, unless it was changed."""
+    """A container without tensors, rebuilt only if the original was changed."""
 
     __slots__ = ("original",)
 
@@ -54,13 +54,14 @@ class _PlainContainer(_HeldContainer):
         self.original = original
 
     def rebuild(self, memo: Memo) -> Any:
+        # By identity: `==` on an arbitrary item might run user code.
         now = [item for _, item in _entries(self.original)]
         same = len(now) == len(self.items) and all(map(is_, now, self.items))
         return self.original if same else super().rebuild(memo)
 
 
 def rebuild(value: Any, memo: Memo) -> Any:
-    """Return what a held value stands for; any other value as it is."""
+    """Rebuild a held tensor or container; return any other value unchanged."""
     if isinstance(value, HeldTensor):
         # A tensor passed twice must be one tensor again: attention asks `query is key`.
         key = id(value)
@@ -71,13 +72,13 @@ def rebuild(value: Any, memo: Memo) -> Any:
 
 
 class HeldArguments:
-    """All arguments of one call of a region.
+    """The arguments of one region call, held for its recomputes.
 
     Attributes:
-        tensors: The tensors, including those in containers, in order.
-        others: Modules, generators, functions, objects: all but tensors, containers and
-            plain values.
-        is_nested: Whether a container is among them, or one value twice.
+        tensors: All tensor arguments, including those inside containers, in order.
+        others: Modules, generators, functions and other objects: everything except
+            tensors, containers and plain values.
+        is_nested: Whether any argument is a container, or any tensor is passed twice.
     """
 
     __slots__ = (
@@ -86,7 +87,7 @@ class HeldArguments:
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Hold the arguments, through the caller's innermost saved-tensor hooks."""
+        """Hold the arguments; tensors are packed by active saved-tensor hooks."""
         self.tensors: list[HeldTensor] = []
         self.others: list[Any] = []
         self._alone = nothing_surrounds()
@@ -104,9 +105,9 @@ class HeldArguments:
         self._memo = _DONE
 
     def rebuild(self) -> tuple[list[Any], dict[str, Any]]:
-        """Return fresh arguments for one recompute."""
+        """Return the positional and keyword arguments for one recompute."""
         kwargs = self._kwargs
-        if not (self.is_nested or kwargs):
+        if not (self.is_nested or kwargs):  # The common case needs no memo.
             return [
                 value.rebuild() if isinstance(value, HeldTensor) else value
                 for value in self._args
@@ -116,21 +117,21 @@ class HeldArguments:
         return args, {k: rebuild(v, memo) for k, v in kwargs.items()}
 
     def begin_check(self) -> None:
-        """Fingerprint the tensors, before the function runs."""
+        """Fingerprint all tensor arguments before the function runs."""
         for held in self.tensors:
             held.begin_check()
 
     def end_check(self) -> None:
-        """Find the tensors that the function wrote without bumping their version."""
+        """Mark tensor arguments that the function wrote without a version bump."""
         for held in self.tensors:
             held.end_check()
 
     def changed(self) -> list[HeldTensor]:
-        """Return the tensors whose content has changed since the region began."""
+        """Return the tensor arguments that were changed since the region began."""
         return [held for held in self.tensors if held.has_changed()]
 
     def cuda_devices(self) -> set[int]:
-        """Return the indices of the tensors' CUDA devices."""
+        """Return the indices of the CUDA devices that hold tensor arguments."""
         devices = (held.device for held in self.tensors)
         return {device.index for device in devices if device.type == "cuda"}
 
@@ -160,6 +161,7 @@ class HeldArguments:
         ]
         if any(isinstance(item, HeldTensor | _HeldContainer) for item in items):
             return _HeldContainer(id(value), items, _maker(value))
+        # A tuple without tensors cannot change, so it needs no copy.
         return value if isinstance(value, tuple) else _PlainContainer(value, items)
 
 
@@ -175,7 +177,7 @@ def _is_record(value: Any) -> bool:
 
 
 def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield a container's items, each with the key that an error message shows."""
+    """Yield (key, item) pairs of a container; error messages show the keys."""
     if isinstance(value, dict):
         yield from value.items()
     elif _is_record(value):
@@ -192,10 +194,9 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def _maker(value: Any) -> Callable[[Any], Any]:
-    """Return a function that builds a container like `value` from a list of items.
+    """Return a function that rebuilds a container like `value` from a list of items.
 
-    All but the items (keys, attributes of a subclass) is copied now, before the
-    function can change it.
+    Keys and subclass attributes are copied now, before the region can change them.
     """
     if isinstance(value, tuple):
         return getattr(value, "_make", type(value))
@@ -218,9 +219,9 @@ def _refilled_list(empty: list[Any], items: list[Any]) -> list[Any]:
 
 
 def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
-    """Store items under their keys, also in frozen or fixed-size containers.
+    """Store items under their keys, even in frozen or fixed-size containers.
 
-    Some containers (Hugging Face model outputs) are a dict and a dataclass at once, and
+    Some containers (Hugging Face model outputs) are both a dict and a dataclass, and
     store each item twice.
     """
     attributes = getattr(container, "__dict__", {})
@@ -233,14 +234,14 @@ def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
 
 
 def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
-    """Tell whether a rerun region must keep a nested tensor that autograd saves."""
+    """Return whether a rerun region must keep a nested tensor that autograd saves."""
     return nested.layout is not torch.jagged or has_own_offsets(
         nested, arguments.rebuild()
     )
 
 
 def has_own_offsets(nested: Tensor, given: Any) -> bool:
-    """Tell whether a tensor is jagged with offsets that none of `given` has."""
+    """Return whether a tensor is jagged, with offsets that no tensor in `given` has."""
     offsets = _offsets_of(nested)
     return offsets is not None and not any(
         isinstance(t, Tensor) and _offsets_of(t) is offsets for t in tree_iter(given)
@@ -248,7 +249,7 @@ def has_own_offsets(nested: Tensor, given: Any) -> bool:
 
 
 def _offsets_of(tensor: Any) -> Tensor | None:
-    """Return the object that holds a jagged tensor's offsets; `None` for others."""
+    """Return the offsets object of a jagged tensor; `None` for any other tensor."""
     if not tensor.is_nested or tensor.layout is not torch.jagged:
         return None
     offsets: Tensor = tensor.offsets()

@@ -1,15 +1,15 @@
-"""What is called: the signature of a call, and what functions and modules may hold.
+"""Compute call signatures, and find the objects that code and modules may reference.
 
-A *signature* says which calls of a function are alike, as far as is known beforehand.
-It consists of the function and the modules that it holds or is given, their training
-flags, autocast, the shapes and dtypes of its tensors, and its flags and strings.
-Numbers are left out: a function that takes the step's number would never be known.
-Functions and modules are identified by `id`. Code that stores a signature must hold
-them weakly, and drop the signature before an `id` is reused.
+A *signature* groups calls of a function that are expected to behave alike. It combines
+the function, the modules that it references or receives, their training flags, whether
+autocast is on, shapes and dtypes of tensor arguments, and flag and string arguments.
+Numeric arguments are excluded, because a function that takes the step number would
+otherwise have a new signature in every step. Functions and modules are identified by
+`id`, so a stored signature must be dropped as soon as one of these objects dies.
 
-*Slots* are the globals and attributes through which code and modules may hold
-something. The names are cached per code object, class and module. The values are looked
-up in every walk of `reach`, because they may have been rebound.
+*Slots* are the globals and attributes through which code and modules may reference
+other objects. Slot names are cached per code object, class and module; slot values are
+looked up in every walk of `reach`, because they may have been rebound.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from membudget._torch import is_any_autocast_enabled
 
 Signature = tuple[Any, ...]
 
-_MOST_ENTRIES = 256
-_MOST_ITEMS = 64
+_MOST_ENTRIES = 256  # In a key, before closures and containers are cut off.
+_MOST_ITEMS = 64  # Per container.
 
 
 def signature_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Signature, list[Any], int]:
-    """Describe a call, in less than a microsecond.
+    """Return the signature of a call, in less than a microsecond.
 
-    Also return the objects that the signature identifies by `id`, and how many of those
-    belong to the function, whatever its arguments.
+    Also return the objects that the signature identifies by `id`, and how many of these
+    objects belong to the function itself rather than to its arguments.
     """
     key: list[Any] = [is_any_autocast_enabled()]
     parts: list[Any] = []
     _describe_callee(function, key, parts)
     held = len(parts)
     for value in args:
-        if type(value) is Tensor:
+        if type(value) is Tensor:  # The common case, inlined for speed.
             key += (value.shape, value.dtype)
         else:
             _describe(value, key, parts)
@@ -58,8 +58,8 @@ def signature_of(
     return tuple(key), parts, held
 
 
-# How each kind of value is described: the function appends to the key, and to `parts`
-# each object that the key identifies by `id`.
+# One describer per kind of value: it appends to `key`, and appends to `parts` every
+# object that the key identifies by `id`.
 
 
 def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -68,7 +68,7 @@ def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_callee(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Describe what is called: an object of a user's class is identified by `id`."""
+    """Describe a callee; an instance of a user-defined class is identified by `id`."""
     kind = type(value)
     describe = _DESCRIBERS.get(kind) or _describer_of(kind)
     if describe is _describe_kind:
@@ -104,10 +104,12 @@ def _describe_module(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
+    # By code object: a lambda in a loop is a new function object in each iteration.
     code = value.__code__
     parts.append(code)
     key.append(id(code))
     closure = value.__closure__
+    # The limit also ends the recursion into functions that close over each other.
     if closure is None or len(key) > _MOST_ENTRIES:
         return
     for cell in closure:
@@ -135,7 +137,7 @@ def _describe_partial(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Describe only the modules among items: a log that grows must not matter."""
+    """Describe only modules among the items, so that a growing log has no effect."""
     if len(key) > _MOST_ENTRIES:
         return
     key.append(type(value))
@@ -173,7 +175,7 @@ _OF_CONTENT = (_describe_module, _describe_items, _describe_mapping)
 
 
 def _describer_of(kind: type) -> Describer:
-    """Choose how to describe instances of a class, once."""
+    """Select and cache the describer for a class."""
     describer: Describer = _describe_kind
     if issubclass(kind, Module):
         describer = _describe_module
@@ -183,7 +185,7 @@ def _describer_of(kind: type) -> Describer:
     return describer
 
 
-# Types whose values hold nothing; so frequent that they are skipped first.
+# Types whose values reference no user state; so frequent that they are skipped first.
 INERT = frozenset(
     (
         *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
@@ -196,19 +198,19 @@ _STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
 
 @functools.cache
 def is_library(module_name: str | None) -> bool:
-    """Tell whether a module belongs to torch, Python, NumPy or us, not to the user."""
+    """Return whether a module is part of torch, NumPy, membudget or Python itself."""
     root = (module_name or "").partition(".")[0]
     return root in {"torch", "membudget", "numpy"} or root in _STANDARD
 
 
-# Globals that code names, as namespace and key.
+# Globals that code refers to, each as namespace and key.
 Slots = list[tuple[dict[str, Any], str]]
 CLASS_SLOTS: dict[type, Slots] = {}
 _CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
 
 
 def global_slots(function: types.FunctionType) -> Slots:
-    """Return the globals that a function's code names."""
+    """Return the global variables that a function's code refers to."""
     code = function.__code__
     known = _CODE_SLOTS.get(id(code))
     if known is None:
@@ -220,7 +222,7 @@ def global_slots(function: types.FunctionType) -> Slots:
 def _named_globals(
     function: types.FunctionType,
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the globals named by a user's function that can hold something."""
+    """Yield a user function's globals, except plain values and library functions."""
     if is_library(function.__module__):
         return
     namespace = function.__globals__
@@ -243,7 +245,7 @@ def _all_names(code: types.CodeType) -> set[str]:
 
 
 def class_slots(kind: type) -> Slots:
-    """Return the globals that the methods of a user's class name."""
+    """Return the global variables that methods of a user-defined class refer to."""
     slots: Slots = []
     for base in kind.__mro__:
         if is_library(base.__module__):
@@ -256,10 +258,10 @@ def class_slots(kind: type) -> Slots:
 
 
 def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
-    """Return the names of a module's own attributes that can hold something.
+    """Return names of a module's attributes that may hold tensors or other objects.
 
-    The names are cached with the number of attributes, so that a new attribute is
-    noticed. An attribute that is `None` now may hold a tensor later, and is included.
+    Names are cached until the number of attributes changes. Attributes that are `None`
+    are included, because they may be set to a tensor later.
     """
     known = _ATTRIBUTES.get(module)
     if known is not None and known[0] == len(attributes):

@@ -1,17 +1,18 @@
-"""The history of a function's calls, which makes verifying most calls unnecessary.
+"""Record the calls of each function, so that most calls need no verification.
 
-A rerun is exact if the function is deterministic and writes no memory behind the
-version counters. Neither is assumed: the first call of each *signature* is verified,
-and calls number 2, 4, 8, 16, ... after it.
+A rerun is exact if the function is deterministic and all its writes bump version
+counters. Neither property is assumed: the first call of each *signature* is verified,
+and so are calls number 2, 4, 8, 16 and so on.
 
-A signature (see `callees`) is what is known before a call. A *path* is what is known
-after it: dtypes and ranks of the saved tensors, in order. When a call takes a path that
-no verified call has taken, the next calls are verified until one takes it, or until
-`_PATIENCE` calls have not. The call that discovered the path was not verified, so its
-recompute is checked for writes behind the version counters.
+A signature (see `callees`) classifies a call before it runs. A *path* classifies a call
+after it ran, by the dtypes and ranks of its saved tensors in order. When a call takes
+an unverified path, the following calls are verified until one repeats that path, or for
+at most `_PATIENCE` calls. The call that discovered the path ran unverified itself, so
+its recompute is checked for writes that bypass the version counters.
 
-All calls before the first backward count as first calls. One case goes unnoticed: a
-function that becomes inexact, on a known path, between two verified calls.
+Verification completes in the backward pass, so all calls before the first backward pass
+are verified. One case goes undetected: a function that becomes inexact on a verified
+path between two verified calls.
 """
 
 from __future__ import annotations
@@ -27,40 +28,39 @@ SavedPath = list[Metadata]
 
 _MOST_KEYS = 4096
 _MOST_PATHS = 1024
-_PATIENCE = 256
+_PATIENCE = 256  # How many calls to verify while a new path is unconfirmed.
 
 
 class Owner:
-    """A function and the modules it holds, whatever its arguments.
+    """A function and the modules it references, regardless of its arguments.
 
     Attributes:
-        differentiates: Whether it runs a backward of its own.
-        adds_gradients: Whether that backward accumulates into `.grad` of tensors that
-            the function reaches. A recompute sees `.grad` unset, which matters if the
-            function reads it, so all calls are verified.
-        replays: Whether a rerun was found inexact. From then on, regions with engine
-            `"auto"` replay the function.
+        differentiates: Whether the function runs a backward pass inside.
+        adds_gradients: Whether a backward pass inside the function adds to the `.grad`
+            of reachable tensors. A recompute sees `.grad` unset, which matters if the
+            function reads `.grad`, so all calls of such a function are verified.
+        replays: Whether a rerun of the function was found inexact, so that regions with
+            engine `"auto"` replay the function from then on.
     """
 
     __slots__ = ("_refs", "adds_gradients", "differentiates", "replays")
 
     def __init__(self, key: Signature, parts: list[Any]):
-        """Start with nothing known; forget the function when one of `parts` dies."""
+        """Start without findings; these are dropped when one of `parts` dies."""
         self.differentiates = self.adds_gradients = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
 
 
 class Calls:
-    """The calls of one signature.
+    """The call history of one signature.
 
     Attributes:
-        owner: The function.
-        fills_late: Whether an operator fills a tensor after saving it (RReLU its
-            noise), so that a recompute must not stop there.
-        paths: What calls on verified paths saved: the latest of each length, because
-            most calls equal it, and comparing is cheaper than hashing.
-        writes_silently: Whether a call wrote a large buffer without bumping its
-            version.
+        owner: The function, with findings that hold for all of its signatures.
+        fills_late: Whether an operator fills a tensor only after saving it (as RReLU
+            does with its noise), so that a recompute must not stop at the save.
+        paths: The latest saved-tensor metadata for each number of saved tensors; most
+            calls match an entry, and comparing is cheaper than hashing.
+        writes_silently: Whether any call wrote a buffer without bumping its version.
     """
 
     __slots__ = (
@@ -69,7 +69,7 @@ class Calls:
     )
 
     def __init__(self, owner: Owner, key: Signature, parts: list[Any]):
-        """Start before the first call."""
+        """Start an empty history, which is dropped when one of `parts` dies."""
         self.owner = owner
         self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
@@ -79,12 +79,13 @@ class Calls:
         self._patience = _PATIENCE
         self._verified: set[int] = set()
         self._awaited: set[int] = set()
-        self._given_up: set[int] = set()  # No backward pass came along these.
+        self._given_up: set[int] = set()  # No backward pass confirmed these.
 
     def begin(self) -> bool:
-        """Count a call; return whether to verify it."""
+        """Count a call, and return whether to verify the call."""
         self._count = count = self._count + 1
         if self._is_settled:
+            # The first term is true for powers of two.
             return not count & (count - 1) or self.owner.adds_gradients
         self._patience -= 1
         if self._patience < 0:
@@ -94,11 +95,7 @@ class Calls:
         return True
 
     def end(self, path: SavedPath) -> bool:
-        """Record what a call saved, if that is none of `paths`.
-
-        Returns:
-            Whether it took a path that is still to be verified.
-        """
+        """Record the path of a call; return whether the path still needs verifying."""
         key = _hash_of(path)
         if key in self._verified or key in self._given_up:
             self._remember(path)
@@ -126,9 +123,9 @@ class Calls:
 
 
 def _hash_of(path: SavedPath) -> int:
-    """Return a hash that ignores the lengths of dimensions.
+    """Return a hash of a path that ignores dimension sizes.
 
-    A router saves tensors of other lengths in each call, on the same path.
+    An MoE router saves tensors of different sizes in each call, all on the same path.
     """
     return hash(tuple([(dtype, len(shape)) for shape, dtype, _, _ in path]))
 
@@ -140,19 +137,19 @@ _OWNERS: dict[Signature, Owner] = {}
 def calls_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Calls:
-    """Return the history of calls like this one."""
+    """Return the history of calls with the same signature as this call."""
     key, parts, held = signature_of(function, args, kwargs)
     return _KNOWN.get(key) or _first_calls(key, parts, held)
 
 
 def forget_calls() -> None:
-    """Treat the next call of each function as its first."""
+    """Clear all call histories, so that each function's next call is verified."""
     _KNOWN.clear()
     _OWNERS.clear()
 
 
 def _first_calls(key: Signature, parts: list[Any], held: int) -> Calls:
-    # A function without parts is implemented in C++; the key names it.
+    # A function without parts is implemented in C++; the key has its type and name.
     owner_key = tuple(map(id, parts[:held])) or key[:3]
     owner = _OWNERS.get(owner_key)
     if owner is None:
@@ -160,14 +157,14 @@ def _first_calls(key: Signature, parts: list[Any], held: int) -> Calls:
     calls = _KNOWN[key] = Calls(owner, key, parts)
     for known in (_KNOWN, _OWNERS):
         if len(known) > _MOST_KEYS:
-            known.pop(next(iter(known)), None)
+            known.pop(next(iter(known)), None)  # The oldest entry.
     return calls
 
 
 def _held_weakly(
     parts: list[Any], known: dict[Signature, Any], key: Signature
 ) -> list[Any]:
-    """Return weak references to `parts`; the first to die removes the entry `key`."""
+    """Return weak references to `parts`; delete `known[key]` when any part dies."""
     pop = known.pop  # At interpreter exit the global name may be gone.
 
     def forget(_: ReferenceType[Any]) -> None:

@@ -1,22 +1,22 @@
-"""Does a recompute see, and give, what the forward saw and saved?
+"""Check that a recompute reads and saves the same values as its forward.
 
-Metadata of each recomputed tensor are compared with those of the saved one, on the hot
-path of every recompute; *fingerprints* in verified calls, or in all calls with
+Metadata of recomputed and saved tensors is compared on the hot path of every recompute.
+The tensors' *fingerprints* are compared in verified calls, or in all calls with
 `determinism_check="values"`. A fingerprint must not be taken before the tensor is
-filled: some operators save a tensor first and fill it later (RReLU its noise), but none
-after it has returned. So the tensors of one operator wait until another operator saves.
+filled: some operators save a tensor first and fill it before they return (as RReLU does
+with its noise). An operator's saved tensors are therefore fingerprinted only when the
+next operator saves a tensor.
 
-Walking what a function can reach finds more than the function reads. So a change counts
-only when an operator of the recompute takes the changed storage as an operand. `Watch`
-checks the operands; it is entered only if something did change, so an unchanged step
-pays nothing. A tensor that the region *itself* changes (embedding's `max_norm`
+A function usually reaches more tensors than it reads. A changed tensor is therefore an
+error only if an operator of the recompute takes its storage as an operand. `Watch`
+checks operands, and is active only if a reachable tensor was changed, so an unchanged
+step pays nothing. A tensor that the region *itself* changes (embedding's `max_norm`
 renormalises its weight) is a separate case: the recompute starts from the content that
-the forward left. That is exact if the first operator to touch the tensor is the one
-that writes it, and this and every later write leaves it unchanged; otherwise the
-recompute is refused.
+the forward left behind. Such a recompute is exact only if the first use of the tensor
+is a write, and no write changes its content; otherwise, the recompute raises.
 
-`Contents` finds writes behind the version counters: through `.data`, through NumPy, or
-by a kernel such as batch_norm's.
+`Contents` finds writes that bypass the version counters: through `.data`, through
+NumPy, or by a kernel such as batch_norm's.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Metadata = tuple[Any, ...]
 
 
 def metadata(tensor: Tensor) -> Metadata:
-    """Return shape, dtype, device and stride."""
+    """Return a tensor's shape, dtype, device and stride."""
     try:
         return (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
     except (RuntimeError, NotImplementedError):  # A sparse tensor has no stride.
@@ -59,10 +59,10 @@ def metadata(tensor: Tensor) -> Metadata:
 
 
 def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
-    """Compare metadata that are not equal at first sight.
+    """Return whether two unequal metadata tuples are equivalent.
 
-    The stride of a dimension of one element, or of an empty tensor, has no effect, and
-    kernels set it differently.
+    Strides of size-1 dimensions and of empty tensors have no effect, and kernels set
+    them differently.
     """
     if saved[:3] != recomputed[:3] or saved[3] is None or recomputed[3] is None:
         return False
@@ -74,7 +74,7 @@ def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
 
 
 def describe(data: Metadata) -> str:
-    """Format metadata for a message.
+    """Format a tensor's metadata for an error message.
 
     Example:
         >>> import torch
@@ -87,30 +87,29 @@ def describe(data: Metadata) -> str:
     return f"{name}{list(shape)} on {device}, {place}"
 
 
-# Operators that leave part of what they save unfilled: RReLU its noise in evaluation,
-# lstsq the residuals of a singular system, the CTC loss its table.
+# Operators that never fill part of what they save: RReLU's noise in evaluation,
+# lstsq's residuals of a singular system, the CTC loss's table.
 _LEAVES_UNFILLED = frozenset(("rrelu", "lstsq", "ctc_loss"))
 
 
 class Fingerprints:
-    """The fingerprints of the tensors that one run saves, in order.
+    """Fingerprints of the tensors saved by one run of a region, in order.
 
     Attributes:
-        taken: The fingerprints so far, of operators that have returned.
+        taken: Fingerprints of the tensors saved by operators that have returned.
     """
 
     __slots__ = ("_operator", "_waiting", "taken")
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without fingerprints."""
         self.taken: list[Fingerprint] = []
         self._waiting: list[Tensor] = []
         self._operator = -1
 
     def add(self, tensor: Tensor) -> None:
-        """Note a tensor that an operator is saving, filled or not."""
-        # Each operator creates one autograd node before it saves, and node numbers
-        # rise.
+        """Add a tensor that an operator is saving, possibly before filling it."""
+        # Each operator creates one autograd node before it saves; node numbers rise.
         operator = node_sequence_number()
         if operator != self._operator:
             self.settle()
@@ -118,7 +117,7 @@ class Fingerprints:
         self._waiting.append(tensor)
 
     def settle(self) -> None:
-        """Take the fingerprints that are pending."""
+        """Fingerprint all pending tensors."""
         if self._waiting:
             with without_modes():
                 self.taken += map(_fingerprint, self._waiting)
@@ -126,16 +125,16 @@ class Fingerprints:
 
 
 class RecomputedFingerprints(Fingerprints):
-    """The fingerprints of a recompute, compared with those of its forward.
+    """Fingerprints of recomputed tensors, compared with those of the forward.
 
     Attributes:
-        waited: Whether an operator filled a tensor after saving it.
+        waited: Whether some operator filled a tensor only after saving it.
     """
 
     __slots__ = ("_compared", "_expected", "_unfilled", "waited")
 
     def __init__(self, forward: Fingerprints):
-        """Compare with the fingerprints that `forward` has taken by then."""
+        """Compare with the forward's fingerprints, which may still be incomplete."""
         super().__init__()
         self._expected = forward.taken
         self._compared = 0
@@ -143,18 +142,18 @@ class RecomputedFingerprints(Fingerprints):
         self.waited = False
 
     def add_saved_by(self, caller: CodeType, tensor: Tensor) -> None:
-        """Note a tensor that an operator called by Python code `caller` saves."""
+        """Add a tensor saved by an operator that the Python code `caller` called."""
         if not _LEAVES_UNFILLED.isdisjoint(caller.co_names):
             self._unfilled.add(len(self.taken) + len(self._waiting))
         self.add(tensor)
 
     def difference(self) -> int | None:
-        """Return the index of the first difference not reported before."""
+        """Return the index of the next fingerprint that differs, or `None`."""
         start, self._compared = self._compared, len(self.taken)
         return self._first_difference(self.taken[start:], start)
 
     def is_filled(self) -> bool:
-        """Tell whether the saving operator has filled what it saved so far."""
+        """Return whether the current operator has filled all tensors it saved."""
         with without_modes():
             now = [_fingerprint(tensor) for tensor in self._waiting]
         if self._first_difference(now, len(self.taken)) is not None:
@@ -176,12 +175,12 @@ def _fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 class Contents:
-    """The fingerprints of some tensors at one moment."""
+    """Fingerprints of several tensors, to detect writes between two points in time."""
 
     __slots__ = ("_noted",)
 
     def __init__(self, tensors: Iterable[Tensor]):
-        """Take the fingerprints."""
+        """Fingerprint `tensors`, and record their versions and addresses."""
         with without_modes():
             self._noted = [
                 (tensor, version_of(tensor), address_of(tensor), content_of(tensor))
@@ -189,7 +188,7 @@ class Contents:
             ]
 
     def silently_written(self) -> list[Tensor]:
-        """Return tensors whose content has changed, but not version or storage."""
+        """Return tensors whose content changed although version and storage did not."""
         with without_modes():
             return [
                 tensor

@@ -1,14 +1,15 @@
-"""What a program controls for a block of code: which regions run, and how.
+"""Context managers that control, for a block of code, how regions run.
 
-A *switch* is an attribute of one `threading.local`, so that reading one is cheap. A
-region reads them once, in its forward: a switch belongs to the forward, not to the
-backward pass that comes later.
+A *switch* is an attribute of one `threading.local`, which makes reading it cheap. A
+region reads the switches once, in its forward; switches set around the backward pass
+have no effect on regions that ran before.
 
-By default autograd takes a recomputed tensor, and those that one backward pass did not
-use are freed when it ends; a later backward over the same graph recomputes again.
-Inside an *execution group* a recomputed tensor stays until the group ends (or autograd
-drops the handle), so that several backward passes recompute each region at most once.
-`collect_regions` lets a program recompute before a backward pass asks.
+By default, each recomputed tensor is dropped once autograd has unpacked it, and unused
+recomputed tensors are dropped when the backward pass ends; a later backward pass over
+the same graph recomputes them. Inside an *execution group*, recomputed tensors stay
+until the group ends (or autograd frees the graph), so that several backward passes
+recompute each region at most once. `collect_regions` lets a program recompute regions
+before a backward pass needs them.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from membudget.errors import CheckpointError
 
 
 class _Switches(threading.local):
-    """The switches of this thread; class attributes are the defaults.
+    """The switches of the current thread; class attributes are the defaults.
 
     Attributes:
-        any: Whether any other may differ from its default; in most calls, a region
-            reads only this one.
+        any: Whether any other switch may differ from its default; if not, regions skip
+            reading the others.
     """
 
     any: bool = False
@@ -41,8 +42,8 @@ class _Switches(threading.local):
 
 SWITCHES = _Switches()
 
-# The identities of threads inside a recompute, once per nesting level. Appending and
-# removing costs half as much as counting in a `threading.local`.
+# Identities of recomputing threads, once per nesting level. Appending and removing
+# costs half as much as counting in a `threading.local`.
 RECOMPUTING: list[int] = []
 
 
@@ -73,13 +74,13 @@ def disable_checkpointing() -> Iterator[None]:
 
 @contextmanager
 def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
-    """Enable or disable early stop for the regions entered here, in this thread.
+    """Enable or disable early stop for regions entered in this block, in this thread.
 
-    Overrides the argument `early_stop`, and belongs to the forward: the recompute of a
-    region follows the setting under which the region ran.
+    The setting overrides the regions' `early_stop` argument. It applies to each region
+    whose forward runs in the block, even if the recompute runs elsewhere.
 
     Args:
-        enable: Whether a recompute stops once the last needed tensor is computed.
+        enable: Whether a recompute stops once the last needed tensor is available.
     """
     with _switched("early_stop", enable):
         yield
@@ -87,20 +88,20 @@ def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
 
 @contextmanager
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
-    """Enable or disable debugging for the regions entered here, in this thread.
+    """Enable or disable debugging for regions entered in this block, in this thread.
 
     Args:
-        enabled: Overrides the regions' `debug` argument; `None` leaves it unchanged.
+        enabled: Overrides the regions' `debug` argument; `None` means no override.
     """
     with _switched("debug", enabled):
         yield
 
 
 def is_recomputing() -> bool:
-    """Tell whether the calling code runs in the recompute of a region.
+    """Return whether the calling code runs as part of a region's recompute.
 
-    Use it to guard side effects that must happen once per step, such as appending to a
-    list of auxiliary losses:
+    Check `is_recomputing()` before side effects that must happen once per step, such as
+    appending to a list of auxiliary losses:
 
     Example:
         >>> import membudget as mb
@@ -111,20 +112,19 @@ def is_recomputing() -> bool:
 
 
 class Recomputable(Protocol):
-    """One call of a region, of either engine."""
+    """One call of a region, which can recompute its dropped tensors."""
 
     def recompute(self) -> None:
         """Recompute every dropped tensor now."""
 
     def release(self) -> None:
-        """Free the recomputed tensors that autograd has not taken."""
+        """Free the recomputed tensors that autograd has not unpacked."""
 
 
 _Frames = list["ReferenceType[Recomputable]"]
 
-# Frames that recomputed in a backward pass, by the number of its graph task. A backward
-# that fails never calls back; its entry holds only dead references, and is evicted by
-# later ones.
+# Frames that recomputed in a backward pass, keyed by graph task id. A failed backward
+# never calls back; its entry holds only weak references, and later entries evict it.
 _BY_BACKWARD: dict[int, _Frames] = {}
 
 _MOST_BACKWARDS = 64
@@ -138,11 +138,11 @@ _OUTSIDE_BACKWARD = -1
 
 @contextmanager
 def execution_group() -> Iterator[None]:
-    """Recompute each region at most once over all backward passes run inside.
+    """Recompute each region at most once across all backward passes in the block.
 
     Several backward passes over one graph (one loss after another, or gradients of the
-    inputs first and of the weights later) then share the recomputed tensors. These stay
-    in memory until the group ends, or until autograd frees their graph.
+    inputs first and of the weights later) share the recomputed tensors. Recomputed
+    tensors stay in memory until the group ends, or until autograd frees their graph.
 
     Example:
         >>> import membudget as mb, torch
@@ -160,15 +160,15 @@ def execution_group() -> Iterator[None]:
         OPEN_GROUPS.remove(frames)
         if not OPEN_GROUPS:
             _release(frames)
-        else:
+        else:  # The enclosing group keeps them.
             OPEN_GROUPS[-1].extend(frames)
 
 
 def release_in_time(frame: Recomputable) -> bool:
-    """Arrange for `frame` to be released when its recomputed tensors expire.
+    """Schedule the release of a frame's recomputed tensors.
 
     Returns:
-        `False` outside every backward pass, where the caller must release it.
+        Whether a release is scheduled: `False` outside any group and backward pass.
     """
     if OPEN_GROUPS:
         OPEN_GROUPS[-1].append(ref(frame))
@@ -180,7 +180,7 @@ def release_in_time(frame: Recomputable) -> bool:
     if frames is None:
         frames = _BY_BACKWARD[task] = []
         at_end_of_backward(lambda: _release(_BY_BACKWARD.pop(task, [])))
-        if len(_BY_BACKWARD) > _MOST_BACKWARDS:
+        if len(_BY_BACKWARD) > _MOST_BACKWARDS:  # Task ids increase: drop the oldest.
             del _BY_BACKWARD[min(_BY_BACKWARD)]
     frames.append(ref(frame))
     return True
@@ -194,21 +194,21 @@ def _release(frames: _Frames) -> None:
 
 
 class GraphExecGroup:
-    """Recompute each region at most once over all backward passes run inside.
+    """Recompute each region at most once across all backward passes in the block.
 
-    As `torch.utils.checkpoint.GraphExecGroup`, except that the backward passes may
-    overlap. Groups do not nest.
+    This replacement for `torch.utils.checkpoint.GraphExecGroup` also allows overlapping
+    backward passes. Groups cannot be nested.
     """
 
     def __init__(self) -> None:
-        """Create a group; `with` opens it."""
+        """Create a group, to be opened by a `with` statement."""
         self._group: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> GraphExecGroup:
         """Open the group.
 
         Raises:
-            CheckpointError: A group is open already.
+            CheckpointError: Another group is already open.
         """
         if OPEN_GROUPS:
             raise CheckpointError(
@@ -233,28 +233,28 @@ class GraphExecGroup:
 class Regions:
     """The regions that ran inside a `collect_regions` block, weakly referenced.
 
-    They live as long as the graph they belong to.
+    Each region lives as long as its autograd graph.
     """
 
     __slots__ = ("_frames",)
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Start without regions."""
         self._frames: _Frames = []
 
     def add(self, frame: Recomputable) -> None:
-        """Add a region that ran."""
+        """Add a region whose forward has run."""
         self._frames.append(ref(frame))
 
     def __len__(self) -> int:
-        """Return how many are live."""
+        """Return the number of regions that are still live."""
         return len(self._alive())
 
     def recompute(self) -> None:
-        """Recompute what the regions dropped, before a backward pass asks for it.
+        """Recompute all dropped tensors before a backward pass needs them.
 
-        The next backward takes the tensors and frees them as usual. A pipeline stage
-        can recompute while it waits for the gradient.
+        The next backward pass uses and frees the recomputed tensors as usual. For
+        example, a pipeline stage can recompute while it waits for a gradient.
         """
         for frame in self._alive():
             frame.recompute()
@@ -266,7 +266,7 @@ class Regions:
 
 @contextmanager
 def collect_regions() -> Iterator[Regions]:
-    """Collect the regions that run inside, in this thread.
+    """Collect the regions that run in this block, in this thread.
 
     Example:
         >>> import membudget as mb, torch

@@ -1,9 +1,9 @@
-"""One tensor argument of a region, held so that a recompute can use it.
+"""Hold one tensor argument of a region so that a recompute can use it.
 
-A tensor is held detached, so that the region does not keep the graph of its inputs
-alive. Under saved-tensor hooks around the region, the hooks hold it: an offloader moves
-a region's inputs, and an outer region drops those of an inner one. Parameters are held
-as they are.
+Tensors are held detached, so that a region does not keep the graph of its inputs alive.
+If saved-tensor hooks are active around the region, they pack its tensor arguments: an
+offloader moves the tensors, and an outer region drops them. Parameters are held
+directly, without a detached alias.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ ArgumentPlace = tuple[Any, Any]
 
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """Return the stride; `None` for a layout without strides (sparse)."""
+    """Return a tensor's stride; `None` for layouts without strides, such as sparse."""
     return tensor.stride() if tensor.layout is torch.strided else None
 
 
 def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Return `tensor` in the layout that it had before hooks packed it.
+    """Return `tensor` in the memory layout it had before saved-tensor hooks packed it.
 
-    `torch.autograd.graph.save_on_cpu` returns contiguous tensors. A kernel may round
-    differently on another layout, so that the recompute would not be bit-identical.
+    `torch.autograd.graph.save_on_cpu` returns contiguous tensors. In another layout, a
+    kernel may round differently, and the recompute would not be bit-identical.
     """
     if stride is None or tensor.stride() == stride:
         return tensor
@@ -48,21 +48,21 @@ def with_stride(tensor: Tensor, stride: tuple[int, ...] | None) -> Tensor:
 class Packed:
     """A tensor packed by the saved-tensor hooks around a region.
 
-    Hooks may hold the tensor itself or a copy. What they return is the tensor itself if
-    it has the same storage, and then it must have the same version.
+    The hooks may hold the tensor itself or a copy of it. An unpacked tensor with the
+    original storage is not a copy, so its version must not have changed.
     """
 
     __slots__ = ("_packed", "_storage", "_stride", "_version")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]):
-        """Pack `tensor`."""
+        """Pack `tensor` with the hook `pack`."""
         self._storage = ref(storage_of(tensor))
         self._version = version_of(tensor)
         self._stride = stride_of(tensor)
         self._packed = pack(tensor.detach())
 
     def unpacked(self, unpack: Callable[[Any], Tensor]) -> tuple[Tensor, bool]:
-        """Unpack the tensor; also tell whether it was written after packing."""
+        """Unpack the tensor; also return whether it was written after packing."""
         tensor = unpack(self._packed)
         # An alias made below autograd counts its own versions, from 0.
         is_changed = (
@@ -82,11 +82,11 @@ class HeldTensor:
     """A tensor argument that requires a gradient.
 
     Attributes:
-        alias: A detached alias, which shares the version counter.
-        place: Where it was passed: owner and key, nested.
-        version: The version of its content when the region began.
-        changed_by_region: Whether the function itself wrote it.
-        content: The fingerprint when the region began, in verified calls.
+        alias: A detached alias of the tensor, which shares its version counter.
+        place: The argument's position as nested (owner, key) pairs; see `name`.
+        version: The tensor's version when the region began.
+        changed_by_region: Whether the region's function wrote the tensor.
+        content: The tensor's fingerprint when the region began, in verified calls only.
     """
 
     __slots__ = ("alias", "changed_by_region", "content", "place", "version")
@@ -95,7 +95,7 @@ class HeldTensor:
     content: Fingerprint
 
     def __init__(self, tensor: Tensor, place: ArgumentPlace):
-        """Hold `tensor`."""
+        """Hold `tensor` by a detached alias."""
         self.alias = tensor.detach()
         self.place = place
         self.version = version_of(tensor)
@@ -103,48 +103,48 @@ class HeldTensor:
 
     @property
     def device(self) -> torch.device:
-        """The device on which it was passed."""
+        """The device of the tensor when it was passed to the region."""
         return self.alias.device
 
     @property
     def name(self) -> str:
-        """Where it was passed, as text: `argument 0` or `argument 'cache'['k']`."""
+        """The argument's position as text: `argument 0` or `argument 'cache'['k']`."""
         return _place_name(self.place)
 
     def given(self) -> Tensor | None:
-        """Return the tensor while the function runs; `None` if it was freed."""
+        """Return the tensor or an alias of it; `None` if the tensor was freed."""
         return self.alias
 
     def begin_check(self) -> None:
-        """Fingerprint the content."""
+        """Fingerprint the tensor before the function runs."""
         given = self.given()
         self.content = SKIPPED if given is None else content_of(given)
 
     def end_check(self) -> None:
-        """Check whether the function wrote it without bumping the version."""
+        """Detect whether the function wrote the tensor without a version bump."""
         given = self.given()
         if given is not None and content_of(given) != self.content:
             self.changed_by_region = True
 
     def note_forward_end(self) -> None:
-        """Check whether the function wrote it."""
+        """Record, when the forward ends, whether the function wrote the tensor."""
         self.changed_by_region = self.has_changed()
 
     def has_changed(self) -> bool:
-        """Tell whether its content has changed since the region began.
+        """Return whether the tensor was written after the region began.
 
-        If the caller exchanges the storage (`x.data = y`), nothing changes here: the
-        region holds an alias of the old storage.
+        Replacing the tensor's storage (`x.data = y`) does not count, because the region
+        holds an alias of the old storage.
         """
         return version_of(self.alias) != self.version or self.changed_by_region
 
     def rebuild(self) -> Tensor:
-        """Return the tensor as a leaf."""
+        """Return the tensor as a new autograd leaf."""
         return self.alias.detach().requires_grad_()
 
 
 class _HeldParameter(HeldTensor):
-    """A parameter, held as it is: the graph of a recompute may end in it."""
+    """A parameter, held without an alias so that a recompute's graph can end in it."""
 
     __slots__ = ("_address",)
 
@@ -156,7 +156,7 @@ class _HeldParameter(HeldTensor):
         self._address = address_of(tensor)
 
     def has_changed(self) -> bool:
-        """Tell whether its content was written or its storage exchanged."""
+        """Return whether the parameter was written or its storage was replaced."""
         return super().has_changed() or address_of(self.alias) != self._address
 
     def rebuild(self) -> Tensor:
@@ -164,7 +164,7 @@ class _HeldParameter(HeldTensor):
 
 
 class _HeldConstant(HeldTensor):
-    """A tensor without a gradient: rebuilt as the caller's own object if it lives."""
+    """A tensor that requires no gradient, rebuilt as the caller's object if alive."""
 
     __slots__ = ("_origin",)
 
@@ -174,6 +174,7 @@ class _HeldConstant(HeldTensor):
 
     def rebuild(self) -> Tensor:
         origin = self._origin()
+        # After `x.data = y`, the caller's object has another storage.
         if origin is None or address_of(origin) != address_of(self.alias):
             return self.alias.detach()
         return origin
@@ -216,21 +217,21 @@ class _HeldPacked(HeldTensor):
         return self._device
 
     def given(self) -> Tensor | None:
-        """Return the tensor while its caller keeps it."""
+        """Return the original tensor; `None` once its caller has freed it."""
         return self._given()
 
     def note_forward_end(self) -> None:
-        """Check whether the function wrote it."""
+        """Record, when the forward ends, whether the function wrote the tensor."""
         given = self._given()
         if given is not None:
             self.changed_by_region = version_of(given) != self.version
 
     def has_changed(self) -> bool:
-        """Tell whether the function wrote it, or `rebuild` found it written."""
+        """Return whether the forward or `rebuild` detected a write to the tensor."""
         return self.changed_by_region or hasattr(self, "alias")
 
     def rebuild(self) -> Tensor:
-        """Unpack the tensor."""
+        """Unpack the tensor with the hooks that packed it."""
         tensor, is_changed = self._packed.unpacked(self._unpack)
         if is_changed:
             # The storage is the same, so this holds no extra memory.
@@ -239,12 +240,12 @@ class _HeldPacked(HeldTensor):
 
 
 def nothing_surrounds() -> bool:
-    """Tell whether neither saved-tensor hooks nor forward-mode AD are active."""
+    """Return whether neither saved-tensor hooks nor forward-mode AD is active."""
     return not is_forward_ad_on() and top_saved_tensors_hooks() is None
 
 
 def kind_of(tensor: Tensor, nothing_surrounds: bool) -> type[HeldTensor]:
-    """Return the class that holds this tensor."""
+    """Select the class that holds a tensor argument."""
     # The `isinstance` of Parameter alone takes 0.7 µs.
     if type(tensor) is not Tensor and isinstance(tensor, Parameter):
         return _HeldParameter

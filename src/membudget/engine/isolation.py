@@ -1,18 +1,18 @@
-"""Random numbers of regions that run in several threads at once.
+"""Isolate the random numbers of regions that run in several threads at once.
 
-torch's generators are process-wide. If another thread draws from a generator while a
-region runs, a recompute from the state before the region draws different numbers, and a
-recompute that rewinds the generator disturbs the other thread. A lock around whole
-regions would serialise the threads, and deadlock those that wait for each other inside
-a region.
+Generators in torch are process-wide. If another thread draws from a generator while a
+region runs, a recompute from the generator's state before the region draws different
+numbers, and rewinding the generator for the recompute disturbs the other thread. A lock
+around whole regions would serialise the threads, and deadlock threads that wait for
+each other inside a region.
 
-So once a second thread runs regions, all regions work per *operator*: an observer
-records the generator's state before each random operator, and the recompute restores
-that state for that operator alone. A lock is held for one operator. As long as one
-thread runs regions, which is the rule, this costs nothing.
+Once a second thread runs regions, all regions therefore isolate single *operators*: an
+observer records the generator's state before each random operator, and the recompute
+restores that state for that operator alone. The lock is held for one operator at a
+time. While only one thread runs regions, the usual case, isolation costs nothing.
 
-Not covered: draws from Python's and NumPy's global streams in several threads at once,
-and draws from torch's generators outside every region, while another thread recomputes.
+Two cases are not covered: concurrent draws from Python's or NumPy's global streams, and
+draws from torch's generators outside any region while another thread recomputes.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from torch import Generator, Tensor
 from membudget._torch import is_random_operator
 from membudget.observer import Observer
 
-_HANDSHAKE_S = 1.0
+_HANDSHAKE_S = 1.0  # How long a second thread waits for the owner to leave its regions.
 
 
 class _Registry:
-    """Which threads run regions.
+    """Records which threads run regions.
 
     Attributes:
-        owner: The identity of the one thread that runs regions.
-        running: How many regions the owner is inside, without isolation.
+        owner: Identity of the thread that runs regions without isolation.
+        running: Number of regions and recomputes that the owner has not left yet.
         shared: Whether several threads run regions.
-        threads: Their identities, including those that have left their regions.
+        threads: Identities of threads that entered regions, including those that left.
     """
 
     def __init__(self) -> None:
@@ -53,15 +53,14 @@ OPERATOR_LOCK = threading.RLock()
 
 
 def enter() -> bool:
-    """Register that this thread enters a region, or a recompute of one.
+    """Register that this thread enters a region or a recompute.
 
     Returns:
-        Whether this thread was counted, and must call `leave`.
+        Whether the entry was counted, in which case the caller must call `leave`.
     """
     registry = _REGISTRY
     me = threading.get_ident()
-    # No call lies between the test and the increment, so no other thread can run in
-    # between.
+    # No call separates the test from the increment, so the GIL cannot switch threads.
     if not registry.shared and me == registry.owner:
         registry.running += 1
         return True
@@ -69,7 +68,7 @@ def enter() -> bool:
 
 
 def leave() -> None:
-    """Register that this thread has left a region for which it was counted."""
+    """Register that this thread left a region or recompute that `enter` counted."""
     registry = _REGISTRY
     registry.running -= 1
     if registry.shared and registry.running <= 0:
@@ -77,12 +76,12 @@ def leave() -> None:
 
 
 def is_shared() -> bool:
-    """Tell whether regions run in several threads at once."""
+    """Return whether several threads run regions."""
     return _REGISTRY.shared
 
 
 def _enter_slowly(registry: _Registry, me: int) -> bool:
-    """Make this thread the owner, or find that there are several threads."""
+    """Make this thread the owner, or turn isolation on if other threads run regions."""
     with registry.lock:
         idle = not registry.shared and registry.running <= 0
         if idle or not _others_alive(registry, me):
@@ -110,11 +109,11 @@ class DrawRecorder(Observer):
     """Records the generator's state before each random operator of a forward."""
 
     def __init__(self, states: list[Tensor]):
-        """Append to `states`."""
+        """Append recorded generator states to `states`."""
         self.states = states
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator; if it is random, record the state before."""
+        """Run an operator; if it is random, record the generator's state first."""
         if not is_random_operator(operator):
             return operator(*args, **kwargs)
         with OPERATOR_LOCK:
@@ -123,14 +122,14 @@ class DrawRecorder(Observer):
 
 
 class DrawPlayer(Observer):
-    """Runs each random operator of a recompute from its recorded state."""
+    """Runs each random operator of a recompute from its recorded generator state."""
 
     def __init__(self, states: list[Tensor]):
-        """Start at the first of `states`."""
+        """Use `states` in order, one per random operator."""
         self.states = iter(states)
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator; leave the live generator untouched."""
+        """Run an operator; leave the state of the live generator unchanged."""
         if not is_random_operator(operator):
             return operator(*args, **kwargs)
         generator = generator_of(args, kwargs)
@@ -146,7 +145,7 @@ class DrawPlayer(Observer):
 
 
 def generator_of(args: Any, kwargs: Any) -> Generator:
-    """Return the generator from which an operator with these operands draws."""
+    """Return the generator from which an operator with these arguments draws."""
     device = kwargs.get("device")
     for leaf in (*args, *kwargs.values()):  # No schema nests a generator.
         if isinstance(leaf, Generator):

@@ -1,8 +1,8 @@
-"""What the errors of a region say: what changed or differs, where, and probable causes.
+"""Build a region's error messages: what changed or differs, where, and likely causes.
 
-The message on a *mismatch* names the first saved tensor that differs, where it was
-recomputed, and probable causes. Each hint follows from a fact: a list that grew while
-the forward ran, a dtype that changed, a guard that was disabled. With `debug=True`, the
+A *mismatch* message names the first saved tensor that differs, where that tensor was
+recomputed, and probable causes. Each hint is based on an observed fact: a list that
+grew during the forward, a dtype that changed, a disabled guard. With `debug=True`, the
 message also lists the operators of both runs around the first difference.
 """
 
@@ -50,7 +50,7 @@ def changed_error(names: list[str]) -> ChangedSinceForwardError:
 
 
 def rewritten_error(name: str) -> ChangedSinceForwardError:
-    """Return the error for a tensor that the region itself changes."""
+    """Return the error for a tensor that the region itself modifies in place."""
     return ChangedSinceForwardError(
         f"{name} is changed in place by the region itself, so a recompute cannot start "
         "from the content that the forward started from. Pass the region a copy "
@@ -65,9 +65,9 @@ def rewritten_error(name: str) -> ChangedSinceForwardError:
 def silently_written_error(
     names: list[str], by_recompute: bool = False
 ) -> ChangedSinceForwardError:
-    """Return the error for tensors that the region writes behind the version counters.
+    """Return the error for tensors that the region writes without a version bump.
 
-    `by_recompute` says that a recompute has already written them again.
+    `by_recompute` means that a recompute has already repeated the write.
     """
     again = "has written" if by_recompute else "would write"
     return ChangedSinceForwardError(
@@ -92,12 +92,12 @@ def mismatch_error(
     """Return the error for a recompute that differs from its forward.
 
     Args:
-        index: The first saved tensor that differs; `None` if their number does.
-        site: Where the recompute was; `None` if it had ended.
-        saved: What the forward saved, as text.
-        recomputed: What the recompute produced, as text.
-        causes: Probable causes.
-        traces: The operators of both runs, with `debug=True`.
+        index: Index of the first differing tensor; `None` if only the counts differ.
+        site: Call site of the difference; `None` if the recompute had already ended.
+        saved: Description of the tensor or tensor count that the forward saved.
+        recomputed: Description of the recomputed tensor or tensor count.
+        causes: Probable causes, the most likely first.
+        traces: Operators of both runs as text; empty without `debug=True`.
     """
     what = "the number of tensors" if index is None else f"saved tensor {index}"
     lines = [
@@ -128,7 +128,7 @@ def mismatch_error(
 
 
 def names_of(function: Any, others: list[Any]) -> dict[int, str]:
-    """Return the names of what `function` reaches, by identity and by storage."""
+    """Return names of all objects that `function` reaches, by `id` and address."""
     reached = reach(function, others, names=True)
     known = dict(reached.names or {})
     for tensor in reached.tensors:
@@ -137,14 +137,15 @@ def names_of(function: Any, others: list[Any]) -> dict[int, str]:
 
 
 def name_of(tensor: Tensor, names: dict[int, str]) -> str:
-    """Return how an error message names a tensor that the region reached."""
+    """Return a tensor's name for error messages, or its shape if it has no name."""
     kind = "parameter" if isinstance(tensor, torch.nn.Parameter) else "tensor"
+    # A detached alias shares only the storage with the tensor that has a name.
     name = names.get(id(tensor)) or names.get(address_of(tensor))
     return f"{kind} {name!r}" if name else f"a {kind} of shape {tuple(tensor.shape)}"
 
 
 def module_names(function: Any, label: str = "") -> Mapping[int, str]:
-    """Return the path of every module that `function` reaches, by `id`."""
+    """Return the path of every module that `function` can reach, keyed by `id`."""
     reached = reach(function, names=True)
     return {
         key: ".".join(filter(None, (label, path)))
@@ -159,10 +160,10 @@ def likely_causes(
     saved: Any,
     made: Any,
 ) -> list[str]:
-    """Return hints, the most probable first.
+    """Return hints on the cause of a mismatch, the most probable first.
 
-    `grown` has the containers that grew in the forward, with both lengths; `saved` and
-    `made` are the metadata of the first pair of tensors that differs, if there is one.
+    `grown` lists containers that grew during the forward, with their lengths before and
+    after; `saved` and `made` are the metadata of the first differing tensors, if any.
     """
     names = reach(function, names=True).names or {} if grown else {}
     causes = [
@@ -207,10 +208,10 @@ def likely_causes(
 def note_refused_hooks(
     error: RuntimeError, function: Any, statistics: Statistics | None
 ) -> None:
-    """Name the region in an error raised by code that forbids saved-tensor hooks.
+    """Name the region in errors raised by code that forbids saved-tensor hooks.
 
-    `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise where
-    hooks are active, with autograd's message or the user's own.
+    `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise if
+    saved-tensor hooks are active, with autograd's message or one from the user.
     """
     label = statistics.label if statistics is not None else ""
     notes = getattr(error, "__notes__", ())
@@ -234,5 +235,6 @@ def _is_of_hooks(error: RuntimeError) -> bool:
     last: TracebackType | None = None
     while trace is not None:
         last, trace = trace, trace.tb_next
+    # By code object, because the message may be the user's.
     disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
     return last is not None and last.tb_frame.f_code is disable.__wrapped__.__code__

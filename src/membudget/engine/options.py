@@ -1,4 +1,4 @@
-"""The options of a region, validated when they are given, and its counters."""
+"""Options of a region, validated on creation, and counters of its calls."""
 
 from __future__ import annotations
 
@@ -22,47 +22,47 @@ ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class RegionOptions:
-    """How one region is run and recomputed.
+    """Options for running and recomputing one region.
 
     Attributes:
-        use_reentrant: Use the classic variant, an `autograd.Function`. It has limits,
-            which raise errors; it exists for code that asks for it.
+        use_reentrant: Use the classic variant, an `autograd.Function`, which exists for
+            compatibility; exceeding its limitations raises an error.
         context_fn: Returns two context managers, one for the forward and one for each
-            recompute, as selective checkpointing does.
-        determinism_check: What to compare of a recomputed tensor and the saved one:
-            `"default"` shape, dtype, device and stride, and in verified calls a
-            fingerprint of the bytes; `"values"` the fingerprint in every call; `"none"`
-            nothing.
-        debug: Record the operators of both runs, for the message of a mismatch.
-        early_stop: End a recompute once the last tensor that is needed is computed.
-        preserve_rng_state: Draw the forward's random numbers in a recompute.
-        guards: Restore and check everything that the function can reach besides its
-            arguments: buffers, parameters, closed-over tensors, private generators,
-            Python's and NumPy's random streams, modes, context variables, process-wide
-            settings, training flags. `False` leaves the guarantees of torch's own
-            checkpoint: autocast, unchanged arguments, and the random streams of the CPU
-            and of the arguments' devices, with regions in one thread at a time.
-        engine: How a dropped tensor is recomputed: `"rerun"` runs the function again,
-            `"replay"` re-runs the recorded operators that are needed. `"auto"` is
-            rerun, which costs nothing per operator, unless `keep` is given or the
-            second run would repeat effects that have to be undone (running statistics
-            in training, private generators).
-        keep: What a replay region keeps: a policy from `membudget.policies`, glob
-            patterns for names of submodules, or a function of a candidate.
-        verify: Whether to verify the first call of each signature; for a rerun, see
-            Rule 12 of `region`. A replay compares each recomputed tensor with the
-            dropped one. With `True`, the originals stay in memory until the forward
-            ends and each is replayed; one that does not reproduce bit for bit is kept
-            from then on, so that this step is exact, too. With `"fingerprints"`, only
-            fingerprints stay, which take next to no memory. The backward compares them
-            and raises `RecomputeMismatchError` on a difference; run the step again,
-            which then keeps the tensors at fault. `"always"` compares fingerprints in
-            every step, for kernels that are not reproducible from run to run: it reads
+            recompute, as in selective checkpointing.
+        determinism_check: How to compare recomputed with saved tensors: `"default"`
+            compares shape, dtype, device and stride, and in verified calls also a
+            fingerprint of the bytes; `"values"` compares fingerprints in every call;
+            `"none"` compares nothing.
+        debug: Record the operators of forward and recompute for mismatch errors.
+        early_stop: End a recompute once the last needed tensor is available.
+        preserve_rng_state: Reproduce the forward's random numbers in each recompute.
+        guards: Restore and check, besides arguments, everything the function can reach:
+            buffers, parameters, closed-over tensors, private generators, Python's and
+            NumPy's random streams, modes, context variables, process-wide settings,
+            training flags. `guards=False` reduces the guarantees to those of torch's
+            `checkpoint`: autocast, unchanged arguments, and random streams of the CPU
+            and the arguments' devices, with regions in one thread at a time.
+        engine: How dropped tensors are recomputed: `"rerun"` runs the function again,
+            `"replay"` re-runs only the recorded operators that are needed. `"auto"`
+            selects `"rerun"`, which has no overhead per operator, unless `keep` is
+            given or a second run would repeat side effects that must be undone (running
+            statistics in training, private generators).
+        keep: Which outputs a replay region keeps: a policy from `membudget.policies`,
+            glob patterns for submodule names, or a predicate on a `Candidate`.
+        verify: Whether to verify the first call of each signature; for the rerun
+            engine, see Rule 12 of `region`. The replay engine compares each recomputed
+            tensor with the dropped one. With `verify=True`, the original tensors stay
+            in memory until the forward ends and each is replayed; tensors that are not
+            reproduced bit for bit are kept from then on, so that this step is exact as
+            well. With `verify="fingerprints"`, only fingerprints stay, which take
+            almost no memory; the backward pass compares them and raises
+            `RecomputeMismatchError` on a difference. After a mismatch, run the step a
+            second time: the tensors at fault are then kept. `verify="always"` compares
+            fingerprints in every step, for kernels that are not reproducible, and reads
             each dropped byte twice more.
         strict: Whether a replay region raises where plain autograd would, because a
-            saved tensor was overwritten before the backward. Otherwise the gradient is
-            computed from the values that were saved, and an `OverwrittenWarning` says
-            so once.
+            saved tensor was overwritten before the backward pass. Without `strict`, the
+            gradient is computed from the saved values, with one `OverwrittenWarning`.
     """
 
     use_reentrant: bool = False
@@ -78,7 +78,7 @@ class RegionOptions:
     strict: bool = False
 
     policy: Policy = field(init=False, repr=False, compare=False)
-    """The policy that `keep` describes; derived."""
+    """The policy described by `keep`; derived."""
 
     decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
     """The policy's decisions by operator alone, cached."""
@@ -87,16 +87,16 @@ class RegionOptions:
     """Whether a rerun verifies the first call of a signature; derived."""
 
     always_replays: bool = field(init=False, repr=False, compare=False)
-    """Whether the engine is replay, whatever the region reaches; derived."""
+    """Whether to replay regardless of what the region can reach; derived."""
 
     may_replay: bool = field(init=False, repr=False, compare=False)
-    """Whether the engine is replay if a rerun would repeat effects; derived."""
+    """Whether to replay if a rerun would repeat side effects; derived."""
 
     is_instrumented: bool = field(init=False, repr=False, compare=False)
-    """Whether a forward needs more than hooks; derived, and read by every region."""
+    """Whether a forward needs more than saved-tensor hooks; derived."""
 
     def __post_init__(self) -> None:
-        """Reject invalid values, and derive the rest."""
+        """Validate the options, and compute the derived fields."""
         self._check()
         is_auto, check = self.engine == "auto", self.determinism_check
         derived = {
@@ -165,7 +165,7 @@ DEFAULTS = RegionOptions()
 
 
 def take_options(kwargs: dict[str, Any]) -> RegionOptions:
-    """Remove a region's options from the keywords of a call; return them validated."""
+    """Pop the region options from a call's keyword arguments, and validate them."""
     names = OPTION_NAMES & kwargs.keys() if kwargs else None
     if not names:
         return DEFAULTS
@@ -177,11 +177,12 @@ def take_options(kwargs: dict[str, Any]) -> RegionOptions:
 
 
 # A call site passes the same options each time, and validating them takes 3 µs.
+# `typed`, because 1 and True are equal keys.
 _remembered = lru_cache(maxsize=256, typed=True)(RegionOptions)
 
 
 def checked_options(options: Mapping[str, Any]) -> RegionOptions:
-    """Return options given by name; reject unknown names."""
+    """Create region options from a mapping; reject unknown option names."""
     unknown = options.keys() - OPTION_NAMES
     if unknown:
         raise OptionError(
@@ -192,21 +193,21 @@ def checked_options(options: Mapping[str, Any]) -> RegionOptions:
 
 
 class Statistics:
-    """Counters over all calls of one region, for `status()`.
+    """Counters over all calls of one region, reported by `status()`.
 
     Attributes:
-        label: The region's name, which errors use, too.
-        forwards: Calls that dropped saved tensors.
-        skipped: Calls in which nothing required a gradient.
-        recomputes: How often dropped tensors were recomputed.
-        unrepeatable: Outputs that a replay region keeps because replaying them was not
-            bitwise equal.
+        label: The region's name, also used in error messages.
+        forwards: Number of calls that dropped saved tensors.
+        skipped: Number of calls that saved nothing, as when no gradient is needed.
+        recomputes: Number of recomputes of the region.
+        unrepeatable: Number of outputs that a replay region keeps because replaying
+            them did not reproduce their bits.
     """
 
     __slots__ = ("forwards", "label", "recomputes", "skipped", "unrepeatable")
 
     def __init__(self, label: str = ""):
-        """Start at zero."""
+        """Start all counters at zero."""
         self.label = label
         self.forwards = 0
         self.skipped = 0
@@ -214,7 +215,7 @@ class Statistics:
         self.unrepeatable = 0
 
     def count_call(self, has_saved: bool) -> None:
-        """Count a call of the region."""
+        """Count a call under `forwards` if it saved tensors, else under `skipped`."""
         if has_saved:
             self.forwards += 1
         else:

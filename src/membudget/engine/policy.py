@@ -1,8 +1,8 @@
 """Policies: predicates that decide which outputs a replay region keeps.
 
-A policy is asked once per operator output, after the operator has run. It is not asked
-about views, because recomputing them costs nothing. Policies compose with `|`, `&` and
-`~`, and pickle.
+A policy is called once per operator output, after the operator has run. Policies are
+not called for views, because recomputing a view costs nothing. Policies can be pickled,
+and combined with `|`, `&` and `~`.
 """
 
 from __future__ import annotations
@@ -18,41 +18,40 @@ from torch import Tensor
 from membudget.errors import OptionError
 
 Output = tuple[int, int]
-"""The number of an operator in the region's call, from 1, and which of its outputs."""
+"""An operator's number in the region's call, from 1, and the index of its output."""
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of a region's backward pass; each recomputes only what it serves.
+    """Stages of a region's backward pass, each with its own recompute.
 
-    A stage frees its recomputed tensors when it ends, except those that it holds for
-    later stages, so fewer are live at once.
+    A stage frees its recomputed tensors when it ends, except those that later stages
+    need, so fewer recomputed tensors are live at once.
 
     Attributes:
-        firsts: The first saved tensor of each stage, by its index among the region's
-            saved tensors in forward order.
-        held: The outputs that each stage holds for later ones once it has computed
-            them.
+        firsts: For each stage, the index of its first saved tensor among the region's
+            saved tensors, in forward order.
+        held: For each stage, the outputs that it retains for later stages.
     """
 
     firsts: Sequence[int]
     held: Sequence[Collection[Output]]
 
     def of(self, saved: int) -> int:
-        """Return the stage that serves a saved tensor."""
+        """Return the index of the stage that recomputes a saved tensor."""
         return max(0, bisect_right(self.firsts, saved) - 1)
 
 
 class Candidate:
-    """An output that may be kept.
+    """An operator output that a policy may keep.
 
     Attributes:
-        operator: The overload that produced it, e.g. `torch.ops.aten.mm.default`.
-        args: The operator's positional arguments.
-        kwargs: Its keyword arguments.
-        output: The output.
-        index: The number of the operator within the region, from 1.
-        output_index: The index of the output; written arguments follow the outputs.
+        operator: The overload that was called, e.g. `torch.ops.aten.mm.default`.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
+        output: The output tensor.
+        index: The operator's number within the region, from 1.
+        output_index: Index of the output; written arguments follow the outputs.
     """
 
     __slots__ = (
@@ -70,7 +69,7 @@ class Candidate:
         output_index: int,
         module_path: Callable[[], str],
     ):
-        """Describe an output; the module path is computed only on request."""
+        """Describe an operator output; the module path is computed only on request."""
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
@@ -81,56 +80,56 @@ class Candidate:
 
     @property
     def module_path(self) -> str:
-        """The innermost running module, by its name in the region; `""` if none."""
+        """Name of the innermost running module in the region; `""` without one."""
         return self._module_path()
 
 
 class Policy:
-    """A predicate on outputs.
+    """A predicate that selects operator outputs to keep.
 
     Attributes:
-        expects_to_keep: Whether to warn if a region keeps nothing.
-        stages: The stages of the backward pass; `None` for a single one.
+        expects_to_keep: Whether to warn if the policy keeps nothing in a region.
+        stages: The stages of the region's backward pass; `None` for a single stage.
     """
 
     expects_to_keep = False
     stages: Stages | None = None
 
     def keeps(self, candidate: Candidate) -> bool:
-        """Tell whether to keep an output."""
+        """Return whether to keep an operator output."""
         raise NotImplementedError
 
     def by_operator(self, operator: Any) -> bool | None:
-        """Decide by the operator alone; `None` if that is not enough."""
+        """Decide for all outputs of an operator; `None` if the decision varies."""
         return None
 
     def begin(self) -> Policy:
-        """Return the policy for one call of a region, at its start."""
+        """Prepare for a new call of a region, and return the policy to use in it."""
         return self
 
     def end(self) -> None:
-        """React to the end of the call."""
+        """React to the end of a region's call."""
 
     def keeps_name(self, name: str) -> bool:
-        """Tell whether to keep a tensor with this name from `membudget.name`."""
+        """Return whether to keep tensors to which `membudget.name` gave this name."""
         return False
 
     def __or__(self, other: Policy) -> Policy:
-        """Keep what either keeps."""
+        """Combine two policies: keep the outputs that either of them keeps."""
         return _Pair(self, as_policy(other), True)
 
     def __and__(self, other: Policy) -> Policy:
-        """Keep what both keep."""
+        """Combine two policies: keep the outputs that both of them keep."""
         return _Pair(self, as_policy(other), False)
 
     def __invert__(self) -> Policy:
-        """Keep what this one does not."""
+        """Invert the policy: keep the outputs that it does not keep."""
         return _Not(self)
 
 
 @dataclass(frozen=True)
 class _Always(Policy):
-    """The same decision for every output."""
+    """A policy that makes the same decision for every output."""
 
     answer: bool
 
@@ -146,7 +145,7 @@ class _Always(Policy):
 
 @dataclass(frozen=True)
 class _Operators(Policy):
-    """Outputs of operators, by names without namespace and overload."""
+    """Keeps outputs of the named operators; names omit namespace and overload."""
 
     names: frozenset[str]
 
@@ -173,13 +172,13 @@ class _Named(Policy):
 
 @dataclass(frozen=True)
 class _Inside(Policy):
-    """Everything that runs inside submodules, so that they do not run again."""
+    """Keeps all outputs computed inside submodules whose path matches a pattern."""
 
     patterns: tuple[str, ...]
 
     def keeps(self, candidate: Candidate) -> bool:
         path = candidate.module_path
-        while path:
+        while path:  # A pattern for a module covers its submodules.
             if any(fnmatchcase(path, pattern) for pattern in self.patterns):
                 return True
             path = path.rpartition(".")[0]
@@ -196,7 +195,7 @@ class _Predicate(Policy):
 
 @dataclass(frozen=True)
 class _Pair(Policy):
-    """Two policies, of which the first to answer `decisive` decides."""
+    """Two policies combined by "or" or "and", with short-circuit evaluation."""
 
     first: Policy
     second: Policy
@@ -209,7 +208,7 @@ class _Pair(Policy):
     def by_operator(self, operator: Any) -> bool | None:
         answers = [p.by_operator(operator) for p in (self.first, self.second)]
         if self.decisive in answers:
-            return self.decisive
+            return self.decisive  # Even if the other answer is `None`.
         return None if None in answers else not self.decisive
 
     def keeps_name(self, name: str) -> bool:
@@ -233,13 +232,13 @@ class _Not(Policy):
 
 
 def reads_names(policy: Policy) -> bool:
-    """Tell whether a policy depends on names from `membudget.name`."""
+    """Return whether a policy depends on names given by `membudget.name`."""
     parts = [part for part in vars(policy).values() if isinstance(part, Policy)]
     return isinstance(policy, _Named) or any(map(reads_names, parts))
 
 
 def operators(*names: str) -> Policy:
-    """Keep the outputs of operators, named as in `torch.ops.aten`: `"mm"`, `"exp"`."""
+    """Keep outputs of the named operators, e.g. `"mm"` for `torch.ops.aten.mm`."""
     return _Operators(frozenset(names))
 
 
@@ -249,11 +248,10 @@ def named(*names: str) -> Policy:
 
 
 def inside(*patterns: str) -> Policy:
-    """Keep everything that submodules compute, so that a backward does not rerun them.
+    """Keep all outputs computed in matching submodules, to avoid recomputing them.
 
     Args:
-        *patterns: Glob patterns for the module's name in the region: `"*.attn"`,
-            `"fc2"`.
+        *patterns: Glob patterns for module names in the region: `"*.attn"`, `"fc2"`.
     """
     return _Inside(patterns)
 
@@ -264,10 +262,10 @@ everything: Policy = _Always(True)
 
 
 def as_policy(keep: Any) -> Policy:
-    """Return the policy that `keep=` describes: a policy, globs, or a predicate.
+    """Convert the option `keep` (a policy, globs, a predicate or `None`) to a policy.
 
     Raises:
-        OptionError: It is none of these.
+        OptionError: `keep` cannot be converted to a policy.
     """
     if keep is None:
         return nothing

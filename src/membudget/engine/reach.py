@@ -1,14 +1,14 @@
-"""What a region can read besides its arguments.
+"""Find everything that a region can read besides its arguments.
 
 A function reaches tensors, modules and random generators through its closure, its
-defaults, the globals that its code names, the object it is bound to, and whatever those
-hold in turn. `reach` walks that graph before every forward, so it must be fast. Facts
-that hold for a code object or a class (the globals it names) are cached, and of a
-module's attributes the walk visits only those that can hold something.
+defaults, the globals that its code refers to, the object it is bound to, and all
+objects that these reference in turn. `reach` walks this object graph before every
+forward, so the walk must be fast: the names of globals are cached per code object and
+class, and module attributes that cannot reference any tensor are skipped.
 
-The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
-may find more than the function reads, which is harmless: a change counts only when a
-recompute reads it (see `comparison`).
+The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`.
+Finding tensors that the function never reads is harmless: changing a tensor is an error
+only if a recompute reads it (see `comparison`).
 """
 
 from __future__ import annotations
@@ -38,35 +38,34 @@ from membudget.text import dotted
 
 _MAX_DEPTH = 3
 
-_MAX_ITEMS = 4096
+_MAX_ITEMS = 4096  # A longer container is taken for data, and skipped.
 
 
 class Reached:
-    """What a walk found, each object once.
+    """The objects found by a walk, each listed once.
 
     Attributes:
-        tensors: All tensors: parameters, buffers, attributes, closed-over ones.
-        buffers: The tensors that a forward may advance as state: modules' buffers and
-            plain tensor attributes.
-        modules: All modules.
-        stateful_modules: Modules of the user's own classes, whose forward may bind
+        tensors: All tensors found: parameters, buffers, attributes, closure variables.
+        buffers: Tensors that a forward may update as state: module buffers and plain
+            tensor attributes.
+        modules: All modules found.
+        stateful_modules: Modules of user-defined classes, whose forward may set
             attributes.
-        writes_statistics: Whether a normalisation in training was found.
+        writes_statistics: Whether a normalisation layer in training mode was found.
         runs_torchscript: Whether traced or scripted code was found.
-        is_lazy: Whether a lazy module was found that has yet to create its parameters.
-        silent: The buffers (by `id`) that are written without a version bump.
+        is_lazy: Whether a lazy module with uninitialised parameters was found.
+        silent: Ids of the buffers that kernels write without a version bump.
         generators: Private random generators of torch, Python and NumPy.
-        containers: Lists and dicts with their lengths, to find those that grow.
-        names: Names of tensors and containers by `id`; only on request.
-        module_names: The paths of modules by `id`; only on request.
+        containers: Containers with their lengths, to detect those that grow.
+        names: Names of tensors and containers by `id`, recorded only on request.
+        module_names: Paths of modules by `id`, recorded only on request.
     """
 
-    # Most walks find nothing of these, so they are class attributes, which cost
-    # nothing.
+    # Rarely set, so the defaults are class attributes, which cost a walk nothing.
     writes_statistics = runs_torchscript = is_lazy = False
 
     def __init__(self, names: bool = False):
-        """Start with nothing found."""
+        """Start an empty result; record names only if `names` is set."""
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
@@ -79,11 +78,11 @@ class Reached:
         self._seen: set[int] = set()
 
     def holds_state(self) -> bool:
-        """Tell whether anything was found that can change."""
+        """Return whether any tensor, module or container was found."""
         return bool(self.tensors or self.modules or self.containers)
 
     def needs_repair(self) -> bool:
-        """Tell whether a second run would repeat effects that have to be undone."""
+        """Return whether a rerun would repeat side effects that must be undone."""
         return (
             self.writes_statistics
             or self.runs_torchscript
@@ -92,7 +91,7 @@ class Reached:
         )
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
-        """Visit a value and everything it holds."""
+        """Visit a value and all objects it references."""
         kind = type(value)
         if kind in INERT:
             return
@@ -182,7 +181,7 @@ class Reached:
             self.visit(namespace.get(key), key, depth + 1)
 
     def visit_call(self, kind: type) -> None:
-        """Visit the globals that the methods of a user's class name."""
+        """Visit the global variables that methods of a user-defined class refer to."""
         slots = CLASS_SLOTS.get(kind)
         if slots is None:
             slots = CLASS_SLOTS[kind] = class_slots(kind)
@@ -217,6 +216,7 @@ class Reached:
             self._note_buffers(value)
         for key in attribute_names(value, attributes):
             item = attributes.get(key)
+            # A tensor with a history is a stored activation, not state.
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
             if depth < _MAX_DEPTH:
@@ -241,7 +241,7 @@ _VISITORS: dict[type, Visitor] = {
 
 
 def _visitor_of(kind: type) -> Visitor:
-    """Choose the visitor for a class, once."""
+    """Select and cache the visitor for a class."""
     visitor: Visitor = Reached._object
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         visitor = Reached._uninitialised
@@ -264,7 +264,7 @@ def _visitor_of(kind: type) -> Visitor:
 
 
 def _skip(reached: Reached, value: Any, name: str, depth: int) -> None:
-    """Skip an instance of a class that holds nothing of the user's."""
+    """Skip an instance of a library class, which references no user state."""
 
 
 def _is_numpy_generator(kind: type) -> bool:
@@ -280,10 +280,10 @@ def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Rea
     Args:
         function: The region's function.
         others: Arguments that are neither tensors nor containers, such as modules.
-        names: Whether to record names, for a message; a forward does not.
+        names: Whether to record names, which only error messages need.
 
     Returns:
-        What was found.
+        The objects found.
     """
     reached = Reached(names)
     reached.visit(function, "")

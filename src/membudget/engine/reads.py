@@ -1,26 +1,27 @@
-"""State that a region read besides its arguments, and how a recompute restores it.
+"""Restore, for a recompute, the state that a region can read besides its arguments.
 
-Three kinds of state, three ways:
+Each of the three kinds of state is restored or checked differently:
 
-* *Buffers* (and plain tensor attributes of modules) are state that a forward may
-  advance: BatchNorm's statistics, a router's bias, an amax history. They are copied
-  before the forward. A recompute starts from the copy; what it writes is undone
-  afterwards, with the version counters, so that the step advances the state once.
-* *Training flags*, and attributes that a forward binds on modules of the user's own
-  classes (a counter, a lazily built mask), are rebound to their earlier values for the
-  time of the recompute. The items of lists and dicts among them are not restored.
-* *Everything else* is compared, by version and storage, with what the forward left. A
-  change is an error once the recompute reads it (see `comparison`).
+* *Buffers* (and plain tensor attributes of modules) may be updated by a forward:
+  BatchNorm's statistics, a router's bias, an amax history. Buffers are copied before
+  the forward. A recompute starts from the copies, and its writes are undone afterwards
+  along with their version bumps, so that each step updates a buffer only once.
+* *Training flags*, and attributes that a forward sets on modules of user-defined
+  classes (a counter, a lazily built mask), are reset to their earlier values during the
+  recompute. List and dict attributes are rebound, but their items are not restored.
+* *All other state* is compared, by version and storage, with its state at the end of
+  the forward. A changed tensor is an error if the recompute reads it (see
+  `comparison`).
 
-BatchNorm's kernel writes its running statistics without bumping the version. So its
-buffers, and all small ones, are always restored. Another large buffer (a causal mask)
-is restored only if its version says that the forward wrote it; otherwise its copy is
-dropped at once.
+BatchNorm's kernel writes its running statistics without a version bump, so BatchNorm's
+buffers are always restored, as are all small buffers. Any other large buffer (a causal
+mask) is restored only if its version shows that the forward wrote it; otherwise the
+copy is dropped after the forward.
 
-In a verified call, fingerprints from before and after the forward show what it wrote
-behind the version counters. From then on, the copies of that function's large buffers
-stay. A parameter, or a tensor in a dict, cannot be restored, so its recompute is
-refused.
+In a verified call, fingerprints taken before and after the forward reveal writes that
+bypass the version counters. Once a buffer was written that way, later calls of the
+function retain the copies of all buffers. Parameters and tensors in dicts cannot be
+restored, so the recompute raises if one was written without a version bump.
 """
 
 from __future__ import annotations
@@ -46,12 +47,11 @@ from membudget.state.snapshot import enter_snapshots, is_small, take_snapshots
 
 
 class Externals(NamedTuple):
-    """Storages from outside a region that differ from what its forward saw.
+    """Storages outside a region that were changed after its forward, or are restored.
 
     Attributes:
-        changed: Names of storages that other code changed, by address.
-        restored: Addresses of the buffers that hold the forward's content while the
-            recompute runs.
+        changed: Names of storages that other code changed, keyed by address.
+        restored: Addresses of the buffers restored while the recompute runs.
     """
 
     changed: dict[int, str]
@@ -59,10 +59,10 @@ class Externals(NamedTuple):
 
 
 class Reads:
-    """The state that one forward could read besides its arguments.
+    """State that one forward can read besides its arguments.
 
     Attributes:
-        grown: The containers that grew in the forward, with both lengths.
+        grown: Containers that grew in the forward, with their old and new lengths.
     """
 
     __slots__ = (
@@ -93,7 +93,7 @@ class Reads:
         self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
-        """Fingerprint everything, before the function runs."""
+        """Fingerprint all reachable tensors before the function runs."""
         self._contents = Contents(self._tensors)
         self._gradients = [
             (tensor, gradient, -1 if gradient is None else version_of(gradient))
@@ -103,16 +103,16 @@ class Reads:
         ]
 
     def not_restored(self) -> list[Tensor]:
-        """Return the tensors that are not restored for a recompute."""
+        """Return the reachable tensors that a recompute does not restore."""
         state = self._restored()
         return [tensor for tensor in self._tensors if id(tensor) not in state]
 
     def _restored(self) -> set[int]:
-        """Return, by `id`, the buffers that are restored for a recompute."""
+        """Return the ids of the buffers that a recompute restores."""
         return {id(buffer) for buffer, _ in self._snapshots}
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Find out, after the function ran, what it changed itself."""
+        """Detect, at the end of the forward, which state the function changed."""
         contents, self._contents = self._contents, None
         written = set(map(id, contents.silently_written())) if contents else None
         if contents is not None and calls is not None:
@@ -128,6 +128,7 @@ class Reads:
         if self._snapshots:
             if calls is not None and (written or calls.writes_silently):
                 self._silent |= self._note_buffers(written or set(), calls)
+            # Drop the copies of large buffers that the forward did not write.
             moved = {id(self._tensors[i]) for i in self._rewritten}
             self._snapshots = [
                 (buffer, copy)
@@ -146,7 +147,7 @@ class Reads:
         )
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
-        """Return, by `id`, the buffers whose copies stay although no version moved."""
+        """Return ids of buffers to restore although their versions are unchanged."""
         copied = self._restored()
         calls.writes_silently |= bool(written & copied)
         return copied if calls.writes_silently else set()
@@ -167,11 +168,12 @@ class Reads:
         arguments: HeldArguments,
         hide_gradients: bool,
     ) -> Externals | None:
-        """Restore everything for a recompute; see `Surroundings.enter_state`."""
+        """Restore all state for a recompute; see `Surroundings.enter_state`."""
         if self._written:
             names = names_of(function, arguments.others)
             raise silently_written_error([name_of(t, names) for t in self._written])
         self._enter_attributes(scope)
+        # Before the buffers are restored, which bumps their versions.
         watch = self._watch(function, arguments)
         if self._snapshots:
             enter_snapshots(scope, self._snapshots)
@@ -197,7 +199,7 @@ class Reads:
             _rebind(namespace, before)
 
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
-        """Return the observer that looks for changed operands, if there are any."""
+        """Return an observer that checks operands, if any storage was changed."""
         moved = arguments.changed()
         changed = self._changed()
         if not (changed or self._rewritten or moved):
@@ -214,6 +216,7 @@ class Reads:
             for i in self._rewritten
             if id(self._tensors[i]) not in state
         }
+        # Other code has changed these since, which is reported instead.
         for address in watched.keys() & rewritten.keys():
             del rewritten[address]
         return Watch(watched, rewritten) if watched or rewritten else None
@@ -243,7 +246,7 @@ _ABSENT = object()
 
 
 def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Make `namespace` bind exactly what `wanted` binds."""
+    """Give `namespace` exactly the keys and values of `wanted`."""
     for key in namespace.keys() - wanted.keys():
         del namespace[key]
     for key, value in wanted.items():
@@ -252,10 +255,10 @@ def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the namespaces in which a forward may bind names, with copies.
+    """Return each namespace that a forward may modify, with a copy of it.
 
-    An activation stored on a module is detached in the copy: it would keep its graph
-    alive, and with it the regions of the previous step.
+    Activations stored on a module are detached in the copy, which would otherwise keep
+    their graph alive, and with it the regions of the previous step.
     """
     pairs = []
     for module in reached.modules:

@@ -1,4 +1,4 @@
-"""What a rerun region's forward leaves behind: handles, and what they stood for."""
+"""Record a rerun region's forward: handles and metadata of its saved tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from membudget.state.identity import address_of
 # Lines of a trace shown around the first difference, and of the stack at each.
 _BEFORE, _AFTER, _STACK = 4, 4, 3
 
-# Errors of code that runs twice: an exhausted iterator, a key that exists already.
-# Running out of memory is not among them; it is a RuntimeError of torch's.
+# Errors that stateful code may raise in its second run: an exhausted iterator, a key
+# that exists already. Without RuntimeError, which torch raises when out of memory.
 _STATEFUL = (
     *(ArithmeticError, AssertionError, AttributeError, EOFError, LookupError),
     *(OSError, StopIteration, TypeError, ValueError),
@@ -35,13 +35,13 @@ _STATEFUL = (
 
 
 class RerunHandle:
-    """What autograd stores in place of a saved tensor.
+    """The placeholder that autograd stores instead of a saved tensor.
 
     Attributes:
-        tensor: The recomputed tensor, until autograd takes it.
-        version: The version of the tensor's content when it was recomputed; `None` if
-            it may be written to, or torch keeps none.
-        address: The address of its storage at that time, because `y.data =` swaps it;
+        tensor: The recomputed tensor, until autograd unpacks it.
+        version: Version of the tensor when it was recomputed; `None` if later writes
+            are allowed, or if torch tracks no version.
+        address: Storage address when the tensor was recomputed, to detect `y.data =`;
             `None` without guards, or without a storage.
     """
 
@@ -53,12 +53,12 @@ class RerunHandle:
 
 
 class KeptHandle(RerunHandle):
-    """A handle whose tensor is kept in memory."""
+    """A handle that keeps its tensor in memory."""
 
     __slots__ = ("_kept",)
 
     def __init__(self, tensor: Tensor):
-        """Keep a tensor."""
+        """Keep `tensor` instead of dropping it."""
         self._kept = tensor
         self.version = tensor._version
         self.address = None
@@ -70,24 +70,24 @@ class KeptHandle(RerunHandle):
 
     @tensor.setter
     def tensor(self, value: Tensor | None) -> None:
-        """Ignore the assignment that empties a handle once its tensor is taken."""
+        """Ignore the assignment by which other handles drop their tensor."""
 
 
 class Trace(Observer):
-    """Records every operator that runs inside.
+    """Records every operator that runs while the trace is active.
 
     Attributes:
-        operators: Each operator as text, in order.
-        stacks: The user's stack at each operator, innermost line first.
+        operators: Each operator as text, in execution order.
+        stacks: The user's call stack at each operator, innermost frame first.
     """
 
     def __init__(self) -> None:
-        """Start with an empty list."""
+        """Start an empty trace."""
         self.operators: list[str] = []
         self.stacks: list[str] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Record the operator and run it."""
+        """Record an operator, then run it."""
         operands = ", ".join(
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
             for t in tree_iter((args, kwargs))
@@ -110,7 +110,7 @@ def _user_stack() -> str:
 
 
 def side_by_side(forward: Trace, recompute: Trace) -> str:
-    """Return both traces around the first operator that differs."""
+    """Return excerpts of both traces around the first operator that differs."""
     first = _first_difference(forward.operators, recompute.operators)
     return "\n".join(
         [
@@ -138,27 +138,26 @@ def _excerpt(title: str, trace: Trace, first: int) -> list[str]:
 
 
 class Recording:
-    """One call of a region: its arguments, its surroundings, what it saved.
+    """One call of a rerun region: arguments, surrounding state and saved tensors.
 
     Attributes:
         function: The region's function.
         options: The region's options.
         statistics: The region's counters, if any.
         surroundings: The state that a recompute must restore.
-        handles: The handle of each saved tensor, in order; weak, because a dead handle
-            needs no recompute.
+        handles: Weak references to the handles of the saved tensors, in order; a dead
+            handle needs no recompute.
         metadata: Shape, dtype, device and stride of each saved tensor.
-        calls: The history of the function's calls; `None` without verification.
+        calls: The call history of the function; `None` without verification.
         finished: Whether the forward has ended.
-        is_new: Whether the call was not verified, and took a path that no verified call
-            has taken.
+        is_new: Whether the call ran unverified on a path that is not verified yet.
         holds: Whether saved tensors stay in memory until the forward ends, because the
-            function is known to differentiate inside, or may be found to (Rule 7).
-        nested_backward: Whether the function differentiates inside (Rule 7).
-        fingerprints: The fingerprints of the saved tensors, if they are to be compared.
-        trace: The operators of the forward, with `debug=True`.
-        contexts: What `context_fn` returned, if there is one.
-        lock: Held while handles are filled or emptied.
+            function is known or suspected to run a backward pass inside (Rule 7).
+        nested_backward: Whether the function runs a backward pass inside (Rule 7).
+        fingerprints: Fingerprints of the saved tensors; `None` if not compared.
+        trace: Operators of the forward, recorded with `debug=True`.
+        contexts: The pair of context managers from `context_fn`, if given.
+        lock: The lock to hold while handles are filled or emptied.
     """
 
     # No slots: class attributes cost nothing in the calls that leave them unchanged.
@@ -176,7 +175,7 @@ class Recording:
         statistics: Statistics | None,
         calls: Calls | None = None,
     ):
-        """Record everything a recompute will need; the function has not run yet."""
+        """Record everything that a recompute needs, before the function runs."""
         self.function = function
         self.options = options
         self.statistics = statistics
@@ -188,18 +187,18 @@ class Recording:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the forward saved anything."""
+        """Whether the forward saved any tensor."""
         return bool(self.handles)
 
     @property
     def label(self) -> str:
-        """The region's name, for errors."""
+        """The region's name for error messages."""
         return self.statistics.label if self.statistics is not None else ""
 
     def pack(self, tensor: Tensor) -> RerunHandle:
         """Return a handle for a tensor that autograd saves, and drop the tensor."""
         if tensor.is_nested and must_keep(tensor, self.surroundings.arguments):
-            return KeptHandle(tensor)
+            return KeptHandle(tensor)  # The recompute skips the same tensors.
         handle = RerunHandle()
         handle.tensor = None
         self.handles.append(ref(handle))
@@ -207,7 +206,7 @@ class Recording:
         return handle
 
     def pack_checked(self, tensor: Tensor) -> RerunHandle:
-        """Return a handle; also fingerprint the tensor, or hold it."""
+        """Return a handle for a saved tensor; also fingerprint or retain the tensor."""
         handle = self.pack(tensor)
         if isinstance(handle, KeptHandle):
             return handle
@@ -221,7 +220,7 @@ class Recording:
         return handle
 
     def last_needed(self) -> int:
-        """Return the last index whose handle is live and empty, or -1."""
+        """Return the index of the last handle that is live and empty, or -1."""
         handles = self.handles
         for index in range(len(handles) - 1, -1, -1):
             handle = handles[index]()
@@ -230,23 +229,19 @@ class Recording:
         return -1
 
     def empty(self) -> None:
-        """Free the recomputed tensors that autograd has not taken."""
+        """Free the recomputed tensors that autograd has not unpacked."""
         for reference in self.handles:
             handle = reference()
             if handle is not None:
                 handle.tensor = None
 
     def stops_early(self) -> bool:
-        """Tell whether a recompute may stop before the function's end."""
+        """Return whether a recompute may stop before the function ends."""
         calls = self.calls
         return self.options.early_stop and not (calls is not None and calls.fills_late)
 
     def note_verified(self, fills_late: bool) -> None:
-        """Record that a recompute gave the saved tensors bit for bit.
-
-        Args:
-            fills_late: Whether an operator fills what it saves only after saving it.
-        """
+        """Record that a recompute reproduced the saved tensors bit for bit."""
         if self.calls is not None:
             self.calls.verified(self.metadata)
             self.calls.fills_late |= fills_late
@@ -260,17 +255,13 @@ class Recording:
             error.add_remedy(self._replay_from_now())
 
     def blame_state(self, error: Exception) -> None:
-        """Add a remedy to an error of code that found its own state advanced."""
+        """Add a remedy to an error that stateful code may raise in its second run."""
         if isinstance(error, _STATEFUL):
             remedy = self._replay_from_now()
             error.add_note(f"The forward of the region raised nothing. {remedy}")
 
     def _replay_from_now(self) -> str:
-        """Stop rerunning the function, if its options leave the engine open.
-
-        Returns:
-            A remedy for an error message.
-        """
+        """Switch later calls to replay if the options allow it; return a remedy."""
         if self.calls is not None and self.options.may_replay:
             self.calls.owner.replays = True
             return (

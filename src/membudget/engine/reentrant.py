@@ -1,20 +1,21 @@
-"""The classic variant: a region as an `autograd.Function` (`use_reentrant=True`).
+"""The classic variant of a region: an `autograd.Function` (`use_reentrant=True`).
 
-Its forward runs the function without a graph; its backward runs it again with a graph
-and differentiates that. It costs nothing per saved tensor. Its limits silently lose
-gradients in other implementations; here each raises a `ReentrantLimitError`:
+The forward runs the function without building a graph; the backward runs the function
+again with a graph and backpropagates through that graph, at no cost per saved tensor.
+Other implementations silently lose gradients when one of the limitations below is
+violated; here each violation raises a `ReentrantLimitError`:
 
-* some tensor argument must require a gradient, if there are parameters to train;
-* tensors that require a gradient must be arguments themselves, not nested in one;
-* outputs are a tensor or a tuple or list of tensors and other values;
-* some output must depend on a tensor that requires a gradient;
-* `torch.autograd.grad`, `backward(inputs=...)` and double backward are refused.
+* if the function has trainable parameters, a tensor argument must require a gradient;
+* tensors that require a gradient must be passed directly, not inside a container;
+* the output must be a tensor, or a tuple or list of tensors and other values;
+* at least one output must depend on a tensor that requires a gradient;
+* `torch.autograd.grad`, `backward(inputs=...)` and double backward are not supported.
 
-It is the one exception to "bit for bit". The region's input receives its gradient as
-one sum, whereas the plain step adds the gradient of each use of the input separately,
-in an order of its own. Floating-point addition is not associative, so a tensor used
-both inside and outside the region, including a shared parameter, may get a gradient
-that differs in the last bit. torch's reentrant variant behaves the same way.
+Unlike other regions, a reentrant one may give gradients that differ from the plain step
+in the last bit. The region's input receives its gradient as one sum, whereas the plain
+step adds the gradient of each use separately, possibly in another order. Floating-point
+addition is not associative, so tensors used both inside and outside the region, such as
+shared parameters, may get different gradients, as in torch's reentrant variant.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 
 
 class _ReentrantCall:
-    """One call of the region, as its backward needs it."""
+    """Data about one call of a region that its backward pass needs."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class _ReentrantCall:
     def run(
         self, others: Sequence[Any], keywords: dict[str, Any], tensors: Sequence[Tensor]
     ) -> Any:
-        """Call the function with `tensors` inserted among its arguments."""
+        """Call the function with `tensors` inserted at their argument positions."""
         values = [*others, *keywords.values()]
         for position, tensor in zip(self.positions, tensors, strict=True):
             values[position] = tensor
@@ -90,6 +91,7 @@ class _Reentrant(torch.autograd.Function):
                 raise rewritten_error(f"argument {call.names[position]!r}")
         _check_output(output)
         if isinstance(output, tuple | list):
+            # `apply` returns only plain tuples; `run_reentrant` restores the type.
             call.sequence = type(output)
             return tuple(output)
         return output
@@ -111,7 +113,7 @@ class _Reentrant(torch.autograd.Function):
             for saved in ctx.saved_tensors
         ]
         _differentiate(ctx.call, inputs, gradients)
-        return (None, *(leaf.grad for leaf in inputs))
+        return (None, *(leaf.grad for leaf in inputs))  # None for `call`.
 
 
 def _differentiate(
@@ -130,8 +132,8 @@ def _differentiate(
                 output = call.run(others, keywords, inputs)
             outputs.extend(output if isinstance(output, tuple | list) else [output])
 
-    # Buffers keep the forward's content until the graph is differentiated; autocast
-    # ends before, or it would cast the operators of the backward.
+    # Buffers keep the forward's content until the backward is done; autocast ends
+    # earlier, because it would cast the operators of the backward.
     with Scope() as state:
         call.surroundings.enter_state(state)
         me = get_ident()
@@ -164,7 +166,7 @@ def run_reentrant(
     options: RegionOptions,
     statistics: Statistics | None,
 ) -> Any:
-    """Run one region in the classic way.
+    """Run a function as a region of the classic variant.
 
     Raises:
         ReentrantLimitError: A gradient would be lost.

@@ -1,49 +1,49 @@
-"""`checkpoint`: run a function as a region.
+"""`checkpoint`: run a function without keeping its activations in memory.
 
 A region is a call whose saved tensors are dropped in the forward and recomputed in the
-backward pass. These are the rules of the rerun engine; tests cite their numbers. The
-rules of the other engine are in `replay`.
+backward pass. The rerun engine follows the rules below, which tests cite by number; the
+rules of the replay engine are in `replay`.
 
 Rule 1. Saved tensors belong to the innermost region. The inputs of a region are saved
-    tensors of whatever surrounds it: an outer region drops them, an offloader moves
+    tensors of the surrounding code: an outer region drops them, an offloader moves
     them.
-Rule 2. A recompute runs the function once and stops when the last live handle is
-    served. If nothing was saved, or no handle is live, nothing is recomputed.
-Rule 3. A recomputed tensor leaves its handle when autograd takes it. So memory falls as
-    the backward pass proceeds, and each further unpack (a second backward with
-    `retain_graph`, `ctx.saved_tensors` read twice) recomputes again, correctly each
-    time. Inside `execution_group` it stays.
-Rule 4. Recomputed tensors that a backward pass did not use are freed when it ends.
-Rule 5. A recompute sees what the forward saw: arguments and the containers among them,
-    random streams, autocast, modes, settings, context variables, training flags, and
-    the buffers that the forward advanced.
-Rule 6. A recompute leaves no trace: afterwards, streams, buffers with their version
-    counters, flags and settings are what they were before, also if it fails.
-Rule 7. A function may differentiate inside: `autograd.grad` and `backward` see the same
-    tensors, and a recompute adds nothing to the parameters' gradients. What such a
-    function saves stays in memory until its forward ends, so that nothing is recomputed
-    in the middle; the first calls of a function show whether it differentiates.
-Rule 8. If something was changed since the forward, the recompute raises once it reads
-    it. Every source is checked by version and storage (`.data =`), including arguments
-    that went through saved-tensor hooks around the region. A change by
-    `.data.add_(...)`, which bypasses the version on purpose, is found where values are
-    compared (Rule 12).
-Rule 9. A recomputed tensor that differs from the saved one raises; the error says where
-    and why.
-Rule 10. A region holds nothing that autograd does not hold: no graph of its inputs, no
-    reference cycle of its own. When the graph dies, so does the region.
-Rule 11. An exception of the function passes through unchanged, from the forward and
-    from the recompute. It gets a note if the region caused it: the function forbids
-    saved-tensor hooks, or its recompute raised what its forward did not.
-Rule 12. The first call of each signature is verified, and calls number 2, 4, 8, ...
-    (see `calls`): the bytes of recomputed and saved tensors are compared, and the bytes
-    of everything the function reaches before and after its forward. A large buffer that
-    was written behind its version counter is restored from then on, as small ones
-    always are. Any other difference raises, and with engine `"auto"` the function is
-    replayed from its next call on. A difference that begins between two verified calls
-    goes unnoticed until the next; `determinism_check="values"` compares the bytes of
-    all calls. Nothing is verified with `verify=False`, without guards, with
-    `determinism_check="none"` or with `preserve_rng_state=False`.
+Rule 2. A recompute runs the function once and stops as soon as all tensors that are
+    still needed are available. If no saved tensor is needed, nothing is recomputed.
+Rule 3. The region drops a recomputed tensor when autograd unpacks it. Memory therefore
+    falls as the backward pass proceeds, and each further unpack (a second backward with
+    `retain_graph`, `ctx.saved_tensors` read twice) causes another recompute with the
+    same result. Inside `execution_group`, recomputed tensors stay in memory.
+Rule 4. Recomputed tensors that a backward pass did not use are freed at its end.
+Rule 5. A recompute sees the state that the forward saw: arguments (including
+    containers), random streams, autocast, modes, settings, context variables, training
+    flags, and the buffers that the forward updated.
+Rule 6. A recompute leaves no trace: random streams, buffers with their version
+    counters, flags and settings are the same afterwards, even if the recompute fails.
+Rule 7. A function may run a backward pass inside: `autograd.grad` and `backward` see
+    the same tensors, and a recompute adds nothing to the parameters' gradients. Tensors
+    saved by such a function, or by the first calls of any function, stay in memory
+    until the forward ends, so that nothing is recomputed halfway.
+Rule 8. If a tensor was changed after the forward, the recompute raises when it reads
+    that tensor. Changes are detected by version and storage (`.data =`), even in
+    arguments that went through saved-tensor hooks around the region. A change by
+    `.data.add_(...)`, which deliberately bypasses the version, is detected only where
+    values are compared (Rule 12).
+Rule 9. If a recomputed tensor differs from the saved one, an error says where and why.
+Rule 10. A region keeps nothing alive that plain autograd would not: no graph of its
+    inputs, no reference cycle of its own. When the graph dies, so does the region.
+Rule 11. An exception raised by the function propagates unchanged, from the forward and
+    from the recompute. A note is added if the region caused the exception: the function
+    forbids saved-tensor hooks, or only its recompute raised.
+Rule 12. The first call of each signature (see `calls`) is verified, and so are calls
+    number 2, 4, 8 and so on: the bytes of recomputed and saved tensors are compared,
+    and so are the bytes, before and after the forward, of everything the function can
+    reach. A large buffer that was written without a version bump is restored from then
+    on, as small buffers always are. Any other difference raises an error, and with
+    `engine="auto"` the function is replayed from its next call on. A difference that
+    begins between two verified calls goes undetected until the next verified call;
+    `determinism_check="values"` compares the bytes of all calls. Nothing is verified
+    with `verify=False`, without guards, with `determinism_check="none"` or with
+    `preserve_rng_state=False`.
 """
 
 from __future__ import annotations
@@ -96,37 +96,36 @@ def checkpoint(
 ) -> Any:
     """Run `function(*args, **kwargs)` without keeping its activations.
 
-    What autograd would save inside is dropped, and recomputed when a backward pass
-    needs it. Loss, gradients, buffers and random streams equal those of the plain call
-    bit for bit; the rules are at the top of this module. It is a drop-in for
-    `torch.utils.checkpoint.checkpoint`.
+    Tensors that autograd would save are dropped, and recomputed when a backward pass
+    needs them. Loss, gradients, buffers and random streams equal those of the plain
+    call bit for bit; the rules are at the top of this module. `checkpoint` is a drop-in
+    replacement for `torch.utils.checkpoint.checkpoint`.
 
-    The options below are taken out of `kwargs`. To pass a keyword of the same name to
-    the function, give the options first and the function after:
+    Options of the region are not passed on to the function. To pass a keyword of the
+    same name to the function, give the options in a call of their own:
     `checkpoint(early_stop=False)(function)(x, early_stop=x)`.
 
     Args:
         function: Any callable: a module, a method, a lambda.
-        *args: Its arguments. Tensors may be nested in lists, tuples, dicts, sets and
-            dataclasses.
-        **kwargs: Its keyword arguments, and options of the region: `use_reentrant`,
-            `context_fn`, `determinism_check`, `debug`, `early_stop`,
+        *args: Positional arguments of the function. Tensors may be nested in lists,
+            tuples, dicts, sets and dataclasses.
+        **kwargs: Keyword arguments of the function, and options of the region:
+            `use_reentrant`, `context_fn`, `determinism_check`, `debug`, `early_stop`,
             `preserve_rng_state`, `guards`, `engine`, `keep`, `verify`, `strict`; see
             `RegionOptions`.
 
     Returns:
-        What `function` returns; without a function, a decorator.
+        The result of `function`; without a function, a decorator.
 
     Raises:
         OptionError: An option has an invalid value.
-        ChangedSinceForwardError: In the backward, if something that the function read
-            was changed in between (Rule 8).
-        RecomputeMismatchError: In the backward, if the recompute differs from the
+        ChangedSinceForwardError: In the backward pass, if a tensor that the function
+            read was changed after the forward (Rule 8).
+        RecomputeMismatchError: In the backward pass, if the recompute differs from the
             forward (Rule 9).
 
-    Memory that the region keeps besides its inputs: 5 KiB for the state of the CPU's
-    generator (outside torch's allocator), and a copy of the small buffers that it can
-    reach.
+    Besides its inputs, a region keeps 5 KiB of memory for the state of the CPU's random
+    generator (outside torch's allocator), and a copy of the small buffers it can reach.
 
     Example:
         >>> import membudget as mb, torch
@@ -153,7 +152,7 @@ def run_region(
     options: RegionOptions = DEFAULTS,
     statistics: Statistics | None = None,
 ) -> Any:
-    """Run one region with options that have been validated, not among `kwargs`."""
+    """Run one region with validated options, which are not part of `kwargs`."""
     if is_compiling():
         label = "" if statistics is None else statistics.label
         return run_compiled(
@@ -204,11 +203,12 @@ def _frame(
     options: RegionOptions,
     statistics: Statistics | None,
 ) -> RerunFrame | ReplayFrame:
-    """Create the frame of the engine that the options and the function select."""
+    """Create a frame of the engine that the options and the function select."""
     if not options.always_replays:
         calls = calls_of(function, args, kwargs) if options.verifies else None
         if calls is None or not (calls.owner.replays and options.may_replay):
             frame = RerunFrame(function, args, kwargs, options, statistics, calls)
+            # Replay runs the Python once, so it has no side effects to undo.
             if not frame.surroundings.needs_repair:
                 return frame
             if not options.may_replay:
@@ -218,10 +218,10 @@ def _frame(
 
 
 def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:
-    """Return the options for a rerun that was requested where replay would be safer.
+    """Adjust the options of a rerun that was requested where replay would be safer.
 
     Raises:
-        CheckpointError: No rerun can be correct.
+        CheckpointError: The region holds uninitialised parameters of a lazy module.
     """
     if surroundings.is_lazy:
         raise CheckpointError(
@@ -235,7 +235,7 @@ def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOpti
 
 
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
-    """Turn the contexts of selective checkpointing into a policy."""
+    """Put contexts into the options: membudget's as a policy, others as they are."""
     policy = policy_of(contexts)
     if policy is not None:
         return replace(options, context_fn=None, debug=False, keep=policy)
@@ -246,6 +246,7 @@ def _switched(options: RegionOptions) -> RegionOptions:
     changed: dict[str, Any] = {}
     if SWITCHES.early_stop is not None:
         changed["early_stop"] = SWITCHES.early_stop
+    # The classic variant rejects `debug`.
     if SWITCHES.debug is not None and not options.use_reentrant:
         changed["debug"] = SWITCHES.debug
     return replace(options, **changed)

@@ -1,8 +1,8 @@
 """One recompute: run the function again, and fill each handle with its tensor.
 
 The i-th tensor that autograd saves in the recompute belongs to the i-th handle of the
-forward. The run ends, by an exception of its own, as soon as the last needed handle has
-its tensor; the operator that would have used that tensor never runs.
+forward. A private exception ends the run as soon as the last needed handle has its
+tensor, so that the remaining operators never run.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from membudget.scope import Scope
 
 
 class _StopRecompute(BaseException):
-    """Ends a recompute that has everything it needs.
+    """Raised to end a recompute once all needed tensors are available.
 
-    A BaseException, so that no `except Exception` of the user catches it. It carries no
-    argument, because C++ turns an exception that passes through it into text. The rerun
-    that raised it knows from its own state that it did.
+    Deriving from `BaseException` keeps the user's `except Exception` from catching this
+    exception. An argument would be lost in C++ code, which converts exceptions to text,
+    so each `Rerun` itself records that it has stopped.
     """
 
 
 class Rerun:
     """One recompute of one region.
 
-    The hooks of the recompute's graph reference this object for as long as user code
-    keeps a tensor of that graph. So the object drops its reference to the region when
-    the run is over (Rule 10).
+    As long as user code keeps a tensor of the recompute's graph, the hooks of that
+    graph keep the `Rerun` alive. A `Rerun` therefore drops its reference to the region
+    when the run ends (Rule 10).
     """
 
     _cursor = 0
@@ -83,8 +83,8 @@ class Rerun:
         """Run the function again and fill the handles.
 
         Raises:
-            ChangedSinceForwardError: See Rule 8.
-            RecomputeMismatchError: See Rule 9.
+            ChangedSinceForwardError: A tensor that the function reads was changed.
+            RecomputeMismatchError: A recomputed tensor differs from the saved one.
         """
         recording = self._recording
         surroundings = recording.surroundings
@@ -125,7 +125,7 @@ class Rerun:
             self._trace = None
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Call the function, until it ends or every needed tensor is computed."""
+        """Call the function until it ends or every needed tensor is available."""
         push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
         try:
             self._recording.function(*args, **kwargs)
@@ -151,16 +151,16 @@ class Rerun:
         return self._pack if self._fingerprints is None else self._pack_with_fingerprint
 
     def _pack(self, tensor: Tensor) -> None:
-        """Give the tensor that is being saved to its handle.
+        """Fill the next handle with the tensor that autograd is saving.
 
-        Autograd gets nothing: the graph of the recompute is not used.
+        Autograd itself receives `None`, because the recompute's graph is never used.
         """
         if tensor.is_nested and self._is_kept(tensor):
             return
         handles = self._handles
         index = self._cursor
         self._cursor = index + 1
-        if index < len(handles):
+        if index < len(handles):  # `_check_count` reports surplus tensors.
             made = metadata(tensor)
             if made != self._metadata[index]:
                 self._check(index, made)
@@ -184,7 +184,7 @@ class Rerun:
             self._stop()
 
     def _stop(self) -> None:
-        """End the run, unless the operator has yet to fill what it is saving."""
+        """End the run, unless the operator has not filled its saved tensors yet."""
         if self._fingerprints is not None and not self._fingerprints.is_filled():
             self._site = self._site or self._site_now()
             return
@@ -192,7 +192,7 @@ class Rerun:
         raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
-        """Give the tensor to its handle, and compare the bytes of filled ones."""
+        """Fill the next handle, and compare the fingerprints taken so far."""
         if tensor.is_nested and self._is_kept(tensor):
             return
         self._give_and_compare(tensor, sys._getframe(1))
@@ -207,7 +207,7 @@ class Rerun:
         self._pack(tensor)
 
     def _pack_whole(self, tensor: Tensor) -> Tensor:
-        """Give the tensor to its handle, and to autograd, which uses it (Rule 7)."""
+        """Fill the next handle, and return the tensor for use by autograd (Rule 7)."""
         # The graph owns the tensor, and the tensor's history would own the graph.
         tensor = tensor.detach()
         self._give_and_compare(tensor, sys._getframe(1))
@@ -217,7 +217,7 @@ class Rerun:
         return must_keep(nested, self._recording.surroundings.arguments)
 
     def _check_external(self, handle: RerunHandle, externals: Externals) -> None:
-        """Reject a changed storage; accept later versions of a restored buffer."""
+        """Raise for a changed storage; allow later writes to a restored buffer."""
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
@@ -232,7 +232,7 @@ class Rerun:
             self._fail(index, describe(saved), describe(made), saved, made)
 
     def _compare(self, fingerprints: RecomputedFingerprints) -> None:
-        """Reject a tensor whose bytes differ from the forward's."""
+        """Raise if the bytes of a recomputed tensor differ from the forward's."""
         index = fingerprints.difference()
         if index is not None:
             data = self._metadata[index]
@@ -283,16 +283,16 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _mark_what_it_has(handle: RerunHandle, tensor: Tensor) -> None:
-    """Mark a tensor without a version (inference) or without a storage (sparse)."""
+    """Mark a handle whose tensor has no version (inference) or no storage (sparse)."""
     handle.version = None if tensor.is_inference() else tensor._version
     handle.address = None
 
 
 def _fills_what_it_saved(caller: FrameType) -> bool:
-    """Tell whether the operator that is saving fills its saved tensor afterwards.
+    """Return whether the current operator fills its saved tensor after saving it.
 
-    RReLU saves its noise before it draws it (pytorch/pytorch#193671), so a recompute
-    that stops there would return uninitialised memory. The calling Python code shows
-    whether it calls such an operator.
+    RReLU saves its noise before drawing it (pytorch/pytorch#193671), so a recompute
+    that stops at the save would return uninitialised memory. The operator is recognised
+    by its name in the Python code that calls it.
     """
     return "rrelu" in caller.f_code.co_names

@@ -1,8 +1,8 @@
-"""One call of a rerun region: run the function, drop what autograd would save.
+"""One call of a rerun region: run the function and drop its saved tensors.
 
 While the function runs, the `pack` hook returns a `RerunHandle` for each tensor that
-autograd would save, and the tensor is freed. When the backward pass asks a handle for
-its tensor, a `Rerun` fills all live handles. The rules are in `region`.
+autograd would save, so that the tensor is freed. When the backward pass unpacks a
+handle, a `Rerun` fills all live handles. The module `region` lists the engine's rules.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from membudget.scope import Scope
 
 
 class RerunFrame(Recording):
-    """A recording that can rerun itself, with the hooks that autograd calls."""
+    """A recorded call with the hooks that autograd calls to pack and unpack tensors."""
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function and drop what autograd would save."""
+        """Run the function and drop the tensors that autograd would save."""
         calls, surroundings = self.calls, self.surroundings
         if calls is not None:
             if calls.begin() and self._may_verify():
@@ -65,14 +65,14 @@ class RerunFrame(Recording):
         return result
 
     def _may_verify(self) -> bool:
-        """Tell whether this call can be verified.
+        """Return whether this call can be verified.
 
-        Inside a recompute it cannot: nothing asks for what the call saves.
+        Calls inside a recompute cannot be verified: no backward unpacks their tensors.
         """
         return get_ident() not in RECOMPUTING and may_read_bytes()
 
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function with a random log, trace, fingerprints or user context."""
+        """Run the function under the observers and contexts that the options need."""
         options = self.options
         with Scope() as scope:
             if self.surroundings.random_log is not None:
@@ -106,7 +106,7 @@ class RerunFrame(Recording):
 
     def _unpack(self, handle: RerunHandle) -> Tensor:
         tensor = handle.tensor
-        if not self.finished:
+        if not self.finished:  # An unpack during the forward.
             self.note_backward_inside()
         if tensor is None:
             tensor = self._recomputed(handle)
@@ -121,17 +121,15 @@ class RerunFrame(Recording):
         return tensor
 
     def note_backward_inside(self) -> None:
-        """Record that the function differentiates inside (Rule 7).
-
-        A replay region inside this one reports it, too.
-        """
+        """Record that the function runs a backward pass inside (Rule 7)."""
+        # Replay regions inside this region call it, too.
         self.nested_backward = True
         if self.calls is not None:
             self.calls.owner.differentiates = True
 
     def _recomputed(self, handle: RerunHandle) -> Tensor:
         with self.lock:
-            tensor = handle.tensor
+            tensor = handle.tensor  # Another thread may have filled the handle by now.
             if tensor is None:
                 self._recompute()
                 tensor = handle.tensor
@@ -149,7 +147,7 @@ class RerunFrame(Recording):
         return tensor
 
     def release(self) -> None:
-        """Free the recomputed tensors that autograd has not taken (Rule 4).
+        """Free the recomputed tensors that autograd has not unpacked (Rule 4).
 
         The lock keeps the end of one thread's backward from emptying handles that
         another thread's recompute has just filled.
@@ -158,7 +156,7 @@ class RerunFrame(Recording):
             self.empty()
 
     def recompute(self) -> None:
-        """Recompute every dropped tensor now; the next backward takes them."""
+        """Recompute all dropped tensors now, for use in the next backward pass."""
         with self.lock:
             if self.last_needed() >= 0:
                 self._recompute()
@@ -173,6 +171,7 @@ class RerunFrame(Recording):
         try:
             self.surroundings.run_in_context(run)
         except BaseException:
+            # A retry must not mix tensors of two recomputes.
             self.empty()
             raise
         finally:

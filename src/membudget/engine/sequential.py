@@ -1,9 +1,9 @@
 """Run a chain of layers as regions, one per segment.
 
 A chain of n equal layers in k segments keeps k inputs and, in the backward pass, the
-activations of one segment of n/k layers; the sum is least at k = √n (Chen, Xu, Zhang
+activations of one segment of n/k layers; the sum is minimal at k = √n (Chen, Xu, Zhang
 and Guestrin 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174,
-section 4.1). The last segment is never recomputed, because its backward comes first.
+section 4.1). The last segment is not recomputed, because its backward pass comes first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Layer = Callable[..., Any]
 
 
 def segment_bounds(layers: int, segments: int) -> list[int]:
-    """Return the start of each of `segments` even segments, and the end.
+    """Split layers evenly; return the start of each segment, followed by the end.
 
-    Segments differ by at most one layer; the longer ones come first.
+    Segment lengths differ by at most one layer; longer segments come first.
 
     Raises:
-        OptionError: There are fewer layers than segments, or no segment.
+        OptionError: `segments` is less than 1 or greater than the number of layers.
 
     Example:
         >>> segment_bounds(11, 6)
@@ -53,23 +53,23 @@ def checkpoint_sequential(
     *inputs: Any,
     **options: Any,
 ) -> Any:
-    """Run a chain of layers in segments, each of which is a region except the last.
+    """Run a chain of layers in segments; all segments but the last are regions.
 
     Args:
-        functions: An `nn.Sequential`, or the layers in order. Each takes what the one
-            before returned.
-        segments: The number of segments, from 1 to the number of layers. Omitted or
-            `"sqrt"`: about the square root of the number of layers.
-        *inputs: The inputs of the first layer. If there are several, a tuple that a
-            layer returns is passed to the next as several arguments; otherwise as one,
-            as `nn.Sequential` does.
+        functions: An `nn.Sequential`, or the layers in order. Each layer receives the
+            output of the previous layer.
+        segments: The number of segments, from 1 to the number of layers; `None` or
+            `"sqrt"` selects the rounded square root of the number of layers.
+        *inputs: The inputs of the first layer. With several inputs, a tuple returned by
+            a layer is unpacked into arguments of the next layer; with one input, tuples
+            are passed as one argument, as in `nn.Sequential`.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:
-        What the last layer returns.
+        The output of the last layer.
 
     Raises:
-        OptionError: `segments` does not suit the layers, or an option is unknown.
+        OptionError: The number of segments is invalid, or an option is unknown.
 
     Example:
         >>> import membudget as mb, torch
@@ -83,7 +83,7 @@ def checkpoint_sequential(
     bounds = segment_bounds(len(layers), _count(segments, len(layers)))
     values = inputs
     spread = len(inputs) > 1
-    for start, end in pairwise(bounds[:-1]):
+    for start, end in pairwise(bounds[:-1]):  # All segments but the last.
         values = _run_segment(layers[start:end], values, spread, checked)
     return _run_layers(layers[bounds[-2] :], spread, *values)
 
@@ -99,8 +99,7 @@ def _count(segments: int | Literal["sqrt"] | None, layers: int) -> int:
 def _run_segment(
     layers: list[Layer], values: Any, spread: bool, options: RegionOptions
 ) -> tuple[Any, ...]:
-    # A partial, because the walk over everything a region can read visits its
-    # arguments.
+    # A partial, because `reach` visits its arguments, and so finds the layers.
     function = functools.partial(_run_layers, layers, spread)
     result = run_region(function, values, {}, options)
     return result if spread and isinstance(result, tuple) else (result,)

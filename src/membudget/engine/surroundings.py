@@ -1,15 +1,15 @@
-"""Everything a call of a region depends on: recorded before it, restored later.
+"""Record everything a region's call depends on, and restore it for a recompute.
 
-This implements Rules 5 and 6, for both variants of rerun: arguments, random sources,
-what the function can reach, and *ambient* state. That is autocast with its dtypes and
-cache, the stacks of function and dispatch modes, the default device and dtype, context
-variables, and the settings that choose kernels (`sdpa_kernel`, mkldnn, cuDNN,
-precisions, determinism).
+This module implements Rules 5 and 6 for both variants of rerun: it covers arguments,
+random sources, reachable objects, and *ambient* state. Ambient state is autocast with
+its dtypes and cache, the stacks of function and dispatch modes, the default device and
+dtype, context variables, and the settings that select kernels (`sdpa_kernel`, mkldnn,
+cuDNN, precisions, determinism).
 
-A recompute happens later, inside a backward pass, perhaps in another thread. Usually
-nothing has changed by then, so the forward records the state as cheaply as it can, and
-the recompute restores only what differs, until a `Scope` ends. The caller enables
-gradients.
+A recompute runs later, inside a backward pass and possibly in another thread. State
+rarely changes between forward and recompute, so the forward records state as cheaply as
+possible, and the recompute restores only what differs, until a `Scope` ends. Gradient
+mode is left to the caller of the recompute.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from membudget.state.rng import (
 
 
 class Autocast:
-    """The state of autocast: enabled and dtype per device type, and the cache flag."""
+    """Autocast state: enabled flag and dtype per device type, and the cache flag."""
 
     __slots__ = ("_by_device", "_cache")
 
     def __init__(self) -> None:
-        """Read the state."""
+        """Record the current autocast state."""
         self._cache = torch.is_autocast_cache_enabled()
         self._by_device = {
             device: (
@@ -61,14 +61,14 @@ class Autocast:
         }
 
     def enter(self, scope: Scope) -> None:
-        """Restore the state until `scope` ends."""
+        """Restore the recorded autocast state until `scope` ends."""
         for device, (enabled, dtype) in self._by_device.items():
             context = torch.autocast(device, dtype, enabled, self._cache)
             scope.enter_context(context)
 
 
 def enter_autocast(state: Autocast | None, scope: Scope) -> None:
-    """Restore a state of autocast, `None` for off, until `scope` ends."""
+    """Restore an autocast state (`None` means disabled) until `scope` ends."""
     if state is not None:
         state.enter(scope)
     else:
@@ -82,12 +82,12 @@ def _device_types() -> tuple[str, ...]:
 
 
 class Ambient:
-    """Modes, settings and context variables of a forward."""
+    """Modes, settings and context variables that were active in a forward."""
 
     __slots__ = ("context", "dispatch_modes", "function_modes", "settings")
 
     def __init__(self) -> None:
-        """Record the current state."""
+        """Record the current modes, settings and context variables."""
         self.function_modes = (
             _torch.function_modes() if _torch.function_mode_count() else ()
         )
@@ -98,7 +98,7 @@ class Ambient:
         self.context = contextvars.copy_context()
 
     def enter(self, scope: Scope) -> None:
-        """Restore what differs now, until `scope` ends."""
+        """Restore modes and settings that differ now, until `scope` ends."""
         self.enter_settings(scope)
         if self.function_modes or _torch.function_mode_count():
             self._enter_function_modes(scope)
@@ -108,7 +108,7 @@ class Ambient:
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
     def enter_for_operators(self, scope: Scope) -> None:
-        """Restore what operators depend on, where no user code runs."""
+        """Restore settings and dispatch modes, for operators run without user code."""
         self.enter_settings(scope)
         if self.dispatch_modes:
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
@@ -131,7 +131,7 @@ class Ambient:
 
 
 def operator_conditions() -> Callable[[Scope], None]:
-    """Record the conditions on which operators depend; return what restores them."""
+    """Record the state that operators depend on; return a function to restore it."""
     ambient = Ambient()
     if not torch.cuda.is_initialized():
         return ambient.enter_for_operators
@@ -145,7 +145,7 @@ def operator_conditions() -> Callable[[Scope], None]:
 
 
 def _modes_of_the_user() -> tuple[Any, ...]:
-    """Return the dispatch modes that are not the engine's."""
+    """Return the active dispatch modes that do not belong to the engine."""
     return tuple(
         mode
         for mode in _torch.dispatch_modes()
@@ -163,21 +163,21 @@ def _enter_missing(
 
 
 class Surroundings:
-    """The whole state that one call of a region saw; less of it without guards.
+    """The recorded state of one region's call; only part of it without guards.
 
     Attributes:
-        arguments: Its arguments.
-        reads: What else it could read; `None` if nothing, or without guards.
-        needs_repair: Whether it can reach running statistics that it will write,
-            private generators, TorchScript or lazy modules, whose state a replay need
-            not restore.
-        runs_torchscript: Whether it can reach traced or scripted code. TorchScript
-            compiles a function by what its earlier runs have seen, so a second run may
+        arguments: The arguments of the call.
+        reads: Other state that the function can read, unless guards are off.
+        needs_repair: Whether the function can reach running statistics in training,
+            private generators, TorchScript or lazy modules, which only a rerun must
+            restore.
+        runs_torchscript: Whether the function can reach traced or scripted code.
+            TorchScript recompiles a function after its first runs, so a second run may
             save other tensors than the first.
-        is_lazy: Whether it can reach parameters that its forward will initialise.
-        trainable: Whether it can reach a tensor that requires a gradient; only the
-            reentrant variant reads this.
-        random_log: Generator states by random operator, if several threads run regions.
+        is_lazy: Whether the function can reach uninitialised parameters.
+        trainable: Whether the function can reach a tensor that requires a gradient;
+            used only by the reentrant variant.
+        random_log: Generator state before each random operator; only with isolation.
     """
 
     reads: Reads | None = None
@@ -194,7 +194,7 @@ class Surroundings:
         kwargs: dict[str, Any],
         options: RegionOptions,
     ):
-        """Record the state; the function has not run yet."""
+        """Record the state before the function runs."""
         self._function = function
         self._autocast = Autocast() if is_any_autocast_enabled() else None
         guards = options.guards
@@ -224,7 +224,7 @@ class Surroundings:
                 self._noted += note(private_sources(reached.generators, not shared))
 
     def begin_check(self) -> None:
-        """Prepare to find what the function writes behind the version counters."""
+        """Fingerprint arguments and reachable tensors before the function runs."""
         self._is_checked = True
         with without_modes():
             self.arguments.begin_check()
@@ -232,7 +232,7 @@ class Surroundings:
                 self.reads.begin_check()
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Find out, after the function ran, what it changed itself; tell `calls`."""
+        """Detect, after the forward, what the function changed; update `calls`."""
         if self._ambient is None:
             return
         if self.reads is not None:
@@ -244,7 +244,7 @@ class Surroundings:
                 self.arguments.end_check()
 
     def run_in_context(self, body: Callable[[], None]) -> None:
-        """Call `body` with the context variables of the forward."""
+        """Call `body` with the forward's context variables."""
         if self._ambient is None:
             body()
         else:
@@ -254,7 +254,7 @@ class Surroundings:
     def enter_ambient(self, scope: Scope) -> None:
         """Restore random sources, modes and settings until `scope` ends."""
         ambient, log = self._ambient, self.random_log
-        # Did this forward run before a second thread did?
+        # True if the forward ran before a second thread entered regions.
         unlogged = ambient is not None and self._noted and log is None
         if unlogged and isolation.is_shared():
             scope.enter_context(isolation.OPERATOR_LOCK)
@@ -269,10 +269,10 @@ class Surroundings:
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False
     ) -> Externals | None:
-        """Restore buffers, attributes and flags until `scope` ends.
+        """Restore buffers, attributes, flags; return changed and restored storages.
 
-        With `hide_gradients`, the gradients of a backward inside the function are not
-        accumulated again. Returns the storages that differ from the forward, if any.
+        With `hide_gradients`, `.grad` is unset during the recompute, so that a backward
+        pass inside the function does not accumulate gradients again.
         """
         reads = self.reads
         if reads is None:
@@ -283,11 +283,10 @@ class Surroundings:
 
     @contextmanager
     def refusing_silent_writes(self) -> Iterator[None]:
-        """Fingerprint what a recompute reads and does not restore, before and after.
+        """Check that the block writes no unrestored tensor without a version bump.
 
         Raises:
-            ChangedSinceForwardError: Some of it was written without a version bump; the
-                error names it.
+            ChangedSinceForwardError: The block wrote a tensor without a version bump.
         """
         given = [held.given() for held in self.arguments.tensors]
         found = [] if self.reads is None else self.reads.not_restored()

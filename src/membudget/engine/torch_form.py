@@ -1,17 +1,17 @@
-"""Use torch's own checkpoint in compiled code, and accept its selective contexts.
+"""Support torch's selective checkpointing contexts, and regions in compiled code.
 
-torch gives a region two contexts, one for the forward and one for the recompute, which
-say what to keep. The contexts made here are torch's own and carry our policy. In eager
-code, a region takes the policy and runs under the replay engine: the function never
-runs twice, so forward and recompute cannot get out of step.
+In selective checkpointing, torch uses two contexts, one for the forward and one for the
+recompute, to decide which outputs are kept. This module creates torch's own contexts
+around a membudget policy. In eager code, a region extracts the policy and runs under
+the replay engine: the function runs only once, so forward and recompute cannot diverge.
 
-Inside `torch.compile`, a region runs as `torch.utils.checkpoint`. Dynamo knows it and
-turns the body into a graph, of which the partitioner recomputes the parts so tagged.
+Inside `torch.compile`, a region runs as `torch.utils.checkpoint.checkpoint`. Dynamo
+traces the body into a graph, whose tagged operators the partitioner recomputes.
 Compiled code has no Python state to restore: random numbers and buffers are inputs and
-outputs of the graph. So of a region's options only what to keep applies, and it reaches
-torch through `context_fn`. Dynamo requires that to be a constant, and treats none of
-our objects as one. So `_number_of`, which really runs while Dynamo traces, gives each
-pair of contexts a number, and a number is a constant.
+outputs of the graph. Therefore, only the options `keep` and `context_fn` apply, and
+`keep` reaches torch as a `context_fn`. Dynamo requires `context_fn` to be a constant,
+which no membudget object is. Dynamo therefore runs `_number_of` instead of tracing it,
+to represent each policy by a number, which is a constant.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
 
 
 class TorchPolicy:
-    """One of our policies, as the function that torch's contexts call."""
+    """Adapts a membudget policy to the function that torch's contexts call."""
 
     def __init__(self, policy: Policy, names: Mapping[str, str] | None = None):
-        """Start one call; `names` are those of the modules, by `id` as text."""
+        """Start a region's call; `names` maps module ids, as text, to module names."""
         self.policy = policy
         self._call = policy.begin()
         self._module_names = names or {}
@@ -68,10 +68,10 @@ class TorchPolicy:
         *args: Any,
         **kwargs: Any,
     ) -> CheckpointPolicy | bool:
-        """Decide on one operator."""
+        """Return whether to keep the outputs of one operator."""
         self._number += 1
         if not isinstance(operator, OperatorOverload):
-            # A higher-order operator, which replay cannot run again either.
+            # A higher-order operator; the replay engine cannot recompute these either.
             return True
         if is_view_operator(operator):
             return False
@@ -86,10 +86,10 @@ class TorchPolicy:
         )
 
     def _path(self) -> str:
-        """Return the innermost module of the operator that is being traced.
+        """Return the name of the innermost module around the operator being traced.
 
-        Dynamo attaches to each operator the modules that ran, by `id`, with "@1"
-        appended in a second call.
+        Dynamo attaches the stack of running modules to each operator, keyed by `id`,
+        with "@1" appended in a module's second call.
         """
         stack = fx_traceback.get_current_meta().get("nn_module_stack") or {}
         for key in reversed(stack):
@@ -98,12 +98,12 @@ class TorchPolicy:
                 return name
         if self._module_names or not stack:
             return ""
-        # For a lambda, Dynamo gives no object: use the path from the compiled code.
+        # For a lambda, the owner is unknown: use the path in the compiled code.
         return str([*stack.values()][-1][0]).replace("L['self'].", "")
 
 
 class _FunctionPolicy(TorchPolicy):
-    """A policy function that the user gave in torch's form."""
+    """A policy function with torch's signature, called without changes."""
 
     def __init__(self, policy: _Function):
         super().__init__(policy)
@@ -115,7 +115,7 @@ class _FunctionPolicy(TorchPolicy):
 
 @dataclass(frozen=True)
 class _Overloads(Policy):
-    """The outputs of listed operators."""
+    """Keeps the outputs of the listed operator overloads."""
 
     overloads: frozenset[Any]
     expects_to_keep = True
@@ -129,7 +129,7 @@ class _Overloads(Policy):
 
 @dataclass(frozen=True)
 class _Function(Policy):
-    """What a policy function in torch's form decides to save."""
+    """Keeps the outputs that a policy function with torch's signature saves."""
 
     function: PolicyFunction
     expects_to_keep = True
@@ -150,25 +150,25 @@ def create_selective_checkpoint_contexts(
     policy_fn_or_list: PolicyFunction | Sequence[Any],
     allow_cache_entry_mutation: bool = False,
 ) -> ContextPair:
-    """Return the pair of contexts for `context_fn` that keeps chosen outputs.
+    """Create a pair of contexts for `context_fn` that keeps selected outputs.
 
     Args:
         policy_fn_or_list: A function `(context, operator, *args, **kwargs)` that
             returns a `CheckpointPolicy` or a bool, called once per output in the
             forward; or a list of operators to keep, in which a packet
-            (`torch.ops.aten.mm`) stands for all of its overloads. In a region of ours,
-            it is not called for views.
-        allow_cache_entry_mutation: No effect in a region of ours, where writing a kept
-            tensor in place is always safe.
+            (`torch.ops.aten.mm`) stands for all of its overloads. In membudget regions,
+            the function is not called for views.
+        allow_cache_entry_mutation: Has no effect in membudget regions, where writing a
+            kept tensor in place is always safe.
 
     Returns:
-        The context for the forward and the one for the recompute.
+        The context for the forward and the context for the recompute.
 
     Raises:
         OptionError: The policy is neither a function nor a list of operators.
 
     Warns:
-        UserWarning: If the policy keeps nothing in a region.
+        UserWarning: The policy kept nothing in a region.
 
     Example:
         >>> import functools, membudget as mb, torch
@@ -192,7 +192,7 @@ def _contexts_of(policy: TorchPolicy, allow_mutation: bool = False) -> ContextPa
 
 
 def policy_of(contexts: ContextPair) -> Policy | None:
-    """Return the policy that contexts carry; `None` if they are not ours."""
+    """Return the membudget policy of a pair of contexts; `None` if there is none."""
     asked = getattr(contexts[0], "policy_fn", None)
     return asked.policy if isinstance(asked, TorchPolicy) else None
 
@@ -225,7 +225,7 @@ def _overloads(item: Any) -> list[Any]:
 def checkpoint_in_compiled_code(
     function: Callable[..., Any] | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a region whose options are in `kwargs`; without a function, decorate one."""
+    """Run a region with options in `kwargs`; without a function, return a decorator."""
     keep, context_fn = kwargs.get("keep"), kwargs.get("context_fn")
     kwargs = {k: v for k, v in kwargs.items() if k not in OPTION_NAMES}
     if function is not None:
@@ -248,7 +248,7 @@ def run_compiled(
     context_fn: Callable[[], ContextPair] | None,
     label: str = "",
 ) -> Any:
-    """Run a region, of `label` in the model, through torch's checkpoint."""
+    """Run the region named `label` through torch's own checkpoint function."""
     if keep is not None:
         owner = function.__self__ if isinstance(function, MethodType) else function
         if not isinstance(owner, Module):
@@ -261,7 +261,7 @@ def run_compiled(
     )
 
 
-# By number: a policy, and the names of the region's modules.
+# By number, so never removed: a policy, and the names of the region's modules.
 _KEPT: list[tuple[Policy, dict[str, str]]] = []
 
 
@@ -290,5 +290,5 @@ def _number_of(keep: Any, owner: Module | None, label: str) -> int:
 
 
 def _contexts(number: int) -> ContextPair:
-    """Return the contexts with a number; called once per trace."""
+    """Create contexts for the policy stored under a number; called once per trace."""
     return _contexts_of(TorchPolicy(*_KEPT[number]))

@@ -1,11 +1,11 @@
-"""Measure memory: what autograd saves during a call, and where it comes from.
+"""Measure memory: the tensors that autograd saves during a call, and their origin.
 
-`peak` has the bytes that a call needs, and `formulas` closed forms.
+`peak` measures the bytes that a call needs, and `formulas` has closed forms.
 
-A pack hook sees each tensor when autograd saves it: the Python stack has the module and
-the user's line, a function mode the function. The hook hands the tensor itself to
-autograd, so the graph stays usable. The report counts what is still saved when the call
-has returned.
+A pack hook runs whenever autograd saves a tensor: the Python stack shows the module and
+the user's line, a `TorchFunctionMode` the function. The hook keeps the original tensor,
+so the graph stays usable. The report counts only tensors that are still saved when the
+call returns.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """One tensor that autograd saves.
+    """A tensor that autograd saves.
 
     Attributes:
-        bytes: Size of its storage, or of several that it consists of.
-        storage: A number that tensors of one storage share.
-        shape: Its shape.
-        dtype: Its dtype, such as `"float32"`.
-        module_path: The innermost module whose forward was running; empty outside.
-        operator: The function that saved it, such as `"torch.nn.functional.gelu"`.
-        line: The user's line, `"file.py:12"`.
-        kind: `"parameter"`, `"buffer"`, `"input"` (of the call), or `"activation"`.
-        is_view: Whether it is a view, or uses only part of its storage.
+        bytes: Size of the tensor's storage, or of all storages of a sparse tensor.
+        storage: Identifier of the storage; equal for tensors that share a storage.
+        shape: Shape of the tensor.
+        dtype: Dtype of the tensor, such as `"float32"`.
+        module_path: Path of the innermost module that was running; empty if none was.
+        operator: Function that saved the tensor, such as `"torch.nn.functional.gelu"`.
+        line: Line of the user's code that saved the tensor, such as `"file.py:12"`.
+        kind: Role: `"parameter"`, `"buffer"`, `"input"` of the call, or `"activation"`.
+        is_view: Whether the tensor is a view, or uses only part of its storage.
     """
 
     bytes: int
@@ -65,13 +65,13 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class SavedReport:
-    """What autograd saves during a call and still holds after it.
+    """The tensors that autograd saves during a call and retains after the call.
 
-    Every total counts a storage once, for the first tensor that uses it.
+    Every total counts a storage once, for the first tensor that uses the storage.
 
     Attributes:
-        records: The tensors, in the order in which they were saved.
-        result: Return value of the call; its graph is usable.
+        records: The saved tensors, in the order in which autograd saved them.
+        result: Return value of the call, with a usable autograd graph.
     """
 
     records: tuple[SavedTensor, ...]
@@ -79,30 +79,30 @@ class SavedReport:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of everything saved."""
+        """Total bytes of the saved tensors."""
         return sum(self._by(lambda record: "").values())
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of saved parameters, which are live anyway."""
+        """Bytes of saved parameters, which stay live in any case."""
         return self._by(lambda record: record.kind).get("parameter", 0)
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of saved inputs of the call."""
+        """Bytes of the call's inputs that autograd saves."""
         return self._by(lambda record: record.kind).get("input", 0)
 
     @property
     def activation_bytes(self) -> int:
-        """Bytes of saved tensors that the call made: what a region can drop."""
+        """Bytes of saved tensors that the call created, which a region could drop."""
         return self._by(lambda record: record.kind).get("activation", 0)
 
     def by_module(self) -> dict[str, int]:
-        """Return the bytes by module path, in the order of the forward."""
+        """Return the saved bytes of each module path, in execution order."""
         return self._by(lambda record: record.module_path)
 
     def by_operator(self) -> dict[str, int]:
-        """Return the bytes by operator, in the order of the forward."""
+        """Return the saved bytes of each operator, in execution order."""
         return self._by(lambda record: record.operator)
 
     def _by(self, key: Callable[[SavedTensor], str]) -> dict[str, int]:
@@ -116,7 +116,7 @@ class SavedReport:
         return totals
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain data, for JSON."""
+        """Return the report as plain data for JSON."""
         return {
             "total_bytes": self.total_bytes,
             "parameter_bytes": self.parameter_bytes,
@@ -126,7 +126,7 @@ class SavedReport:
         }
 
     def __str__(self) -> str:
-        """Return a table with one line per saved tensor, and the total as title."""
+        """Return a table with one row per saved tensor and the total as its title."""
         from membudget.report import Table, page
 
         table = Table(title=f"saved for backward: {self.total_bytes:,} bytes")
@@ -145,19 +145,19 @@ class SavedReport:
 
 
 def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedReport:
-    """Call a function and report what autograd saves.
+    """Call a function and report the tensors that autograd saves.
 
-    Not counted: tensors that a region inside the call drops (the inputs that it keeps
-    are counted), and tensors packed by other saved-tensor hooks inside the call.
+    Not counted: tensors that a region inside the call drops (inputs that the region
+    retains are counted), and tensors that other saved-tensor hooks pack.
 
     Args:
-        function: The function. Module paths are those of the modules among the
-            arguments, of the function if it is a module, or of its bound object.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        function: The function to call. Module paths start at the modules among the
+            arguments, at the function itself, or at the object of a bound method.
+        *args: Positional arguments of the function.
+        **kwargs: Keyword arguments of the function.
 
     Returns:
-        The report, with the function's result.
+        The saved tensors, and the function's result.
 
     Example:
         >>> import torch
@@ -173,7 +173,7 @@ def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedRepor
 
 
 class _VersionedTensor:
-    """A saved tensor and its version when it was saved."""
+    """A saved tensor with its version counter at the time of saving."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 
@@ -193,7 +193,7 @@ def _unpack(packed: _VersionedTensor) -> Tensor:
 
 
 class _FunctionName(TorchFunctionMode):
-    """Tracks which function of torch the user's code is calling."""
+    """Tracks the torch function that the user's code is calling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,6 +249,7 @@ class _SavedTensorRecorder:
             kind=kind or self.kinds.get(address, "activation"),
             is_view=tensor._is_view() or tensor.nbytes != size,
         )
+        # Only autograd holds `packed`, so a dead reference means a freed tensor.
         self.records.append((ref(packed), record))
         return packed
 

@@ -1,16 +1,16 @@
-"""Closed forms: activations that a transformer saves for its backward pass.
+"""Closed forms for the activations that a transformer saves for its backward pass.
 
-From Korthikanti and others: Reducing Activation Recomputation in Large Transformer
-Models, 2022, arXiv:2205.05198, "the paper" below. Its symbols: `b` batch, `s` sequence,
-`h` hidden, `a` heads, `L` layers, `v` vocabulary, `t` ranks of tensor parallelism.
-Activations have two bytes per element, dropout masks one. Each figure is for one rank,
-and an exact integer.
+The formulas are from Korthikanti et al., Reducing Activation Recomputation in Large
+Transformer Models, 2022, arXiv:2205.05198 ("the paper"). Symbols: `b` batch, `s`
+sequence, `h` hidden, `a` heads, `L` layers, `v` vocabulary, `t` tensor-parallel ranks.
+Activations take two bytes per element, dropout masks one. All results are exact
+integers for one rank.
 
-The layer is GPT's: norm, attention with dropout on its probabilities, projection,
+The layer is a GPT block: norm, attention with dropout on its probabilities, projection,
 dropout, sum; norm, linear to 4h, GELU, linear to h, dropout, sum.
 
-Never counted: parameters, gradients, a norm's mean and deviation (2bs elements per
-norm), attention masks, temporaries of the forward, workspaces, communication.
+Never counted: parameters, gradients, each norm's mean and standard deviation (2bs
+elements), attention masks, temporaries of the forward, workspaces, communication.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class TransformerShape:
-    """The sizes of a transformer layer, and the ranks that share it.
+    """The sizes of a transformer layer, and the number of ranks that share the layer.
 
     Attributes:
-        batch: Sequences in one micro-batch, `b`.
-        sequence: Tokens in a sequence, `s`.
+        batch: Sequences per micro-batch, `b`.
+        sequence: Tokens per sequence, `s`.
         hidden: Elements per token, `h`.
-        heads: Attention heads, `a`; must divide `h`.
-        tensor_parallel: Ranks that share the heads and the 4h of the MLP, `t`.
-        sequence_parallel: Whether the ranks share the tokens outside those.
+        heads: Number of attention heads, `a`; must divide `h`.
+        tensor_parallel: Number of ranks that split attention and MLP, `t`.
+        sequence_parallel: Whether ranks split tensors outside attention and MLP, too.
 
     Raises:
-        OptionError: If a size is not a positive integer, or a divisor does not divide.
+        OptionError: If a size is not a positive integer, or is not evenly divisible.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class TransformerShape:
     sequence_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Reject sizes that no layer can have."""
+        """Reject sizes that are not positive or not evenly divisible."""
         sizes = asdict(self)
         is_split = sizes.pop("sequence_parallel")
         check_positive(**sizes)
@@ -78,17 +78,17 @@ class TransformerShape:
 
     @property
     def sbh(self) -> int:
-        """Elements of the layer's input."""
+        """Number of elements of the layer's input."""
         return self.sequence * self.batch * self.hidden
 
     @property
     def of_rank(self) -> int:
-        """Elements per rank of an sbh tensor between the two linears of a half."""
+        """Elements per rank of an sbh tensor that tensor parallelism splits."""
         return self.sbh // self.tensor_parallel
 
     @property
     def outside(self) -> int:
-        """Elements per rank of an sbh tensor outside the linears."""
+        """Elements per rank of an sbh tensor that only sequence parallelism splits."""
         return self.of_rank if self.sequence_parallel else self.sbh
 
 
@@ -100,20 +100,20 @@ class LayerTerms:
     """Bytes that one layer saves, term by term: section 4.1 of the paper.
 
     Attributes:
-        qkv_input: Input of the three projections, 2sbh.
-        query_and_key: Factors of the scores, 4sbh.
-        softmax_output: The attention probabilities, 2bs²a.
-        softmax_dropout_mask: Dropout mask of the probabilities, bs²a.
-        softmax_dropout_output: Probabilities after dropout, 2bs²a.
-        value: The values, 2sbh.
-        log_sum_exp: Statistics of flash attention, instead of the three with s².
-        projection_input: Output of the heads, 2sbh.
+        qkv_input: Input of the query, key and value projections, 2sbh.
+        query_and_key: Queries and keys, 4sbh.
+        softmax_output: Attention probabilities, 2bs²a.
+        softmax_dropout_mask: Dropout mask of the attention probabilities, bs²a.
+        softmax_dropout_output: Attention probabilities after dropout, 2bs²a.
+        value: Attention values, 2sbh.
+        log_sum_exp: Row statistics that flash attention saves instead of terms in s².
+        projection_input: Output of the attention heads, 2sbh.
         attention_dropout_mask: Dropout mask of the attention's output, sbh.
-        mlp_input: Input of the first linear, 2sbh.
-        gelu_input: Output of the first linear, 8sbh.
-        gelu_output: Input of the second linear, 8sbh.
+        mlp_input: Input of the MLP's first linear layer, 2sbh.
+        gelu_input: Output of the MLP's first linear layer, 8sbh.
+        gelu_output: Input of the MLP's second linear layer, 8sbh.
         mlp_dropout_mask: Dropout mask of the MLP's output, sbh.
-        norm_inputs: Inputs of both norms, 4sbh.
+        norm_inputs: Inputs of the layer's two norms, 4sbh.
     """
 
     qkv_input: int
@@ -133,33 +133,33 @@ class LayerTerms:
 
     @property
     def core(self) -> int:
-        """Bytes that selective recomputation drops (it keeps q, k and v): 5bs²a."""
+        """Bytes that selective recomputation drops, 5bs²a; q, k and v are retained."""
         masked = self.softmax_dropout_mask + self.softmax_dropout_output
         return self.softmax_output + masked + self.log_sum_exp
 
     @property
     def attention(self) -> int:
-        """The attention's share: 11sbh + 5bs²a."""
+        """Bytes that the attention saves: 11sbh + 5bs²a."""
         return self.total - self.mlp - self.norm_inputs
 
     @property
     def mlp(self) -> int:
-        """The MLP's share: 19sbh."""
+        """Bytes that the MLP saves: 19sbh."""
         gelu = self.gelu_input + self.gelu_output
         return self.mlp_input + gelu + self.mlp_dropout_mask
 
     @property
     def total(self) -> int:
-        """The layer's bytes: sbh(34 + 5as/h), equation 1 of the paper."""
+        """Bytes that the layer saves: sbh(34 + 5as/h), equation 1 of the paper."""
         return sum(astuple(self))
 
 
 def layer_terms(shape: TransformerShape) -> LayerTerms:
-    """Return what one layer saves, term by term.
+    """Return the bytes that one layer saves, term by term.
 
-    Tensor parallelism splits everything between the two linears of each half by heads,
-    or by the 4h: sbh(10 + 24/t + 5as/(ht)), equation 2 of the paper. Sequence
-    parallelism also splits the rest by tokens: sbh/t (34 + 5as/h), equation 4.
+    Tensor parallelism splits the tensors inside attention by heads and inside the MLP
+    by features: sbh(10 + 24/t + 5as/(ht)), equation 2 of the paper. Sequence
+    parallelism splits all other tensors by tokens: sbh/t (34 + 5as/h), equation 4.
 
     Example:
         >>> terms = layer_terms(TransformerShape(1, 2048, 12288, 96))  # GPT-3 175B
@@ -188,16 +188,15 @@ def layer_terms(shape: TransformerShape) -> LayerTerms:
 
 
 def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
-    """Return what one layer saves with fused attention: 34sbh + 4bas.
+    """Return the bytes that one layer saves with flash attention: 34sbh + 4bas.
 
     Flash attention (Dao, Fu, Ermon, Rudra, Ré 2022, arXiv:2205.14135, section 3.1)
-    saves q, k, v, its output, and for each row of the scores the logarithm of the sum
-    of exponentials, in single precision: 4bas bytes. The output is the input of the
-    projection and counted there. Ranks share it by the paper's rules.
+    saves q, k, v, its output, and the log-sum-exp of each row of the scores in single
+    precision: 4bas bytes. The attention output counts as the input of the projection.
 
     Returns:
-        Bytes of one rank. Not counted, besides the list at the top of this module: the
-        seed of the fused dropout, and rows that a kernel adds as padding.
+        Bytes per rank. The seed of the fused dropout and padding rows of the kernel are
+        not counted.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -215,7 +214,7 @@ def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
 
 
 def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
-    """Return what one layer saves between forward and backward: table 2 of the paper.
+    """Return the bytes that one layer saves for backward: table 2 of the paper.
 
         recompute    tensor parallel              tensor and sequence parallel
         none         sbh(10 + 24/t + 5as/(ht))    sbh(34/t + 5as/(ht))
@@ -223,18 +222,18 @@ def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
         full         sbh(2)                       sbh(2)
 
     Args:
-        shape: Sizes of the layer.
-        recompute: What the backward pass recomputes: `"none"`, `"selective"` for
-            everything between q, k, v and the projection's input, or `"full"` for
-            everything but the layer's input.
+        shape: Sizes and parallelism of the layer.
+        recompute: Tensors that the backward pass recomputes: `"none"`, `"selective"`
+            for those between q, k, v and the projection's input, or `"full"` for all
+            except the layer's input.
 
     Returns:
-        Bytes of one rank. With `"full"` each rank keeps the whole input; splitting it,
-        2sbh/t, would cost one more all-gather per layer. Not counted, besides the list
-        at the top of this module: what a recompute saves again.
+        Bytes per rank. With `"full"`, each rank retains the whole layer input, because
+        splitting it (2sbh/t) would cost one more all-gather per layer. Tensors that are
+        saved again during a recompute are not counted.
 
     Raises:
-        OptionError: If `recompute` has any other value.
+        OptionError: If `recompute` is not one of the three listed names.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -253,15 +252,16 @@ def layer_bytes(shape: TransformerShape, recompute: Recompute = "none") -> int:
 
 
 def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
-    """Return what a model saves outside its layers, without pipeline parallelism.
+    """Return the bytes that a model saves outside its layers.
 
-    Section 4.3 of the paper for p = 1: the embedding's dropout, sbh/t; the input of the
-    last norm, 2sbh/t; that of the projection to the vocabulary, 2sbh/t; the logits in
-    single precision, 4sbv/t. Without sequence parallelism only the logits are split.
+    Without pipeline parallelism (p = 1 in section 4.3 of the paper), a model saves the
+    dropout mask of the embedding, sbh/t; the inputs of the last norm and of the output
+    projection, 2sbh/t each; and the logits in single precision, 4sbv/t. Without
+    sequence parallelism, only the logits are split.
 
     Returns:
-        Bytes of one rank, by name. Not counted: token ids and targets, and the logits
-        in half precision, which are freed once converted to single precision.
+        Bytes per rank, by name of the term. Not counted: token ids, targets, and logits
+        in half precision, which are freed after conversion to single precision.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -283,10 +283,10 @@ def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
 def model_bytes(
     shape: TransformerShape, layers: int, vocabulary: int, recompute: Recompute = "none"
 ) -> int:
-    """Return what a whole model saves between forward and backward.
+    """Return the bytes that a whole model saves for its backward pass.
 
-    `L` layers and everything outside them, without pipeline parallelism: equation 5
-    of the paper for p = 1, with the extra memory of its section 4.3.
+    The result is the sum over `L` layers and `extra_terms`, without pipeline
+    parallelism: equation 5 and section 4.3 of the paper for p = 1.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)

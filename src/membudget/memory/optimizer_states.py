@@ -1,4 +1,4 @@
-"""Closed forms: bytes of optimizer state for one parameter.
+"""Closed forms for the bytes of optimizer state of one parameter.
 
 Not counted: the parameter itself and its gradient.
 """
@@ -14,7 +14,7 @@ _STEP_BYTES = 4  # Each parameter has a step counter, a tensor of one float32.
 
 
 def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
-    """Return the state of `torch.optim.SGD`: one buffer with momentum, else nothing.
+    """Return the state bytes of `torch.optim.SGD`: one momentum buffer, or none.
 
     Raises:
         OptionError: If a size is not a positive integer.
@@ -28,17 +28,12 @@ def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -
 
 
 def adam_bytes(elements: int, element_bytes: int = 4, *, amsgrad: bool = False) -> int:
-    """Return the state of `torch.optim.Adam` and `AdamW` for a parameter.
+    """Return the state bytes of `torch.optim.Adam` or `AdamW` for one parameter.
 
-    The running means of the gradient and of its square (Kingma, Ba 2014,
-    arXiv:1412.6980, algorithm 1), with `amsgrad` the maximum of the latter (Reddi,
-    Kale, Kumar 2018), all of the parameter's dtype, and a step counter. Not counted: a
-    single-precision copy of the parameter, which some trainers add.
-
-    Args:
-        elements: Number of elements of the parameter.
-        element_bytes: Bytes per element; 4 for single precision.
-        amsgrad: Whether `amsgrad` is on.
+    The state consists of the running means of the gradient and its square (Kingma, Ba
+    2014, arXiv:1412.6980, algorithm 1), with `amsgrad` also the maximum of the latter
+    (Reddi, Kale, Kumar 2018), all in the parameter's dtype, and a step counter. A
+    single-precision copy of the parameter, which some trainers add, is not counted.
 
     Raises:
         OptionError: If a size is not a positive integer.
@@ -52,14 +47,15 @@ def adam_bytes(elements: int, element_bytes: int = 4, *, amsgrad: bool = False) 
 
 
 def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
-    """Return the state of `torch.optim.Adafactor` for a parameter.
+    """Return the state bytes of `torch.optim.Adafactor` for one parameter.
 
     The running mean of the squared gradient is factored (Shazeer, Stern 2018,
-    arXiv:1804.04235, section 3): each matrix (the last two dimensions) has one number
-    per row and one per column; a vector has one per element. A step counter is added.
+    arXiv:1804.04235, section 3): each matrix (the last two dimensions) stores one
+    number per row and column, a vector one per element. Each parameter also has a step
+    counter.
 
     Args:
-        size: The parameter's shape.
+        size: Shape of the parameter.
         element_bytes: Bytes per element; 4 for single precision.
 
     Raises:
@@ -81,7 +77,7 @@ def check_positive(**sizes: int) -> None:
     """Reject sizes that are not positive integers.
 
     Raises:
-        OptionError: Names the first such size.
+        OptionError: If a size is not a positive integer; the message names the size.
     """
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
@@ -91,10 +87,10 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_divides(name: str, divisor: int, of: str, number: int) -> None:
-    """Reject a size that does not divide another.
+    """Reject a divisor that leaves a remainder.
 
     Raises:
-        OptionError: Names both.
+        OptionError: If `divisor` does not divide `number`.
     """
     if number % divisor:
         raise OptionError(

@@ -1,11 +1,11 @@
-"""Bytes by storage, and the peak of live bytes during a call with its operator.
+"""Measure the bytes of storages, and the peak of live bytes during a call.
 
-On the CPU torch's profiler records every allocation and release of the allocator, also
-in autograd's threads and inside kernels. Their running sum is exact and repeats to the
-byte. The profiler also reports releases of memory from before the recording, if it saw
-the allocation in an earlier recording; those are dropped, or the sum would fall below
-the live bytes. On CUDA the allocator keeps the statistics itself. Memory that does not
-come from the allocator (a library's workspace from the system) is not counted.
+On the CPU, torch's profiler records every allocation and release, including those in
+autograd's threads and inside kernels. The running sum of allocations and releases is
+exact and reproducible to the byte. Releases of memory that was allocated before the
+recording are ignored, because they would push the sum below the live bytes. On CUDA,
+the allocator's own statistics are used. Memory that does not come from torch's
+allocator, such as a library's own workspace, is not counted.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from membudget.state.bits import plain_parts
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes that `tensors` keep alive, each storage counted once.
 
-    A view keeps its whole base alive, so `x[:1]` costs what `x` costs, and the three
-    chunks of a fused projection cost one projection. A tensor made of others (a
-    `DTensor`, a sparse tensor) counts those.
+    A view keeps its whole base alive, so `x[:1]` counts as many bytes as `x`, and three
+    chunks of one tensor count as many as the tensor. A composite tensor (a `DTensor`, a
+    sparse tensor) counts the storages of its parts.
 
     Args:
-        tensors: Any tensors, on any device; `meta` and fake tensors count the bytes
-            that real ones would have.
+        tensors: Tensors on any device; `meta` and fake tensors count the bytes that
+            equivalent real tensors would occupy.
 
     Example:
         >>> import torch
@@ -57,12 +57,12 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """An allocation, or a release.
+    """An allocation or a release of memory.
 
     Attributes:
-        moment: Time in nanoseconds, by the clock of the events.
-        bytes: Size of the storage; negative for a release.
-        thread: Thread in which it happened.
+        moment: Time in nanoseconds on the profiler's clock.
+        bytes: Size of the allocation; negative for a release.
+        thread: Id of the thread that allocated or released the memory.
     """
 
     moment: int
@@ -72,10 +72,10 @@ class Change:
 
 @dataclass(slots=True)
 class Events:
-    """The profiler's events.
+    """The events that torch's profiler recorded.
 
     Attributes:
-        memory: Allocations and releases on the CPU, in order.
+        memory: Allocations and releases on the CPU, in chronological order.
         others: All other events: operators and `record_function` blocks.
     """
 
@@ -85,10 +85,10 @@ class Events:
 
 @contextlib.contextmanager
 def recorded_events() -> Iterator[Events]:
-    """Record the code inside.
+    """Record the enclosed code with torch's profiler.
 
     Yields:
-        The events, filled in when the context ends.
+        The profiler's events, filled in when the context exits.
     """
     events = Events()
     recorder = profile(profile_memory=True)
@@ -105,7 +105,8 @@ def recorded_events() -> Iterator[Events]:
 
 
 def _changes(tree: list[Any]) -> Iterator[Change]:
-    """Yield allocations and releases on the CPU; only the event tree has addresses."""
+    """Yield the allocations and releases on the CPU, in chronological order."""
+    # Only the event tree has addresses, which show what was allocated before.
     alive: set[int] = set()
     for node in sorted(_allocations(tree), key=lambda node: node.start_time_ns):
         change: Any = node.extra_fields
@@ -131,7 +132,7 @@ def _allocations(tree: list[Any]) -> Iterator[Any]:
 def quiet_stderr() -> Iterator[None]:
     """Hide the lines that the profiler's C++ code prints when it starts and stops."""
     sys.stderr.flush()
-    try:
+    try:  # C++ writes to the file descriptor, not to `sys.stderr`.
         kept = os.dup(2)
     except OSError:  # The process has no standard error.
         yield
@@ -155,9 +156,9 @@ class Peak(Generic[T]):
 
     Attributes:
         peak_bytes: Peak of the live bytes that the call allocated.
-        end_bytes: Bytes of those still live at the end, `result` included.
-        operator: The operator that reached the peak, such as `"aten::addmm"`; empty if
-            none was running, and on CUDA.
+        end_bytes: Bytes allocated by the call and live at its end, with `result`.
+        operator: The operator that reached the peak, such as `"aten::addmm"`; empty on
+            CUDA, or if no operator was running.
         timeline: Live bytes after each allocation or release; empty on CUDA.
         reserved_bytes: On CUDA, bytes that the allocator reserved beyond `peak_bytes`,
             for rounding and cached blocks; 0 on the CPU.
@@ -173,26 +174,26 @@ class Peak(Generic[T]):
 
 
 def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
-    """Call a function and measure the peak of tensor bytes that it allocates.
+    """Call a function and measure the peak of the tensor bytes that it allocates.
 
-    Not counted: allocator rounding, and memory from before the call: add
-    `storage_bytes` of the parameters, buffers, optimizer state and inputs for the
-    total. On the CPU releasing such memory is not counted either, so set old gradients
-    to `None` before the call.
+    Not counted: allocator rounding, and memory from before the call. For the total, add
+    `storage_bytes` of the parameters, buffers, optimizer state and inputs. On the CPU,
+    releases of memory from before the call do not count either, so set old gradients to
+    `None` before the call.
 
     Args:
-        function: The function. Other threads of this process count too, autograd's
-            above all.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments. If a tensor or module among the arguments, or
-            the function's object, is on a CUDA device, that device is measured, else
-            the CPU.
+        function: The function to call. Allocations in all threads of the process count,
+            including autograd's threads.
+        *args: Positional arguments of the function.
+        **kwargs: Keyword arguments of the function. If any argument, or the object of a
+            bound method, is on a CUDA device, that device is measured instead of the
+            CPU.
 
     Returns:
-        The peak, with the function's result.
+        The measured peak, and the function's result.
 
     Raises:
-        OptionError: If a profiler is running already.
+        OptionError: If a profiler is already running.
 
     Example:
         >>> x = torch.zeros(1000)  # 4,000 bytes
@@ -227,7 +228,7 @@ def _from_events(events: Events, result: T) -> Peak[T]:
 
 
 def _running(events: list[Any], change: Change) -> str:
-    """Return the innermost operator that was running in the change's thread."""
+    """Return the innermost operator that was running when the memory changed."""
     around = [
         event
         for event in events
@@ -250,6 +251,7 @@ def _peak_on_cuda(
     result = function(*args, **kwargs)
     torch.cuda.synchronize(device)
     after = torch.cuda.memory_stats(device)
+    # Requested bytes exclude the allocator's rounding, as on the CPU.
     start = before.get("requested_bytes.all.current", 0)
     most = after.get("requested_bytes.all.peak", 0) - start
     end = after.get("requested_bytes.all.current", 0) - start

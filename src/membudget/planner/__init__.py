@@ -1,8 +1,8 @@
-"""From a step's numbers to a plan: pure functions, without torch.
+"""Planning: pure functions, without torch, from a profiled step to a plan.
 
 Choice (of a block)  →  Schedule (of a step, simulated)  →  Plan (the file)
 
-`planner` asks three solvers (`knapsack`, `nested`, `prices`) for schedules, improves
-them (`search`) and has the last word from the simulation (`simulate`). What each file
-is for stands in the map of CONTRIBUTING.md.
+`planner` collects schedules from three solvers (`knapsack`, `nested`, `prices`),
+improves them by local search (`search`) and ranks the results by simulation
+(`simulate`). CONTRIBUTING.md describes every file in one line.
 """

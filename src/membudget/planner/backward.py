@@ -1,9 +1,10 @@
-"""The backward pass of one block, simulated: what is recomputed, and when it is freed.
+"""Simulate the backward pass of one block: what it recomputes and when it frees it.
 
-The counts are those of the engine (`engine.replay`). When the backward pass unpacks the
-first saved tensor of a stage, the recompute slice of everything that the stage will
-serve is computed from what is live then, and each storage of the slice gets a use
-count: the operators and saved tensors that need it. At zero it is freed.
+The simulation counts uses exactly as the replay engine (`engine.replay`) does. When the
+backward pass unpacks the first saved tensor of a stage, the stage determines which
+operators recompute all its saved tensors from the storages live at that time. Each
+recomputed storage gets a use count, the number of these operators that read it plus the
+number of saved tensors in it, and is freed when the count reaches zero.
 
     stage serves: b, c      slice: 0 → a, 1 → b, 2 → c      (1 and 2 read a)
 
@@ -23,21 +24,21 @@ from membudget.planner.choice import Choice, made_in, saved_in, slice_of_saved
 
 
 class Ledger:
-    """Live bytes of a simulated step, their peak, and what was recomputed.
+    """Running totals of a simulated step: live bytes, peak and recomputed operators.
 
     Attributes:
-        graph: The plain step.
-        ends: The op index at which a storage is freed, where that differs from the
-            plain step.
-        moment: The operator that runs now, by index.
-        live_bytes: What is live now, without workspace.
-        peak_bytes: The maximum so far, workspaces included.
-        peak_moment: When that was.
-        recomputed: The operators that ran again, in order.
+        graph: The step as profiled, without recomputation.
+        ends: For each storage whose live range the choices change, the op index at
+            which the forward's copy is freed.
+        moment: The op index that the simulation has reached.
+        live_bytes: Bytes live at the current op index, without operator workspace.
+        peak_bytes: The maximum of live bytes plus operator workspace so far.
+        peak_moment: The op index at which the peak occurred.
+        recomputed: Indices of the recomputed operators, in execution order.
     """
 
     def __init__(self, graph: StepGraph):
-        """Start with nothing live."""
+        """Create a ledger for a step, with no live bytes."""
         self.graph = graph
         self.ends: dict[int, int] = {}
         self.moment = self.live_bytes = self.peak_bytes = self.peak_moment = 0
@@ -49,15 +50,15 @@ class Ledger:
         return self.graph.storages[storage].death if end is None else end
 
     def allocate(self, storage: int) -> None:
-        """Count a storage."""
+        """Add a storage to the live bytes."""
         self.live_bytes += self.graph.storages[storage].bytes
 
     def release(self, storage: int) -> None:
-        """Stop counting a storage."""
+        """Subtract a storage from the live bytes."""
         self.live_bytes -= self.graph.storages[storage].bytes
 
     def update_peak(self, operator: int) -> None:
-        """Take the peak at an operator that is running, its workspace included."""
+        """Update the peak for a running operator, including its workspace."""
         total = self.live_bytes + self.graph.operators[operator].workspace_bytes
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_moment = total, self.moment
@@ -65,25 +66,22 @@ class Ledger:
 
 @dataclass
 class _Copy:
-    """A recomputed storage, with the number of its holders: the block, autograd."""
+    """A recomputed storage, reference-counted by the block and autograd."""
 
     holders: int = 0
 
 
 class BlockBackward:
-    """The state of one block in the backward pass.
-
-    Attributes:
-        dropped_saved: The saved tensors that have to be recomputed, by index.
-    """
+    """Recomputation state of one block during the simulated backward pass."""
 
     def __init__(self, ledger: Ledger, choice: Choice):
-        """Find what the choice drops, and the recompute slice of that."""
+        """Find the tensors that a choice drops, and their recompute slice."""
         self._graph = graph = ledger.graph
         self._ledger = ledger
         self._starts = [stage.start for stage in choice.stages]
         self._retained = [s.retained for s in choice.stages] or [frozenset[int]()]
         dropped = made_in(graph, choice) - choice.kept
+        # Indices of the saved tensors that the backward pass has to recompute.
         self.dropped_saved = [
             index
             for index in saved_in(graph, choice)
@@ -97,8 +95,8 @@ class BlockBackward:
         self._served: set[int] = set()
         self._freed: set[int] = set()
         self._live: dict[int, _Copy] = {}
-        self._lent: dict[int, _Copy] = {}  # To autograd, by saved tensor.
-        self._begin(-1)
+        self._lent: dict[int, _Copy] = {}  # Held by autograd, by saved tensor.
+        self._begin(-1)  # No stage yet.
 
     def _storage(self, saved: int) -> int:
         return self._graph.values[self._graph.saved[saved].value].storage
@@ -108,10 +106,11 @@ class BlockBackward:
         return max(0, bisect_right(self._starts, moment) - 1)
 
     def move_ends(self) -> None:
-        """Write into the ledger which of the forward's storages end at another op.
+        """Record in the ledger the live ranges that the choice shortens or extends.
 
-        A dropped storage ends when nothing but autograd holds it; a source of the
-        recompute slice stays until the last target that needs it.
+        A dropped storage is freed once only dropped saved tensors refer to it. A
+        storage from which dropped tensors are recomputed stays live until autograd has
+        freed the last of these tensors.
         """
         graph, ends = self._graph, self._ledger.ends
         saved_here: dict[int, list[int]] = {}
@@ -129,14 +128,14 @@ class BlockBackward:
                 ends[storage] = max(self._ledger.end_of(storage), moment)
 
     def unpack(self, saved: int) -> None:
-        """Autograd asks for a saved tensor."""
+        """Serve a saved tensor to autograd, after recomputing it if it is not live."""
         if self._stage_of(saved) != self._stage:
             self._begin(self._stage_of(saved))
         storage = self._storage(saved)
         if self._is_missing(storage):
             missing = self._missing_slice([storage])
             if not self._ran.isdisjoint(missing):
-                # The stage freed something that is needed after all.
+                # The stage has freed a storage that is needed after all: start anew.
                 self._begin(self._stage)
             for operator in sorted(missing):
                 self._run(operator)
@@ -145,7 +144,7 @@ class BlockBackward:
         copy = self._live.get(storage)
         if copy is not None:
             if self._reads_to_come[storage] or self._is_read_in_other_stage(storage):
-                # Autograd may write into what it gets: it gets a copy of its own.
+                # Autograd may overwrite the tensor it unpacks, so it gets a copy.
                 copy = _Copy()
                 self._ledger.allocate(storage)
             copy.holders += 1
@@ -153,7 +152,7 @@ class BlockBackward:
         self._free_unused([storage])
 
     def free(self, saved: int) -> None:
-        """Autograd frees a saved tensor."""
+        """Release autograd's hold on a saved tensor."""
         storage = self._storage(saved)
         self._freed.add(saved)
         if saved not in self._served:
@@ -166,7 +165,7 @@ class BlockBackward:
             self._drop(storage, copy)
 
     def _begin(self, stage: int) -> None:
-        """Count the uses of each storage in a stage, starting from what is live."""
+        """Enter a stage: count the pending uses of each storage in it."""
         self._stage = stage
         self._ran: set[int] = set()
         unserved = [i for i in self._by_stage.get(stage, ()) if i not in self._served]
@@ -180,7 +179,7 @@ class BlockBackward:
         self._free_unused(list(self._live))
 
     def _is_read_in_other_stage(self, storage: int) -> bool:
-        """Tell whether another stage reads a storage that this one retains."""
+        """Return whether another stage will read a storage that this stage retains."""
         retained = self._retained[self._stage]
         if storage not in retained:
             return False
@@ -194,6 +193,7 @@ class BlockBackward:
         seen: set[int] = set()
         while pending:
             wanted = pending.pop()
+            # A retained live storage is not recomputed, so its inputs are not read.
             if wanted in seen or (wanted in retained and wanted in self._live):
                 continue
             seen.add(wanted)
@@ -204,6 +204,7 @@ class BlockBackward:
         return False
 
     def _is_missing(self, storage: int) -> bool:
+        # The forward's copy of a storage serves until its own live range ends.
         return (
             storage in self._writers
             and storage not in self._live
@@ -211,7 +212,7 @@ class BlockBackward:
         )
 
     def _missing_slice(self, storages: Iterable[int]) -> set[int]:
-        """Return the part of the recompute slice that some storages need now."""
+        """Return the operators that must run now to recompute the given storages."""
         found: set[int] = set()
         pending = [s for s in storages if self._is_missing(s)]
         while pending:
@@ -226,12 +227,13 @@ class BlockBackward:
         self._ledger.recomputed.append(operator)
         discarded = []
         for storage in self._slice.writes[operator]:
+            # Only its first writer allocates a storage; later ones write in place.
             if self._graph.storages[storage].birth == operator:
                 self._ledger.allocate(storage)
                 if storage in self._writers and storage not in self._live:
                     self._live[storage] = _Copy(1)
                 else:
-                    discarded.append(storage)  # It is live already, or not wanted.
+                    discarded.append(storage)  # Live already, or not needed.
         self._ledger.update_peak(operator)
         for storage in discarded:
             self._ledger.release(storage)

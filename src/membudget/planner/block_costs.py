@@ -1,9 +1,9 @@
-"""What each choice of a block retains, and its peaks beside the rest of the step.
+"""Cost of each choice of a block: retained bytes, peak and recompute time.
 
-Live bytes are a sum over storages, and a block's choice moves only the storages that
-the block makes. So the timeline of a step under any choices is that of the storages
-outside all blocks, which keep the live ranges of the plain step, plus one timeline for
-each block:
+Live bytes are a sum over storages, and the model assumes that a block's choice changes
+the live ranges of only the storages that the block allocates. The live bytes of a step
+under any choices are therefore the timeline of the storages outside all blocks, whose
+live ranges never change, plus one timeline per block:
 
     outside      ▂▂▂▂▂▂▂▂▃▃▃▂▂▂▂▂▂▂▂▂▂▂▂▂
     block 0      ▃▆▄▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▄▆▃
@@ -38,13 +38,13 @@ from membudget.planner.simulate import (
 
 @dataclass(frozen=True)
 class ChoiceCost:
-    """What one choice for a block costs.
+    """The cost of one choice for a block.
 
     Attributes:
-        retained_bytes: Live from the block's forward to its backward.
-        peak_bytes: The maximum while the block runs, forward or backward, beside what
-            the blocks before it retain; tensors outside all blocks are in it.
-        seconds: Recomputation and overhead.
+        retained_bytes: Bytes that the block keeps live between forward and backward.
+        peak_bytes: Peak while the block runs, forward or backward, including tensors
+            outside all blocks but excluding the bytes that earlier blocks retain.
+        seconds: Time of recomputation, plus the engine's overhead.
     """
 
     retained_bytes: int
@@ -53,12 +53,12 @@ class ChoiceCost:
 
 
 class BlockCosts:
-    """The keep-sets of some blocks of a step, and their costs.
+    """Keep-sets (storages to keep) for the blocks of a step, with their costs.
 
     Attributes:
-        blocks: The blocks, in forward order; they do not overlap.
-        keep_sets: The keep-sets of each block, largest first.
-        outside_bytes: At each operator, what is live outside all blocks.
+        blocks: The blocks, disjoint and in forward order.
+        keep_sets: The candidate keep-sets of each block, largest first.
+        outside_bytes: Live bytes outside all blocks, at each op index.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class BlockCosts:
         blocks: Sequence[Block],
         always: Sequence[frozenset[int]] = (),
     ):
-        """Find the keep-sets; `always`, for each block, is what every choice keeps."""
+        """Find the keep-sets of each block; all of them contain `always`."""
         self._graph = graph
         self.blocks = list(blocks)
         kept = always or [frozenset[int]()] * len(self.blocks)
@@ -81,7 +81,7 @@ class BlockCosts:
         self._starts = sorted(self.backward_start(block) for block in self.blocks)
 
     def costs(self) -> list[list[ChoiceCost]]:
-        """Return the cost of each keep-set of each block, in their order."""
+        """Return one list per block, with the cost of each of its keep-sets."""
         pairs = list(zip(self.blocks, self.keep_sets, strict=True))
         timelines = [
             [simulate_block(self._graph, Choice(b.start, b.end, k.kept)) for k in of]
@@ -95,13 +95,13 @@ class BlockCosts:
         return found
 
     def backward_start(self, block: Block) -> int:
-        """Return the op index at which the backward pass first needs a block."""
+        """Return the op index at which a block's saved tensors are first unpacked."""
         saved = (self._graph.saved[i] for i in saved_in(self._graph, block))
         asked = [s.asked[0] for s in saved if s.asked]
         return min(asked, default=len(self.outside_bytes))
 
     def next_backward(self, moment: int) -> int:
-        """Return when the backward of the next block starts, after an op index."""
+        """Return the first op index after `moment` where a block's backward starts."""
         later = bisect_right(self._starts, moment)
         return [*self._starts, len(self.outside_bytes)][later]
 
@@ -111,6 +111,7 @@ class BlockCosts:
         start = self.backward_start(block)
         retained = peak = 0
         for moment, end, alive, most in own:
+            # Live between the end of the forward and the block's backward.
             if moment < start and end > self._graph.backward_start:
                 retained = max(retained, alive)
             if moment < block.end or moment >= start:
@@ -123,16 +124,17 @@ class BlockCosts:
     def _peaks_between_blocks(
         self, timelines: Sequence[Sequence[BlockTimeline]]
     ) -> list[int]:
-        """Return, for each block, the outside peak while no block runs.
+        """Return, per block, the peak of tensors outside blocks while no block runs.
 
-        An operator of the forward counts for the block before it, one of the backward
-        for the block whose backward comes next: what that block and those before it
-        retain is live there.
+        An operator outside all blocks counts for the preceding block in the forward,
+        and for the next block to run in the backward pass: in both cases, the bytes
+        retained by this block and all earlier blocks are live.
         """
         starts = [self.backward_start(block) for block in self.blocks]
         count, turn = len(self.outside_bytes), self._graph.backward_start
         busy = [False] * count
         for block, start, of_block in zip(self.blocks, starts, timelines, strict=True):
+            # Backward, a block is busy up to the last event of any of its choices.
             end = max((own[-1].start + 1 for own in of_block if own), default=start)
             for first, last in ((block.start, block.end), (start, end)):
                 busy[first:last] = [True] * (min(last, count) - first)
@@ -150,7 +152,7 @@ class BlockCosts:
         return peaks
 
     def peak_between(self, own: BlockTimeline, first: int, last: int) -> int:
-        """Return the peak of a block beside the outside, over a range of operators."""
+        """Return the peak of a block plus tensors outside blocks, over an op range."""
         peak = self._outside_peak(first, min(last, own[0].start if own else last))
         for moment, end, alive, most in own:
             start, stop = max(moment, first), min(end, last)
@@ -166,22 +168,22 @@ class BlockCosts:
 
 
 class Fronts:
-    """The keep-sets of the blocks of one step; equal blocks are solved once.
+    """Cache of the keep-sets of a step's blocks: equal blocks are solved once.
 
-    Two blocks are equal if their operators take the same time, read and write what the
-    block makes in the same way, and autograd wants the same of it.
+    Two blocks are equal if their operators agree in time and data flow, and the
+    storages that they allocate agree in size and in whether autograd needs them.
     """
 
     def __init__(self, graph: StepGraph):
-        """Start with none solved."""
+        """Create an empty cache for one step."""
         self._graph = graph
-        # Storages stand there by their place among what the block makes.
+        # Storages are numbered within their block, so that equal blocks match.
         self._known: dict[Hashable, list[KeepSet]] = {}
 
     def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
         """Return the keep-sets of a block, largest first.
 
-        Every choice keeps `always`, whose bytes are not counted.
+        Every keep-set contains `always`, whose bytes are not counted.
         """
         made = sorted(made_in(self._graph, block))
         place_of = {storage: place for place, storage in enumerate(made)}

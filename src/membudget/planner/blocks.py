@@ -1,15 +1,15 @@
-"""Where to cut the forward into blocks: at module calls, or where few bytes cross.
+"""Cut the forward into blocks: at module calls, or where few bytes cross the cut.
 
-`module_blocks` cuts at the calls of modules that run once: what a region can be put on.
-From the model downwards, a call is replaced by the calls inside it while it saves more
-than its share and they cover most of what it saves. So a model falls into its layers,
-whatever it calls them.
+`module_blocks` cuts at module calls, because a region wraps a module, and considers
+only modules that are called once per step. From the whole model downwards, a call with
+more than a given share of the saved bytes is replaced by its child calls if they hold
+most of its saved bytes. A model thus splits into layers, whatever they are called.
 
-`segments` cuts one such call into a chain for nested recomputation. To start over from
-a cut, everything that crosses it must be live: storages made before and read after it.
-A skip connection crosses every cut that it spans. The heaviest segment by saved bytes
-is cut first, between its fifths, where the fewest bytes cross; so equal layers are cut
-alike.
+`segments` cuts one module call into a chain of segments for nested recomputation.
+Recomputation that starts at a cut needs all storages that are made before the cut and
+read after it. A skip connection crosses every cut between its two ends. The segment
+with the most saved bytes is cut next, within its middle three fifths, where the fewest
+bytes cross; equal layers are therefore cut alike.
 
     operators    0   1 │ 2   3   4 │ 5        crossing the first cut: b, the skip
     b                ├─┼───┤       │
@@ -37,10 +37,10 @@ LEAST_COVERED = 0.6
 
 
 def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
-    """Return disjoint module calls that cover most of the forward, in its order.
+    """Return disjoint module calls that cover most of the forward, in forward order.
 
-    A call that saves a larger share of the step's saved bytes than `most_share` is
-    replaced by the calls inside it, if they cover most of it.
+    A call with more than the fraction `most_share` of the step's saved bytes is
+    replaced by its child calls, provided that they cover most of its saved bytes.
     """
     tree = _CallTree(graph, most_share)
     found = [block for call in tree.inside(None) for block in tree.cut(call)]
@@ -48,13 +48,13 @@ def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
 
 
 def largest_call(graph: StepGraph) -> ModuleCall | None:
-    """Return the outermost call with the most operators; `None` without any."""
+    """Return the outermost module call with the most operators, or `None`."""
     calls = module_blocks(graph, 1.0)
     return max(calls, key=lambda call: call.end - call.start, default=None)
 
 
 class _CallTree:
-    """The tree of module calls, and what each saves."""
+    """The tree of module calls, with the saved bytes of each call."""
 
     def __init__(self, graph: StepGraph, most_share: float):
         times = Counter(call.path for call in graph.calls)
@@ -64,11 +64,11 @@ class _CallTree:
         self._most_bytes = most_share * self._saved_before[-1]
 
     def saved_bytes(self, call: ModuleCall) -> int:
-        """Return how many bytes made in a call autograd saves."""
+        """Return the bytes that a call allocates and autograd saves."""
         return self._saved_before[call.end] - self._saved_before[call.start]
 
     def cut(self, call: ModuleCall) -> list[ModuleCall]:
-        """Return the call, or the blocks inside it."""
+        """Return the call itself, or the smaller calls that replace it."""
         saved = self.saved_bytes(call)
         inner = self.inside(call)
         covered = sum(map(self.saved_bytes, inner))
@@ -77,10 +77,7 @@ class _CallTree:
         return [block for inside in inner for block in self.cut(inside)]
 
     def inside(self, outer: ModuleCall | None) -> list[ModuleCall]:
-        """Return the calls directly inside another, or inside none.
-
-        Those of equal extent are skipped.
-        """
+        """Return the direct child calls of `outer`, or top-level calls for `None`."""
         found: list[ModuleCall] = []
         end = 0
         first, last = 0, len(self._calls)
@@ -97,6 +94,7 @@ class _CallTree:
 
 
 def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
+    # A child with the same operators as its parent would be the same block.
     same = (call.start, call.end) == (outer.start, outer.end)
     deeper = call.path != outer.path and (
         not outer.path or call.path.startswith(outer.path + ".")
@@ -105,7 +103,7 @@ def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:
 
 
 def _made_before(graph: StepGraph, storages: Iterable[int]) -> list[int]:
-    """Return how many bytes of some storages were made before each operator."""
+    """Return, for each op index, the bytes of the given storages made before it."""
     made = [0] * (len(graph.operators) + 1)
     for storage in (graph.storages[index] for index in storages):
         if storage.birth >= 0:
@@ -115,14 +113,9 @@ def _made_before(graph: StepGraph, storages: Iterable[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Segment(Block):
-    """A block of a chain.
+    """One segment of a chain, with the storages that cross its end."""
 
-    Attributes:
-        crossing: The storages, by index, made in this segment or before it and read
-            after it; empty for the last.
-    """
-
-    crossing: frozenset[int]
+    crossing: frozenset[int]  # By index; empty for the last segment.
 
 
 def segments(graph: StepGraph, block: Block, most: int) -> list[Segment]:
@@ -148,10 +141,7 @@ def segments(graph: StepGraph, block: Block, most: int) -> list[Segment]:
 
 
 class _Cuts:
-    """What crosses each place of a block, and what is saved before it.
-
-    A cut at place p separates operator p - 1 from operator p.
-    """
+    """Crossing and saved bytes at each cut of a block; cut p precedes operator p."""
 
     def __init__(self, graph: StepGraph, block: Block):
         self._graph = graph
@@ -166,7 +156,7 @@ class _Cuts:
                     self._last_read[storage] = index
                 for storage in storages_of(graph, operator.outputs):
                     last_write[storage] = index
-        # Between two writes of a storage there is no cut: the old content is lost.
+        # No cut between two writes of a storage: the second destroys its content.
         self._is_open = [True] * (block.end - block.start)
         for storage, birth in self._births.items():
             for place in range(birth + 1, last_write[storage] + 1):
@@ -176,25 +166,26 @@ class _Cuts:
         ranges = []
         for storage, birth in self._births.items():
             last = self._last_read.get(storage, birth)
-            # What autograd saves is wanted anyway; the rest is held for the cut alone.
+            # Twice the weight if autograd does not save it: only the cut retains it.
             size = graph.storages[storage].bytes * (1 if storage in wanted else 2)
             ranges.append((birth + 1, last + 1, size))
         self._crossing_bytes = live_bytes(block.end + 1, ranges)
 
     def saved_bytes(self, start: int, end: int) -> int:
-        """Return the saved bytes that a part makes."""
+        """Return the saved bytes allocated between two op indices."""
         return self._saved_before[end] - self._saved_before[start]
 
     def best(self, start: int, end: int) -> int | None:
-        """Return where to cut a part; `None` if there is no place."""
+        """Return the best cut between two op indices; `None` if no cut is possible."""
         first = self._block.start
         places = [p for p in range(start + 1, end) if self._is_open[p - first]]
         operators = self._graph.operators
-        # Before or after a view is the same cut; the earlier place is enough.
+        # Cutting before or after a view is equivalent: only the former is tried.
         places = [p for p in places if not operators[p - 1].is_view]
         if not places:
             return None
         whole = self.saved_bytes(start, end)
+        # The middle three fifths by saved bytes.
         inner = [
             p for p in places if whole <= 5 * self.saved_bytes(start, p) <= 4 * whole
         ]
@@ -206,7 +197,7 @@ class _Cuts:
         return min(inner or places, key=cost)
 
     def crossing(self, place: int) -> frozenset[int]:
-        """Return the storages that cross a place."""
+        """Return the storages that cross a cut."""
         if place == self._block.end:
             return frozenset()
         return frozenset(

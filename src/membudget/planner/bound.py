@@ -1,8 +1,8 @@
-"""A lower bound on the time of any schedule that fits: how far from optimal a plan is.
+"""Lower bound on the step time under a budget: how far a plan is from optimal.
 
-Take any schedule and any op index t. A storage that autograd asks for later is live at
-t, or every operator that writes it runs again. What is live at t in any case leaves
-room for some of those storages only; the others, the *excess*, are paid for:
+In any schedule, a storage that autograd unpacks after op index t is either live at t or
+recomputed later by all its writers. The budget, less the bytes live at t under every
+schedule, has room for some of the storages needed later; the *excess* is recomputed:
 
     excess(t) = fixed(t) + Σ bytes(s) - budget             over s in wanted(t)
     again(t)  = min Σ x(s) · bytes(s) · price(s)           where 0 ≤ x(s) ≤ 1
@@ -12,11 +12,11 @@ room for some of those storages only; the others, the *excess*, are paid for:
     live at t   │ fixed │ wanted 1 │ wanted 2 │ wanted 3 │
     budget      ├───────────────────────┤                        excess: what is beyond
 
-The minimum is the fractional knapsack (Dantzig 1957): the storages with the lowest
-price are recomputed first, the last of them in part, after one sort for all t. That no
-schedule recomputes half of a storage only lowers the bound. An operator that writes
-several storages would be paid once for each; so its time is divided among them by their
-bytes, and their shares never sum to more than it takes:
+The minimum is a fractional knapsack (Dantzig 1957): recompute the storages with the
+lowest price per byte first, and the last one in part. Sorting the storages by price
+once serves every op index t. Recomputing a fraction of a storage is impossible, but
+allowing it can only lower the bound. The time of an operator is divided among all the
+storages that it writes, in proportion to their bytes, so that it is not counted twice:
 
     price(s) = Σ seconds(w) / Σ bytes(s')                  over the writers w of s,
                                                            s' written by w
@@ -39,20 +39,20 @@ from membudget.planner.simulate import Interval, live_bytes
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     """Return a lower bound on the time of the step within a budget.
 
-    It holds for all choices of all blocks, nested ones too, and assumes schedules in
-    which:
+    The bound holds for all choices of blocks, nested recomputation included, under
+    these assumptions:
 
-    * each operator takes the time in the graph whenever it runs;
-    * those of the plain step all run, in its order, and what autograd does not save, or
-      the user holds, is live when it is in the plain step;
-    * a storage is live whole or not at all, neither compressed nor offloaded;
+    * an operator takes the time given in the graph each time it runs;
+    * all operators of the original step run in their original order, and tensors that
+      autograd does not save or that the user holds keep their live ranges;
+    * a storage is either live as a whole or freed, never compressed or offloaded;
     * recomputing a storage runs all operators that wrote it before autograd saved it;
-    * operators that must be kept do not run again.
+    * operators marked `must_keep` never run again.
 
-    The bytes that recomputation itself needs, inputs and intermediates, are left out:
-    the bound is loose where little else is live.
+    The bound ignores the memory that recomputation itself needs for inputs and
+    intermediates, so it is loose where little else is live.
 
-    It is infinity if no schedule fits.
+    The result is infinity if the bytes live under every schedule exceed the budget.
 
     Raises:
         OptionError: If the budget is negative.
@@ -64,20 +64,20 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class _Droppable:
-    """A storage of the forward that need not be live while nothing asks for it."""
+    """A storage of the forward that a schedule may free and recompute."""
 
     storage: int
     writers: tuple[int, ...]  # They have to run again if it is dropped.
-    start: int  # From here on, nothing but autograd needs it.
-    asked: tuple[int, ...]  # Where it must be live all the same, from `start` on.
-    end: int  # The op index after which nothing asks for it.
+    start: int  # From this op index on, only autograd holds it.
+    asked: tuple[int, ...]  # Op indices from `start` on at which it must be live.
+    end: int  # The op index at which autograd unpacks it for the last time.
 
 
 class _Excess:
-    """What is fixed and what is wanted at each op index.
+    """Fixed bytes (live under every schedule) and droppable storages, by op index.
 
-    Arrays over the droppable storages, in order of their prices: sizes, prices, and the
-    range from start to end in which each is wanted.
+    The arrays run over the droppable storages in order of price: size, price, and the
+    op range from start to end in which autograd still needs each storage.
     """
 
     def __init__(self, graph: StepGraph):
@@ -98,7 +98,7 @@ class _Excess:
         self._fixed = _fixed_bytes(graph, free, must_keep)
 
     def again_s(self, budget_bytes: int) -> float:
-        """Return the maximum of again(t)."""
+        """Return the maximum of again(t), a lower bound on the recompute time."""
         moments = range(len(self._fixed))
         return max((self._again_at(t, budget_bytes) for t in moments), default=0.0)
 
@@ -107,19 +107,19 @@ class _Excess:
         if room < 0:
             return float("inf")
         wanted = (self._starts <= moment) & (moment < self._ends)
-        wanted[self._asked.get(moment, [])] = False
+        wanted[self._asked.get(moment, [])] = False  # Counted in the fixed bytes.
         sizes, prices = self._sizes[wanted], self._prices[wanted]
         upto = np.cumsum(sizes)
         excess = (int(upto[-1]) if len(upto) else 0) - room
         if excess <= 0:
             return 0.0
-        last = int(np.searchsorted(upto, excess))
+        last = int(np.searchsorted(upto, excess))  # Recomputed in part.
         rest = excess - int(upto[last] - sizes[last])
         return float(sizes[:last] @ prices[:last] + rest * prices[last])
 
 
 def _droppable(graph: StepGraph) -> list[_Droppable]:
-    """Return the storages that a schedule may drop."""
+    """Return the forward storages that a schedule may free and recompute."""
     writers = writers_of(graph, Block(0, graph.backward_start), graph.saved_on)
     found = []
     for index, indices in graph.saved_on.items():
@@ -147,7 +147,7 @@ def _droppable(graph: StepGraph) -> list[_Droppable]:
 
 
 def _prices(graph: StepGraph, free: Iterable[_Droppable]) -> dict[int, float]:
-    """Return seconds per byte of each storage, operators divided by bytes."""
+    """Return the price of each storage: seconds of recomputation per byte."""
     written: Counter[int] = Counter()
     for droppable in free:
         for index in droppable.writers:
@@ -161,7 +161,7 @@ def _prices(graph: StepGraph, free: Iterable[_Droppable]) -> dict[int, float]:
 def _fixed_bytes(
     graph: StepGraph, free: Iterable[_Droppable], must_keep: Iterable[_Droppable]
 ) -> list[int]:
-    """Return the bytes at each op index that are live under any schedule."""
+    """Return the bytes that are live under every schedule, at each op index."""
     until = [storage.death for storage in graph.storages]
     ranges: list[Interval] = []
     for droppable in free:

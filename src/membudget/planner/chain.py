@@ -1,15 +1,16 @@
 """Nested recomputation along a chain of segments: an exact dynamic programme.
 
-Each of the segments 0 to L - 1 is either *flat* (its choice keeps some of its outputs
-and recomputes the rest once) or part of a *nest* i..j. Of a nest the forward keeps only
-what crosses its end; the backward pass recomputes it in stages, each of which may
-retain a checkpoint for later stages.
+Each segment, 0 to L - 1, is either *flat* (it keeps some of its outputs and recomputes
+the rest once) or part of a *nest* of segments i..j. For a nest, the forward keeps only
+the storages that cross its end; the backward pass recomputes the nest in stages, each
+of which may retain a checkpoint for later stages.
 
     forward     0   1   2   3 │ backward of the nest 0..3, with a checkpoint before 2
     kept                      ▌ run 0, 1 ▌ run 2 ▌ 3 ▌ 2 ▌ run 0 ▌ 1 ▌ 0
                                          └ checkpoint retained ┘
 
-With m the bytes that are free beside what is retained before the nest:
+With m the bytes left free by everything retained before a nest, the least time D for
+the nest's backward pass is:
 
     D(i, i, m) = again_s(i)                                  if again_peak(i) ≤ m
     D(i, j, m) = min of
@@ -17,19 +18,20 @@ With m the bytes that are free beside what is retained before the nest:
         Σ pass_s(i .. c - 1) + D(c, j, m - crossing(i, c)) + D(i, c - 1, m)
                                                              retain what crosses c
 
-where every run must fit when it takes place. This is the persistent schedule of
-Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal checkpointing for
-heterogeneous chains: how to train deep neural networks with limited memory" (2019),
-known as rotor. Rotor runs all of a segment again; here `again_s` counts the recompute
-slice of what autograd saved (the *region transition*), which saves 2 to 7 % of a step.
-In the forward, with h the retained bytes and B the budget:
+Each run of operators must fit within m. The recurrence is the persistent schedule,
+known as rotor, of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal
+checkpointing for heterogeneous chains: how to train deep neural networks with limited
+memory" (2019). Rotor recomputes whole segments; here `again_s` counts only the
+operators needed to recompute saved tensors (the *region transition*), which saves 2 to
+7 % of a step. With h the bytes retained in the forward and B the budget, the least time
+E of the first segments is:
 
     E(0, 0) = 0
     E(i + 1, h + retained(o)) = E(i, h) + seconds(o)                 choices o of i
     E(j + 1, h + crossing(i, j + 1)) = E(i, h) + D(i, j, B - h)      nests i..j
 
-D does not depend on B, so one table serves all budgets. Most sizes are multiples of the
-quantum, so that rounding loses little.
+D does not depend on B, so one table serves all budgets. The quantum of bytes is chosen
+so that most sizes are multiples of it and rounding loses little.
 """
 
 from __future__ import annotations
@@ -48,54 +50,41 @@ FINEST, COARSEST = 6000, 1500  # Quanta in the plain peak, at most and at least.
 
 @dataclass(frozen=True)
 class SegmentCosts:
-    """The numbers of one segment.
+    """Times and sizes of one segment of a chain."""
 
-    Attributes:
-        choices: The cost of each of its keep-sets.
-        pass_s: Time to recompute what crosses its end from what crosses its start.
-        saving_s: Time to recompute what it saves, too.
-        again_s: Time to recompute what it saves alone.
-        saved_bytes: What it saves, and what crosses its end.
-        pass_peak_bytes: Peak of its own tensors while it recomputes what crosses.
-        saving_peak_bytes: Peak of its own tensors while it recomputes both.
-        again_peak_bytes: Peak in its backward if all that it saves is recomputed there,
-            tensors outside the chain included.
-        outside_bytes: Live outside the chain when its backward starts.
-        must_keep_bytes: What every choice keeps of it.
-    """
-
-    choices: tuple[ChoiceCost, ...]
-    pass_s: float
-    saving_s: float
-    again_s: float
-    saved_bytes: int
-    pass_peak_bytes: int
-    saving_peak_bytes: int
+    choices: tuple[ChoiceCost, ...]  # One for each keep-set.
+    pass_s: float  # To recompute what crosses its end from what crosses its start.
+    saving_s: float  # The same, and to recompute its saved tensors.
+    again_s: float  # To recompute its saved tensors alone.
+    saved_bytes: int  # Its saved tensors, and what crosses its end.
+    pass_peak_bytes: int  # Peak of its own tensors during `pass_s`.
+    saving_peak_bytes: int  # Peak of its own tensors during `saving_s`.
+    # Peak of its backward with `again_s`, tensors outside the chain included.
     again_peak_bytes: int
-    outside_bytes: int
-    must_keep_bytes: int
+    outside_bytes: int  # Live outside the chain when its backward starts.
+    must_keep_bytes: int  # Kept by every choice.
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a stage retains: what crosses the end of a run of segments, or more."""
+    """Storages of segments first..last that cross their end; a stage retains them."""
 
     first: int
     last: int
-    is_saved_set: bool = False  # Whether all that `first` saved is retained, too.
+    is_saved_set: bool = False  # Whether it includes the saved tensors of `first`.
 
 
 @dataclass(frozen=True)
 class SegmentChoice:
-    """The choice for one segment."""
+    """The decision for one segment: flat with a keep-set, or part of a nest."""
 
-    keep_set: int | None  # Which of its keep-sets; `None` in a nest.
+    keep_set: int | None  # Index of its keep-set; `None` in a nest.
     nest_end: int  # The last segment of its nest, or itself.
-    checkpoints: tuple[Checkpoint, ...] = ()  # In a nest, what its stage retains.
+    checkpoints: tuple[Checkpoint, ...] = ()  # Retained by its stage, in a nest.
 
 
 class Chain:
-    """Solves one chain, for any number of budgets."""
+    """Dynamic programme for one chain of segments and any number of budgets."""
 
     def __init__(
         self,
@@ -104,14 +93,15 @@ class Chain:
         forward_bytes: Sequence[Sequence[int]],
         most_bytes: int,
     ):
-        """Take the numbers of a chain.
+        """Choose the quantum in which the bytes of a chain are counted.
 
         Args:
-            segments: The segments.
-            crossing_bytes: For i < c, what i to c - 1 made and crosses the start of c.
-            forward_bytes: For i ≤ j, the peak while j runs forward if nothing is kept
-                from i on, excluding what segments before i produced.
-            most_bytes: The largest budget that will be asked for.
+            segments: Costs of the segments, in forward order.
+            crossing_bytes: For i < c, the bytes that segments i to c - 1 make and that
+                cross the start of segment c.
+            forward_bytes: For i ≤ j, the peak of segment j's forward if nothing is kept
+                from segment i on, excluding tensors that earlier segments made.
+            most_bytes: The largest budget that `solve` supports.
         """
         self._segments = segments
         self._crossing = crossing_bytes
@@ -124,7 +114,7 @@ class Chain:
         self._size = self._quantum.room(most_bytes) + 1
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
-        """Return the choices with the least time; `None` if nothing fits."""
+        """Return the fastest choices that fit the budget; `None` if nothing fits."""
         best, taken = self._forward_table(budget_bytes)
         if not np.isfinite(best[-1]).any():
             return None
@@ -133,7 +123,7 @@ class Chain:
     # The forward: E, by segment and retained quanta.
 
     def _forward_table(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return E, and for each entry the segment and keep-set that reached it."""
+        """Return table E, and the segment and keep-set that led to each entry."""
         size = max(1, min(self._size, self._quantum.room(budget_bytes) + 1))
         count = len(self._segments)
         best = np.full((count + 1, size), np.inf)
@@ -167,6 +157,7 @@ class Chain:
             seconds = np.full(size, np.inf)
             count = min(free + 1, size)
             if count > 0:
+                # Beyond the table, the last entry is an upper bound.
                 left = np.minimum(free - np.arange(count), self._size - 1)
                 seconds[:count] = self._nests[0][i, j][left]
             rows = best[i], best[j + 1], taken[j + 1]
@@ -199,8 +190,9 @@ class Chain:
 
     @cached_property
     def _nests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return D, and the way to each entry: 0 for the saved set, else c."""
+        """Return table D, and the split of each entry: 0 for the saved set, else c."""
         count, size = len(self._segments), self._size
+        # float32 and int16: the table grows with the square of the chain's length.
         table = np.full((count, count, size), np.inf, dtype=np.float32)
         how = np.full((count, count, size), -1, dtype=np.int16)
         for i, segment in enumerate(self._segments):
@@ -220,6 +212,7 @@ class Chain:
         passed, peak = 0.0, 0
         for c in range(i + 1, j + 1):
             passed += self._segments[c - 1].pass_s
+            # The inputs of segment c - 1 are live while it runs.
             before = self._crossing[i][c - 1] if c - 1 > i else 0
             peak = max(peak, before + self._segments[c - 1].pass_peak_bytes)
             crossing = self._crossing[i][c]
@@ -236,10 +229,10 @@ class Chain:
         later: np.ndarray,
         earlier: np.ndarray | None = None,
     ) -> None:
-        """Improve an entry of D, its times and ways, by one way to split the nest.
+        """Update an entry of table D wherever the given split of the nest is faster.
 
-        Its run takes `seconds` and has the peak `need_bytes`. What it retains stays
-        while the later part goes backward, which comes first.
+        Recomputing a checkpoint takes `seconds` and peaks at `need_bytes`. A checkpoint
+        stays live during the backward pass of the later part, which runs first.
         """
         best, how = entry
         retained = self._quantum.need(retained_bytes)
@@ -254,7 +247,7 @@ class Chain:
         how[least:][better] = number
 
     def _checkpoints(self, i: int, j: int, m: int) -> dict[int, tuple[Checkpoint, ...]]:
-        """Return what the stage of each segment of a nest retains."""
+        """Return the checkpoints that the stage of each segment of a nest retains."""
         found: dict[int, tuple[Checkpoint, ...]] = {}
         pending: list[tuple[int, int, int, tuple[Checkpoint, ...]]] = [(i, j, m, ())]
         while pending:

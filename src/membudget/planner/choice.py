@@ -1,8 +1,8 @@
-"""Blocks of the forward, what a choice keeps of them, and what must then run again.
+"""Blocks of the forward, choices of what they keep, and recompute slices.
 
-To recompute the dropped tensors that autograd saved, a *recompute slice* of the block
-runs: a backward program slice (Weiser 1981). Scan from the last operator to the first,
-and add every operator that writes something wanted; then its inputs are wanted, too.
+Dropped saved tensors are recomputed by a *recompute slice* of the block, a backward
+program slice (Weiser 1981). A scan from the last operator to the first adds every
+operator that writes a needed storage, and marks its inputs as needed.
 
     operator   0        1        2        3            saved: c, dropped: a, b, c
     writes     a        b        d        c
@@ -24,8 +24,8 @@ class Block:
     """A run of consecutive forward operators.
 
     Attributes:
-        start: Index of the first operator.
-        end: Index after the last operator.
+        start: Index of the first operator of the block.
+        end: One past the index of the last operator of the block.
     """
 
     start: int
@@ -34,16 +34,17 @@ class Block:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a block's backward pass that recomputes on its own.
+    """One stage of nested recomputation: a part of a block's backward pass.
 
-    A stage serves the saved tensors of the operators from `start` up to the next
-    stage's start. It runs each operator of their recompute slice at most once, and
-    frees each result after its last use. The next stage starts over from what the
-    forward kept and what this stage retained; nested recomputation is a list of stages.
+    A stage recomputes the saved tensors of the operators from `start` up to the start
+    of the next stage. Within a stage, each operator runs at most once, and each result
+    is freed after its last use. The next stage to run recomputes from the storages that
+    the forward kept and those that the previous stage retained; nested recomputation is
+    a list of stages.
 
     Attributes:
-        start: The first operator whose saved tensors the stage serves.
-        retained: Storages, by index, that stay live for stages still to come.
+        start: Index of the first operator whose saved tensors the stage recomputes.
+        retained: Indices of the storages that stay live for the stages that run later.
     """
 
     start: int
@@ -52,11 +53,11 @@ class Stage:
 
 @dataclass(frozen=True)
 class Choice(Block):
-    """What to keep of a block; everything else that autograd saved is recomputed.
+    """The storages that a block keeps; its other saved tensors are recomputed.
 
     Attributes:
-        kept: Storages, by index, that the block makes and the forward keeps.
-        stages: The stages of the backward pass, in forward order, the first at
+        kept: Indices of the storages that the block allocates and the forward keeps.
+        stages: Stages of the block's backward pass, in forward order, the first at
             `start`; empty for a single stage.
     """
 
@@ -74,7 +75,7 @@ def made_in(graph: StepGraph, block: Block) -> set[int]:
 
 
 def saved_in(graph: StepGraph, block: Block) -> range:
-    """Return the saved tensors of a block, as a range of indices."""
+    """Return the index range of the tensors that autograd saves in a block."""
     first = bisect_left(graph.saved, block.start, key=_saved_at)
     return range(first, bisect_left(graph.saved, block.end, key=_saved_at))
 
@@ -86,7 +87,7 @@ def saved_storages(graph: StepGraph, block: Block) -> list[int]:
 
 
 def wanted_in(graph: StepGraph, block: Block) -> set[int]:
-    """Return the storages of those saved tensors that the backward pass unpacks."""
+    """Return the storages of a block's saved tensors that the backward pass unpacks."""
     saved = (graph.saved[index] for index in saved_in(graph, block))
     return set(storages_of(graph, (s.value for s in saved if s.asked)))
 
@@ -96,39 +97,31 @@ def _saved_at(saved: Saved) -> int:
 
 
 def storages_of(graph: StepGraph, values: Iterable[int]) -> list[int]:
-    """Return the storages of some values, without duplicates, in order."""
+    """Return the distinct storages of the given values, in order."""
     return list(dict.fromkeys(graph.values[value].storage for value in values))
 
 
 def bytes_of(graph: StepGraph, storages: Iterable[int]) -> int:
-    """Return the total size of some storages."""
+    """Return the total bytes of the given storages."""
     return sum(graph.storages[storage].bytes for storage in storages)
 
 
 @dataclass
 class RecomputeSlice:
-    """The operators that recompute some targets, and how long their results matter.
+    """Operators that recompute target storages, and how long each result is needed."""
 
-    Attributes:
-        targets: Each storage to recompute, with the op index after which nobody needs
-            it.
-        needed_until: The same for every storage that the slice reads or writes.
-        writers: The operators of the slice that write each storage, in order.
-        writes: All storages that each operator of the slice writes.
-        reads: What each of them reads and does not write.
-    """
-
-    targets: dict[int, int]
-    needed_until: dict[int, int]
-    writers: dict[int, list[int]] = field(default_factory=dict)
-    writes: dict[int, list[int]] = field(default_factory=dict)
+    targets: dict[int, int]  # Storage to the op index at which autograd frees it.
+    needed_until: dict[int, int]  # Op index until which a target depends on it.
+    writers: dict[int, list[int]] = field(default_factory=dict)  # By storage.
+    writes: dict[int, list[int]] = field(default_factory=dict)  # By operator.
+    # By operator, without the storages that it writes.
     reads: dict[int, list[int]] = field(default_factory=dict)
 
 
 def slice_of_saved(
     graph: StepGraph, block: Block, dropped: Collection[int]
 ) -> RecomputeSlice:
-    """Return the slice that recomputes those that autograd saved in a block."""
+    """Return the slice that recomputes the dropped saved tensors of a block."""
     targets: dict[int, int] = {}
     for saved in (graph.saved[index] for index in saved_in(graph, block)):
         storage = graph.values[saved.value].storage
@@ -140,9 +133,9 @@ def slice_of_saved(
 def slice_of(
     graph: StepGraph, block: Block, dropped: Collection[int], targets: dict[int, int]
 ) -> RecomputeSlice:
-    """Return the slice of a block that recomputes some targets.
+    """Return the operators of a block that recompute the given targets.
 
-    Dropped storages may be recomputed; all others are sources.
+    Only storages in `dropped` are recomputed; all others are available as inputs.
     """
     found = RecomputeSlice(targets, dict(targets))
     until = found.needed_until
@@ -154,11 +147,13 @@ def slice_of(
         outputs = [s for s in writes if s in dropped and s in until]
         if not outputs:
             continue
+        # Scanned backwards: `insert` at the front restores forward order.
         for storage in outputs:
             found.writers.setdefault(storage, []).insert(0, index)
         reads = storages_of(graph, operator.inputs)
         found.writes[index] = writes
         found.reads[index] = [s for s in reads if s not in writes]
+        # The operator's inputs are needed as long as its outputs.
         latest = max(until[storage] for storage in outputs)
         for storage in reads:
             if storage not in outputs:
@@ -181,13 +176,13 @@ def writers_of(
 
 
 def run_together(writers: Iterable[Collection[int]]) -> list[list[int]]:
-    """Join the writers of each storage: they can only run together.
+    """Group operators that write a common storage and therefore must run together.
 
     Example:
         >>> run_together([[0, 2], [1], [2, 3]])
         [[0, 2, 3], [1]]
     """
-    group_of: dict[int, set[int]] = {}
+    group_of: dict[int, set[int]] = {}  # The members of a group share one set.
     for together in writers:
         joined = set(together).union(*(group_of.get(w, ()) for w in together))
         group_of |= dict.fromkeys(joined, joined)

@@ -1,20 +1,21 @@
-"""The Pareto front of a block: which storages to keep, at which price of a byte.
+"""Pareto front of a block: the best storages to keep at each price per byte.
 
-A block saves tensors for its backward pass. Each one is kept, which costs its bytes, or
-recomputed, which costs the time of its writers and needs their inputs in turn. At a
-price λ in seconds per byte the cheapest keep-set is a minimum cut (project selection,
-Picard 1976) of a network with a node s for each storage, *needed*, and a node P for
-each producer, *runs again*:
+Each tensor saved for a block's backward pass is either kept, which costs its bytes, or
+recomputed, which costs the time of its writers and requires their inputs. At a price λ
+in seconds per byte, the cheapest keep-set is a minimum cut (project selection, Picard
+1976) of a network with a node s for each storage, *needed*, and a node P for each
+producer, *runs again*:
 
     source ──∞──▶ s ──λ·bytes(s)──▶ P ──seconds(P)──▶ sink        s written by P
                                     P ──∞──▶ s'                   s' read by P
 
-Cutting s → P keeps s; cutting P → sink recomputes. Dinic's algorithm (1970) finds the
-cut. Halving between known solutions over
-λ finds every keep-set on the lower convex hull of (bytes, seconds), as in Eisner and
-Severance 1976 for parametric cuts; those above the hull are left to mixing the choices
-of several blocks. Where many storages have one price (the outputs of like layers), the
-hull jumps from all of them to none, and keep-sets between are added.
+Cutting the edge s → P means keeping s; cutting P → sink means running P again. Dinic's
+algorithm (1970) finds the minimum cut. A recursion that tries the slope between two
+known keep-sets as the next λ (Eisner and Severance 1976) finds every keep-set on the
+lower convex hull of (bytes, seconds). Keep-sets above the hull are skipped: mixing
+choices across blocks makes up for them. Where many storages have the same price, such
+as the outputs of identical layers, the hull jumps from keeping all of them to keeping
+none, so keep-sets in between are added.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from membudget.planner.choice import (
 )
 
 MOST_SPARSE = 12
-"""A hull with more keep-sets than this is dense enough."""
+"""A convex hull with more keep-sets than this is dense enough."""
 
 FILLED = 8
-"""At most so many keep-sets are added between two of a sparse hull."""
+"""Maximum number of keep-sets added between two neighbours of a sparse hull."""
 
 _HIGHEST_PRICE = 1e6
-"""Seconds per byte: more than any operator costs."""
+"""In seconds per byte: more than recomputation ever costs."""
 
 _SOURCE, _SINK = 0, 1
 _EPSILON = 1e-15
@@ -50,16 +51,16 @@ _EPSILON = 1e-15
 
 @dataclass(frozen=True)
 class KeepSet:
-    """One point of a block's front: storages to keep, by index."""
+    """One point of a block's Pareto front: the storages to keep, by index."""
 
     kept: frozenset[int]
     kept_bytes: int
-    seconds: float  # To recompute everything else that is wanted.
+    seconds: float  # To recompute all other saved tensors.
 
 
 @dataclass(frozen=True)
 class _Producer:
-    """Operators that make storages of a block together."""
+    """Operators that must run together to make some storages of a block."""
 
     seconds: float  # Infinite if they must not run again.
     makes: tuple[int, ...]
@@ -67,12 +68,12 @@ class _Producer:
 
 
 class Front:
-    """The keep-sets of one block, at any price."""
+    """Minimum-cut solver for the keep-sets of one block."""
 
     def __init__(
         self, graph: StepGraph, block: Block, always: frozenset[int] = frozenset()
     ):
-        """Find the producers; every choice keeps `always`."""
+        """Group the block's operators into producers; every choice keeps `always`."""
         made = {
             storage
             for storage in made_in(graph, block) - always
@@ -88,22 +89,23 @@ class Front:
         self._wanted = made & wanted_in(graph, block)
 
     def inputs(self, storage: int) -> tuple[int, ...]:
-        """Return the storages that recomputing one reads."""
+        """Return the block's storages that recomputing `storage` reads."""
         return self._producers[self._producer_of[storage]].reads
 
     def droppable(self) -> list[int]:
-        """Return the storages that can be recomputed at all."""
+        """Return the storages whose producers may run again."""
         of = self._producer_of
         return [s for s in of if not math.isinf(self._producers[of[s]].seconds)]
 
     def at_price(self, price: float, free: frozenset[int] = frozenset()) -> KeepSet:
-        """Return the cheapest keep-set, by seconds per byte; `free` costs nothing."""
+        """Return the cheapest keep-set at a price per byte; `free` storages cost 0."""
         return self.cheapest(
             {s: 0.0 if s in free else price * size for s, size in self.bytes.items()}
         )
 
     def cheapest(self, costs: Mapping[int, float]) -> KeepSet:
-        """Return the cheapest keep-set, by the cost in seconds to keep each storage."""
+        """Return the cheapest keep-set; `costs` prices each kept storage in seconds."""
+        # Nodes: source, sink, then the storages, then the producers.
         node = {storage: 2 + i for i, storage in enumerate(self.bytes)}
         first = 2 + len(node)
         network = Network(first + len(self._producers))
@@ -127,7 +129,7 @@ class Front:
     def hull(self) -> list[KeepSet]:
         """Return the keep-sets on the lower convex hull, largest first.
 
-        The first recomputes nothing, the last keeps as little as possible.
+        The first keep-set recomputes nothing; the last keeps as little as possible.
         """
         most, least = self.at_price(0.0), self.at_price(_HIGHEST_PRICE)
         found = {most.kept: most, least.kept: least}
@@ -137,7 +139,7 @@ class Front:
     def _between(
         self, more: KeepSet, less: KeepSet, found: dict[frozenset[int], KeepSet]
     ) -> None:
-        """Find the corners of the hull between two of them."""
+        """Find the corners of the convex hull between two known corners."""
         saved_bytes = more.kept_bytes - less.kept_bytes
         if saved_bytes <= 0 or less.seconds <= more.seconds:
             return
@@ -145,6 +147,7 @@ class Front:
         middle = self.at_price(price)
         cost = middle.seconds + price * middle.kept_bytes
         line = more.seconds + price * more.kept_bytes
+        # A point on the line between both is no corner, rounding aside.
         if middle.kept in found or cost >= line * (1 - 1e-9):
             return
         found[middle.kept] = middle
@@ -152,17 +155,18 @@ class Front:
         self._between(middle, less, found)
 
     def keep_sets(self) -> list[KeepSet]:
-        """Return the hull, with keep-sets added where it is sparse."""
+        """Return the keep-sets on the convex hull, with sparse stretches filled in."""
         hull = self.hull()
         if len(hull) > MOST_SPARSE:
             return hull
         found = {keep_set.kept: keep_set for keep_set in hull}
         for more, less in pairwise(hull):
-            # The storages made last come first: their live ranges are the shortest.
+            # Keep the latest storages first: their live ranges are the shortest.
             moved = sorted(more.kept - less.kept, reverse=True)
             gap_bytes = more.kept_bytes - less.kept_bytes
             if len(moved) < 2 or gap_bytes <= 0:
                 continue
+            # Just above the slope, only free storages of `moved` are worth keeping.
             price = 1.01 * (less.seconds - more.seconds) / gap_bytes
             step = max(1, len(moved) // (FILLED + 1))
             for count in range(step, len(moved), step):
@@ -177,7 +181,7 @@ def _ordered(found: Mapping[frozenset[int], KeepSet]) -> list[KeepSet]:
 
 
 def outlives_forward(graph: StepGraph, storage: Storage) -> bool:
-    """Tell whether the user's code holds a storage into the backward pass anyway."""
+    """Return whether user code holds a storage into the backward pass."""
     return storage.released is None and storage.death > graph.backward_start
 
 
@@ -192,7 +196,7 @@ def _producer(graph: StepGraph, group: list[int], made: set[int]) -> _Producer:
 
 
 class Network:
-    """A directed graph with capacities.
+    """A flow network: a directed graph with edge capacities.
 
     Example:
         >>> network = Network(4)
@@ -203,21 +207,22 @@ class Network:
     """
 
     def __init__(self, nodes: int):
-        """Begin without edges; so many nodes are numbered from 0."""
+        """Create a network without edges, whose nodes are numbered from 0."""
         self._edges: list[list[int]] = [[] for _ in range(nodes)]
         self._heads: list[int] = []
         self._room: list[float] = []
 
     def connect(self, start: int, end: int, capacity: float) -> None:
-        """Add an edge."""
+        """Add an edge with a capacity."""
+        # An edge and its reverse are numbered 2k and 2k + 1: `edge ^ 1` is the other.
         for tail, head, room in ((start, end, capacity), (end, start, 0.0)):
             self._edges[tail].append(len(self._heads))
             self._heads.append(head)
             self._room.append(room)
 
     def source_side(self, source: int, sink: int) -> set[int]:
-        """Return the nodes on the source's side of the minimum cut nearest to it."""
-        while True:
+        """Return the source side of the minimum cut that is nearest to the source."""
+        while True:  # One blocking flow for each level graph.
             levels = self._levels(source)
             if sink not in levels:
                 return set(levels)
@@ -226,7 +231,7 @@ class Network:
                 pass
 
     def _levels(self, source: int) -> dict[int, int]:
-        """Return how far each node is from the source, where there is room."""
+        """Return each node's distance from the source in the residual network."""
         levels = {source: 0}
         pending = deque([source])
         while pending:
@@ -241,7 +246,7 @@ class Network:
     def _push(
         self, source: int, sink: int, levels: dict[int, int], nexts: list[int]
     ) -> bool:
-        """Push flow along one shortest path; tell whether there was one."""
+        """Push flow along one shortest path; return whether there was one."""
         path: list[int] = []
         node = source
         while node != sink:
@@ -263,7 +268,7 @@ class Network:
     def _next_edge(
         self, node: int, levels: dict[int, int], nexts: list[int]
     ) -> int | None:
-        """Return the next edge that leads one level further and has room."""
+        """Return the next residual edge that leads one level away from the source."""
         edges = self._edges[node]
         while nexts[node] < len(edges):
             edge = edges[nexts[node]]

@@ -1,26 +1,26 @@
-"""Solver: one choice for each of some module calls, by the knapsack.
+"""Solver: one choice per module call, as a multiple-choice knapsack.
 
-The step is cut into calls in several ways, from few large ones to many small ones, and
-each cut is a solver of its own. On a GPT of 12 layers of width 256 one cut alone finds
-what all solvers together find.
+The forward is cut into module calls at several granularities, from few large calls to
+many small ones, and each cut has its own solver. On a GPT with 12 layers of width 256,
+one cut alone is as good as all solvers together.
 
-A choice retains bytes from its block's forward to its backward, and has a peak of its
-own in each of the two. Blocks nest like parentheses: in the forward and in the backward
-of block r, exactly what blocks 0 to r - 1 retain is live beside it.
+A choice retains bytes between its block's forward and backward pass, and each of the
+two passes has its own peak. Blocks nest like parentheses: while block r runs, forward
+or backward, exactly the bytes retained by blocks 0 to r - 1 are live beside it.
 
     forward          │ backward
     0    1    2      │    2    1    0
     ├────┼────┼──────┼────┼────┼────┤     retained by 0
          ├────┼──────┼────┼────┤          retained by 1
 
-So one dynamic programme over (blocks, retained bytes) finds the least time:
+A dynamic programme over (blocks, retained bytes) therefore finds the least time:
 
     best[r + 1][h + retained(c)] = min over choices c of best[r][h] + seconds(c)
                                    where h + peak_r(c) ≤ budget
 
-It is the multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004, chapter 11)
-with a second constraint at every block. Bytes are rounded up to a quantum, so that
-rounding never breaks the budget.
+The problem is the multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004,
+chapter 11) with an additional constraint at every block. Bytes are rounded up to a
+quantum, so rounding never exceeds the budget.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ QUANTA = 4096
 
 
 def by_block(simulator: Simulator) -> list[Solver]:
-    """Return a solver for each cut into module calls."""
+    """Return one solver for each way to cut the forward into module calls."""
     return [_ByBlock(simulator, calls) for calls in _distinct_cuts(simulator.graph)]
 
 
 class _ByBlock(Solver):
-    """One cut; a solution is the index of a keep-set for each of its blocks."""
+    """Solver for one cut; a solution is one keep-set index per block."""
 
     def __init__(self, simulator: Simulator, calls: Sequence[ModuleCall]):
         super().__init__(simulator)
@@ -92,6 +92,7 @@ def _distinct_cuts(graph: StepGraph) -> list[list[ModuleCall]]:
         cut = module_blocks(graph, share)
         if cut and cut not in cuts:
             cuts.append(cut)
+    # Minimum cuts take too long for large blocks; the finest cut is the last resort.
     quick = [cut for cut in cuts if max(c.end - c.start for c in cut) <= MOST_OPERATORS]
     return quick or cuts[-1:]
 
@@ -103,16 +104,17 @@ class Quantum:
     bytes: int
 
     def need(self, size_bytes: int) -> int:
-        """Return the quanta that some bytes take, rounded up."""
+        """Return a size in quanta, rounded up."""
         return -(-size_bytes // self.bytes)
 
     def room(self, left_bytes: int) -> int:
-        """Return the quanta that fit into some bytes, negative if those are."""
+        """Return how many quanta fit in the free bytes; negative if `left_bytes` is."""
         return left_bytes // self.bytes
 
 
 def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> Quantum:
-    """Return the quantum, in a range, to which rounding up some sizes adds least."""
+    """Return the quantum between two limits with the least total rounding error."""
+    # For each size, the coarsest quantum that divides it almost exactly.
     fitting = {finest}
     for size in set(sizes):
         parts = -(-size // coarsest)
@@ -129,9 +131,9 @@ def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> Quantum:
 def cheapest_choices(
     blocks: Sequence[Sequence[ChoiceCost]], budget_bytes: int
 ) -> list[int] | None:
-    """Return the choice of each block, by index, with the least time in total.
+    """Return the index of one choice per block, with the least total time.
 
-    Blocks are in forward order; `None` if nothing fits.
+    The blocks are in forward order; the result is `None` if nothing fits.
 
     Example:
         >>> keep, drop = ChoiceCost(6, 8, 0.0), ChoiceCost(1, 8, 2.0)
@@ -173,16 +175,17 @@ def relax(
     seconds: float | np.ndarray,
     label: int | tuple[int, int],
 ) -> None:
-    """Improve a row of a table from the row before it.
+    """Relax one row of a dynamic programme from the row before it.
 
     Args:
-        before: The least seconds for each number of retained quanta.
-        after: The same with one more block; it is improved.
-        by: What reached each entry of `after`; it is updated.
-        need: How many quanta the block retains.
-        room: How many quanta may be retained before it.
-        seconds: What it takes; an array if that depends on the quanta before it.
-        label: What stands in `by`.
+        before: Least seconds for each number of retained quanta, without the block.
+        after: Least seconds including the block; updated in place.
+        by: Label of the choice behind each entry of `after`; updated in place.
+        need: Number of quanta that the block retains.
+        room: Number of quanta that earlier blocks may retain.
+        seconds: Time of the choice; an array if it depends on the quanta retained
+            before.
+        label: Label to store in `by` where the choice improves an entry.
     """
     count = min(room + 1, len(after) - need)
     if count <= 0:

@@ -1,9 +1,10 @@
 """Solver: nested recomputation of the largest module call, cut into a chain.
 
-It takes the numbers of `chain` from the step. To start over from a segment, what
-crosses its start must be live. What must be kept of a segment is kept in every choice.
-Nesting buys no speed that flat choices do not have, but reaches budgets that they
-cannot: it recomputes one part of the call at a time.
+`ChainNumbers` derives the costs that the dynamic programme (`chain`) needs.
+Recomputation from a segment needs every storage that crosses the segment's start.
+Outputs of operators that must not run again are kept in every choice. Nested
+recomputation is no faster than flat choices but fits smaller budgets, because it
+recomputes one part of the call at a time.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ from membudget.planner.simulate import (
 )
 
 LENGTHS = (12, 24, 48)
-"""Lengths of the chains: few segments retain less, many need less at once."""
+"""Lengths of the chains: few segments retain less, many recompute less at once."""
 
 
 def nested(simulator: Simulator) -> list[Solver]:
-    """Return a solver for each length of chain."""
+    """Return one solver for each chain length."""
     graph = simulator.graph
     call = largest_call(graph)
     if call is None:
@@ -53,7 +54,7 @@ def nested(simulator: Simulator) -> list[Solver]:
 
 
 class _Nested(Solver):
-    """One chain."""
+    """Solver for one chain of segments."""
 
     def __init__(self, simulator: Simulator, call: ModuleCall, chain: list[Segment]):
         super().__init__(simulator)
@@ -71,14 +72,10 @@ class _Nested(Solver):
 
 
 class ChainNumbers:
-    """What each segment of a block makes, saves, passes on and takes.
-
-    Attributes:
-        keep_sets: The keep-sets of each segment.
-    """
+    """The storages, keep-sets and costs of each segment of a block."""
 
     def __init__(self, graph: StepGraph, block: Block, chain: Sequence[Segment]):
-        """Find the storages of each segment, and its keep-sets."""
+        """Find the storages and keep-sets of each segment."""
         self._graph = graph
         self._block = block
         self._chain = chain
@@ -86,6 +83,7 @@ class ChainNumbers:
         self._must_keep = [self._must_keep_of(i) for i in range(len(chain))]
         made = zip(chain, self._made, strict=True)
         self._saved = [of & wanted_in(graph, segment) for segment, of in made]
+        # What crosses a segment's end is the input of the next one.
         always = [self._crossing(i, i) | kept for i, kept in enumerate(self._must_keep)]
         self._costs = BlockCosts(graph, chain, always)
         self.keep_sets = self._costs.keep_sets
@@ -99,7 +97,7 @@ class ChainNumbers:
         return self._made[i].intersection(storages_of(self._graph, values))
 
     def chain(self, most_bytes: int) -> Chain:
-        """Return the chain, for budgets of at most so many bytes."""
+        """Return the dynamic programme for budgets of up to `most_bytes`."""
         costs = [self._segment(i, of) for i, of in enumerate(self._costs.costs())]
         return Chain(costs, self._crossing_bytes(), self._forward_bytes(), most_bytes)
 
@@ -127,14 +125,14 @@ class ChainNumbers:
         )
 
     def _with_crossing(self, i: int, cost: ChoiceCost) -> ChoiceCost:
-        """Add what crosses a segment's end and dies in the plain forward."""
+        """Add the bytes that cross a segment's end but that the plain forward frees."""
         until, storages = self._graph.backward_start, self._graph.storages
         dies = [s for s in self._crossing(i, i) if storages[s].death <= until]
         more = bytes_of(self._graph, dies)
         return replace(cost, retained_bytes=cost.retained_bytes + more)
 
     def _run(self, i: int, targets: frozenset[int]) -> tuple[float, int]:
-        """Return time and peak of recomputing storages from what enters a segment."""
+        """Return the time and peak of recomputing storages from a segment's inputs."""
         graph, made = self._graph, self._made[i] - self._must_keep[i]
         found = slice_of(graph, self._chain[i], made, dict.fromkeys(targets, 0))
         run = sorted(found.writes)
@@ -153,7 +151,7 @@ class ChainNumbers:
         return table
 
     def _forward_bytes(self) -> list[list[int]]:
-        """Return the peak of each segment's forward, by where keeping nothing began."""
+        """Return table[i][j]: segment j's forward peak if nothing is kept from i on."""
         graph, outside = self._graph, self._costs.outside_bytes
         table = []
         for first in self._chain:
@@ -173,13 +171,13 @@ class ChainNumbers:
             )
         return table
 
-    # What a solution means.
+    # From a solution to a choice.
 
     def choice(self, solution: Sequence[SegmentChoice]) -> Choice:
-        """Return the block's choice: what it keeps, and its stages."""
+        """Convert a solution to the block's choice: storages to keep, and stages."""
         kept: set[int] = set()
         stages = []
-        first_of: dict[int, int] = {}  # First segments of nests, by the last.
+        first_of: dict[int, int] = {}  # First segment of a nest, by its last.
         for i, (segment, chosen) in enumerate(zip(self._chain, solution, strict=True)):
             kept |= self._must_keep[i]
             if chosen.keep_set is not None:
@@ -202,10 +200,10 @@ class ChainNumbers:
         return made & self._chain[last].crossing
 
     def _at(self, point: Checkpoint, i: int) -> frozenset[int]:
-        """Return the storages of a checkpoint that the stage of a segment retains.
+        """Return the storages of a checkpoint that the stage of segment `i` retains.
 
-        The segment that starts at the checkpoint is the last to read what crosses it:
-        later stages need the saved set alone.
+        The segment right after the checkpoint is the last to read the crossing
+        storages; stages that run later need only the saved tensors.
         """
         saved = self._saved[point.first] if point.is_saved_set else frozenset[int]()
         if point.last + 1 == i:

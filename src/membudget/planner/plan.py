@@ -1,8 +1,8 @@
-"""A plan: the schedule of a step as data, in terms of the model.
+"""Plans: a schedule as JSON data, in terms of a model's modules and operators.
 
-A plan names modules, and for each the outputs to keep, by the number of their operator
-in the module's call. It is made for one model, identified by its parameters, and states
-its predictions.
+A plan lists modules and, for each module, the outputs to keep; an output is named by
+its operator's number within the module's call. A plan is valid for one model,
+identified by its parameters, and includes the predicted peak and slowdown.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from membudget.planner.choice import Block, Choice, saved_in
 from membudget.text import write_whole
 
 VERSION = 2
-"""Of the JSON; it rises when an older reader would misread a newer plan."""
+"""Version of the JSON; it rises when an older reader would misread a newer plan."""
 
 
 @dataclass(frozen=True)
 class KeptOutput:
-    """An output to keep.
+    """One operator output to keep.
 
     Attributes:
-        number: The operator's number in the module's call, from 1.
-        output: Which of its outputs; tensors that it writes in place come after them.
-        operator: Its overload, checked against the one that runs.
+        number: The operator's number within the module's call, from 1.
+        output: Index of the output; tensors that the operator writes in place are
+            numbered after its outputs.
+        operator: The operator's overload, checked against the one that actually runs.
     """
 
     number: int
@@ -42,12 +43,12 @@ class KeptOutput:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """A part of a region's backward pass; see `planner.choice.Stage`.
+    """One stage of a region's backward pass; see `planner.choice.Stage`.
 
     Attributes:
-        first_saved: The first saved tensor that it serves, by its number from 0 among
-            those that the module's call saves.
-        held: The outputs that stay live for stages still to come.
+        first_saved: Number of the first saved tensor that the stage recomputes, counted
+            from 0 within the module's call.
+        held: Outputs that stay live for the stages that run later.
     """
 
     first_saved: int
@@ -56,13 +57,13 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """What one module keeps.
+    """The outputs that one module keeps.
 
     Attributes:
-        path: The module.
-        operators: The number of operators in its call.
-        kept: The outputs to keep; others that autograd saved are recomputed.
-        stages: The stages of its backward pass; empty for a single one.
+        path: Path of the module, as in `named_modules()`.
+        operators: Number of operators in the module's call.
+        kept: Outputs to keep; all other saved tensors are recomputed.
+        stages: Stages of the region's backward pass; empty for a single stage.
     """
 
     path: str
@@ -73,17 +74,18 @@ class RegionPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each region of a model keeps, and the predictions.
+    """The outputs that each region of a model keeps, and the predicted costs.
 
     Attributes:
-        model: The class of the model.
-        fingerprint: A hash of its parameters' names, shapes and dtypes.
-        budget_bytes: The budget, above what is in use before the step.
-        plain_peak_bytes: The peak of the plain step, likewise.
-        peak_bytes: The predicted peak, likewise.
-        slowdown: The predicted time of a step, relative to the plain one.
-        bound: A lower bound on the slowdown of any schedule; see `planner.bound`.
-        cost: Where operator times came from.
+        model: Class name of the model.
+        fingerprint: Hash of the names, shapes and dtypes of the model's parameters.
+        budget_bytes: Budget in bytes, excluding memory in use before the step.
+        plain_peak_bytes: Peak of the step without regions, excluding memory in use
+            before it.
+        peak_bytes: Predicted peak of the step, excluding memory in use before it.
+        slowdown: Predicted step time relative to the step without regions.
+        bound: Lower bound on the slowdown of any schedule; see `planner.bound`.
+        cost: Source of the operator times.
         regions: The regions, in forward order.
     """
 
@@ -98,11 +100,11 @@ class Plan:
     regions: tuple[RegionPlan, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data, for JSON."""
+        """Return the plan as plain data that JSON can represent."""
         return {"version": VERSION, **dataclasses.asdict(self)}
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the plan as JSON; with a path, write it there as well.
+        """Return the plan as JSON text, and write it to `path` if given.
 
         An existing file is replaced only once the new one is complete.
 
@@ -116,11 +118,11 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
-        """Read what `to_dict` returned.
+        """Create a plan from the data that `to_dict` returns.
 
         Raises:
-            PlanError: If the version is another, or a field is missing or of another
-                type; the message says which.
+            PlanError: If the version is unsupported, or a field is missing or has the
+                wrong type.
         """
         version = _field(data, "version", int, "plan")
         if version != VERSION:
@@ -133,11 +135,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Plan:
-        """Read a plan from JSON: its text, or the path of a file.
+        """Create a plan from JSON text, or from the path of a JSON file.
 
         Raises:
-            PlanError: If the file cannot be read, or holds no plan.
+            PlanError: If the file cannot be read or is not a valid plan.
         """
+        # A plan is a JSON object, so its text starts with a brace; a path does not.
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
             data = json.loads(str(source) if is_text else Path(source).read_text())
@@ -150,7 +153,7 @@ _FIELDS = {k: get_type_hints(k) for k in (KeptOutput, StagePlan, RegionPlan, Pla
 
 
 def _read(data: Any, kind: Any, where: str) -> Any:
-    """Read a record, a tuple of records, or a number or text, from plain data."""
+    """Convert plain data to a record, a tuple of records, a number or a string."""
     if kind in _FIELDS:
         fields = _FIELDS[kind].items()
         return kind(*(_field(data, name, of, where) for name, of in fields))
@@ -177,9 +180,9 @@ def _field(data: Any, name: str, kind: Any, where: str) -> Any:
 
 
 def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
-    """Return a choice in terms of the operators of a module's call.
+    """Express a choice in terms of the operators of one module's call.
 
-    A storage is kept as the last operator of the block that writes it leaves it.
+    A kept storage is identified by the last operator of the block that writes it.
     """
     last_writers, count = _last_writers(graph, choice)
 
@@ -199,16 +202,14 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
 
 
 def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
-    """Return what writes each storage last, and the number of operators.
-
-    Storages without bytes are left out, and those that the engine keeps anyway.
-    """
+    """Return each storage's last writer in a block, and the number of operators."""
     found: dict[int, KeptOutput] = {}
     operators = graph.operators[block.start : block.end]
     for number, operator in enumerate(operators, start=1):
         if operator.is_view:
             continue
         for value in (graph.values[index] for index in operator.outputs):
+            # The engine keeps outputs of `must_keep` operators without being told.
             if operator.must_keep or not graph.storages[value.storage].bytes:
                 found.pop(value.storage, None)
             else:
@@ -218,7 +219,7 @@ def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput]
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return a hash of the name, shape and dtype of each of a model's parameters.
+    """Return a hash of the names, shapes and dtypes of a model's parameters.
 
     Example:
         >>> fingerprint_of([("weight", (2, 3), "float32")])[:8]

@@ -1,8 +1,9 @@
-"""The fastest schedule that fits, over all solvers; the simulation has the last word.
+"""Find the fastest schedule that fits a budget, over all solvers.
 
-Each solver proposes schedules of its kind: a choice for each module (`by_block`),
-nested recomputation of the largest one (`nested`), keep-sets under prices (`prices`).
-Local search improves them (`search`).
+Three kinds of solver propose schedules: one choice per module call (`knapsack`), nested
+recomputation of the largest call (`nested`), and minimum cuts under memory prices
+(`prices`). Local search (`search`) improves the proposed schedules, and the simulation
+decides which of them fit.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ SOLVERS: tuple[SolverMaker, ...] = (by_block, nested, priced)
 
 
 class Planner:
-    """Plans one step, for any number of budgets.
+    """Planner for one step, reusable for any number of budgets.
 
     Attributes:
-        graph: The plain step, with the times by which schedules are compared.
-        simulator: Simulates schedules of the step with the overhead on its forward.
-        plain_peak_bytes: The peak of the plain step.
+        graph: The step, with operator times averaged over equal module calls.
+        simulator: Simulator of schedules, with the engine's overhead added to the
+            forward.
+        plain_peak_bytes: Peak of the step without recomputation.
     """
 
     def __init__(
@@ -49,10 +51,10 @@ class Planner:
         overheads: Overheads = NO_OVERHEADS,
         solvers: Sequence[SolverMaker] = SOLVERS,
     ):
-        """Cut the step into blocks and find their trade-offs.
+        """Cut the step into blocks and compute their Pareto fronts.
 
         Raises:
-            OptionError: If an operator's time is not finite.
+            OptionError: If the time of an operator is negative or not finite.
         """
         check_seconds(graph)
         self.graph = smoothed(graph)
@@ -63,15 +65,17 @@ class Planner:
         self._found: list[Schedule] = []
 
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
-        """Return the fastest schedule found whose simulated peak fits.
+        """Return the fastest schedule found whose simulated peak fits the budget.
 
-        It is no slower than one returned for a smaller budget before. `quickly` leaves
-        out annealing, which takes up to a second.
+        The schedule is no slower than any returned earlier for a smaller budget. With
+        `quickly`, annealing is skipped, which saves up to a second.
 
         Raises:
-            BudgetError: If none fits; it has the smallest feasible budget.
+            BudgetError: If no schedule fits; the error names the smallest feasible
+                budget.
         """
         if self.plain_peak_bytes <= budget_bytes:
+            # No regions, hence no overhead on the forward.
             return Simulator(self.graph).schedule((), ())
         fitting = self._fitting(budget_bytes, quickly)
         if not fitting:
@@ -93,7 +97,7 @@ class Planner:
             for kind in self._kinds
         ]
         if all(s.peak_bytes > budget_bytes for of in kinds for s in of):
-            kinds.append(self._least)
+            kinds.append(self._least)  # To anneal until they fit.
         return improved(self.simulator, kinds, budget_bytes, quickly)
 
     @property
@@ -101,7 +105,7 @@ class Planner:
         return [s for kind in self._kinds for solver in kind for s in solver.least]
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
-        """Return a schedule with the step's own time, and the overhead apart."""
+        """Return a schedule whose `overhead_s` alone includes the engine's overhead."""
         again = schedule.simulation.recomputed
         again_s = sum(self.graph.operators[index].seconds for index in again)
         overhead_s = schedule.overhead_s + self._overheads.again_s(self.graph, again)
@@ -112,15 +116,15 @@ class Planner:
         )
 
     def least_bytes(self) -> int:
-        """Return the smallest budget that some schedule is known to fit."""
+        """Return the smallest budget for which a schedule is known."""
         return min([self.plain_peak_bytes, *(s.peak_bytes for s in self._least)])
 
 
 def check_seconds(graph: StepGraph) -> None:
-    """Reject operator times that are not finite, or negative.
+    """Reject operator times that are negative or not finite.
 
     Raises:
-        OptionError: If an operator takes NaN, infinite or negative seconds.
+        OptionError: If the time of an operator is negative, infinite or NaN.
     """
     for index, operator in enumerate(graph.operators):
         if not 0 <= operator.seconds < math.inf:
@@ -131,10 +135,10 @@ def check_seconds(graph: StepGraph) -> None:
 
 
 def smoothed(graph: StepGraph) -> StepGraph:
-    """Average the times of corresponding operators over equal blocks.
+    """Average the times of corresponding operators over equal module calls.
 
-    Blocks that run the same operators on the same shapes take the same time; measured
-    differences between them are noise.
+    Calls that run the same operators on the same shapes should take the same time, so
+    measured differences between them are noise.
     """
     groups: dict[tuple[object, ...], list[ModuleCall]] = {}
     for call in graph.calls:
@@ -143,6 +147,7 @@ def smoothed(graph: StepGraph) -> StepGraph:
         if key:
             groups.setdefault(key, []).append(call)
     operators = list(graph.operators)
+    # Short calls first, so that long calls average what is smooth inside already.
     for alike in sorted(groups.values(), key=lambda of: of[0].end - of[0].start):
         for offset in range(alike[0].end - alike[0].start):
             indices = [call.start + offset for call in alike]

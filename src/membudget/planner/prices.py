@@ -1,21 +1,22 @@
-"""Solver: prices of a byte at each op index, and the cheapest keep-set at those prices.
+"""Solver: a price for memory at each op index, and a minimum cut at these prices.
 
-Memory is short at some operators only, and a kept storage costs its bytes only while it
-would not be live otherwise: from its last use in the forward to its first need in the
-backward pass. So each op index t has a price per byte λ(t), and keeping s costs
-bytes(s) · Σ λ(t) over that gap. At given prices the cheapest keep-set is a minimum cut
-(`frontier`). The prices are Lagrange multipliers (Everett 1963, "Generalized Lagrange
-multiplier method"): they rise where the simulated step exceeds the budget and fall
-where it stays below.
+Memory is short only at some operators, and keeping a storage adds live bytes only
+between its last use in the forward and its first use in the backward pass. Each op
+index t therefore has a price per byte λ(t), and keeping a storage s costs bytes(s) · Σ
+λ(t) over the gap between its uses. At given prices, the cheapest set of storages to
+keep is a minimum cut (`frontier`). The prices are Lagrange multipliers (Everett 1963,
+"Generalized Lagrange multiplier method"): they rise where the simulated step exceeds
+the budget and fall where it stays below.
 
     forward            │ backward
     s ├──uses──┤ · · · · · · · · ├──needed──┤        the gap is dotted
     λ ▁▁▁▁▁▁▂▂▃▅▇█▇▆▅▃▂▁▁▁
 
-Like layers have like prices, and would all flip at once; in later rounds the sizes get
-random factors, from a generator with a fixed seed. No price stands for the memory that
-recomputation itself needs: a keep-set that recomputes much at once may not fit, however
-little it keeps. It is a start for `search` all the same.
+Identical layers have identical prices and would all switch at once, so later rounds
+multiply each size by a random factor, from a generator with a fixed seed. The prices
+ignore the memory that recomputation itself needs, so a solution that recomputes much at
+once may not fit, however little it keeps, but is still a useful start for local search
+(`search`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ MOST_OPERATORS = 1000
 
 ROUNDS, STEPS = 4, 40
 NOISE = 0.3
-"""The logarithm of a size differs by at most this."""
+"""Largest change of a size's logarithm by the random factors."""
 
 RATE = 8.0
 """How fast prices follow the relative excess over the budget, at first."""
@@ -56,7 +57,7 @@ def priced(simulator: Simulator) -> list[Solver]:
 
 
 class _Priced(Solver):
-    """Keep-sets of one module call; a solution is one of them."""
+    """Solver for one module call; a solution is the set of storages to keep."""
 
     def __init__(self, simulator: Simulator, call: ModuleCall):
         super().__init__(simulator)
@@ -67,8 +68,7 @@ class _Priced(Solver):
         self._gaps = _gaps(graph, block, self._front)
         self._plain_bytes = timeline(graph).alive_bytes
         self._workspaces = [o.workspace_bytes for o in graph.operators]
-        # For any budget so far.
-        self._tried: dict[frozenset[int], Simulation] = {}
+        self._tried: dict[frozenset[int], Simulation] = {}  # Over all budgets.
 
     def solve(self, budget_bytes: int) -> frozenset[int] | None:
         self._try(max(1, budget_bytes))
@@ -80,7 +80,7 @@ class _Priced(Solver):
         return self._simulator.schedule([self._call], [choice])
 
     def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
-        """Yield the fastest that fits, and a faster one that nearly does."""
+        """Yield the fastest schedule that fits, and a faster one that nearly fits."""
         fitting = self.solve(budget_bytes)
 
         def penalised(kept: frozenset[int]) -> float:
@@ -94,6 +94,7 @@ class _Priced(Solver):
     def _try(self, budget_bytes: int) -> None:
         generator = random.Random(0)
         for round_ in range(ROUNDS):
+            # The first round uses the true sizes.
             noise = NOISE if round_ else 0.0
             sizes = {
                 storage: size * math.exp(generator.uniform(-noise, noise))
@@ -113,7 +114,7 @@ class _Priced(Solver):
         return [price if is_over else price * _LOW_PRICE for is_over in over]
 
     def _at(self, prices: Sequence[float], sizes: Mapping[int, float]) -> Simulation:
-        """Simulate the cheapest keep-set at some prices."""
+        """Simulate the cheapest keep-set at the given prices."""
         until = list(accumulate(prices, initial=0.0))
         costs = {
             storage: size * (until[end] - until[start])
@@ -130,9 +131,10 @@ class _Priced(Solver):
     def _follow(
         self, prices: list[float], found: Simulation, budget_bytes: int, rate: float
     ) -> None:
-        """Move each price with the excess at its op index, by a factor of at most e."""
+        """Scale each price by the excess at its op index, at most by a factor e."""
         for moment, alive in enumerate(found.alive_bytes):
             most = alive + self._workspaces[moment]
+            # The peak may lie inside a recomputation, above the bytes live after it.
             if moment == found.peak_moment:
                 most = found.peak_bytes
             change = rate * (most / budget_bytes - 1)
@@ -140,12 +142,13 @@ class _Priced(Solver):
 
 
 def _gaps(graph: StepGraph, block: Block, front: Front) -> dict[int, tuple[int, int]]:
-    """Return the op indices between which each storage is live only if it is kept."""
+    """Return, for each storage, the op range in which it is live only if kept."""
     needed: dict[int, int] = {}
     for saved in (graph.saved[index] for index in saved_in(graph, block)):
         if saved.asked:
             storage = graph.values[saved.value].storage
             needed[storage] = min(needed.get(storage, saved.asked[0]), saved.asked[0])
+    # Latest first: recomputing a storage needs its inputs at the same time.
     births = [graph.storages[storage].birth for storage in front.bytes]
     for _, storage in sorted(zip(births, front.bytes, strict=True), reverse=True):
         if storage in needed:

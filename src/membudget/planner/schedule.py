@@ -1,7 +1,7 @@
-"""A schedule of a step, and what a solver is: something that proposes schedules.
+"""Schedules of a step, their simulator, and the base class of solvers.
 
-Three words for a decision: a `Choice` says what to keep of one block, a `Schedule` is a
-choice for each of some blocks, simulated, and a `Plan` is the file that it becomes.
+A `Choice` is the decision for one block, a `Schedule` combines choices for several
+blocks with their simulation, and a `Plan` is a schedule stored as a file.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from membudget.planner.choice import Block, Choice
 from membudget.planner.simulate import Simulation, simulate
 
 MAX_ATTEMPTS = 12
-"""How often a solver is asked for one budget; reductions double, so 12 are many."""
+"""Attempts of a solver at one budget; the reductions double, so 12 are many."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """The engine's time for each operator that a region records or runs again.
+    """The replay engine's overhead per operator that it records or recomputes.
 
-    A replay region records each operator of its forward, serves each saved tensor, and
-    runs operators again from Python. While the engine's code stays in the processor's
-    cache, that takes about 12 µs an operator. A kernel that moves more bytes than the
-    cache holds evicts that code, and the next operator takes ten times as long. The
-    figures are those of one AMD EPYC core under Python 3.11, fitted to whole steps of
-    the models in `benchmarks/planners.py`. On a device the host's time mostly hides
-    behind the kernels, so none is counted.
+    A replay region records each forward operator, serves saved tensors and runs
+    operators again, all in Python. The engine takes about 12 µs per operator while its
+    code stays in the CPU cache. A kernel that moves more bytes than the cache holds
+    evicts the engine's code, which makes the overhead of that operator ten times as
+    large. The overheads are fitted to whole steps of the models in
+    `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an accelerator,
+    kernels mostly hide the host's time, so no overhead is counted.
     """
 
     warm_s: float  # After a kernel that leaves the engine's code in the cache.
@@ -43,19 +43,19 @@ class Overheads:
         return self.cold_s if moved_bytes > self.cache_bytes else self.warm_s
 
     def recording_s(self, graph: StepGraph, block: Block) -> float:
-        """Return the overhead of recording a block in every step."""
+        """Return the overhead of recording all operators of a block."""
         return self.again_s(graph, range(block.start, block.end))
 
     def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
-        """Return the overhead of running operators again."""
+        """Return the overhead of running the recomputed operators."""
         return sum(self.of(graph.operators[index]) for index in recomputed)
 
     def added_to_forward(self, graph: StepGraph) -> StepGraph:
-        """Return the step with the overhead added to each forward operator.
+        """Return the step with the engine's overhead added to each forward operator.
 
-        On that graph a recomputed operator costs its own time and the engine's, which
-        is what a solver has to weigh. The plain step becomes slower by a constant that
-        is the same for all schedules.
+        In the resulting graph, a recomputed operator costs its own time plus the
+        engine's overhead, which is the cost that solvers must compare. The time of the
+        plain forward grows by a constant, the same for all schedules.
         """
         until = graph.backward_start
         forward = [
@@ -70,7 +70,7 @@ CPU_OVERHEADS = Overheads(warm_s=12e-6, cold_s=120e-6, cache_bytes=1 << 19)
 
 @dataclass(frozen=True)
 class Schedule:
-    """A choice for each of some module calls, and what they lead to."""
+    """One choice for each of several module calls, with the simulated result."""
 
     calls: tuple[ModuleCall, ...]  # They become regions.
     choices: tuple[Choice, ...]
@@ -80,38 +80,38 @@ class Schedule:
 
     @property
     def peak_bytes(self) -> int:
-        """The simulated peak."""
+        """Simulated peak of the step."""
         return self.simulation.peak_bytes
 
     @property
     def seconds(self) -> float:
-        """The time of the step, recomputation and overhead included."""
+        """Time of the step, including recomputation and engine overhead."""
         return self.simulation.seconds + self.overhead_s
 
     @property
     def slowdown(self) -> float:
-        """The time of the step relative to the plain one."""
+        """Time of the step relative to the step without recomputation."""
         return self.seconds / self.plain_s if self.plain_s else 1.0
 
 
 class Simulator:
-    """Simulates schedules of one step, each set of choices once.
+    """Simulator for schedules of one step; each set of choices is simulated once.
 
     Attributes:
-        graph: The step, with the overhead of recording on its forward.
-        candidates: How many sets of choices were simulated.
-        operators: How many operators those simulations ran.
+        graph: The step, with the engine's overhead added to each forward operator.
+        candidates: Number of distinct sets of choices simulated so far.
+        operators: Total number of operators that the simulations ran.
     """
 
     def __init__(self, graph: StepGraph, overheads: Overheads = NO_OVERHEADS):
-        """Start with none simulated."""
+        """Create a simulator with an empty cache."""
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
         self.candidates = self.operators = 0
         self._known: dict[tuple[Choice, ...], Simulation] = {}
 
     def simulate(self, choices: Iterable[Choice]) -> Simulation:
-        """Return the peak and time of the step under some choices."""
+        """Return the simulated timeline and time of the step under some choices."""
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
@@ -123,50 +123,48 @@ class Simulator:
     def schedule(
         self, calls: Sequence[ModuleCall], choices: Sequence[Choice]
     ) -> Schedule:
-        """Return the schedule of a choice for each of some module calls."""
+        """Return the schedule with one choice for each of the given module calls."""
         found = self.simulate(choices)
         overhead_s = sum(self.recording_s(choice) for choice in choices)
         plain_s = self.graph.seconds
         return Schedule(tuple(calls), tuple(choices), found, overhead_s, plain_s)
 
     def recording_s(self, block: Block) -> float:
-        """Return the overhead of recording a block in every step."""
+        """Return the overhead of recording all operators of a block."""
         return self._overheads.recording_s(self.graph, block)
 
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
-        """Return a schedule with other choices for the same calls."""
+        """Return the schedule with new choices for the same module calls."""
         found = self.simulate(choices)
+        # The overhead of recording depends on the calls alone, so it stays.
         return replace(schedule, choices=tuple(choices), simulation=found)
 
 
 class Solver(ABC):
-    """Proposes schedules of one kind for a budget.
-
-    A solution is whatever its algorithm works on; two are compared by equality.
-    """
+    """Base class of solvers; solutions may be of any type that supports equality."""
 
     def __init__(self, simulator: Simulator):
-        """Solve for the step of this simulator."""
+        """Create a solver for the step of a simulator."""
         self._simulator = simulator
 
     @abstractmethod
     def solve(self, budget_bytes: int) -> Any:
-        """Return the best solution by the solver's own count; `None` if none fits."""
+        """Return the solver's estimate of the best solution; `None` if none fits."""
 
     def smallest(self) -> Any:
-        """Return the solution that retains least, at any time; `None` for none."""
+        """Return the solution that retains the fewest bytes; `None` if unsupported."""
         return None
 
     @abstractmethod
     def schedule(self, solution: Any) -> Schedule:
-        """Return the schedule that a solution means."""
+        """Convert a solution to a schedule."""
 
     def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
-        """Yield ever tighter schedules until one fits the budget when simulated.
+        """Yield ever tighter schedules until the simulated peak of one fits the budget.
 
-        Solvers round bytes to a quantum and add up peaks that need not coincide, so a
-        solution may overshoot. The next attempt asks for that much less; while rounding
-        returns the same solution, the reduction doubles.
+        Solvers round bytes and estimate peaks, so the simulated peak may exceed the
+        budget. Each attempt lowers the target by the excess of the last one; while the
+        solver returns the same solution again, the reduction doubles.
         """
         target, reduction, previous = budget_bytes, 0, None
         for _ in range(MAX_ATTEMPTS):
@@ -182,12 +180,10 @@ class Solver(ABC):
 
     @cached_property
     def least(self) -> list[Schedule]:
-        """The schedules with the least peak that this solver knows.
-
-        One retains least; the other is found by bisection over the budget.
-        """
+        """The schedules with the smallest peaks that the solver can find."""
         solution = self.smallest()
         found = [] if solution is None else [self.schedule(solution)]
+        # Bisection for the smallest budget that the solver believes feasible.
         low = 0
         high = found[0].peak_bytes if found else self._simulator.simulate(()).peak_bytes
         for _ in range(MAX_ATTEMPTS):

@@ -1,27 +1,29 @@
-"""Improve schedules by local search: the simulation says what really fits.
+"""Improve schedules by local search, with peaks and times from the simulation.
 
-Solvers add up peaks that need not coincide, so their schedules may leave room, and they
-value a storage as if nothing else were kept. Two searches ask the simulation instead:
+Solvers add up peaks that need not coincide, so their schedules may leave memory unused,
+and they value each storage as if no others were kept. Two local searches evaluate
+complete schedules by simulation instead:
 
-* `fill` tries to keep what is recomputed, one storage after the other, the most seconds
-  per byte first; a storage stays kept if the step then fits and is faster;
+* `fill` tries to keep recomputed storages one by one, most seconds per byte first; a
+  storage stays kept if the step then fits and is faster;
 * `anneal` is simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983, "Optimization by
-  simulated annealing"): one or two storages flip at random; an improvement stays, and a
-  deterioration of d stays with probability exp(-d / temperature), which falls to zero.
-  Bytes over the budget are priced in seconds. The price rises while the schedule is
-  over the budget and falls while it is not, so the search stays where schedules begin
-  to fit. The seed is fixed: the result is deterministic.
+  simulated annealing"): it flips one or two random storages between kept and dropped,
+  accepts every improvement, and accepts a deterioration d with probability exp(-d /
+  temperature) while the temperature falls to zero. Bytes over the budget are penalised
+  at a price in seconds. The price rises while the schedule exceeds the budget and falls
+  while it fits, so the search stays near the limit of what fits. A fixed seed makes the
+  result deterministic.
 
-Annealing rather than an integer programme, because the programme takes a minute for a
-hundred operators and is out of reach for a thousand; it saved at most 0.022 of a step
-beside the annealed schedules. Only small steps are annealed: with 500
-operators or more, too few schedules can be simulated per second to find better ones.
+Annealing replaced an integer programme, which takes a minute for a hundred operators,
+is out of reach for a thousand, and gained at most 2.2 % of a step over annealing. Only
+steps of up to 500 operators are annealed: for larger ones, too few schedules can be
+simulated per second to find better ones.
 
-The best starts are improved, and then the best start of each kind of solver, with the
-simulations that were saved: by pruning what cannot fit or saves no time, and by giving
-up hopeless runs. So a further kind of solver rarely makes a schedule slower, and costs
-no more simulations. On twelve profiles (`benchmarks/solvers.py`) no result is slower
-than without pruning and giving up.
+The best schedules are improved first. Simulations saved by pruning candidates that
+cannot pay off, and by giving up hopeless runs, are then spent on the best schedule of
+each kind of solver. An additional solver therefore rarely makes the result slower, and
+needs no more simulations. On twelve profiles (`benchmarks/solvers.py`), pruning and
+giving up make no result slower.
 """
 
 from __future__ import annotations
@@ -39,32 +41,32 @@ from membudget.planner.frontier import Front
 from membudget.planner.schedule import Schedule, Simulator
 
 MOST_FILLED_OPERATORS = 40_000
-"""How many operators the simulations of one `fill` run at most."""
+"""Maximum number of operators that the simulations of one `fill` run."""
 
 MOST_ANNEALED_OPERATORS = 50_000
-"""How many operators the simulations of one `anneal` run at most."""
+"""Maximum number of operators that the simulations of one `anneal` run."""
 
 MOST_FILLED = 3
-"""How many schedules of a small step are filled: the second may be faster then."""
+"""Number of schedules filled for a small step: the second may end up faster."""
 
 FEWEST_TRIES = 100
-"""With fewer, annealing would find little."""
+"""With fewer simulations, annealing would find little."""
 
 TRIES_OF_EACH = 20
-"""How many flips are tried at most, for each storage that may be dropped."""
+"""Maximum number of flips tried, for each storage that may be dropped."""
 
 TEMPERATURE = 0.005
 """The first temperature, relative to the time of the plain step."""
 
 FIRST_PRICE = 0.5
-"""Of as many bytes as the budget, relative to the time of the plain step."""
+"""First price of as many bytes as the budget, relative to the plain step's time."""
 
 HOPELESS = 1.02
-"""A run that is so many times as slow as the best known at half time is given up; so
-is one in which nothing fits after a quarter. In `benchmarks/solvers.py` none pays."""
+"""A run is given up if it is slower than the best by this factor at half time, or if
+nothing fits after a quarter. No such run pays off in `benchmarks/solvers.py`."""
 
-PRICES = (0.05, 50.0)
-RATE = 1.03
+PRICES = (0.05, 50.0)  # Limits of the price.
+RATE = 1.03  # By which each flip changes the price.
 
 _seconds = attrgetter("seconds")
 
@@ -75,10 +77,10 @@ def improved(
     budget_bytes: int,
     quickly: bool,
 ) -> list[Schedule]:
-    """Return schedules that fit, at least as fast as the fastest start.
+    """Return schedules that fit, the fastest at least as fast as any start that fits.
 
-    Starts, by the kind of solver, need not fit. `quickly` fills the fastest alone, and
-    anneals none.
+    `kinds` holds the start schedules of each kind of solver, which need not fit. With
+    `quickly`, only the fastest start is filled, and nothing is annealed.
     """
     fitting = [[s for s in of if s.peak_bytes <= budget_bytes] for of in kinds]
     fastest = sorted((s for of in fitting for s in of), key=_seconds)
@@ -99,8 +101,9 @@ def _filled(
     others: Sequence[Schedule],
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Fill some schedules; others with the simulations that pruning saved."""
+    """Fill the `first` schedules, then `others` with simulations saved by pruning."""
     each = len(simulator.graph.operators)
+    # As many operators as filling `first` would run without pruning.
     most = sum(len(_by_worth(simulator.graph, schedule)) for schedule in first)
     limit = simulator.operators + min(most * each, len(first) * MOST_FILLED_OPERATORS)
     starts = _distinct([*first, *others])
@@ -114,10 +117,7 @@ def _annealed(
     nearest: Sequence[Schedule],
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Anneal the best schedule, with and without stages, and the nearest to fit.
-
-    Others follow with the simulations that hopeless runs saved.
-    """
+    """Anneal the best schedule, with and without stages, and the nearest to fitting."""
     flat = [
         simulator.changed(s, [replace(choice, stages=()) for choice in s.choices])
         for s in found
@@ -127,6 +127,7 @@ def _annealed(
     limit = simulator.operators + len(first) * each
     results = list(found)
     for place, start in enumerate(_distinct([*first, *found[1:], *flat[1:]])):
+        # Further starts use the simulations that hopeless runs saved.
         if place >= len(first) and simulator.operators + each > limit:
             break
         known_s = min((s.seconds for s in results), default=math.inf)
@@ -148,9 +149,9 @@ def _penalised(schedule: Schedule, budget_bytes: int) -> float:
 def fill(
     simulator: Simulator, schedule: Schedule, budget_bytes: int, limit: float = math.inf
 ) -> Schedule:
-    """Return a schedule that keeps more than one that fits, fits and is no slower.
+    """Keep more storages of a fitting schedule while it still fits and gets faster.
 
-    It stops at the limit of operators that the simulator ran in all.
+    The search stops when the simulator has run `limit` operators in total.
     """
     graph = simulator.graph
     tries = MOST_FILLED_OPERATORS // max(1, len(graph.operators))
@@ -170,21 +171,18 @@ def fill(
 def _may_pay(
     graph: StepGraph, schedule: Schedule, storage: int, budget_bytes: int
 ) -> bool:
-    """Tell whether keeping a storage may save time, and may fit.
-
-    It saves none if nothing recomputes it any more. It does not fit if it is dropped
-    before the end of the forward and its bytes do not fit there.
-    """
+    """Return whether keeping a storage may save time and still fit."""
     facts, turn = graph.storages[storage], graph.backward_start - 1
     if facts.birth not in schedule.simulation.recomputed:
         return False
+    # A kept storage is live at the end of the forward: it must fit there.
     is_live = (facts.death if facts.released is None else facts.released) > turn
     turn_bytes = schedule.simulation.alive_bytes[turn]
     return is_live or turn_bytes + facts.bytes <= budget_bytes
 
 
 def _by_worth(graph: StepGraph, schedule: Schedule) -> list[tuple[int, int]]:
-    """Return what is recomputed, the most seconds per byte first, by its choice."""
+    """Return pairs (choice, recomputed storage), most seconds per byte first."""
     times = Counter(schedule.simulation.recomputed)
     found = []
     for place, choice in enumerate(schedule.choices):
@@ -197,7 +195,7 @@ def _by_worth(graph: StepGraph, schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def is_too_large(graph: StepGraph) -> bool:
-    """Tell whether too few schedules of a step can be simulated for annealing."""
+    """Return whether a step has too many operators for annealing to pay off."""
     return FEWEST_TRIES * len(graph.operators) > MOST_ANNEALED_OPERATORS
 
 
@@ -207,9 +205,9 @@ def anneal(
     budget_bytes: int,
     known_s: float = math.inf,
 ) -> Schedule | None:
-    """Return the fastest schedule found that fits; `None` if none does.
+    """Return the fastest fitting schedule that annealing finds; `None` if none fits.
 
-    The start need not fit; `known_s` is the time of the fastest that is known to.
+    `start` need not fit; `known_s` is the time of the fastest schedule known to fit.
     """
     graph = simulator.graph
     if is_too_large(graph) or not graph.seconds:
@@ -245,7 +243,7 @@ def _flipped(
     free: Sequence[tuple[int, int]],
     generator: random.Random,
 ) -> list[Choice]:
-    """Return the choices with one or two storages kept or dropped."""
+    """Return the choices with one or two random storages kept or dropped instead."""
     flipped = list(choices)
     for _ in range(generator.choice((1, 2))):
         place, storage = generator.choice(free)

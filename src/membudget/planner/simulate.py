@@ -1,32 +1,34 @@
-"""Live bytes, peak and seconds of a step, plain or under choices: their definition.
+"""Definition of a step's live bytes, peak and time, with or without recomputation.
 
-At operator t, every storage with birth ≤ t < death is live, the operator's own outputs
-included, plus the operator's workspace. What existed before the step is counted apart
-(`StepGraph.static`), so the numbers equal those of a meter that counts what the step
-allocates.
+The memory at operator t is the sum of all storages with birth ≤ t < death, which
+include the operator's outputs, plus the operator's workspace. Memory in use before the
+step is counted separately (`StepGraph.static`), so the results equal those of a meter
+of the step's own allocations.
 
     op index        0    1    2    3    4
     storage a (4)   ├────┼────┼────┤                birth 0, death 3
     storage b (2)        ├────┼────┼────┤           birth 1, death 4
     live_bytes      4    6    6    2    0
 
-Every solver is tested against this simulation, and the simulation against the meter.
-What autograd saves in a block and the block made is dropped unless the choice keeps it;
-the replay engine (`engine.replay`) recomputes it when the backward pass first unpacks
-it, as `backward` says. The rules are the engine's:
+Tests compare every solver with this simulation, and the simulation with the memory
+meter. A tensor that a block makes and autograd saves is dropped unless the choice keeps
+it; the replay engine (`engine.replay`) recomputes a dropped tensor when the backward
+pass first unpacks it (see `backward`). The simulation follows the same rules as the
+replay engine:
 
-1. A storage is live while the user's code holds it, while autograd holds a saved tensor
-   in it that is not dropped, and while it is a source of a dropped tensor that is still
-   wanted: kept storages and inputs of a block are sources.
+1. A storage is live while user code holds it, while autograd holds a saved tensor in it
+   that is not dropped, or while it is the source (a kept storage or an input of the
+   block) for recomputing a dropped tensor that autograd still holds.
 2. When the backward pass unpacks a dropped tensor that is not live, the missing part of
-   its recompute slice runs, in the order of the forward, each operator at most once in
-   a stage.
-3. A recomputed storage stays live as long as something that the stage serves needs it,
-   another saved tensor or an operator that has yet to run, and until the next stage
-   begins where the stage retains it.
-4. Views cost nothing. A storage written in place is made by all that write it.
-5. Autograd may write into what it unpacks: it gets a copy of what an operator of the
-   stage has yet to read, or of another stage where this one retains it.
+   its recompute slice runs in forward order, each operator at most once per stage.
+3. A recomputed storage stays live while the current stage needs it for another saved
+   tensor or for an operator yet to run; a storage that the stage retains stays live
+   until the next stage begins.
+4. Views cost nothing. A storage that is written in place is recomputed by all operators
+   that write it.
+5. Autograd may overwrite an unpacked tensor, so it gets a copy if an operator of the
+   stage has yet to read the tensor, or if the stage retains the tensor for another
+   stage that reads it.
 """
 
 from __future__ import annotations
@@ -47,12 +49,12 @@ Interval = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Timeline:
-    """Live bytes over a step.
+    """Live bytes of a step at each op index, and their peak.
 
     Attributes:
-        alive_bytes: At each operator, without its workspace.
-        peak_bytes: The maximum, workspaces included.
-        peak_moment: The first operator at the peak; 0 for a step without operators.
+        alive_bytes: Live bytes at each operator, without its workspace.
+        peak_bytes: The maximum of live bytes plus operator workspace.
+        peak_moment: Index of the first operator at the peak; 0 for an empty step.
     """
 
     alive_bytes: tuple[int, ...]
@@ -61,12 +63,12 @@ class Timeline:
 
 
 def timeline(graph: StepGraph) -> Timeline:
-    """Return the timeline of the plain step."""
+    """Return the timeline of the step without recomputation."""
     return of_intervals(graph, lifetimes(graph))
 
 
 def lifetimes(graph: StepGraph, without: Container[int] = ()) -> list[Interval]:
-    """Return the live ranges of what the step allocates, without some storages."""
+    """Return the live ranges of the storages that the step makes, except `without`."""
     return [
         (storage.birth, storage.death, storage.bytes)
         for index, storage in enumerate(graph.storages)
@@ -82,7 +84,7 @@ def of_intervals(graph: StepGraph, intervals: Iterable[Interval]) -> Timeline:
 
 
 def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
-    """Return the sum of some live ranges at each of `count` places.
+    """Return the live bytes at each of `count` op indices, given live ranges.
 
     Example:
         >>> live_bytes(5, [(0, 3, 4), (1, 4, 2)])
@@ -96,7 +98,7 @@ def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
 
 
 def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
-    """Return the peak over a run of operators, workspaces included, and its index."""
+    """Return the peak of a run of operators, workspaces included, and its position."""
     peak_bytes, place = 0, 0
     for index, (operator, live) in enumerate(zip(operators, alive, strict=True)):
         if live + operator.workspace_bytes > peak_bytes:
@@ -110,9 +112,10 @@ def peak_of_run(
     touched: Mapping[int, Iterable[int]],
     to_end: Container[int],
 ) -> int:
-    """Return the peak of a run of operators, counting what the run itself allocates.
+    """Return the peak of the bytes that a run of operators itself allocates.
 
-    A storage is freed after the last operator that touches it; those of `to_end` stay.
+    A storage is freed after the last operator that touches it; storages in `to_end`
+    stay live.
     """
     last = {storage: i + 1 for i, index in enumerate(run) for storage in touched[index]}
     last |= {storage: len(run) for storage in last if storage in to_end}
@@ -128,23 +131,23 @@ def peak_of_run(
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """A step under some choices.
+    """The simulated timeline and time of a step under some choices.
 
     Attributes:
-        seconds: Time of the step, recomputation included.
-        recomputed: The operators that ran again, in the order in which they did.
+        seconds: Time of the step, including recomputation.
+        recomputed: Indices of the recomputed operators, in execution order.
     """
 
     seconds: float
     recomputed: tuple[int, ...]
 
     def share_over(self, budget_bytes: int) -> float:
-        """Return by how much the peak exceeds a budget, relative to the budget."""
+        """Return the excess of the peak over a budget, as a fraction of the budget."""
         return max(0, self.peak_bytes - budget_bytes) / max(1, budget_bytes)
 
 
 class BlockStep(NamedTuple):
-    """Live bytes of one block's own storages, from one event up to the next."""
+    """Live bytes of one block's storages, constant from one event to the next."""
 
     start: int
     end: int
@@ -156,10 +159,10 @@ BlockTimeline = list[BlockStep]
 
 
 def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
-    """Simulate a step under some choices, for blocks that do not overlap.
+    """Simulate a step under the choices of disjoint blocks.
 
     Raises:
-        OptionError: If blocks overlap, or reach beyond the forward.
+        OptionError: If blocks overlap or extend beyond the forward.
     """
     ordered = sorted(choices, key=lambda choice: choice.start)
     _check(graph, ordered)
@@ -167,7 +170,7 @@ def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
 
 
 def simulate_block(graph: StepGraph, choice: Choice) -> BlockTimeline:
-    """Simulate one block alone, counting the storages that it makes and no others."""
+    """Simulate one block alone, counting only the storages that it allocates."""
     return _Machine(graph, [choice]).run_block(choice)
 
 
@@ -184,7 +187,7 @@ def _check(graph: StepGraph, choices: Sequence[Choice]) -> None:
 
 
 class _Machine:
-    """Simulates a step, operator by operator."""
+    """Event-driven simulation of a step, operator by operator."""
 
     def __init__(self, graph: StepGraph, choices: Sequence[Choice]):
         self.graph = graph
@@ -224,18 +227,19 @@ class _Machine:
     def run_block(self, choice: Choice) -> BlockTimeline:
         self._schedule(made_in(self.graph, choice))
         events = {*self.births, *self.deaths, *self.frees, *self.unpacks}
+        # Every operator of the block is an event: its workspace counts.
         events |= set(range(choice.start, choice.end))
         count = len(self.graph.operators)
         steps = []
         for start, end in pairwise([*sorted(e for e in events if e < count), count]):
-            self.ledger.peak_bytes = 0
+            self.ledger.peak_bytes = 0  # The peak of this event alone.
             self._step(start)
             live_bytes, peak_bytes = self.ledger.live_bytes, self.ledger.peak_bytes
             steps.append(BlockStep(start, end, live_bytes, peak_bytes))
         return steps
 
     def _schedule(self, storages: Iterable[int]) -> None:
-        """Enter allocations and frees of the forward's storages."""
+        """Register when the given storages of the forward are allocated and freed."""
         for index in storages:
             birth = self.graph.storages[index].birth
             if birth >= 0:
@@ -245,6 +249,7 @@ class _Machine:
     def _step(self, moment: int) -> None:
         ledger = self.ledger
         ledger.moment = moment
+        # Storages die before the operator at their death runs: frees come first.
         for storage in self.deaths.get(moment, ()):
             ledger.release(storage)
         for block, index in self.frees.get(moment, ()):

@@ -1,15 +1,15 @@
-"""One training step, recorded: what it saves, what each operator costs, its peak.
+"""Profile a training step: saved tensors, cost of each operator, peak memory.
 
-`profiling` has the call itself. `step_recorder` and `lifetimes` watch the step, and
-`result` builds its graph; `fake` runs a step without memory; `workspace`, `cost` and
-`devices` find what operators and optimizers need; `live_ranges` reads the graph.
+`profiling` defines `profile`. `step_recorder` and `lifetimes` observe the step, and
+`result` assembles its graph; `fake` runs a step without memory; `workspace`, `cost` and
+`devices` measure or estimate memory and time; `live_ranges` analyses the graph.
 
-`sweep`, here, profiles several sizes and extrapolates. The live bytes at one op index
-are a polynomial in most sizes: of degree one in the batch size, of degree two in the
-length of a sequence whose attention saves its scores. The peak is the largest of them,
-and can move to another op index: with a small batch to the gradients of the parameters,
-with a large one to the activations. So one `polynomial` is fitted to each op index;
-they predict the peak as long as the same operators run.
+`sweep`, in this module, profiles a step at several sizes and extrapolates. The live
+bytes at one op index are usually a polynomial in the size: linear in the batch size,
+quadratic in the sequence length if attention saves its scores. The op index of the peak
+depends on the size: small batches peak at the parameters' gradients, large ones at the
+activations. `sweep` fits one polynomial per op index; the largest of these polynomials
+predicts the peak as long as the same operators run at every size.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ __all__ = ["DEVICES", "Device", "Profile", "Sweep", "profile", "sweep"]
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What was measured at one size.
+    """Measurements of a step at one size.
 
     Attributes:
-        size: The size.
+        size: Value of the swept size, such as the number of samples in the batch.
         peak_bytes: Peak of the bytes that the step allocates.
         saved_bytes: Bytes of activations that autograd saves.
         static_bytes: Bytes in use before the step: parameters, buffers, optimizer
             state, batch.
-        seconds: Time of the step.
+        seconds: Duration of the step.
     """
 
     size: int
@@ -61,18 +61,18 @@ class Point:
 
     @property
     def total_bytes(self) -> int:
-        """Static bytes and the step's peak."""
+        """Sum of the static bytes and the step's peak bytes."""
         return self.static_bytes + self.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest size that fits a budget.
+    """The largest size of a sweep that fits in a byte budget.
 
     Attributes:
-        size: The size; 0 if none fits.
-        total_bytes: Its total, measured or else predicted; 0 for size 0.
-        is_extrapolated: Whether it lies outside the measured sizes.
+        size: The largest size that fits in the budget; 0 if no size fits.
+        total_bytes: Total bytes at `size`, measured or predicted; 0 if no size fits.
+        is_extrapolated: Whether `size` lies outside the range of measured sizes.
     """
 
     size: int
@@ -82,17 +82,17 @@ class Largest:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Steps of several sizes.
+    """Profiles of a step at several sizes, with polynomials fitted to the bytes.
 
     Attributes:
-        name: Name of the size, such as `"batch"`.
-        points: The measurements, by ascending size.
-        peak: Fit of `peak_bytes`.
-        saved: Fit of `saved_bytes`.
-        static: Fit of `static_bytes`.
-        total: Fit of `total_bytes`: the sum of the fits of static and peak bytes.
-        moments: The polynomials of the op indices that make the peak at some size,
-            constant first; only that of `peak` if sizes run different operators.
+        name: Name of the swept size, such as `"batch"`.
+        points: The measurements, in order of increasing size.
+        peak: Polynomial fitted to `peak_bytes`.
+        saved: Polynomial fitted to `saved_bytes`.
+        static: Polynomial fitted to `static_bytes`.
+        total: Polynomial for `total_bytes`: the sum of `static` and `peak`.
+        moments: Polynomials of the op indices that can hold the peak, constant first;
+            if the sizes run different operators, only the polynomial of `peak`.
     """
 
     name: str
@@ -104,7 +104,7 @@ class Sweep:
     moments: tuple[tuple[Fraction, ...], ...]
 
     def total_at(self, size: int) -> int:
-        """Return the total at a size, measured or else predicted."""
+        """Return the total bytes at a size, measured or predicted."""
         for point in self.points:
             if point.size == size:
                 return point.total_bytes
@@ -112,22 +112,23 @@ class Sweep:
         return round(peak + evaluate(self.static.coefficients, size))
 
     def largest(self, budget: int | str) -> Largest:
-        """Return the largest size whose total fits a budget.
+        """Return the largest size whose total bytes fit in a budget.
 
-        Measured sizes take precedence; between and beyond them the polynomials of
-        `moments` predict. A larger budget never gives a smaller size.
+        Measurements take precedence over the predictions of the fitted polynomials. A
+        larger budget never gives a smaller size.
 
         Args:
-            budget: Budget of the total, parameters and optimizer state included: bytes,
-                as a number or `"80GiB"`.
+            budget: Budget for the total bytes, as a number or text such as `"80GiB"`;
+                parameters and optimizer state count.
 
         Raises:
-            OptionError: If the budget is no number of bytes, or every size fits,
-                because the total does not grow with it.
+            OptionError: If the budget is not a number of bytes, or if every size fits
+                because the total bytes do not grow with the size.
         """
         budget_bytes = parse_bytes(budget)
         fitting = [p.size for p in self.points if p.total_bytes <= budget_bytes]
         above = [p.size for p in self.points if p.total_bytes > budget_bytes]
+        # No polynomial may predict that a size fits which was measured not to fit.
         ends = [min(above) - 1] if above else []
         for moment in self.moments:
             total = added(moment, self.static.coefficients)
@@ -147,7 +148,7 @@ class Sweep:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
+        """Return the sweep as plain data for JSON."""
         return {
             "name": self.name,
             "points": [
@@ -164,17 +165,17 @@ class Sweep:
         }
 
     def __str__(self) -> str:
-        """Return the measured sizes as a table, and the fits below."""
+        """Return a table of the measured sizes, followed by the fitted polynomials."""
         from membudget.report.profile_text import sweep_text
 
         return sweep_text(self)
 
     def curve_at(self, size: int) -> tuple[Fraction, ...]:
-        """Return the polynomial of the op index that makes the peak at a size."""
+        """Return the polynomial of the op index with the most live bytes at a size."""
         return max(self.moments, key=lambda moment: evaluate(moment, size))
 
     def fits(self) -> list[tuple[str, Fit]]:
-        """Return the fitted polynomials, by name."""
+        """Return the fitted polynomials as pairs of name and fit."""
         names = ("total", "static", "peak", "saved")
         return [(name, getattr(self, name)) for name in names]
 
@@ -187,23 +188,23 @@ def sweep(
     optimizer: OptimizerLike = None,
     **sizes: Iterable[int],
 ) -> Sweep:
-    """Profile a step at several sizes.
+    """Profile a training step at several sizes and fit polynomials to its bytes.
 
     Args:
-        make: Called with the size as keyword; returns (model, batch) or (model, batch,
-            loss_fn) for `profile`.
-        fake: As for `profile`, but `True` by default.
-        device: As for `profile`.
-        optimizer: As for `profile`.
-        **sizes: One name with its sizes, such as `batch=[1, 2, 4, 8]`.
+        make: Function that takes the size as a keyword argument and returns `(model,
+            batch)` or `(model, batch, loss_fn)`.
+        fake: Whether to run on fake tensors, as in `profile`, but `True` by default.
+        device: Device whose roofline estimates the seconds, as in `profile`.
+        optimizer: Optimizer whose memory is counted, as in `profile`.
+        **sizes: One keyword with the sizes to profile, such as `batch=[1, 2, 4, 8]`.
 
     Returns:
-        The measurements, and how they grow.
+        The measurements and the polynomials fitted to the measured bytes.
 
     Raises:
-        OptionError: If there is not exactly one name with at least two different
-            positive sizes, `make` does not accept it or returns something else, or
-            `profile` raises it.
+        OptionError: If `sizes` is not one keyword with at least two different positive
+            integers, if `make` rejects the keyword or returns something else, or if
+            `profile` raises an `OptionError`.
 
     Example:
         >>> import torch
@@ -238,7 +239,7 @@ def sweep(
 def of_points(
     name: str, points: Sequence[Point], curves: Sequence[Sequence[tuple[str, int]]]
 ) -> Sweep:
-    """Fit the points; a curve has each operator's name and the live bytes at it."""
+    """Fit polynomials to the measured points and to the live bytes at each operator."""
     sizes = [point.size for point in points]
     peak = fitted(sizes, [point.peak_bytes for point in points])
     static = fitted(sizes, [point.static_bytes for point in points])
@@ -246,6 +247,7 @@ def of_points(
     total = added(peak.coefficients, static.coefficients)
     off = residual(total, sizes, [point.total_bytes for point in points])
     moments: tuple[tuple[Fraction, ...], ...] = (peak.coefficients,)
+    # An op index is the same operator at every size only if the sequences are equal.
     if len({tuple(operator for operator, _ in curve) for curve in curves}) == 1:
         columns = zip(*([size for _, size in curve] for curve in curves), strict=True)
         moments = envelope(sizes, columns)

@@ -1,21 +1,20 @@
-"""The cost of each operator: floating-point operations and seconds.
+"""The cost of each operator: floating-point operations (FLOPs) and seconds.
 
-Operations are counted as torch's own counter does: a multiply-add is two, and only
-matrix products, convolutions and attention count, because the rest is bound by memory.
-Kernels that torch does not count, or counts too high, are counted here.
+FLOPs are counted as in `torch.utils.flop_counter`: a multiply-add is two, and only
+matrix products, convolutions and attention count; other operators are memory-bound.
+This module adds formulas for kernels that torch omits or overcounts.
 
-Seconds are measured or estimated. Measured: the step runs a few times without recording
-and with a stopwatch that is read only where a block begins or ends. The median time
-between two such events is distributed over the operators in proportion to their
-recorded times:
+Seconds are measured, or estimated by a device's roofline. To measure seconds, the step
+runs a few times without the recorder, and a clock is read only where a block begins or
+ends. The median time between two block boundaries is distributed over the operators in
+between, in proportion to their recorded times:
 
     events      start       enter h.0     leave h.0             end
     recorded      │ a 2 µs  b 2 µs  │  c 6 µs  │  d 1 µs  e 3 µs │   slow: dispatch mode
     timed         │      1 µs       │   2 µs   │      1 µs       │   medians
     result        │ a .5    b .5    │  c 2     │  d .25   e .75  │
 
-So the operators of a block add up to the block, and recording costs nothing. Estimated:
-the roofline of a device.
+The seconds of a block's operators thus add up to the block's time without recording.
 """
 
 from __future__ import annotations
@@ -46,27 +45,27 @@ Label = tuple[str, str]
 
 
 class TimerEvents:
-    """Records when blocks begin and end, forward and backward.
+    """Records when blocks begin and end in the forward and backward pass.
 
     Attributes:
-        labels: The events, in order.
-        readings: The clock's reading at each event.
+        labels: Label of each event, in the order in which the events occurred.
+        readings: Reading of the clock at each event.
     """
 
     def __init__(self, clock: Callable[[], Any]):
-        """Start without events; the clock reads seconds, or op indices."""
+        """Start with no events; `clock` returns seconds or an op index."""
         self.labels: list[Label] = []
         self.readings: list[Any] = []
         self._clock = clock
 
     def note(self, event: str, name: str = "") -> None:
-        """Record an event."""
+        """Record an event with the clock's current reading."""
         self.labels.append((event, name))
         self.readings.append(self._clock())
 
     @contextmanager
     def on(self, blocks: dict[str, Module]) -> Iterator[None]:
-        """Record events of `blocks` while the context is open."""
+        """Record the events of `blocks` while the context is open."""
         handles = []
         for name, block in blocks.items():
             handles.append(block.register_forward_pre_hook(self._entering(name)))
@@ -82,6 +81,7 @@ class TimerEvents:
 
     def _leaving(self, name: str) -> Callable[..., None]:
         def leave(module: Module, args: Any, output: Any) -> None:
+            # The block's backward starts when the gradient of its output is known.
             tensor = next(_differentiable(output), None)
             if tensor is not None:
                 tensor.register_hook(lambda gradient: self.note("backward", name))
@@ -97,7 +97,7 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
 
 
 def synchronised_clock() -> Callable[[], float]:
-    """Return a clock that synchronises with the device first, if CUDA is in use."""
+    """Return a clock that waits for pending CUDA kernels before each reading."""
     if not torch.cuda.is_initialized():
         return time.perf_counter
 
@@ -111,7 +111,7 @@ def synchronised_clock() -> Callable[[], float]:
 def share_out(
     graph: StepGraph, recorded: TimerEvents, timed: Sequence[TimerEvents]
 ) -> StepGraph:
-    """Return the graph with the seconds of the timed runs, as drawn above."""
+    """Return the graph with operator seconds scaled to match the timed runs."""
     same = _alike(recorded, timed)
     if not same:
         # Each run took another path through the model: time the step as a whole.
@@ -125,7 +125,7 @@ def share_out(
 
 
 def notes_on(recorded: TimerEvents, timed: Sequence[TimerEvents]) -> tuple[str, ...]:
-    """Return caveats about the seconds that `share_out` assigned."""
+    """Return caveats about timed runs whose events differ from the recorded run's."""
     others = len(timed) - len(_alike(recorded, timed))
     if not others:
         return ()
@@ -141,7 +141,7 @@ def notes_on(recorded: TimerEvents, timed: Sequence[TimerEvents]) -> tuple[str, 
 
 
 def _alike(recorded: TimerEvents, timed: Sequence[TimerEvents]) -> list[TimerEvents]:
-    """Return the timed runs that took the path of the recorded run."""
+    """Return the timed runs with the same sequence of events as the recorded run."""
     return [run for run in timed if run.labels == recorded.labels]
 
 
@@ -159,16 +159,14 @@ def _scaled(operators: Sequence[Operator], seconds: float) -> list[Operator]:
 
 
 def roofline(graph: StepGraph, device: Device) -> StepGraph:
-    """Return the graph with the least seconds that a device needs, by its roofline."""
+    """Return the graph with operator seconds estimated by a device's roofline."""
     operators = tuple(_at_best(graph, operator, device) for operator in graph.operators)
     return dataclasses.replace(graph, operators=operators)
 
 
 def roofline_of_optimizer(graph: StepGraph) -> StepGraph:
-    """Return the graph with this CPU's roofline for the optimizer's step.
-
-    The optimizer is recorded on fake tensors, so its time is not measured.
-    """
+    """Return the graph with optimizer seconds estimated by this CPU's roofline."""
+    # The optimizer is recorded on fake tensors, so its time cannot be measured.
     operators = list(graph.operators)
     for index in range(graph.optimizer_start, len(operators)):
         operators[index] = _at_best(graph, operators[index], this_processor())
@@ -185,7 +183,7 @@ def _at_best(graph: StepGraph, operator: Operator, device: Device) -> Operator:
 
 
 def flops_of(operator: Any, args: Any, kwargs: dict[str, Any], output: Any) -> int:
-    """Return the floating-point operations of one call; 0 for most operators.
+    """Return the FLOPs of one operator call; 0 for operators that are not counted.
 
     Example:
         >>> a, b = torch.ones(2, 3), torch.ones(3, 5)
@@ -211,7 +209,7 @@ def _attention_backward(
 
 
 def _lstm_layer(x: Any, weight: Any, recurrent: Any, *rest: Any, **kwargs: Any) -> int:
-    """Count two products per time step: with the input, and with the state."""
+    """Count two matrix products per time step: of the input and of the hidden state."""
     rows = x.shape[0] * x.shape[1]
     return 2 * int(rows) * int(weight.numel() + recurrent.numel())
 
@@ -224,7 +222,8 @@ def _lstm_layer_backward(x: Any, *weights: Any, **kwargs: Any) -> int:
 def _convolution_backward(
     gradient: Any, x: Any, weight: Any, *rest: Any, **kwargs: Any
 ) -> int:
-    """Count one convolution per gradient; torch's formula ignores groups in one."""
+    """Count one convolution per gradient that the backward call computes."""
+    # torch's formula ignores `groups` in the gradient of the weight.
     transposed, mask = rest[4], rest[7]
     forward = conv_flop_count(
         list(x.shape), list(weight.shape), list(gradient.shape), transposed=transposed

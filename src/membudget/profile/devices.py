@@ -1,17 +1,17 @@
-"""Devices and optimizers by name: peak rates of GPUs, and of this CPU, measured.
+"""Look up devices and optimizers by name: peak rates of GPUs and of this CPU.
 
-The table has the vendors' figures for dense matrices at the boost clock:
+`DEVICES` lists the vendors' figures for dense matrices at boost clock:
 
 * H100 SXM5, H200 SXM: NVIDIA H100 and H200 Tensor Core GPU data sheets (with the
   sparse figures halved).
 * A100 SXM4 80 GB: NVIDIA A100 Tensor Core GPU data sheet.
 * L4: NVIDIA L4 Tensor Core GPU data sheet (with the sparse figures halved).
-* RTX 4090: NVIDIA Ada GPU Architecture white paper, appendix A; half precision,
-  accumulated in single precision.
+* RTX 4090: NVIDIA Ada GPU Architecture white paper, appendix A (half precision with
+  single-precision accumulation).
 * MI300X: AMD Instinct MI300X accelerator data sheet.
 
-Links are PCI Express in one direction: 16 lanes of generation 4 carry 31.5 GB/s, of
-generation 5 carry 63 GB/s (PCI-SIG).
+Host links are 16 PCI Express lanes in one direction: 31.5 GB/s for generation 4, and
+63 GB/s for generation 5 (PCI-SIG).
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from membudget.errors import OptionError
 
 @dataclass(frozen=True)
 class Device:
-    """The peak rates of a device.
+    """The peak compute rates and bandwidths of a device.
 
     Attributes:
-        name: Its name in reports.
-        flops_per_s: Floating-point operations per second by dtype, such as
-            `{"bfloat16": 989e12}`; dtypes that are not listed use `"float32"`.
-        bytes_per_s: Bandwidth of its memory.
-        link_bytes_per_s: Bandwidth of its link to the host, in one direction.
-        memory_bytes: Size of its memory; 0 if unknown.
+        name: Name of the device in reports.
+        flops_per_s: Floating-point operations per second for each dtype, such as
+            `{"bfloat16": 989e12}`; unlisted dtypes use the rate of `"float32"`.
+        bytes_per_s: Memory bandwidth in bytes per second.
+        link_bytes_per_s: Bandwidth to the host in bytes per second, in one direction.
+        memory_bytes: Size of the device's memory in bytes; 0 if unknown.
 
     Raises:
-        OptionError: If a rate is not positive, or `"float32"` has none.
+        OptionError: If a rate is not positive, or `"float32"` has no rate.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Device:
     memory_bytes: int = 0
 
     def __post_init__(self) -> None:
-        """Reject rates that are not positive."""
+        """Reject rates that are missing or not positive."""
         if "float32" not in self.flops_per_s:
             raise OptionError(
                 f"device {self.name!r} has no rate for 'float32', which all dtypes "
@@ -66,10 +66,10 @@ class Device:
                 )
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
-        """Return the least seconds of one operator: for computing or for memory.
+        """Return a lower bound on the seconds of one operator.
 
-        This is the roofline of Williams, Waterman and Patterson (2009): whichever takes
-        longer. Launch overhead and inefficient kernels are not counted.
+        The roofline (Williams, Waterman and Patterson 2009) is the larger of compute
+        time and memory time, without launch overhead.
         """
         rate = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
         return max(flops / rate, moved_bytes / self.bytes_per_s)
@@ -79,7 +79,7 @@ _TERA, _GIGA, _GIB = 1e12, 1e9, 1 << 30
 
 
 def _nvidia(half: float, tf32: float, single: float) -> dict[str, float]:
-    """Return rates by dtype; torch does not use TF32 for float32 by default."""
+    """Return rates by dtype; torch multiplies float32 without TF32 by default."""
     return {
         "float16": half * _TERA,
         "bfloat16": half * _TERA,
@@ -121,10 +121,10 @@ DEVICES: dict[str, Device] = {
 
 
 def device_of(device: str | Device) -> Device:
-    """Return a device by its name in `DEVICES`; `"cpu"` measures this processor.
+    """Look up a device by its name in `DEVICES`; for `"cpu"`, measure this CPU.
 
     Raises:
-        OptionError: If the name is unknown.
+        OptionError: If no device has that name.
     """
     if isinstance(device, Device):
         return device
@@ -142,7 +142,7 @@ def device_of(device: str | Device) -> Device:
 
 @cache
 def this_processor() -> Device:
-    """Measure this processor: a matrix product, and a copy of 32 MiB."""
+    """Measure this CPU's rates with a matrix product and a copy of 32 MiB."""
     size = 512
     with torch.no_grad():
         a, b = torch.ones(size, size), torch.ones(size, size)
@@ -150,11 +150,12 @@ def this_processor() -> Device:
         block = torch.ones(1 << 23)
         target = torch.empty_like(block)
         speed = 2 * block.nbytes / _seconds_of(lambda: target.copy_(block))
+    # The CPU's memory is the host's, so a copy to the host is a copy in memory.
     return Device("this CPU, measured", {"float32": rate}, speed, speed)
 
 
 def _seconds_of(function: Callable[[], object], repeats: int = 7) -> float:
-    function()
+    function()  # The first call starts threads and touches new pages.
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
@@ -164,10 +165,10 @@ def _seconds_of(function: Callable[[], object], repeats: int = 7) -> float:
 
 
 def optimizer_named(name: str) -> type[torch.optim.Optimizer]:
-    """Return the optimizer class of `torch.optim` with a name; case does not matter.
+    """Look up an optimizer class of `torch.optim` by name, ignoring case.
 
     Raises:
-        OptionError: If there is no such optimizer.
+        OptionError: If `torch.optim` has no optimizer of that name.
     """
     classes = {
         key.lower(): value

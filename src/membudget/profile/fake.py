@@ -1,9 +1,9 @@
-"""Run a step on tensors that have shapes and no memory.
+"""Run a step on fake tensors, which have shapes but no memory.
 
-Floating tensors are fake: parameters, activations, gradients. Tensors computed from
-integers and booleans only (token ids, positions, masks) are real, because models read
-their values and choose kernels by them. A model's parameters may be fake already, or
-`meta`; those are replaced while the step runs.
+Floating-point tensors are fake: parameters, activations, gradients. Tensors computed
+only from integers and booleans (token ids, positions, masks) are real, because models
+branch on their values. Parameters may be fake already; parameters on `meta` are
+replaced by fake CPU tensors while the step runs.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MOST_REAL_BYTES = 1 << 26
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """The layout of a tensor argument."""
+    """Shape, strides and dtype of a tensor argument."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
     def is_contiguous(self) -> bool:
-        """Tell whether the elements are contiguous in row-major order."""
+        """Return whether the elements are contiguous in row-major order."""
         expected = 1
         for size, stride in zip(
             reversed(self.shape), reversed(self.stride), strict=True
@@ -56,11 +56,11 @@ class TensorSpec:
         return True
 
     def is_strided(self) -> bool:
-        """Tell whether the tensor has strides; a sparse one has none."""
+        """Return whether the tensor has strides; sparse tensors have none."""
         return len(self.stride) == len(self.shape)
 
     def is_matrix(self) -> bool:
-        """Tell whether BLAS can read the last two dimensions without a copy."""
+        """Return whether BLAS can read the last two dimensions without a copy."""
         if len(self.shape) < 2:
             return True
         (rows, columns), (down, across) = self.shape[-2:], self.stride[-2:]
@@ -74,7 +74,7 @@ class TensorSpec:
 
 @dataclass(slots=True)
 class RecordedCall:
-    """A distinct call, with specs for tensors, and the op indices that made it."""
+    """A distinct operator call, with the op indices at which the call occurs."""
 
     operator: Any
     args: Any
@@ -82,7 +82,7 @@ class RecordedCall:
     indices: list[int]
 
     def specs(self) -> Iterator[TensorSpec]:
-        """Yield the specs among the arguments."""
+        """Yield the layouts of the tensors among the call's arguments."""
         for leaf in tree_iter((self.args, self.kwargs)):
             if isinstance(leaf, TensorSpec):
                 yield leaf
@@ -90,7 +90,7 @@ class RecordedCall:
 
 @contextmanager
 def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Run the code inside on fake tensors, in the mode of those that are fake."""
+    """Enter the fake mode of the first fake tensor in `tensors`, or a new fake mode."""
     fakes: Iterator[Any] = filter(is_fake, tensors)
     mode = next((fake.fake_mode for fake in fakes), None) or new_fake_mode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
@@ -105,7 +105,7 @@ def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def explaining_fakes() -> Iterator[None]:
-    """Raise the errors of code that needs values with the user's line."""
+    """Re-raise errors about missing tensor values with the line of the user's code."""
     try:
         yield
     except fake_errors() as error:
@@ -117,10 +117,7 @@ def explaining_fakes() -> Iterator[None]:
 
 
 class _IntegersForReal(DispatchMode):
-    """Computes operators on integers only for real.
-
-    Real tensors that the step writes, such as a batch counter, are restored afterwards.
-    """
+    """Runs an operator on real memory if all its tensors are integers."""
 
     supports_higher_order_operators = True
 
@@ -129,7 +126,7 @@ class _IntegersForReal(DispatchMode):
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
 
     def put_back(self) -> None:
-        """Restore the content of real tensors that the step has written."""
+        """Restore real tensors that the step overwrote, such as a batch counter."""
         with torch.no_grad():
             for tensor, content in self._written.values():
                 tensor.copy_(content)
@@ -140,6 +137,7 @@ class _IntegersForReal(DispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         facts = facts_of(func)
+        # Higher-order operators have no facts, and queries compute no tensors.
         if facts is None or facts.is_query:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
@@ -174,11 +172,12 @@ def _is_real_integer(tensor: Tensor) -> bool:
 
 
 def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Tell whether a factory makes a small integer tensor on a real device."""
+    """Return whether a factory creates a small integer tensor on a real device."""
     if torch.device(kwargs.get("device") or "cpu").type == "meta":
         return False
     dtype = kwargs.get("dtype")
     if dtype is None:
+        # Without a dtype only `arange` is recognised; its elements are int64.
         numbers = [a for a in args if isinstance(a, int | float)]
         is_range = func.name() in ("aten::arange", "aten::arange.start")
         is_whole = is_range and all(isinstance(a, int) for a in numbers)
@@ -193,12 +192,12 @@ def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 class AnyNumber(DispatchMode):
-    """Answers `item()` with a made-up number; no shape may depend on it."""
+    """Makes `item()` return an arbitrary number, which no shape may depend on."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operator, or return 0.5 for `item()`."""
+        """Run an operator, except `item()`, which returns 0.5."""
         if str(func) == "aten._local_scalar_dense.default":
             return 0.5  # With 1, NAdam would divide by zero.
         return func(*args, **(kwargs or {}))
@@ -206,16 +205,14 @@ class AnyNumber(DispatchMode):
 
 @contextmanager
 def without_meta(model: Module, batch: Any) -> Iterator[Any]:
-    """Replace `meta` tensors by fake ones on the CPU; yield the batch.
-
-    Enter it inside `fake_tensors`.
-    """
+    """Replace `meta` tensors with fake CPU tensors; yield the converted batch."""
+    # To be entered inside `fake_tensors`, whose mode makes the twins fake.
     twins: dict[int, Tensor] = {}
 
     def replaced(tensor: Tensor) -> Tensor:
         if not tensor.is_meta:
             return tensor
-        if id(tensor) not in twins:
+        if id(tensor) not in twins:  # Tied parameters stay tied.
             twins[id(tensor)] = twin(tensor)
         return twins[id(tensor)]
 
@@ -231,7 +228,7 @@ def without_meta(model: Module, batch: Any) -> Iterator[Any]:
 
 
 def twin(tensor: Tensor) -> Tensor:
-    """Return an empty CPU tensor like `tensor`; under a fake mode, a fake one."""
+    """Return an uninitialised CPU tensor like `tensor`, fake under a fake mode."""
     made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
     )
@@ -241,10 +238,10 @@ def twin(tensor: Tensor) -> Tensor:
 
 
 def without_memory(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `make`, creating its tensors on the meta device.
+    """Wrap `make` so that it creates its tensors on the meta device.
 
     Raises:
-        OptionError: When called, if the function reads values of tensors.
+        OptionError: When the wrapper is called, if `make` reads values of tensors.
     """
 
     @wraps(make)

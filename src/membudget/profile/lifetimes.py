@@ -1,9 +1,8 @@
-"""Which tensors and storages are live at which op index of a step that is recorded.
+"""Track when the tensors and storages of a step are live, while the step is recorded.
 
-Each tensor, and the storage behind it, is watched through a weak reference, so the op
-index of its death is recorded and nothing is kept alive. Several tensors can share a
-storage. A storage is *released* when the last tensor on it has died, and dead when
-autograd has let go of it too:
+Weak references to each tensor and its storage record the op index at which they die,
+without keeping them alive. Several tensors can share a storage. A storage is *released*
+when the last tensor on the storage dies, and *dies* when autograd drops it too:
 
     birth ── tensors on it live ── released ── only autograd holds it ── death
 """
@@ -25,7 +24,7 @@ from membudget.state.bits import plain_parts
 
 @dataclass(slots=True)
 class RecordedOperator:
-    """An operator while the step is recorded; becomes a `graph.Operator`."""
+    """An operator of the step being recorded; becomes a `graph.Operator`."""
 
     operator: Any
     phase: Phase
@@ -40,7 +39,7 @@ class RecordedOperator:
 
 @dataclass(slots=True)
 class RecordedStorage:
-    """A storage with its number of live tensors; becomes a `graph.Storage`."""
+    """A storage of the step being recorded; becomes a `graph.Storage`."""
 
     bytes: int
     kind: Kind
@@ -53,7 +52,7 @@ class RecordedStorage:
 
 @dataclass(slots=True)
 class RecordedSaved:
-    """A tensor that autograd saves; becomes a `graph.Saved`."""
+    """A saved tensor of the step being recorded; becomes a `graph.Saved`."""
 
     value: int
     moment: int
@@ -63,17 +62,17 @@ class RecordedSaved:
 
 
 class Lifetimes:
-    """The tensors of a step, while it runs.
+    """Tracks the live ranges of a step's tensors and storages while the step runs.
 
     Attributes:
-        values: The tensor contents seen so far.
-        storages: The storages seen so far.
-        moment: The current op index: how many operators have started.
-        is_forward: Whether the forward is running; releases are recorded only then.
+        values: Values recorded so far; each is a tensor's content between two writes.
+        storages: The storages recorded so far.
+        moment: The current op index: the number of operators that have started.
+        is_forward: Whether the forward pass is running, which alone records releases.
     """
 
     def __init__(self) -> None:
-        """Start with no tensor known."""
+        """Start with no tensors."""
         self.values: list[Value] = []
         self.storages: list[RecordedStorage] = []
         self.moment = 0
@@ -84,11 +83,11 @@ class Lifetimes:
         self._watched: dict[int, Any] = {}
 
     def stop(self) -> None:
-        """Stop watching: what is live now outlives the step."""
+        """Stop tracking; tensors that are still live count as outliving the step."""
         self._watched.clear()
 
     def watch(self, thing: Any, died: Callable[[], object]) -> None:
-        """Call `died` when `thing` dies."""
+        """Call `died` when the object `thing` is garbage-collected."""
 
         def callback(reference: Any) -> None:
             self._watched.pop(id(reference), None)
@@ -108,13 +107,13 @@ class Lifetimes:
                 storage.kind, storage.name = kind, name
 
     def know_as(self, tensor: Tensor, other: Tensor) -> None:
-        """Treat a tensor as one with another's storage, which it stands in for."""
+        """Register `tensor` as a stand-in that shares the storage of `other`."""
         parts = zip(plain_parts(tensor), plain_parts(other), strict=True)
         for part, of_other in parts:
             self.lies_in(part, self.storage(of_other, -1))
 
     def name_gradient(self, tensor: Tensor, name: str) -> None:
-        """Mark the storage of a parameter's final gradient."""
+        """Mark a tensor's storage as the final gradient of the leaf called `name`."""
         for part in plain_parts(tensor):
             storage = self.storages[self.storage(part, -1)]
             storage.kind, storage.name = "gradient", name
@@ -122,11 +121,11 @@ class Lifetimes:
     # Values.
 
     def is_known(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor was seen."""
+        """Return whether the tensor has a recorded value."""
         return id(tensor) in self._value_of
 
     def value(self, tensor: Tensor, birth: int) -> int:
-        """Return the index of a tensor's content, born at `birth` if it is new."""
+        """Return the index of a tensor's value; record a value that is new."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -140,17 +139,15 @@ class Lifetimes:
         return index
 
     def _same_content(self, tensor: Tensor, storage: int) -> int | None:
-        """Return the newest content of that shape in a storage.
-
-        `detach` makes a new tensor without any operator that could be recorded.
-        """
+        """Return the newest value in a storage that has the tensor's shape."""
+        # `detach` creates a tensor without an operator that could be recorded.
         for index in reversed(self._values_on.get(storage, [])):
             if self.values[index].shape == tuple(tensor.shape):
                 return index
         return None
 
     def new_value(self, tensor: Tensor, operator: int, output: int) -> int:
-        """Record what an operator made or wrote; return its index."""
+        """Record a value that an operator created or overwrote; return its index."""
         storages = [self.storage(part, operator) for part in plain_parts(tensor)]
         index = self._append(tensor, storages[0], operator, output)
         if id(tensor) not in self._value_of:
@@ -159,7 +156,7 @@ class Lifetimes:
         return index
 
     def saved_value(self, tensor: Tensor) -> int:
-        """Return the content that autograd saves, maybe through an unseen alias."""
+        """Return the value of a saved tensor, which may be an unrecorded alias."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -168,7 +165,7 @@ class Lifetimes:
         return self._append(tensor, storage, -1, 0) if index is None else index
 
     def know_alias(self, alias: Tensor, value: int) -> None:
-        """Register the alias that autograd holds; it does not delay the release."""
+        """Register autograd's alias of a saved tensor; an alias delays no release."""
         key = id(alias)
         self._value_of[key] = value
         self.watch(alias, lambda: self._forget(key))
@@ -214,10 +211,8 @@ class Lifetimes:
         return index
 
     def lies_in(self, tensor: Tensor, index: int) -> None:
-        """Assign a tensor to a known storage.
-
-        A fake view of a real base has a new storage of its own.
-        """
+        """Register a tensor as an alias of a recorded storage."""
+        # A fake view of a real base is created with another storage object.
         for part in plain_parts(tensor):
             storage = part.untyped_storage()
             key = storage._cdata
@@ -226,6 +221,7 @@ class Lifetimes:
                 self.watch(storage, partial(self._storage_of.pop, key, None))
 
     def _died(self, key: int, record: RecordedStorage) -> None:
+        # A later storage may get the same address.
         self._storage_of.pop(key, None)
         record.death = self.moment
 

@@ -1,10 +1,10 @@
-"""Live ranges of a recorded step: what autograd saves, and what is live at the peak.
+"""Find the storages that autograd saves in a recorded step, and those live at its peak.
 
     birth                 drop_start                last
       ├─ the forward holds it ─┼─ only autograd holds it ─┤ freed
 
-A region can drop a saved storage from `drop_start` on. Pure functions over a
-`StepGraph`; nothing here needs torch.
+From `drop_start` on, a region can free a saved storage. All functions are pure
+functions of a `StepGraph` and do not need torch.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Group = Literal[
 
 @dataclass(frozen=True, slots=True)
 class SavedActivation:
-    """A storage that autograd saves in the forward for the backward pass.
+    """A storage that autograd saves in the forward pass for the backward pass.
 
     Attributes:
-        storage: Its index.
-        bytes: Its size.
-        module_path: The module whose forward saved it first.
-        line: The user's line in that forward.
-        operator: The operator that saved it, such as `"aten.gelu.default"`.
+        storage: Index of the storage.
+        bytes: Size of the storage.
+        module_path: Path of the module that first saved the storage.
+        line: Line of the user's code that first saved the storage.
+        operator: Operator that first saved the storage, such as `"aten.gelu.default"`.
         shape: Shape of the saved tensor.
         dtype: Dtype of the saved tensor.
     """
@@ -46,10 +46,10 @@ class SavedActivation:
 
 
 def saved_activations(graph: StepGraph) -> tuple[SavedActivation, ...]:
-    """Return what autograd holds when the backward pass begins, largest first.
+    """Return the activations saved when the backward pass begins, largest first.
 
-    A storage counts once, for the operator that saved it first. Parameters and the
-    batch exist anyway, and are not listed.
+    A storage is listed once, under the operator that first saved it. Parameters and the
+    batch are not listed, because they are live during the whole step.
     """
     found: dict[int, SavedActivation] = {}
     for saved in graph.saved:
@@ -72,12 +72,12 @@ def saved_activations(graph: StepGraph) -> tuple[SavedActivation, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SavedRange:
-    """When autograd holds a storage that the forward made, as op indices.
+    """Op indices between which autograd retains a storage of the forward pass.
 
     Attributes:
-        first: The first op at which autograd holds it.
-        last: The first op at which autograd no longer holds it.
-        drop_start: The first op from which on nothing but autograd holds it.
+        first: First op index at which autograd retains the storage.
+        last: First op index at which autograd no longer retains the storage.
+        drop_start: First op index at which only autograd retains the storage.
     """
 
     first: int
@@ -86,7 +86,7 @@ class SavedRange:
 
 
 def saved_ranges(graph: StepGraph) -> dict[int, SavedRange]:
-    """Return when autograd holds each storage of the forward, by its index."""
+    """Return the saved range of each storage of the forward pass, by storage index."""
     return {
         index: _saved_range(graph, index, [graph.saved[i] for i in indices])
         for index, indices in graph.saved_on.items()
@@ -111,20 +111,20 @@ class LiveItem:
     """A storage that is live at the peak, or the workspace of the peak's operator.
 
     Attributes:
-        storage: Its index; -1 for the workspace.
-        bytes: Its size.
-        group: Why it is live. "saved activations" are held by autograd at the peak;
-            "temporaries" are everything without a better name, such as the gradients
-            of activations.
-        module_path: The module of its producer; for a parameter's gradient, the module
-            that holds the parameter.
-        line: The user's line of its producer.
-        operator: Its producer.
-        phase: The phase in which it was made.
-        shape: Shape of the first tensor in it.
-        dtype: Dtype of the first tensor in it.
-        is_droppable: Whether a region could have dropped it: only autograd holds it,
-            and the peak's operator does not use it.
+        storage: Index of the storage; -1 for the workspace.
+        bytes: Size of the storage or workspace.
+        group: Reason why the item is live. Autograd retains "saved activations" at the
+            peak; "temporaries" are all items that fit no other group, such as the
+            gradients of activations.
+        module_path: Path of the module that allocated the storage; for the gradient of
+            a parameter, path of the module that owns the parameter.
+        line: Line of the user's code that allocated the storage.
+        operator: Operator that allocated the storage.
+        phase: Phase of the step in which the storage was allocated.
+        shape: Shape of the first tensor in the storage.
+        dtype: Dtype of the first tensor in the storage.
+        is_droppable: Whether a region could have dropped the storage: only autograd
+            retains it at the peak, and the peak's operator does not use it.
     """
 
     storage: int
@@ -141,12 +141,12 @@ class LiveItem:
 
 @dataclass(frozen=True)
 class PeakContents:
-    """The peak of a step, and what is live then.
+    """The memory peak of a step, and the storages that are live at the peak.
 
     Attributes:
         moment: Op index of the peak.
-        operator: The operator that runs then; `None` for a step without operators.
-        items: Everything live then, largest first.
+        operator: Operator that runs at the peak; `None` if the step has no operators.
+        items: Storages and workspace that are live at the peak, largest first.
     """
 
     moment: int
@@ -155,28 +155,28 @@ class PeakContents:
 
     @property
     def peak_bytes(self) -> int:
-        """Sum of the items."""
+        """Total bytes of the items that are live at the peak."""
         return sum(item.bytes for item in self.items)
 
     @property
     def droppable_bytes(self) -> int:
-        """Bytes that checkpointing could have dropped."""
+        """Bytes live at the peak that checkpointing could have dropped."""
         return sum(item.bytes for item in self.items if item.is_droppable)
 
     @property
     def optimizer_bytes(self) -> int:
-        """Bytes that the optimizer made."""
+        """Bytes live at the peak that the optimizer's step allocated."""
         return sum(item.bytes for item in self.items if item.phase == "optimizer")
 
     def by_group(self) -> dict[Group, int]:
-        """Return the bytes by group, largest first."""
+        """Return the bytes of each group, largest first."""
         sizes: defaultdict[Group, int] = defaultdict(int)
         for item in self.items:
             sizes[item.group] += item.bytes
         return dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
 
     def by_module(self) -> dict[str, int]:
-        """Return the bytes by module path, except those that the optimizer made."""
+        """Return the bytes of each module path, without the optimizer's allocations."""
         sizes: defaultdict[str, int] = defaultdict(int)
         for item in self.items:
             if item.phase != "optimizer":
@@ -185,7 +185,7 @@ class PeakContents:
 
 
 def peak_contents(graph: StepGraph) -> PeakContents:
-    """Return what is live at the peak; at its first op index, if there are several."""
+    """Return the contents of memory at the peak, or at the first of equal peaks."""
     if not graph.operators:
         return PeakContents(0, None, ())
     moment = timeline(graph).peak_moment
@@ -193,6 +193,7 @@ def peak_contents(graph: StepGraph) -> PeakContents:
     ranges = saved_ranges(graph)
     produced = _first_values(graph)
     touched = touched_storages(graph, moment)
+    # A storage of 0 bytes has been merged into another one.
     items = [
         _live_item(
             graph, index, ranges.get(index), produced.get(index), moment, touched
@@ -254,7 +255,7 @@ def _group(storage: Storage, is_saved: bool) -> Group:
 
 
 def touched_storages(graph: StepGraph, moment: int) -> set[int]:
-    """Return the storages that an operator reads or writes."""
+    """Return the indices of the storages that an operator reads or writes."""
     operator = graph.operators[moment]
     return {graph.values[i].storage for i in (*operator.inputs, *operator.outputs)}
 

@@ -1,7 +1,7 @@
-"""Polynomials through measured bytes, in exact fractions.
+"""Fit polynomials to measured byte counts, in exact rational arithmetic.
 
-Exact arithmetic decides whether bytes lie on a polynomial without a rounding tolerance.
-Coefficients are listed constant first.
+Exact arithmetic needs no rounding tolerance to decide whether measured bytes lie on a
+polynomial. Coefficients are ordered by ascending power.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _FARTHEST = 1 << 60
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A polynomial in the size.
+    """A polynomial in the size, fitted to measured bytes.
 
     Attributes:
-        coefficients: The constant first.
-        residual: Largest error over the measured sizes, as a fraction of the bytes.
+        coefficients: Coefficients of the polynomial, constant first.
+        residual: Largest relative error over the measured sizes.
     """
 
     coefficients: tuple[Fraction, ...]
@@ -32,15 +32,15 @@ class Fit:
 
     @property
     def degree(self) -> int:
-        """The degree."""
+        """Degree of the polynomial."""
         return len(self.coefficients) - 1
 
     def at(self, size: int) -> int:
-        """Return the bytes at a size, rounded to an integer."""
+        """Return the predicted bytes at a size, rounded to an integer."""
         return round(evaluate(self.coefficients, size))
 
     def text(self, name: str) -> str:
-        """Return the polynomial as text.
+        """Return the polynomial as text, with `name` as its variable.
 
         Example:
             >>> Fit((Fraction(100), Fraction(3, 2)), 0.0).text("batch")
@@ -58,7 +58,7 @@ class Fit:
 def fitted(
     sizes: Sequence[int], measured: Sequence[int], close: Fraction = CLOSE
 ) -> Fit:
-    """Return the polynomial of the lowest degree that is close, or else of degree 2.
+    """Fit a line, or a parabola if the line is not close to all measurements.
 
     A parabola that opens downwards is rejected: bytes do not fall as sizes grow.
     """
@@ -78,7 +78,8 @@ def fitted(
 def _least_squares(
     sizes: Sequence[int], measured: Sequence[int], degree: int
 ) -> tuple[Fraction, ...]:
-    """Solve the normal equations, which are not singular, by Gaussian elimination."""
+    """Solve the normal equations by Gauss-Jordan elimination."""
+    # Distinct sizes make the matrix positive definite: no pivot is 0.
     count = degree + 1
     rows = [
         [Fraction(sum(x ** (i + j) for x in sizes)) for j in range(count)]
@@ -98,7 +99,7 @@ def _least_squares(
 def residual(
     coefficients: Sequence[Fraction], sizes: Sequence[int], measured: Sequence[int]
 ) -> Fraction:
-    """Return the largest error over the measured sizes, as a fraction of the bytes."""
+    """Return the largest relative error of a polynomial over the measured sizes."""
     return max(
         abs(evaluate(coefficients, x) - y) / max(y, 1)
         for x, y in zip(sizes, measured, strict=True)
@@ -106,7 +107,7 @@ def residual(
 
 
 def evaluate(coefficients: Sequence[Fraction], size: int) -> Fraction:
-    """Return the value at a size, by Horner's rule."""
+    """Evaluate a polynomial at a size, by Horner's rule."""
     value = Fraction(0)
     for coefficient in reversed(coefficients):
         value = value * size + coefficient
@@ -124,8 +125,8 @@ def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
     """Return the largest size at which a polynomial is at most `budget`.
 
     Returns:
-        The size; 0 if none fits; `None` if all fit, because the polynomial does not
-        grow.
+        The size; 0 if no size fits; `None` if the polynomial does not grow, so that
+        there is no largest size.
     """
     if not any(c > 0 for c in coefficients[2:]) and coefficients[1] <= 0:
         return None if evaluate(coefficients, _FARTHEST) <= budget else 0
@@ -136,6 +137,7 @@ def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
     start = next((s for s in candidates if evaluate(coefficients, s) <= budget), 0)
     if not start:
         return 0
+    # Double the step until the budget is exceeded, then bisect the last step.
     step = 1
     while evaluate(coefficients, start + step) <= budget:
         step *= 2
@@ -152,15 +154,13 @@ def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
 def envelope(
     sizes: Sequence[int], curves: Iterable[Sequence[int]]
 ) -> tuple[tuple[Fraction, ...], ...]:
-    """Return the polynomials through curves, except those that are never the largest.
-
-    One polynomial is dropped if another has no smaller coefficient.
-    """
+    """Fit a polynomial to each curve, and drop those that are never the largest."""
     fits = (
         fitted(sizes, curve, close=Fraction(0)) for curve in set(map(tuple, curves))
     )
     padded = {added(fit.coefficients, [Fraction(0)] * 3) for fit in fits}
     kept: list[tuple[Fraction, ...]] = []
+    # A polynomial sorts before those that it dominates in every coefficient.
     for one in sorted(padded, key=lambda c: c[::-1], reverse=True):
         if not any(all(map(le, one, other)) for other in kept):
             kept.append(one)

@@ -1,4 +1,4 @@
-"""`profile`: record one training step of a model, on real tensors or on fake ones."""
+"""Define `profile`, which records one training step on real or fake tensors."""
 
 from __future__ import annotations
 
@@ -59,50 +59,47 @@ def profile(
     fake: bool | None = None,
     device: str | Device | None = None,
 ) -> Profile:
-    """Record one training step: what it saves, what each operator costs, its peak.
+    """Profile one training step: saved tensors, cost of each operator, peak memory.
 
-    The step is forward, loss and backward, starting with gradients `None`, and the
-    optimizer's step if there is one. A real profile runs the step once to warm up, once
-    recorded, and 3 to 15 times with a stopwatch, for at least half a second. Afterwards
-    parameters, buffers, gradients, Python state of the modules and random streams are
-    restored.
+    A step starts with gradients `None` and runs the forward pass, the loss, the
+    backward pass and, if given, the optimizer. On real tensors, the step runs once to
+    warm up, 3 to 15 times to be timed (until half a second has passed), and once to be
+    recorded. Parameters, buffers, gradients, Python state of the modules and random
+    number generators are restored after the profile.
 
-    A fake profile runs the step once, on tensors without memory; it takes the time of
-    the step's Python code. Operators on integers only are computed for real. Code that
-    needs the value of an activation (`loss.item()`, a branch, a loop over the chosen
-    experts) is an error that names the line. Operators dispatch as on the CPU, or as on
-    CUDA if the model lies there; a `meta` model is treated as on the CPU.
+    On fake tensors, the step runs once and takes only the time of its Python code.
+    Operators on integer tensors still run on real memory. Code that needs the value of
+    an activation (`loss.item()`, a branch, a loop over the chosen experts) raises an
+    error that names the user's line. Operators dispatch as on the model's device, CPU
+    or CUDA; a `meta` model is treated as on the CPU.
 
     Args:
-        model: Any module. For a fake profile its parameters may be real, fake or on
-            `meta`. Or a step: a function without arguments that runs forward and
-            backward; then pass `modules`, and no batch.
-        batch: The arguments of the model: a tuple is passed as positional arguments, a
-            mapping as keywords, anything else as the only argument.
-        loss_fn: Called with the output and the batch. Without it the loss is the output
-            if that is one number, else `output.loss` or `output["loss"]`, else the sum
-            of all floating tensors in the output.
-        modules: With a step, the model that it trains.
-        optimizer: Counts the state and temporaries of an optimizer: an instance over
-            the model's parameters, which is left alone, or a class such as
+        model: The module to train, whose parameters may be fake or on `meta`; or a step
+            function, which takes no arguments, runs forward and backward, and requires
+            `modules` instead of `batch`.
+        batch: Arguments of the model: a tuple is passed as positional arguments, a
+            mapping as keyword arguments, anything else as the only argument.
+        loss_fn: Function of output and batch that returns the loss. By default, the
+            loss is the output if that is a scalar, else `output.loss` or
+            `output["loss"]`, else the sum of all floating-point tensors in the output.
+        modules: The module that is trained, if `model` is a step function.
+        optimizer: Optimizer whose state and temporaries are counted: an instance over
+            the model's parameters, which is not modified, or a class such as
             `torch.optim.AdamW`.
-        fake: Whether to run on fake tensors; by default if a parameter is fake or on
-            `meta`.
-        device: Estimates seconds by the roofline of this device: a name in
-            `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default a
-            real profile measures, and a fake one uses this machine's CPU.
-
-    Returns:
-        The profile.
+        fake: Whether to run on fake tensors; by default, only if a parameter is fake or
+            on `meta`.
+        device: Device whose roofline estimates the seconds: a name in
+            `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default, real
+            steps are timed, and fake steps use the roofline of this machine's CPU.
 
     Raises:
-        OptionError: If `model` is not a module or is lazy, the loss is not one number
-            or requires no gradient, the device is unknown, a profiler is running, or a
-            fake step needs values.
+        OptionError: If `model` is not a module or is lazy, the loss is not a scalar or
+            requires no gradient, the device is unknown, a profiler is running, or a
+            fake step needs values of tensors.
 
-    Not counted: memory that does not come from torch's allocator, and the allocator's
-    rounding; generator states (5 KiB each) that regions of the model capture; on fake
-    tensors, workspaces of CPU kernels that are too large to try and of other devices.
+    Not counted: memory outside torch's allocator, and the allocator's rounding;
+    generator states (5 KiB each) that regions of the model capture; on fake tensors,
+    workspaces of non-CPU kernels and of CPU kernels that are too large to measure.
 
     Example:
         >>> import torch
@@ -155,7 +152,7 @@ def _real_profile(
     blocks = _blocks(step.model)
     with state_kept(step, has_values=True):
         step.repeat_from_here()
-        step.run()
+        step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
         timed = [] if target else list(_timed_steps(step, blocks))
         step.prepare()
         recorder = _recorder(step, is_fake=False)
@@ -188,6 +185,7 @@ def _fake_profile(
     ):
         recorder = _recorder(step, is_fake=True)
         with explaining_fakes():
+            # No block is timed: the seconds come from a roofline.
             _record(recorder, step, TimerEvents(lambda: 0), {})
         if is_profiling():
             notes.append(
@@ -216,7 +214,7 @@ def _fake_profile(
 def _record(
     recorder: StepRecorder, step: Step, events: TimerEvents, blocks: dict[str, Module]
 ) -> None:
-    """Record one step; the gradients stay on the leaves."""
+    """Record one step, and leave the gradients on the leaves for the optimizer."""
     for name, parameter in step.model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
     for name, buffer in step.model.named_buffers():
@@ -266,7 +264,7 @@ def _blocks(model: Module) -> dict[str, Module]:
 
 @contextmanager
 def state_kept(step: Step, has_values: bool) -> Iterator[None]:
-    """Restore the state of the step at the end, gradients included."""
+    """Restore the state of the step on exit, including gradients."""
     roots = [("", step.model), ("batch", step.batch), ("loss_fn", step.loss_fn)]
     state = State(roots, contents=has_values)
     try:

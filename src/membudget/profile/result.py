@@ -1,4 +1,4 @@
-"""The result of `profile`: a recorded step, assembled to a `StepGraph`."""
+"""The result of `profile`: a recorded step, assembled into a `StepGraph`."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from membudget.text import write_whole
 
 @dataclass(frozen=True)
 class Profile:
-    """One training step, measured or estimated.
+    """Memory and time of one training step, measured or estimated.
 
     Attributes:
-        graph: The recorded step.
+        graph: Graph of the recorded step.
         model: Class name of the model.
-        tensors: `"real"` or `"fake"`.
+        tensors: Kind of tensors that the step ran on, `"real"` or `"fake"`.
         cost: Source of the seconds: `"measured"`, or the name of a device.
-        loss_from: Where the loss came from, in words.
-        notes: Caveats: what the figures leave out or only approximate.
+        loss_from: Source of the loss in words, such as `"the model's output"`.
+        notes: Caveats about bytes and seconds that are omitted or approximate.
     """
 
     graph: StepGraph
@@ -43,21 +43,21 @@ class Profile:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Live bytes that the step allocated, at each op index."""
+        """Bytes allocated by the step that are live at each op index."""
         return timeline(self.graph)
 
     @property
     def peak_bytes(self) -> int:
-        """Peak of the bytes that the step allocates, as `membudget.peak` measures."""
+        """Peak of the bytes that the step allocates, as `membudget.peak` reports it."""
         return self.timeline.peak_bytes
 
     @property
     def total_peak_bytes(self) -> int:
-        """Peak of all bytes, with parameters, buffers, optimizer state and batch."""
+        """Peak bytes, including parameters, buffers, optimizer state and batch."""
         return self.peak_bytes + self.graph.static.total
 
     def report(self) -> str:
-        """Return the profile as a page of text."""
+        """Return a text report of the profile."""
         from membudget.report.profile_text import profile_text
 
         return profile_text(self)
@@ -65,7 +65,7 @@ class Profile:
     __str__ = report
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, for JSON."""
+        """Return the profile as plain data for JSON."""
         fields = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
@@ -75,10 +75,10 @@ class Profile:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Profile:
-        """Read what `to_dict` returned.
+        """Create a profile from the data that `to_dict` returned.
 
         Raises:
-            OptionError: If the data has another version, or a field is missing.
+            OptionError: If the data is of an unknown version, or a field is missing.
         """
         try:
             texts = {k: str(data[k]) for k in ("model", "tensors", "cost", "loss_from")}
@@ -89,9 +89,7 @@ class Profile:
         return cls(graph=StepGraph.from_dict(graph), notes=notes, **texts)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """Return the profile as JSON; with a path, also write it there.
-
-        An existing file is replaced atomically.
+        """Return the profile as JSON text; given a path, also write a file atomically.
 
         Raises:
             OptionError: If the file cannot be written.
@@ -103,10 +101,10 @@ class Profile:
 
     @classmethod
     def from_json(cls, source: str | Path) -> Profile:
-        """Read JSON text, or the JSON file at a path.
+        """Create a profile from JSON text or from a JSON file.
 
         Raises:
-            OptionError: If there is no such file, or it contains no profile.
+            OptionError: If the file cannot be read, or the JSON is not a profile.
         """
         is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
@@ -122,7 +120,7 @@ class Profile:
 
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
-    """Return the recorded step as a graph, with the seconds of the recorded run."""
+    """Assemble the recorded step into a graph, with the seconds of the recorded run."""
     _add_in_place(recorder)
     count = len(recorder.operators)
     values = recorder.lifetimes.values
@@ -153,13 +151,13 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 
 
 def _add_in_place(recorder: StepRecorder) -> None:
-    """Move accumulated gradients to the storages that the plain step uses.
+    """Move accumulated gradients to the storages that an unrecorded step uses.
 
-    Without a dispatch mode autograd works in place in two cases: it adds one gradient
-    into another if nothing else holds that one's storage, and it writes the gradient of
-    `x[index]` into new zeros. Under the recorder's dispatch mode it does neither. So
-    the result of such an operator is moved to the storage of its first operand, if that
-    is not a view and dies there.
+    Without a dispatch mode, autograd works in place in two cases: it adds a gradient
+    into another one whose storage nothing else holds, and it writes the gradient of
+    `x[index]` into new zeros. Under the recorder's dispatch mode, autograd allocates
+    a new tensor instead. The operator's result is therefore moved to the storage of the
+    first operand, if that operand is not a view and dies at the operator.
     """
     values = recorder.lifetimes.values
     last_sum: dict[int, int] = {}
@@ -167,6 +165,7 @@ def _add_in_place(recorder: StepRecorder) -> None:
         if operator.phase != "backward" or operator.node is None:
             continue
         name = str(operator.operator)
+        # Only sums at which two nodes meet are autograd's; others are a formula's own.
         is_sum = name == "aten.add.Tensor" and len(operator.inputs) == 2
         if is_sum and not _meets_another_node(recorder, operator):
             continue
@@ -179,7 +178,7 @@ def _add_in_place(recorder: StepRecorder) -> None:
 
 
 def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
-    """Tell whether a sum adds gradients of two autograd nodes."""
+    """Return whether an addition sums the gradients from two autograd nodes."""
     nodes = []
     for position in operator.inputs:
         producer = recorder.lifetimes.values[position].operator
@@ -196,6 +195,7 @@ def _can_take(
 ) -> bool:
     old, new = lifetimes.storages[older.storage], lifetimes.storages[made.storage]
     return (
+        # Not a view: made with its storage, or by the last sum moved there.
         older.operator in (old.birth, last_sum.get(older.storage))
         and old.birth >= 0
         and old.death == moment + 1
@@ -249,14 +249,14 @@ def _dtypes(values: Sequence[Value]) -> list[Any]:
 def _makes_nothing(
     operator: Any, inputs: Sequence[Value], outputs: Sequence[Value]
 ) -> bool:
-    """Tell whether all outputs share memory with inputs, and nothing was written."""
+    """Return whether every output aliases an input, and the operator writes nothing."""
     if not outputs or operator._schema.is_mutable:
         return False
     return {value.storage for value in outputs} <= {value.storage for value in inputs}
 
 
 def _bytes(values: Sequence[Value]) -> int:
-    """Return the bytes of the largest value in each storage."""
+    """Return the bytes of the values, counting only the largest in each storage."""
     largest: dict[int, int] = {}
     for value in values:
         largest[value.storage] = max(largest.get(value.storage, 0), value.bytes)

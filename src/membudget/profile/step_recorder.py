@@ -1,9 +1,9 @@
-"""Record one training step as it runs, on real tensors or on fake ones.
+"""Record a training step as it runs, on real or fake tensors.
 
-An observer sees each operator with the tensors that the backend sees; `Lifetimes`
-records when they die. Saved-tensor hooks give autograd an alias of each saved tensor,
-so that it is known how long anything *else* holds the storage: that is when a region
-that drops the saved tensor would free it.
+An observer intercepts each operator call with the tensors that the kernel receives, and
+`Lifetimes` records when the tensors die. Saved-tensor hooks give autograd an alias of
+each saved tensor, so the recorder can tell when all *other* references to the storage
+are gone: at that op index, a region that drops the saved tensor frees the storage.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ MARK = "membudget operator "
 
 
 class _SavedAlias:
-    """Held by autograd in place of a saved tensor."""
+    """The object that autograd holds in place of a saved tensor."""
 
     __slots__ = ("__weakref__", "index", "tensor")
 
@@ -55,15 +55,15 @@ class _SavedAlias:
 
 
 class StepRecorder(Observer):
-    """The observer that records a step.
+    """Observer that records the operators and tensors of a training step.
 
     Attributes:
-        operators: The operators that ran, in order.
-        lifetimes: The live ranges of tensors and storages.
-        saved: The tensors that autograd saved.
-        calls: The module calls of the forward.
-        distinct: On fake tensors, the distinct operator calls.
-        phase: The phase that is running.
+        operators: Operators that ran, in execution order.
+        lifetimes: Live ranges of tensors and storages.
+        saved: Tensors that autograd saved in the forward pass.
+        calls: Module calls in the forward pass.
+        distinct: Distinct operator calls, recorded on fake tensors only.
+        phase: Current phase of the step.
     """
 
     def __init__(
@@ -72,14 +72,14 @@ class StepRecorder(Observer):
         is_fake: bool,
         finds_backward: bool = False,
     ):
-        """Start with nothing recorded.
+        """Create a recorder for one step.
 
         Args:
-            module_names: The paths of modules, by their `id`.
-            is_fake: Whether the tensors are fake. If so, distinct calls are recorded;
-                otherwise each operator becomes a profiler event.
-            finds_backward: Whether the backward phase begins with the first operator
-                that autograd runs, because `begin("backward")` will not be called.
+            module_names: Module paths, keyed by the `id` of the module.
+            is_fake: Whether the tensors are fake: fake steps record distinct calls, and
+                real steps record a profiler event per operator.
+            finds_backward: Whether the first operator that autograd runs begins the
+                backward phase, for a step that does not call `begin("backward")`.
         """
         self.operators: list[RecordedOperator] = []
         self.lifetimes = Lifetimes()
@@ -97,7 +97,7 @@ class StepRecorder(Observer):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the forward, the loss and the backward that run inside."""
+        """Record the forward pass, loss and backward pass that run in the context."""
         push_saved_tensors_hooks(self._pack, self._unpack)
         try:
             with self, self._noting_calls():
@@ -146,7 +146,7 @@ class StepRecorder(Observer):
     # Operators.
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run one operator and note it."""
+        """Run one operator and record the call."""
         facts = facts_of(operator)
         # A region does not number these either, and plans name operators by number.
         if self._is_suspended or (
@@ -162,9 +162,11 @@ class StepRecorder(Observer):
         recorded = RecordedOperator(operator, self.phase, self._place(number), number)
         self.operators.append(recorded)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        # `lift_fresh` makes a tensor from Python data, so its input is new.
         is_import = getattr(operator, "_opname", "") == "lift_fresh"
         birth = index if is_import else -1
         recorded.inputs = [self.lifetimes.value(tensor, birth) for tensor in inputs]
+        # A tensor that dies during the call is still live at this op index.
         self.lifetimes.moment = index + 1
         if self._is_fake:
             self._note_call(index, operator, args, kwargs)
@@ -214,7 +216,7 @@ class StepRecorder(Observer):
             recorded.outputs.append(lifetimes.new_value(tensor, index, position))
 
     def _place(self, node: int | None) -> tuple[str, str]:
-        """Return module path and user line: of the stack, or of the node's forward."""
+        """Return module path and user line; in backward, those of the forward call."""
         if node is not None and node in self._places:
             return self._places[node]
         if self.phase != "forward":
@@ -247,10 +249,11 @@ class StepRecorder(Observer):
         return kept
 
     def _saving_operator(self) -> int:
-        """Return the op index that saves: the next one its inputs, else the last one.
+        """Return the op index of the operator that is saving a tensor.
 
-        Autograd creates an operator's node, saves its inputs, runs it, saves its
-        outputs. So a node newer than the last operator's belongs to the next operator.
+        Autograd creates an operator's node, saves the inputs, runs the operator, and
+        saves the outputs. So a node that is newer than the last recorded operator
+        belongs to the next operator, which is saving its inputs.
         """
         is_to_come = node_sequence_number() > self._newest_node
         return len(self.operators) - (not is_to_come)
@@ -281,7 +284,7 @@ def _spec_of(tensor: Tensor) -> TensorSpec:
 def _written(
     func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """Return the tensors that an operator writes, including a norm's statistics."""
+    """Return the tensors that an operator writes, including running statistics."""
     written = list(written_arguments(func, args, kwargs))
     if facts.statistics is not None and facts.statistics(args):
         written += [t for t in args[3:5] if isinstance(t, Tensor)]

@@ -1,19 +1,18 @@
-"""What a step needs beyond its tensors: kernels' workspaces, the optimizer's state.
+"""Measure the memory of kernel workspaces and of an optimizer's state.
 
-A workspace is what an operator allocates in addition to its outputs while it runs. On
-the CPU torch's profiler records every allocation and release, and each operator:
+A workspace is memory that an operator allocates while it runs, beyond its outputs. On
+the CPU, workspaces follow from the allocations that torch's profiler records:
 
     workspace = (most live bytes while it runs) - (live bytes at its start) - outputs
 
-Fake tensors allocate nothing, so CPU kernels are tried: each distinct small call runs
-once on zeros. A convolution may copy its input into another layout; an LSTM returns a
-workspace whose size its fake kernel does not know, and which is corrected here. A
-product of plain matrices needs nothing in addition to its output, and is not tried.
+Fake tensors allocate nothing, so each distinct CPU call runs once on zeros if it is
+small. Trial runs detect, for instance, convolutions that copy their input into another
+layout, and correct the size of an LSTM's workspace output, which the fake kernel does
+not know. Matrix products that BLAS computes without copies need no trial run.
 
-The user's optimizer is left alone. A second one of its class, with its options, is
-built over fake parameters of the same shapes and takes two steps with fake gradients:
-the first creates its state, the second is recorded. This measures every optimizer of
-torch and most others; closed forms are in `memory.formulas`.
+The user's optimizer is not modified. A second optimizer with the same class and options
+is built over fake parameters and takes two steps with fake gradients: the first creates
+the state, the second is recorded. `memory.formulas` has closed forms for the state.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 @contextmanager
 def allocations() -> Iterator[dict[int, int]]:
-    """Measure what the operators allocate that run inside `record_function` events.
+    """Measure the peak allocation of each operator in a `record_function` event.
 
     Yields:
-        A table that is filled when the context ends: by the number in the event's name,
-        its peak of live bytes less the live bytes at its start.
+        A table, filled on exit, from the number in an event's name to the event's peak
+        of live bytes, less the live bytes at its start.
     """
     table: dict[int, int] = {}
     with recorded_events() as events:
@@ -83,7 +82,7 @@ def allocations() -> Iterator[dict[int, int]]:
 
 
 def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
-    """Set the workspaces of a step on real tensors, by what `allocations` measured."""
+    """Set each operator's workspace from the table that `allocations` filled."""
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
         if storage.birth >= 0:
@@ -93,12 +92,12 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
 
 
 def try_kernels(recorder: StepRecorder) -> int:
-    """Set the workspaces of a step on fake CPU tensors by running kernels on zeros.
+    """Set the workspaces of a fake step on the CPU by running its kernels on zeros.
 
     Returns:
-        How many operators could not be tried, because they are too large or fail on
-        zeros. Their workspace counts as 0; that of a matrix product as a copy of each
-        operand that BLAS cannot read as it lies.
+        Number of operators that are too large to run, or fail on zeros. An unmeasured
+        operator counts no workspace, but a matrix product counts a copy of each operand
+        that BLAS cannot read in place.
     """
     calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
     small = [call for call in calls if _is_small(recorder, call)]
@@ -158,11 +157,12 @@ def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
 def _try(
     recorder: StepRecorder, number: int, call: RecordedCall, shapes: dict[int, Any]
 ) -> int | None:
-    """Run a call on zeros; return the bytes of its outputs, `None` if it fails."""
+    """Run a call on zeros; return its output bytes, or `None` if the call fails."""
     operator = recorder.operators[call.indices[0]]
     values = iter(operator.inputs)
 
     def zeros(spec: TensorSpec) -> Tensor:
+        # An earlier call may have corrected the shape of this input.
         shape = shapes.get(next(values))
         return spec.zeros() if shape is None else torch.zeros(shape, dtype=spec.dtype)
 
@@ -187,7 +187,7 @@ def _correct(
     made: Sequence[Tensor],
     shapes: dict[int, Any],
 ) -> None:
-    """Correct outputs whose real size differs from the fake kernel's."""
+    """Correct recorded outputs whose shape the fake kernel predicted wrongly."""
     for position, tensor in zip(outputs, made, strict=False):
         value = recorder.lifetimes.values[position]
         storage = recorder.lifetimes.storages[value.storage]
@@ -206,14 +206,14 @@ def _tensors(tree: Any) -> list[Tensor]:
 def record_optimizer(
     recorder: StepRecorder, step: Step, optimizer: OptimizerLike
 ) -> int:
-    """Record the step of an optimizer, and stop the recorder's live ranges.
+    """Record the step of an optimizer, and stop tracking live ranges.
 
     Returns:
         Bytes of the optimizer's state; 0 without an optimizer.
 
     Raises:
         OptionError: If the optimizer has none of the model's parameters, or cannot be
-            built and stepped over fake ones.
+            built over fake parameters and take a step.
     """
     if optimizer is None:
         recorder.lifetimes.stop()
@@ -233,6 +233,7 @@ def record_optimizer(
                 _set_gradient(recorder, twins[id(parameter)], parameter)
             with AnyNumber():  # Adafactor calls `step.item()`.
                 double.step()
+            # The first step has created the state: it is live before the second.
             for state in _tensors(dict(double.state)):
                 recorder.lifetimes.know(state, "optimizer", "")
             recorder.begin("optimizer")
@@ -280,7 +281,7 @@ def _set_gradient(recorder: StepRecorder, fake: Tensor, parameter: Tensor) -> No
 def _double(
     optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Tensor]
 ) -> Optimizer:
-    """Return an optimizer of the same class and options over the fake parameters."""
+    """Return an optimizer with the same class and options over the fake parameters."""
     if isinstance(optimizer, type):
         return optimizer(list(twins.values()))  # type: ignore[call-arg]
     groups: list[dict[str, Any]] = []

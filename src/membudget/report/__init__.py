@@ -1,7 +1,7 @@
-"""All text for people; here tables, curves and numbers.
+"""Human-readable reports; this file formats tables, curves and numbers.
 
-Only this file imports rich. Rich draws from Python's `random` on import and for some
-styles, so the user's random state is restored around it.
+Only `report/__init__.py` imports rich. Rich draws from Python's `random` on import and
+for some styles, so the random state is saved before each use and restored after it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 @contextmanager
 def _python_random_kept() -> Iterator[None]:
-    """Restore the state of Python's `random` at the end."""
+    """Restore the state of Python's `random` on exit."""
     state = random.getstate()
     try:
         yield
@@ -38,7 +38,7 @@ WIDTH = 100
 def rendered(
     titles: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1
 ) -> str:
-    """Return a table as text; columns from the `left`-th on are right-aligned.
+    """Return a table as text; all columns but the first `left` are right-aligned.
 
     Example:
         >>> print(rendered(("module", "bytes"), [("h.0", "12"), ("h.11", "3")]))
@@ -56,7 +56,7 @@ def rendered(
 
 
 def empty_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
-    """Return a table without rows, of columns with title and alignment."""
+    """Return a table without rows, with the given column titles and alignments."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), show_edge=False)
     for title, side in columns:
         table.add_column(title, justify=side, overflow="fold")
@@ -64,7 +64,7 @@ def empty_table(*columns: tuple[str, Literal["left", "right"]]) -> Table:
 
 
 def page(parts: Iterable[RenderableType], width: int = WIDTH) -> str:
-    """Return texts and tables as one text, each starting on a new line, wrapped."""
+    """Return texts and tables as one wrapped text, each part on a new line."""
     out = StringIO()
     # `markup=False`: brackets in module names must not be read as styles.
     console = Console(
@@ -80,7 +80,7 @@ _BARS = " ▁▂▃▄▅▆▇█"
 
 
 def sparkline(values: Sequence[int], columns: int) -> str:
-    """Return one bar per column: the maximum of the values in it.
+    """Return a sparkline: each bar is the maximum of the values in its column.
 
     Example:
         >>> sparkline([0, 1, 4, 8, 2, 1], columns=6)
@@ -98,7 +98,7 @@ def sparkline(values: Sequence[int], columns: int) -> str:
 
 
 def marks(texts: Sequence[tuple[int, str]]) -> str:
-    """Return a line with each text at its column, or right after the one before.
+    """Return a line with each text at its column, shifted right to avoid overlap.
 
     Example:
         >>> marks([(0, "└forward"), (12, "└backward")])
@@ -121,12 +121,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
 
 
 def share(part: float, total: float) -> str:
-    """Return a part as a percentage; a dot for zero."""
+    """Format `part / total` as a percentage; zero becomes a dot."""
     return f"{part / total:.1%}" if total and part else "·"
 
 
 def flops(count: int) -> str:
-    """Return a number of floating-point operations with a unit.
+    """Format a number of floating-point operations with a unit.
 
     Example:
         >>> flops(256), flops(3_600_000_000_000)
@@ -143,7 +143,7 @@ def flops(count: int) -> str:
 
 
 def time(seconds: float) -> str:
-    """Return a time with a unit.
+    """Format a time with a unit.
 
     Example:
         >>> time(0.0191), time(2.5e-6), time(3e-9)

@@ -1,8 +1,8 @@
-"""Advice: what lowers the peak of a step, and what does not.
+"""Advice on what lowers the peak of a step and what does not.
 
-Checkpointing drops activations of the forward that only autograd holds. It drops no
-gradients, and nothing that the peak's operator reads, writes or needs as workspace. If
-those are large, something else must shrink them.
+Checkpointing drops activations of the forward that only autograd holds. Checkpointing
+cannot drop gradients or tensors that the operator at the peak reads, writes or uses as
+workspace. Computing the loss in chunks or a smaller dtype can shrink such tensors.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ _NOTABLE = 0.25
 
 @dataclass(frozen=True)
 class Advice:
-    """What could lower the peak.
+    """Advice for lowering the peak of one step, with the figures behind it.
 
     Attributes:
-        droppable_bytes: Bytes at the peak that checkpointing could have dropped.
-        fixed_bytes: The other bytes at the peak.
-        logits_bytes: Fixed bytes of the logits and of what the loss and its gradient
-            compute from them: large storages made after the repeated blocks in the
-            forward and before them in the backward pass.
-        gradient_bytes: Fixed bytes of gradients of parameters.
-        floor_bytes: Lower bound of the peak for any checkpointing of this step that
-            keeps the order of its operators.
-        floor_moment: Op index at which the bound is reached.
-        texts: The advice in words.
+        droppable_bytes: Bytes at the peak that checkpointing could drop.
+        fixed_bytes: Bytes at the peak that checkpointing cannot drop.
+        logits_bytes: Fixed bytes of the logits and of the loss, including gradients,
+            allocated between the forward and the backward of the last repeated block.
+        gradient_bytes: Fixed bytes of parameter gradients.
+        floor_bytes: Lower bound on the peak of the step under any checkpointing that
+            preserves the order of operators.
+        floor_moment: Op index at which the lower bound is reached.
+        texts: The advice, one paragraph per entry.
     """
 
     droppable_bytes: int
@@ -54,7 +53,7 @@ class Advice:
 
 
 def advise(graph: StepGraph, peak: PeakContents) -> Advice:
-    """Return advice about the peak, given what is live then."""
+    """Return advice for a step, given the tensors live at its peak."""
     least = floor(graph)
     large = logits(graph, peak)
     fixed = [item for item in peak.items if not item.is_droppable]
@@ -72,16 +71,16 @@ def advise(graph: StepGraph, peak: PeakContents) -> Advice:
 
 
 def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
-    """Return the logits and the loss's tensors of their size, if live at the peak.
+    """Return the logits, and tensors of the loss of similar size, live at the peak.
 
-    They are made by the last module, by the code after it outside all modules, and by
-    the backward pass of both; each has at least half the bytes of the largest.
+    Candidates are tensors made by the last module, by code outside modules after it,
+    and by the backward pass of both; those with half the largest size or more count.
     """
     start, end = _end_of_forward(graph)
     made = [
         item
         for item in peak.items
-        if item.storage >= 0
+        if item.storage >= 0  # Not workspace.
         and start <= graph.storages[item.storage].birth < end
         and item.group in ("saved activations", "temporaries")
         and not item.is_droppable
@@ -91,15 +90,14 @@ def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
 
 
 def _end_of_forward(graph: StepGraph) -> tuple[int, int]:
-    """Return the op range from the last module's forward to the end of its backward.
-
-    If the last module is a repeated block, or inside one, the range starts after it.
-    """
+    """Return the op range from the last module's forward to the end of its backward."""
     paths = [operator.module_path for operator in graph.operators]
     forward = range(graph.backward_start)
     last = next((paths[i] for i in reversed(forward) if paths[i]), "")
     blocks = repeated_blocks(graph)
+    # The dot keeps `h.1` from matching `h.10`.
     is_in_block = any(f"{last}.".startswith(f"{block}.") for block in blocks)
+    # A block holds activations, not logits: the range then starts after it.
     ours = {""} if is_in_block else {"", last}
     start = next((i + 1 for i in reversed(forward) if paths[i] not in ours), 0)
     backward = range(graph.backward_start, graph.optimizer_start)
@@ -108,11 +106,11 @@ def _end_of_forward(graph: StepGraph) -> tuple[int, int]:
 
 
 def floor(graph: StepGraph) -> Timeline:
-    """Return the timeline with saved activations live as briefly as possible.
+    """Return the timeline in which saved activations are live as briefly as possible.
 
-    Each is dropped as soon as only autograd holds it, and is live again only during the
-    operators that read it. Under every plan that keeps the order of the operators at
-    least these bytes are live, so no plan has a smaller peak.
+    Each saved activation is freed once only autograd holds it, and is live again only
+    while an operator reads it. Every plan that preserves the order of operators keeps
+    at least the bytes of this timeline live, so no plan has a smaller peak.
     """
     ranges = saved_ranges(graph)
     reads: dict[int, list[int]] = {index: [] for index in ranges}
@@ -128,7 +126,7 @@ def floor(graph: StepGraph) -> Timeline:
 def _needed(
     graph: StepGraph, index: int, saved: SavedRange, reads: list[int]
 ) -> Iterator[Interval]:
-    """Yield when a saved storage is live if it is dropped wherever possible."""
+    """Yield the live ranges of a saved storage that is dropped wherever possible."""
     storage = graph.storages[index]
     start, end = max(saved.drop_start, storage.birth), saved.last
     if start >= end:
@@ -193,7 +191,7 @@ def _about_checkpointing(graph: StepGraph, total: int, found: Advice) -> str:
 
 
 def operator_text(operator: Operator) -> str:
-    """Return what runs and where, in words."""
+    """Describe an operator by name, phase, module and source line."""
     if operator.phase == "optimizer":
         return f"{operator.name} (the optimizer's step)"
     of = operator.module_path or "the model's own code or the loss"

@@ -1,15 +1,16 @@
-"""What each module of a step costs and saves, as a tree whose totals are sums.
+"""Per-module costs of a step, as a tree: each node is the sum of its children.
 
-Each operator, parameter, saved tensor and byte live at the peak belongs to one module.
-A module that computes something outside its children has a child `(itself)`, and the
-model `(itself, loss)`, so that each module is the sum of its children:
+Every operator, parameter, saved tensor and byte live at the peak is attributed to
+exactly one module. A module that runs operators outside its children gets an extra
+child `(itself)`, or `(itself, loss)` for the model, so that each module is the sum of
+its children:
 
     model            100        model                       100
     ├── h.0           40        ├── h.0 … h.1 (2×)           80
     ├── h.1           40   ──>  └── (itself, loss)           20
     └── (itself, loss) 20       after `fold`
 
-Pure functions over a `StepGraph`; nothing here needs torch.
+The functions in this file are pure and do not need torch.
 """
 
 from __future__ import annotations
@@ -37,15 +38,15 @@ OPTIMIZER = "(optimizer)"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of one or several modules.
+    """Bytes, operations and times of one or several modules.
 
     Attributes:
-        parameter_bytes: Bytes of parameters; a shared one counts for its first name.
+        parameter_bytes: Parameter bytes; a shared parameter counts by its first name.
         saved_bytes: Bytes of activations saved for the backward pass.
         peak_bytes: Bytes live at the peak.
         flops: Floating-point operations, forward and backward.
-        forward_seconds: Time of the forward.
-        seconds: Time of forward and backward.
+        forward_seconds: Time of the forward pass.
+        seconds: Time of the forward and backward pass.
     """
 
     parameter_bytes: int = 0
@@ -56,7 +57,7 @@ class Figures:
     seconds: float = 0.0
 
     def __add__(self, other: Figures) -> Figures:
-        """Return the sum."""
+        """Return the sum of two sets of figures."""
         names = (field.name for field in fields(self))
         return Figures(*(getattr(self, n) + getattr(other, n) for n in names))
 
@@ -68,13 +69,13 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode:
-    """A module and those below it, or several equal ones folded into one.
+    """A module with its submodules, or several equal modules folded into one node.
 
     Attributes:
-        label: Its name in the report: `"attn"`, or `"h.0 … h.11 (12×)"`.
-        paths: Paths of its modules; empty for `(itself)` and the like.
-        figures: The sum of the children's figures, if there are children.
-        children: Its children, in the order of the forward.
+        label: Name in the report, such as `"attn"` or `"h.0 … h.11 (12×)"`.
+        paths: Module paths of the node; empty for `(itself)` and the optimizer.
+        figures: Bytes, operations and times; the sum over the children, if any.
+        children: Child nodes, in forward order.
     """
 
     label: str
@@ -84,7 +85,7 @@ class ModuleNode:
 
     @property
     def signature(self) -> object:
-        """Equal for equal blocks; leaves out times and the peak, which differ."""
+        """Key that is equal for equal modules; it excludes times and peak bytes."""
         own = self.figures
         below = tuple((child.label, child.signature) for child in self.children)
         return (own.parameter_bytes, own.saved_bytes, own.flops, below)
@@ -92,12 +93,12 @@ class ModuleNode:
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a step.
+    """Per-module costs, saved activations and peak of one step.
 
     Attributes:
-        modules: The tree of modules; its root is the model.
-        saved: What autograd saves, largest first.
-        peak: What is live at the peak.
+        modules: The tree of modules, with the model at its root.
+        saved: Activations saved by autograd, largest first.
+        peak: Tensors and workspace live at the peak.
     """
 
     modules: ModuleNode
@@ -106,12 +107,12 @@ class Summary:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the step made and autograd saves."""
+        """Total bytes of the activations saved by autograd."""
         return sum(activation.bytes for activation in self.saved)
 
 
 def summarise(graph: StepGraph, model: str = "model") -> Summary:
-    """Summarise a step; the modules are not folded yet."""
+    """Summarise a step, without folding equal modules."""
     saved = saved_activations(graph)
     peak = peak_contents(graph)
     own = _own_figures(graph, saved, peak)
@@ -125,7 +126,7 @@ def summarise(graph: StepGraph, model: str = "model") -> Summary:
 def _own_figures(
     graph: StepGraph, saved: Iterable[SavedActivation], peak: PeakContents
 ) -> dict[str, Figures]:
-    """Return each module's own figures, without children, in forward order."""
+    """Return the figures of each module without its children, in forward order."""
     own: defaultdict[str, Figures] = defaultdict(Figures)
     for operator in graph.operators:
         if operator.phase != "optimizer":
@@ -178,6 +179,7 @@ def _sum(nodes: Iterable[ModuleNode]) -> Figures:
 def fold(node: ModuleNode) -> ModuleNode:
     """Fold consecutive equal modules, such as a transformer's blocks, into one."""
     children: list[ModuleNode] = []
+    # From the root downwards: runs inside a merged module fold afterwards.
     for run in _equal_runs(node):
         children += [_merge(run)] if _is_foldable(run) else run
     folded = tuple(fold(child) for child in children)
@@ -195,7 +197,7 @@ def _is_foldable(run: Sequence[ModuleNode]) -> bool:
 
 
 def _merge(nodes: Sequence[ModuleNode], label: str = "") -> ModuleNode:
-    """Return the sum of equal trees."""
+    """Merge equal module trees into one by summing their figures."""
     paths = tuple(path for node in nodes for path in node.paths)
     first, last = nodes[0], nodes[-1]
     label = label or f"{first.paths[0]} … {last.paths[0]} ({len(nodes)}×)"
@@ -205,10 +207,7 @@ def _merge(nodes: Sequence[ModuleNode], label: str = "") -> ModuleNode:
 
 
 def repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
-    """Return the paths of the most expensive run of equal modules; empty without one.
-
-    Regions go on these blocks; what lies outside them is not recomputed.
-    """
+    """Return the paths of the run of equal modules that saves the most bytes."""
 
     def runs(node: ModuleNode) -> Iterable[list[ModuleNode]]:
         for run in _equal_runs(node):

@@ -1,4 +1,4 @@
-"""The text of plans: one plan, the differences of two, and what each region does."""
+"""Text reports of plans: one plan, the differences of two, and a region table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_FITS = "the plain step fits: no region is needed"
 
 
 def described(plan: Plan) -> str:
-    """Return the predictions of a plan, and what each region keeps."""
+    """Return a plan's predictions and the outputs that each of its regions keeps."""
     if not plan.regions:
         return f"{head(plan)}\n\n{PLAIN_FITS}"
     rows = [
@@ -36,7 +36,7 @@ def described(plan: Plan) -> str:
 
 
 def head(plan: Plan, measured_bytes: int | None = None) -> str:
-    """Return the predictions of a plan, beside the measured peak.
+    """Return a plan's predictions, with the measured peak if given.
 
     Example:
         >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
@@ -70,7 +70,7 @@ def head(plan: Plan, measured_bytes: int | None = None) -> str:
 
 
 def kept_text(kept: Iterable[KeptOutput]) -> str:
-    """Return the operators whose outputs are kept, by name and number.
+    """Return the names and numbers of the operators whose outputs are kept.
 
     Example:
         >>> norm = "aten.native_layer_norm.default"
@@ -153,7 +153,7 @@ def _predictions(first: Plan, second: Plan) -> Iterator[str]:
 
 
 def _output(kept: KeptOutput) -> str:
-    """Return one output, such as `max #3 (output 1)`."""
+    """Format one kept output, such as `max #3 (output 1)`."""
     which = f" (output {kept.output})" if kept.output else ""
     return f"{short_name(kept.operator)} #{kept.number}{which}"
 
@@ -184,19 +184,17 @@ def _regions(
 
 
 def _bytes(size: int) -> str:
-    """Return a size, which may be negative, padded to a column."""
+    """Format a size, possibly negative, right-aligned to a fixed width."""
     text = format_bytes(abs(size))
     return f"{'-' + text if size < 0 else text:>12}"
 
 
 def region_table(graph: StepGraph, schedule: Schedule) -> str:
-    """Return a table of what each region keeps and recomputes.
-
-    Neighbours that do the same share a line, with the sum of their bytes and seconds.
-    """
+    """Return a table of the operators that each region keeps and recomputes."""
     pairs = zip(schedule.calls, schedule.choices, strict=True)
     again = schedule.simulation.recomputed
     regions = [_region_line(graph, call.path, choice, again) for call, choice in pairs]
+    # Adjacent regions with the same content share a row, which sums their costs.
     rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
     titles = ("region", "keeps", "recomputes", "operators", "kept", "of the step")
     recompute = _share(sum(region.seconds for region in regions), graph)
@@ -209,7 +207,7 @@ def region_table(graph: StepGraph, schedule: Schedule) -> str:
 
 @dataclass(frozen=True)
 class _RegionLine:
-    """One region: what it keeps and recomputes, by name and count, and the cost."""
+    """One region: operators kept and recomputed, by name and count, and their costs."""
 
     path: str
     operators: int
@@ -227,6 +225,7 @@ def _region_line(
     graph: StepGraph, path: str, choice: Choice, recomputed: Iterable[int]
 ) -> _RegionLine:
     again = [index for index in recomputed if choice.start <= index < choice.end]
+    # A plan may keep storages that nothing reads after all; they are not reported.
     kept = choice.kept & _needed(graph, choice, again)
     return _RegionLine(
         path or "(the model)",
@@ -239,7 +238,7 @@ def _region_line(
 
 
 def _needed(graph: StepGraph, choice: Choice, again: Iterable[int]) -> set[int]:
-    """Return the storages that the region's backward pass and its recompute read."""
+    """Return the storages that a region's backward pass and recomputation read."""
     read = [value for index in again for value in graph.operators[index].inputs]
     return {*saved_storages(graph, choice), *storages_of(graph, read)}
 

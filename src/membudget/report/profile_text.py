@@ -1,4 +1,4 @@
-"""The text of a profile and of a sweep."""
+"""Text reports of a profile and of a sweep over sizes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from membudget.profile import Sweep
     from membudget.profile.result import Profile
 
-WIDTH = 120
+WIDTH = 120  # Wider than other reports: the module table has eight columns.
 COLUMNS = 80
 """Width of the sparkline."""
 
@@ -159,10 +159,10 @@ def _cells(figures: Figures, root: ModuleNode) -> Iterator[str]:
 
 
 def visible(root: ModuleNode) -> list[tuple[int, ModuleNode]]:
-    """Return the rows of a module table, each with its depth.
+    """Return the rows of the module table, each with its depth in the tree.
 
-    The tree is cut at the greatest depth with at most `MOST_ROWS` rows; the children of
-    the root are always shown.
+    The tree is cut at the greatest depth that yields at most `MOST_ROWS` rows; the
+    children of the root are always shown.
     """
     rows = _rows(root, 0, 1)
     for most in range(2, _height(root) + 1):
@@ -186,7 +186,7 @@ def _height(node: ModuleNode) -> int:
 
 
 def _largest(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
-    """Return the nodes in order; if there are many, the smallest merged into one."""
+    """Return the nodes in order; if there are many, merge the smallest into one."""
     if len(nodes) <= MOST_CHILDREN:
         return list(nodes)
 
@@ -194,6 +194,7 @@ def _largest(nodes: Sequence[ModuleNode]) -> list[ModuleNode]:
         figures = nodes[index].figures
         return figures.saved_bytes + figures.peak_bytes, figures.seconds
 
+    # One row stays free for the sum of the others.
     kept = set(sorted(range(len(nodes)), key=weight)[1 - MOST_CHILDREN :])
     rest = [node for index, node in enumerate(nodes) if index not in kept]
     others = sum((node.figures for node in rest), Figures())
@@ -249,7 +250,7 @@ def _origins(items: Sequence[SavedActivation | LiveItem], total: int) -> Table:
 
 
 def _origin(item: SavedActivation | LiveItem) -> tuple[str, ...]:
-    """Return where an item comes from, with `*` for the number of a block."""
+    """Return an item's module (`*` for a number), line, operator and tensor."""
     names = item.module_path.split(".")
     path = ".".join("*" if name.isdigit() else name for name in names)
     operator = item.operator.removeprefix("aten.").removesuffix(".default")
@@ -265,7 +266,7 @@ def _advice(graph: StepGraph, peak: PeakContents) -> Iterator[Any]:
 
 
 def sweep_text(found: Sweep) -> str:
-    """Return the measured sizes of a sweep as a table, and the fits below."""
+    """Return the measured sizes of a sweep as a table, followed by fitted curves."""
     titles = (found.name, "total", "static", "peak", "saved")
     rows = []
     for p in found.points:

@@ -1,6 +1,6 @@
-"""What a training step reads and writes, captured and restored bit for bit.
+"""Capture and restore, bit for bit, the state that a training step may change.
 
-`walk` finds what modules and objects hold, by name; `snapshot` captures and restores
-it; `rng` and `rng_memory` cover the random generators; `bits` and `identity` tell
-whether a tensor is still the same.
+`walk` finds tensors, generators and Python values by name; `snapshot` captures and
+restores them; `rng` and `rng_memory` handle random generators; `bits` and `identity`
+detect changes of tensors.
 """

@@ -1,7 +1,7 @@
-"""The bits of a tensor: which tensors have readable bits, and a fingerprint of them.
+"""Compare tensors bit for bit, directly or by fingerprint.
 
-A fingerprint is taken where a budget is tight, so it needs little memory: the tensor is
-read in pieces and never copied whole, whatever its strides.
+Fingerprints are taken under tight memory budgets, so tensors are read in chunks and
+never copied as a whole, whatever their strides.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MIX = 0xFF51AFD7ED558CCD - (1 << 64)
 
 
 def has_bits(tensor: Tensor) -> bool:
-    """Tell whether a tensor is dense, not nested, no subclass, and not on `meta`."""
+    """Return whether a tensor is strided, not nested, no subclass and not on `meta`."""
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
@@ -40,7 +40,7 @@ def has_bits(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors with a storage that `tensor` consists of; often itself."""
+    """Yield the parts of a sparse tensor or subclass; otherwise, the tensor itself."""
     if tensor.layout is torch.sparse_coo:
         detached = tensor.detach()
         yield from (detached._indices(), detached._values())
@@ -57,32 +57,32 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def is_subclass(tensor: Tensor) -> bool:
-    """Tell whether a tensor's class overrides `__torch_dispatch__`."""
+    """Return whether a tensor's class overrides `__torch_dispatch__`."""
     kind: Any = type(tensor)
     return kind.__torch_dispatch__ is not _PLAIN_DISPATCH
 
 
 def may_be_a_workspace(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a vector of bytes.
+    """Return whether a tensor is a byte vector, as kernel workspaces are.
 
-    oneDNN and cuDNN store workspaces that way and leave parts uninitialised, so equal
-    kernels may leave different bytes.
+    oneDNN and cuDNN leave parts of their workspaces uninitialised, so identical kernel
+    runs may leave different bytes.
     """
     return tensor.dtype is torch.uint8 and tensor.dim() == 1
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> Fingerprint:
-    """Return two 64-bit sums over the elements' bits, the first hashed with position.
+    """Return two 64-bit sums over all elements' bits; the first depends on the order.
 
-    Tensors of one shape with equal elements have equal fingerprints, whatever their
+    Tensors with the same shape and elements have equal fingerprints, whatever their
     strides. Changing one element changes both sums; any other change goes unnoticed
-    with a probability of about 2**-64. Reads every element once, synchronises with the
-    device, and allocates 16 bytes per element for 2,048 elements or a 32nd of the
-    tensor, whichever is more.
+    with a probability of about 2**-64. The function reads every element once,
+    synchronises with the device, and allocates 16 bytes per element for chunks of 2,048
+    elements or 1/32 of the tensor, whichever is larger.
 
     Args:
-        tensor: Any tensor; one without readable bits gives `SKIPPED`.
+        tensor: Any tensor; the result is `SKIPPED` if its bits cannot be read.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0])
@@ -106,9 +106,9 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
 
 
 def content_of(tensor: Tensor) -> Fingerprint:
-    """Return the fingerprint, or `SKIPPED` for a tensor whose memory may be gone.
+    """Return a tensor's fingerprint; `SKIPPED` if its memory is freed or unreadable.
 
-    FSDP frees a parameter's memory and keeps the tensor.
+    FSDP frees a parameter's memory but keeps the tensor object.
     """
     if not has_bits(tensor) or tensor.is_quantized or is_freed(tensor):
         return SKIPPED
@@ -118,7 +118,7 @@ def content_of(tensor: Tensor) -> Fingerprint:
 def sample_of(tensor: Tensor) -> Fingerprint:
     """Return the fingerprint of about 256 evenly spaced elements, using 4 KiB.
 
-    Overwriting the whole tensor changes it; overwriting a few rows may not.
+    The sample reveals an overwritten tensor, but may miss a change of a few rows.
     """
     if has_bits(tensor) and tensor.numel() > _SAMPLE:
         if not tensor.is_contiguous() or is_freed(tensor):
@@ -132,39 +132,41 @@ def has_changed(
     noted: Fingerprint,
     take: Callable[[Tensor], Fingerprint] = content_of,
 ) -> bool:
-    """Tell whether the fingerprint `noted` shows that a tensor's content changed."""
+    """Return whether a tensor's fingerprint differs from `noted`, if both are known."""
     now = take(tensor)
     return now != noted and SKIPPED not in (now, noted)
 
 
 def is_freed(tensor: Tensor) -> bool:
-    """Tell whether a tensor has elements but its storage was resized to 0 bytes."""
+    """Return whether a non-empty tensor's storage was resized to 0 bytes."""
     return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
-    """Tell whether two tensors have the same bytes in the same layout."""
+    """Return whether two tensors have the same bytes in the same layout."""
     if replayed is None or original.shape != replayed.shape:
         return False
     if original.dtype is not replayed.dtype or _layout(original) != _layout(replayed):
         return False
+    # Without comparable bytes, a recomputed tensor gets the benefit of the doubt.
     if not has_bits(original) or may_be_a_workspace(original):
         return True
     return same_bytes(original, replayed)
 
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors of one shape and dtype have the same bytes."""
+    """Return whether two tensors of one shape and dtype have the same bytes."""
     return torch.equal(_bytes(one), _bytes(other))
 
 
 def _layout(tensor: Tensor) -> Any:
-    """Return what, besides shape and dtype, selects a kernel's algorithm."""
+    """Return the strides and flags by which kernels may select an algorithm."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor.layout
     if not tensor.numel():
         return None
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    # The stride of a dimension of size 1 is arbitrary.
     strides = [stride for size, stride in sizes if size > 1]
     return tensor.is_conj(), tensor.is_neg(), strides
 
@@ -177,14 +179,14 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements as integers."""
+    """Reinterpret the elements' bits as integers."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()])
 
 
 def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
-    """Yield all elements in order, in vectors of at most `most`."""
+    """Yield all elements in order, as vectors of at most `most` elements."""
     if tensor.numel() <= most:
         yield tensor.reshape(-1)
     elif tensor.is_contiguous():
@@ -196,12 +198,13 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 
 
 def _add(sums: Tensor, piece: Tensor, start: int, work: Tensor) -> None:
-    """Add one piece: the hash of each element and its position, and the element.
+    """Add one chunk of elements to both sums of a fingerprint.
 
-    sums[1] += x[i];  sums[0] += mix(mix(x[i] + (i + 1) * _SPREAD)), modulo 2**64, where
-    mix(w) = v ^ (v >> 32) of v = w * _MIX. `spare` holds positions, then shifted words.
+    All arithmetic is modulo 2**64, and mix(w) = v ^ (v >> 32) with v = w * _MIX:
+
+        sums[0] += mix(mix(x[i] + (i + 1) * _SPREAD));  sums[1] += x[i]
     """
-    words, spare = work
+    words, spare = work  # `spare`: the positions, then the shifted words.
     words.copy_(piece)
     sums[1] += words.sum()
     torch.arange(start + 1, start + 1 + len(words), out=spare)
@@ -209,5 +212,6 @@ def _add(sums: Tensor, piece: Tensor, start: int, work: Tensor) -> None:
     for _ in range(2):
         words *= _MIX
         torch.bitwise_right_shift(words, 32, out=spare)
+        # `>>` copies the sign bit of a signed integer; the mask clears those copies.
         words ^= spare.bitwise_and_(_LOW_HALF)
     sums[0] += words.sum()

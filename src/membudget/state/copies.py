@@ -1,4 +1,4 @@
-"""Aliases and copies of tensors that keep layout, version and memory format."""
+"""Aliases and copies of tensors that preserve strides, offset and version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from membudget._torch import detach_with_version, is_fake, negative_view
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a detached tensor with the same memory and version; a leaf as it is."""
+    """Return a trainable leaf itself, and a detached alias of any other tensor."""
     # `is_leaf` of a view would rebuild the view's history, although the operator that
     # just wrote the base may not have told autograd yet.
     if (
@@ -24,7 +24,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides and offset, so that view operators fit."""
+    """Return a copy with the same strides and offset, so that the same views apply."""
     tensor = tensor.detach()
     # `clone` would materialise the conjugate, and a product of it rounds differently.
     if tensor.is_conj():
@@ -36,6 +36,7 @@ def copy_of(tensor: Tensor) -> Tensor:
     size, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
     if tensor.is_contiguous() and offset == 0:
         return tensor.clone()
+    # Copy the whole storage: view operators may read beyond this tensor.
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     return (
         tensor.as_strided((elements,), (1,), 0).clone().as_strided(size, stride, offset)
@@ -43,7 +44,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Tell whether a tensor is strided, plain, and neither conjugated nor negated."""
+    """Return whether a tensor is strided, no subclass, and without conj or neg bit."""
     return (
         (type(tensor) is Tensor or is_fake(tensor))
         and tensor.layout is torch.strided

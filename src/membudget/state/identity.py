@@ -1,8 +1,8 @@
-"""Whether a tensor is still the same: its version, its storage, or a copy of its bytes.
+"""Detect changes of a tensor by version, by storage, or by a copy of its bytes.
 
-Copies are compared as bytes, not as numbers: a NaN equals the same NaN and -0.0 differs
-from 0.0; `torch.equal` has both the other way round. They lie on the host because an
-accelerator may have no room for a second set of gradients.
+Copies are compared bytewise: a NaN equals the same NaN and -0.0 differs from 0.0,
+whereas `torch.equal` returns the opposite in both cases. Copies are stored on the host,
+because an accelerator may have no room for a second set of gradients.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def version_of(tensor: Tensor) -> int:
 
 
 def address_of(tensor: Tensor) -> int:
-    """Return the address of a tensor's storage; 0 without one (a sparse tensor)."""
+    """Return a tensor's storage address; 0 for a tensor without storage (sparse)."""
     try:
         return storage_address(tensor)
     except (RuntimeError, NotImplementedError):
@@ -40,14 +40,14 @@ def address_of(tensor: Tensor) -> int:
 
 
 class _Nowhere:
-    """Placeholder for the storage of a tensor that has none."""
+    """Placeholder for tensors without a storage, such as sparse tensors."""
 
 
 _NOWHERE = _Nowhere()
 
 
 def storage_of(tensor: Tensor) -> Any:
-    """Return an object for weak references: the storage, or a placeholder."""
+    """Return a tensor's storage, or a placeholder, as a target for weak references."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):
@@ -57,24 +57,25 @@ def storage_of(tensor: Tensor) -> Any:
 class SavedVersion:
     """Detects writes to a tensor after autograd saved it, without holding its memory.
 
-    An alias shares the tensor's version counter; its data is replaced by an empty
-    tensor. Autograd makes the same check for tensors saved without hooks.
+    The detector keeps an alias with empty data, which still shares the tensor's version
+    counter. Autograd performs the same check for tensors saved without hooks.
     """
 
     __slots__ = ("_counter", "_version")
 
     def __init__(self, tensor: Tensor):
-        """Record the current version.
+        """Record the tensor's current version.
 
         Raises:
             RuntimeError: If the tensor's data cannot be replaced by an empty tensor.
         """
         self._counter = detach_with_version(tensor)
         self._version = version_of(tensor)
+        # Assigning `.data` frees the memory but keeps the shared version counter.
         self._counter.data = _nothing(tensor.dtype, tensor.device)
 
     def has_moved(self) -> bool:
-        """Tell whether the tensor has been written since."""
+        """Return whether the tensor was written after this object was created."""
         return version_of(self._counter) != self._version
 
 
@@ -86,12 +87,12 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class TensorCopy:
-    """The content of a tensor at the time of the copy.
+    """A host copy of a tensor's content.
 
     Attributes:
-        about: Dtype, shape and device, as text.
-        parts: The dense tensors that the content consists of, on the host: one, except
-            for sparse tensors and wrapper subclasses.
+        about: Dtype, shape and device of the tensor, as text.
+        parts: Dense host tensors with the content; more than one only for sparse or
+            nested tensors and wrapper subclasses.
     """
 
     about: str
@@ -100,14 +101,14 @@ class TensorCopy:
 
 @dataclass(frozen=True)
 class BitDifference:
-    """Where two tensors of one shape and dtype differ.
+    """The differences between two tensors of the same shape and dtype.
 
     Attributes:
         count: Number of elements that differ.
         total: Number of elements.
-        index: The first element that differs.
-        left: Its value in the first tensor, as text.
-        right: Its value in the second tensor, as text.
+        index: Index of the first element that differs.
+        left: First differing element of the first tensor, as text.
+        right: First differing element of the second tensor, as text.
     """
 
     count: int
@@ -118,7 +119,7 @@ class BitDifference:
 
 
 def host_copy(tensor: Tensor, same: TensorCopy | None = None) -> TensorCopy:
-    """Copy a tensor's content to the host; an earlier copy that is equal is shared."""
+    """Copy a tensor's content to the host; return `same` instead if it is equal."""
     parts = tuple(part.to("cpu", copy=True) for part in dense_parts(tensor))
     copy = TensorCopy(_about(tensor), parts)
     return same if same is not None and is_same(copy, same) else copy
@@ -132,14 +133,14 @@ def _about(tensor: Tensor) -> str:
 
 
 def write_back(tensor: Tensor, copy: TensorCopy) -> None:
-    """Write a copy into the tensor that it was made from, in place."""
+    """Restore a tensor's content in place from a copy."""
     with torch.no_grad():
         for target, source in zip(dense_parts(tensor), copy.parts, strict=True):
             _without_repeats(target).copy_(_without_repeats(source, like=target))
 
 
 def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the dense tensors that hold a tensor's content; often itself, detached."""
+    """Yield detached dense tensors with the content of a tensor, usually just one."""
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -153,7 +154,7 @@ def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Reduce an expanded tensor, whose elements share memory, to one copy of each."""
+    """Narrow expanded dimensions to size 1, so that elements do not share memory."""
     for dim, stride in enumerate((tensor if like is None else like).stride()):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -167,7 +168,7 @@ def _bytes(part: Tensor) -> Tensor:
 
 
 def is_same(left: TensorCopy, right: TensorCopy) -> bool:
-    """Tell whether two copies agree in dtype, shape, device and every byte."""
+    """Return whether two copies agree in dtype, shape, device and every byte."""
     same_kind = left.about == right.about and len(left.parts) == len(right.parts)
     return same_kind and all(
         a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
@@ -181,12 +182,12 @@ def first_value(copy: TensorCopy) -> str:
 
 
 def is_zero(copy: TensorCopy) -> bool:
-    """Tell whether every byte is zero."""
+    """Return whether every byte of a copy is zero."""
     return not any(_bytes(part).any() for part in copy.parts)
 
 
 def first_difference(left: TensorCopy, right: TensorCopy) -> BitDifference | None:
-    """Return where two copies differ; `None` if their shapes or dtypes differ."""
+    """Return where two copies differ; `None` if they are equal or incomparable."""
     if len(left.parts) != len(right.parts):
         return None
     for a, b in zip(left.parts, right.parts, strict=True):
@@ -203,7 +204,7 @@ def first_difference(left: TensorCopy, right: TensorCopy) -> BitDifference | Non
 
 
 def _texts(left: Tensor, right: Tensor) -> tuple[str, str]:
-    """Return two texts that differ: values, or values with bytes (of two NaNs, say)."""
+    """Format two values as different texts, with bytes if necessary (for two NaNs)."""
     texts = _text(left), _text(right)
     if texts[0] != texts[1]:
         return texts

@@ -1,14 +1,14 @@
-"""Every source of random numbers that a step may draw from.
+"""Read and restore every random generator that a training step may draw from.
 
-Global sources are torch's default generators (of the CPU, and of each accelerator in
-use), Python's `random`, and NumPy's legacy generator if NumPy is imported. Private ones
-are generators that a model or a batch holds; `walk` finds them.
+Global generators are torch's default generators (for the CPU and each accelerator in
+use), Python's `random`, and NumPy's legacy generator if NumPy is imported. Private
+generators are attributes of a model or a batch; `walk` finds them.
 
 A `Stream` reads and writes a generator's state through its public functions. A `Source`
-is a stream for the engine, which captures every source before every region, whether or
-not the region draws: a function may also reseed, so an unchanged state afterwards
-proves nothing. A source therefore asks `rng_memory` first whether the state moved at
-all. An audit uses plain streams, so that it can catch a source that is wrong.
+is a stream that is cheap to capture, because the engine captures all sources before
+every region; the engine cannot wait for a draw, because a region may also reseed.
+Before reading a state, a source asks `rng_memory` whether the state has changed. An
+audit uses plain streams, so that it can detect a faulty source.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Noted = list[tuple["Source", tuple[Any, Any]]]
 
 
 class Stream:
-    """The state of one generator, read and written by its public functions."""
+    """The state of one generator, read and written through public functions."""
 
     __slots__ = ("read", "write")
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]):
-        """Wrap the functions that return the state and set it."""
+        """Wrap the functions that read and write the state."""
         self.read = read
         self.write = write
 
 
 class Source(Stream):
-    """A stream that skips reads and writes of a state that has not moved.
+    """A stream that skips reads and writes while the state is unchanged.
 
-    The last pair of mark and state is cached: regions between which nothing is drawn
-    share one state.
+    The last state is cached, so consecutive regions share one copy if nothing is drawn
+    in between.
     """
 
     __slots__ = ("_last", "_mark")
@@ -55,13 +55,13 @@ class Source(Stream):
         write: Callable[[Any], Any],
         mark: Callable[[], Any] | None,
     ):
-        """Watch a generator; `mark`, cheaper than `read`, changes with the state."""
+        """Create a source; `mark` returns a cheap token that changes with the state."""
         super().__init__(read, write)
         self._mark = mark if mark is not None else lambda: repr(read())
         self._last: tuple[Any, Any] | None = None
 
     def note(self) -> tuple[Any, Any]:
-        """Return mark and state; the same pair if nothing was drawn since."""
+        """Return mark and state; the same pair object while the state is unchanged."""
         mark = self._mark()
         last = self._last
         if last is None or last[0] != mark:
@@ -69,7 +69,7 @@ class Source(Stream):
         return last
 
     def bring_back(self, noted: tuple[Any, Any]) -> None:
-        """Restore the state that `note` returned, if it has moved."""
+        """Restore a state that `note` returned, unless the generator still has it."""
         if self._mark() != noted[0]:
             self.write(noted[1])
 
@@ -80,19 +80,20 @@ def note(sources: Iterable[Source]) -> Noted:
 
 
 def bring_back(noted: Noted, scope: Scope) -> None:
-    """Restore the noted states until `scope` ends; then restore the current ones."""
+    """Restore recorded states until `scope` ends; then restore the current states."""
     for source, state in noted:
         now = source.note()
+        # Even if nothing needs restoring now: the code in `scope` may draw or reseed.
         scope.append((source.bring_back, (now,)))
         if now is not state:
             source.bring_back(state)
 
 
 def stream_of(value: object) -> Stream | None:
-    """Return the stream of a generator of torch, Python or NumPy; `None` otherwise.
+    """Return the stream of a torch, Python or NumPy generator; `None` for others.
 
-    A generator without a state, such as `random.SystemRandom`, has no stream: nothing
-    can make it draw the same numbers again.
+    A generator without a state, such as `random.SystemRandom`, has no stream, because
+    its draws cannot be repeated.
     """
     if isinstance(value, Generator):
         return _torch_stream(value)
@@ -118,7 +119,7 @@ def stream_of(value: object) -> Stream | None:
 def _torch_stream(generator: Generator) -> Stream:
     """Return the stream of a `torch.Generator` on any device.
 
-    The state is held as bytes, because a tensor of ours would count at the peak.
+    States are stored as bytes, because a tensor would raise the measured memory peak.
     """
 
     def read() -> bytes:
@@ -132,7 +133,7 @@ def _torch_stream(generator: Generator) -> Stream:
 
 
 def source_of(generator: Any) -> Source | None:
-    """Return the source of a generator of torch, Python or NumPy; `None` otherwise."""
+    """Return the source of a torch, Python or NumPy generator; `None` for others."""
     if generator is torch.default_generator:
         return _CPU[0]
     if isinstance(generator, Generator):
@@ -144,7 +145,7 @@ def source_of(generator: Any) -> Source | None:
 
 
 def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
-    """Return the sources of the generator objects that a region can reach."""
+    """Return the sources of a region's private generators."""
     sources = [
         source_of(generator)
         for generator in generators
@@ -155,7 +156,7 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
 
 
 def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
-    """Return the sources that any code can draw from without naming a generator."""
+    """Return the sources of all global generators."""
     return _global_sources(
         torch_too,
         "numpy.random" in sys.modules,
@@ -164,14 +165,14 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
 
 
 def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, ...]:
-    """Return what torch restores; the devices are asked for once CUDA is in use."""
+    """Return the CPU's source and, once CUDA is in use, those of the given devices."""
     if not _cuda_is_in_use():
         return _CPU
     return *_CPU, *map(_cuda_source, sorted(set(device_indices())))
 
 
 def global_streams() -> dict[str, Stream]:
-    """Return the process-wide streams by name, for an audit."""
+    """Return the streams of all global generators by name, for an audit."""
     generators = {
         "torch CPU": torch.default_generator,
         "Python random": random._inst,
@@ -196,11 +197,12 @@ def _device_generators() -> dict[str, Generator]:
 def _numpy_generator() -> Any:
     """Return the generator behind NumPy's module-level functions."""
     numpy_random: Any = sys.modules["numpy.random"]
+    # The module-level functions are methods of one hidden `RandomState`.
     return numpy_random.get_state.__self__
 
 
 def frozen(state: Any) -> Any:
-    """Return a state as tuples and bytes, which `==` compares bit for bit."""
+    """Convert a generator state to tuples and bytes, which `==` compares bitwise."""
     if isinstance(state, torch.Tensor):
         return bytes(state.flatten().tolist())
     if isinstance(state, Mapping):

@@ -1,13 +1,15 @@
-"""Whether a random generator has drawn: raw reads of the memory that holds its state.
+"""Detect draws from a random generator by reading its state memory directly.
 
-Reading the state by public functions costs 1 µs (torch), 13 µs (Python) or 42 µs
-(NumPy), and a whole region may take 20 µs. Reading the raw bytes of the state is far
-cheaper (torch: 60 ns): while they are equal, so is the state. They are only compared.
+Reading a generator's state through public functions takes 1 µs (torch), 13 µs (Python)
+or 42 µs (NumPy), while a whole region may take only 20 µs. Reading the raw bytes is far
+cheaper (60 ns for torch), and equal bytes mean an unchanged state. Raw bytes are only
+compared, never written back.
 
-The memory layout of a generator is an implementation detail. So each kind of generator
-is probed once per process, with a draw for each part of its state (the second of two
-Gaussians comes from a cached spare, outside the words of the Mersenne twister). If the
-state is not found, or a draw leaves the bytes unchanged, that kind is not read raw.
+The memory layout of a generator is an implementation detail. Each type of generator is
+therefore probed once per process, with draws that change every part of the state,
+including the spare Gaussian that is cached outside the Mersenne Twister's words. If a
+probe finds no state, or a draw leaves the bytes unchanged, generators of that type are
+read through public functions.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _WORDS = 624  # Of a Mersenne twister.
 
 
 def raw_state_reader(generator: Any) -> Reader | None:
-    """Return what reads a generator's raw state; `None` if nothing can.
+    """Return a function that reads a generator's raw state; `None` if unavailable.
 
     Example:
         >>> generator = random.Random(0)
@@ -60,7 +62,7 @@ def _reader_for(generator: Any) -> Callable[[Any], Reader] | None:
 
 @cache
 def _is_reliable(kind: Callable[[Any], Reader], owner: Any) -> bool:
-    """Tell whether the raw state changes with every draw, and only then."""
+    """Return whether a generator's raw state changes with every draw, and only then."""
     try:
         generator, draws = _PROBES[kind](owner)
         read = kind(generator)
@@ -78,13 +80,14 @@ def _is_reliable(kind: Callable[[Any], Reader], owner: Any) -> bool:
 
 
 def _memory(address: int, size_bytes: int) -> Any:
-    """Return a view of memory; it does not keep the memory's owner alive."""
+    """Return a view of raw memory, which does not keep the memory's owner alive."""
     return (ctypes.c_char * size_bytes).from_address(address)
 
 
 def _python_reader(generator: Any) -> Reader:
     size_bytes = random.Random.__basicsize__ - _HEADER_BYTES
     memory = _memory(id(generator) + _HEADER_BYTES, size_bytes)
+    # The spare Gaussian is a Python attribute, outside the C struct.
     return lambda: (memory.raw, generator.gauss_next)
 
 
@@ -128,14 +131,14 @@ def _torch_reader(generator: Any) -> Reader:
 
 
 def _torch_address(generator: Generator) -> int:
-    """Return the address of the C++ object, the only field of the Python object."""
+    """Return the address of the C++ generator, the only field of the Python object."""
     member = ctypes.c_void_p.from_address(id(generator) + _HEADER_BYTES)
     return int(member.value or 0)
 
 
 @cache
 def _torch_engine() -> tuple[int, int]:
-    """Return offset and size of the state in the C++ object, found by its content.
+    """Find the state in the C++ generator by content; return its offset and size.
 
     seed and position │ 624 words   │ two spare Gaussians, each with a flag
     24 bytes          │ 2,496 bytes │ 24 bytes
@@ -143,6 +146,7 @@ def _torch_engine() -> tuple[int, int]:
     generator = Generator()
     public = bytes(generator.get_state().tolist())
     words = struct.unpack_from("<8Q", public, 24)
+    # The public state stores each 32-bit word in 64 bits, the C++ object in 32.
     head = ctypes.string_at(_torch_address(generator), 256)
     start = head.index(struct.pack("<8I", *words)) - 24
     return start, 24 + _WORDS * 4 + 24

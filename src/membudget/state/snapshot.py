@@ -1,13 +1,12 @@
-"""Capture the state of a step, and restore it: all of it, or some buffers.
+"""Capture and restore the state of a step: all of it, or only some buffers.
 
-`State` lets every run of a step start from the same state. Python objects are restored
-by identity: the attributes of a module, a list or a dict hold the same objects again.
-Tensors are restored by content, in place, so that whoever else holds them sees the old
-content too. Gradients are set aside while steps run, and given back in the end: the
-same tensors.
+`State` lets every run of a step start from the same state. Containers are restored by
+identity: afterwards, modules, lists and dicts contain the same objects as before.
+Tensors are restored in place, so that all references see the old content. Gradients are
+removed while steps run, and the same gradient tensors are attached again at the end.
 
-`take_snapshots` and `enter_snapshots` let a recompute start from the buffers that the
-forward saw, and undo what it writes into them.
+`take_snapshots` and `enter_snapshots` let a recompute start from the buffer contents
+that the forward saw, and undo any updates that the recompute makes.
 """
 
 from __future__ import annotations
@@ -40,14 +39,12 @@ Snapshots = list[tuple[Tensor, Tensor]]
 
 @dataclass
 class _TensorState:
-    """One tensor of the captured state.
+    """The captured state of one tensor.
 
     Attributes:
-        tensor: The tensor itself.
-        content: A copy of its content.
-        alias: Has its storage and shape, for a step that assigns `tensor.data`.
-        requires_grad: Whether it required a gradient.
-        grad: Its gradient, set aside, and a copy of the gradient's content.
+        content: Host copy of the tensor's content.
+        alias: Detached alias of the original storage, to undo `tensor.data = ...`.
+        grad: The tensor's gradient and a host copy of the gradient, if there is one.
     """
 
     tensor: Tensor
@@ -58,18 +55,18 @@ class _TensorState:
 
 
 class State:
-    """Everything that a step can change, as it was when this was created."""
+    """A snapshot of everything that a training step can change."""
 
     def __init__(self, roots: Iterable[tuple[str, Any]], contents: bool = True) -> None:
-        """Capture the state; nothing is changed.
+        """Capture the state without changing it.
 
         Args:
-            roots: The objects to walk, each with the name for reports and errors.
-            contents: Whether to copy the tensors' contents. A step on fake tensors
-                cannot write them, and `meta` tensors have none.
+            roots: Pairs of a name, for reports and errors, and an object to capture.
+            contents: Whether to copy the tensors' contents. Pass `False` if the step
+                runs on fake tensors or the tensors are on `meta`.
 
         Raises:
-            OptionError: If a parameter has no shape yet (of a lazy module).
+            OptionError: If a parameter of a lazy module has no shape yet.
         """
         found = walk(roots)
         self._tensors = {
@@ -96,12 +93,12 @@ class State:
         }
 
     def content(self, name: str) -> TensorCopy | None:
-        """Return the captured content of a tensor; `None` if none had that name."""
+        """Return the captured content of the tensor called `name`, if there is one."""
         state = self._tensors.get(name)
         return None if state is None else state.content
 
     def had_leaf(self, tensor: Tensor) -> bool:
-        """Tell whether a tensor was captured as a leaf that requires a gradient."""
+        """Return whether a tensor was captured as a leaf that requires a gradient."""
         return id(tensor) in self._leaves
 
     def stream_states(self) -> dict[str, Any]:
@@ -109,7 +106,7 @@ class State:
         return {name: frozen(state) for name, (_, state) in self._streams.items()}
 
     def restore(self) -> None:
-        """Restore everything except gradients, which become `None`.
+        """Restore the captured state, except gradients, which become `None`.
 
         Raises:
             MembudgetError: If the content of a tensor cannot be restored.
@@ -126,7 +123,7 @@ class State:
         torch.clear_autocast_cache()
 
     def restore_gradients(self) -> None:
-        """Give back the gradients that were set aside."""
+        """Attach the original gradients again, with their original content."""
         for tensor, gradient in self._gradients:
             tensor.grad = gradient
         for name, state in self._tensors.items():
@@ -154,6 +151,7 @@ def _captured(name: str, tensor: Tensor) -> _TensorState:
 
 def _restore_tensor(name: str, state: _TensorState) -> None:
     tensor = state.tensor
+    # The step has assigned `tensor.data`: undo that before writing the content.
     if has_bits(tensor) and _layout(tensor) != _layout(state.alias):
         tensor.data = state.alias
     _write_if_changed(repr(name), tensor, state.content)
@@ -180,7 +178,7 @@ def _write_if_changed(name: str, tensor: Tensor, content: TensorCopy) -> None:
 
 @torch.no_grad()
 def take_snapshots(buffers: list[Tensor]) -> Snapshots:
-    """Copy each buffer once; buffers that require a gradient are left out."""
+    """Copy each distinct buffer that does not require a gradient."""
     unique = {id(buffer): buffer for buffer in buffers}
     with _torch.without_dispatch_modes():
         return [
@@ -191,15 +189,15 @@ def take_snapshots(buffers: list[Tensor]) -> Snapshots:
 
 
 def is_small(buffer: Tensor) -> bool:
-    """Tell whether a copy is cheap: at most 64 KiB, or of unknown size (sparse)."""
+    """Return whether a buffer is cheap to copy: up to 64 KiB, or sparse."""
     return buffer.layout is not torch.strided or buffer.nbytes <= _SMALL_BYTES
 
 
 def enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
-    """Write the copies into their buffers until `scope` ends.
+    """Write snapshots into their buffers until `scope` ends.
 
-    The end of `scope` restores the contents from before; version counters stay as they
-    were throughout.
+    When `scope` ends, the previous contents are restored; version counters do not
+    change.
     """
     buffers = [buffer for buffer, _ in snapshots]
     versions = [version_of(buffer) for buffer in buffers]

@@ -1,19 +1,16 @@
-"""What a step can change: everything reachable from some objects, each once, by name.
+"""Find, by name, everything that a training step can change.
 
-The walk goes through modules, containers and plain objects, and finds
+The walk visits modules, containers and plain objects, and collects all tensors, private
+random generators, and comparable Python values: numbers, strings, and lengths of
+containers. The walk also collects every mutable *holder*: a dict, list or set, or the
+attributes of an object. Restoring the holders' contents restores the objects.
 
-* every tensor: parameters, buffers, and tensors in attributes and containers;
-* every private random generator;
-* every comparable Python value (numbers, strings, lengths of containers);
-* every holder (a dict, list, set, or an object's attributes): restoring the contents of
-  the holders restores the objects.
+Parameters and buffers are named as by `named_parameters()` and `named_buffers()`; other
+names are what a user would write: `batch['labels']`, `h.0.cache[2]`.
 
-Parameters and buffers have the names of `named_parameters()` and `named_buffers()`;
-anything else the expression that a user would write: `batch['labels']`, `h.0.cache[2]`.
-
-Not entered: objects of the standard library, of torch (except modules), of NumPy and of
-membudget itself, and objects more than `MAX_OBJECTS` plain objects below a module, so
-that a module with a reference to its trainer does not pull the data set in.
+The walk does not enter objects of the standard library, torch (except modules), NumPy
+or membudget. The walk enters at most `MAX_OBJECTS` nested plain objects below a module,
+so that a module with a reference to its trainer does not pull in the data set.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ TensorKind = Literal["parameter", "buffer", "attribute", "output"]
 Holder = Any
 
 MAX_OBJECTS = 2
-"""How many nested plain objects below a module, a batch or an output are entered."""
+"""Maximum depth of plain objects to enter below a module, a batch or an output."""
 
 MAX_VALUES = 1000
 """Python values in a container with more items than this are not compared."""
@@ -56,10 +53,10 @@ class Found:
     """The result of a walk.
 
     Attributes:
-        tensors: Each tensor with its kind, by name.
-        streams: Each private random stream, by name.
-        values: Each comparable Python value, by name.
-        holders: Each mutable holder, outermost first.
+        tensors: Each tensor with its kind, keyed by name.
+        streams: Each private random stream, keyed by name.
+        values: Each comparable Python value, keyed by name.
+        holders: Mutable containers and attribute dicts, outermost first.
     """
 
     tensors: dict[str, tuple[TensorKind, Tensor]] = field(default_factory=dict)
@@ -70,7 +67,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class _Visit:
-    """One object to visit; `kind` is for a tensor."""
+    """An object to visit; `kind` applies only to tensors."""
 
     value: Any
     name: str
@@ -83,12 +80,12 @@ class _Visit:
 
 
 def walk(roots: Iterable[tuple[str, Any]], kind: TensorKind = "attribute") -> Found:
-    """Find everything that `roots` hold.
+    """Find all tensors, generators, values and holders reachable from `roots`.
 
     Args:
-        roots: The objects to walk, each with its name; a model's name is empty, so that
-            its parameters have their usual names.
-        kind: The kind of tensors that no module holds.
+        roots: Pairs of name and object; pass a model with an empty name, so that
+            parameters get their usual names.
+        kind: The kind to assign to tensors outside modules.
     """
     found = Found()
     pending = [_Visit(value, name, kind) for name, value in reversed([*roots])]
@@ -100,12 +97,13 @@ def walk(roots: Iterable[tuple[str, Any]], kind: TensorKind = "attribute") -> Fo
         elif id(visit.value) not in seen:
             # Keeping the object alive keeps its id from being reused.
             seen[id(visit.value)] = visit.value
+            # Reversed, so that the stack yields names in the order of definition.
             pending.extend(reversed(list(_enter(visit, found))))
     return found
 
 
 def _enter(visit: _Visit, found: Found) -> Iterator[_Visit]:
-    """Record the visited object, and yield what it holds."""
+    """Record the visited object, and yield its contents for later visits."""
     value = visit.value
     stream = stream_of(value)
     if stream is not None:
@@ -122,7 +120,7 @@ def _enter(visit: _Visit, found: Found) -> Iterator[_Visit]:
 
 
 def _unique(name: str, taken: Container[str]) -> str:
-    """Return a name not yet taken: a model may have an attribute called `batch`."""
+    """Append primes to a name until it differs from all names in `taken`."""
     while name in taken:
         name += "'"
     return name
@@ -187,7 +185,7 @@ def _slots_of(record: Any) -> dict[str, Any]:
 
 
 def _is_opaque(value: object) -> bool:
-    """Tell whether a walk stops at an object: a step does not change its contents."""
+    """Return whether a walk skips an object's contents, which no step changes."""
     if isinstance(value, type | enum.Enum):
         return True
     # This covers functions and bound methods: their classes are in `builtins`.
@@ -198,7 +196,7 @@ def _is_opaque(value: object) -> bool:
 def items_of(holder: Holder) -> Any:
     """Return a shallow copy of a holder's contents.
 
-    Here and in `put_back` the methods of the built-in class are called: a subclass may
+    `items_of` and `put_back` call methods of the built-in class, because a subclass may
     forbid deletion or have side effects.
     """
     if isinstance(holder, dict):
@@ -211,7 +209,7 @@ def items_of(holder: Holder) -> Any:
 
 
 def put_back(holder: Holder, content: Any) -> None:
-    """Restore a holder's contents to exactly `content`."""
+    """Replace a holder's contents by `content`."""
     if isinstance(holder, dict):
         if not _same_items(items_of(holder), content):
             _kind_of(holder).clear(holder)
@@ -226,7 +224,7 @@ def put_back(holder: Holder, content: Any) -> None:
 
 
 def _kind_of(holder: Holder) -> Any:
-    """Return the built-in class of a holder, which may be of a subclass."""
+    """Return the built-in container class that a holder is an instance of."""
     kinds = (OrderedDict, dict, set, list, deque)
     return next(kind for kind in kinds if isinstance(holder, kind))
 

@@ -1,41 +1,42 @@
-"""The replay engine: record a region's operators, re-run those a backward needs.
+"""The replay engine records a region's operators and recomputes dropped tensors.
 
-The user's code runs once. While it runs, every operator is recorded on a tape of
-*values* and *operations*. What autograd saves is a value; unless the policy keeps it,
-its tensor is dropped, and the backward pass recomputes it from the tape.
+The user's code runs once, in the forward, where every operator is recorded on a tape of
+*values* and *operations*. A tensor that autograd saves is dropped unless the policy
+keeps it, and the backward pass recomputes the tensor from the tape.
 
     forward   Recorder ── observes ──> ForwardRecord ── builds ──> tape
     pack      autograd gets a ReplayHandle for a value ── its tensor is dropped
     unpack    Replayer plans which operations to run ── Executor runs them
 
-Rule 1. User code runs once: no Python, no hook, no draw from Python's or NumPy's random
-    streams and no update of running statistics happens in a replay.
-Rule 2. A replay runs exactly the operators between the tensors in memory and the live
-    handles, each at most once per backward pass, and frees each value after its last
-    use.
-Rule 3. A replayed operator runs under the conditions of the forward: arguments,
-    generator state, grad mode, default dtype, dispatch modes and settings that choose
-    kernels. Casts by autocast were recorded as operators.
-Rule 4. A write creates a new value. Values that were saved or read before the write
-    keep their content, and a replay never writes memory that anything else still reads.
-Rule 5. Tensors from outside the region are held by reference, with their version and
-    storage. If a parameter, an input or a closed-over tensor was written or its storage
-    exchanged since the forward, the backward raises and names it. Some writers do not
-    bump the version counter, so calls number 1, 2, 4, 8, ... of a signature also
-    compare contents: all elements where originals are held for verification, a sample
-    of 256 elsewhere.
-Rule 6. Running statistics, i.e. memory from outside that the region itself writes, are
-    held as copies, because the next call overwrites them.
-Rule 7. Whatever no recorded operator produced is held: memory that is read although no
-    operator wrote it, outputs of opaque or higher-order operators, tensors that appear
-    from nowhere. Decisions (`membudget.ops.decides`) are held too: recomputing them
-    could make another choice.
-Rule 8. The first step along each new path is verified, against the original tensors
-    (`verify`) or against fingerprints (`fingerprinted`). An output that does not
-    reproduce bit for bit is kept from then on, with a warning. The first replay of an
-    operator that is not torch's own runs on copies of its arguments (`execute`).
-Rule 9. Sources pass through the saved-tensor hooks around the region, as a region's
-    inputs do, so engines and offloaders nest in any order.
-Rule 10. Only the handles own the tape, and the tape has no reference cycles: when the
-    graph dies, the tape dies.
+Rule 1. User code runs once: a replay executes no user code and no hooks, draws nothing
+    from Python's or NumPy's generators, and updates no running statistics.
+Rule 2. A replay runs only the operators between tensors in memory and saved tensors
+    that autograd still needs, each at most once per backward pass, and frees each value
+    after its last use.
+Rule 3. A replayed operator runs under the same conditions as in the forward: arguments,
+    generator state, grad mode, default dtype, dispatch modes, and settings that select
+    kernels. Autocast is off in a replay, because its casts were recorded as operators.
+Rule 4. An in-place write creates a new value on the tape. Values that were saved or
+    read before the write keep their content, and a replay never overwrites memory that
+    is still to be read.
+Rule 5. Tensors from outside the region are referenced, not copied; their version and
+    storage are recorded. If a parameter, an input or a closed-over tensor is written,
+    or its storage replaced, after the forward, the backward pass raises an error that
+    names the tensor. Some writes do not bump the version counter, so calls 1, 2, 4, 8
+    and so on of a signature also compare contents: all elements if verification retains
+    the originals, otherwise a sample of 256.
+Rule 6. Running statistics, i.e. outside tensors that the region itself writes, are
+    copied, because the next call overwrites them.
+Rule 7. Tensors that no recorded operator can recompute stay in memory: tensors filled
+    by unobserved code, outputs of opaque or higher-order operators, and tensors of
+    unknown origin. Integers computed from floats, such as top-k indices, also stay in
+    memory, because a recompute could select differently (`membudget.ops.decides`).
+Rule 8. The first call with each new operator sequence is verified, against the original
+    tensors (`verify`) or against fingerprints (`fingerprinted`). An output that a
+    replay does not reproduce bit for bit triggers a warning and is kept from then on. A
+    custom operator's first replay runs on copies of its arguments (`execute`).
+Rule 9. Tensors that a replay reads, except parameters, are packed by any saved-tensor
+    hooks around the region, so engines and offloaders can be nested in any order.
+Rule 10. Only the handles in the autograd graph own the tape, which has no reference
+    cycles: when the graph is freed, so is the tape.
 """

@@ -1,16 +1,16 @@
-"""Which value each live tensor has during recording, through views and writes.
+"""Map live tensors to tape values during recording, across views and in-place writes.
 
-Tensors are tracked by identity, for as long as they live, and checked against the
-identity of their storage, because `x.data = y` exchanges it and a deep copy does not
-share it. Storages are tracked for as long as *they* live: the last reference to one may
-be an alias that no observed operator made (`detach` is not observed, `.data` is not an
-operator).
+Live tensors are tracked by `id`, together with the address of their storage, because
+`x.data = y` replaces the storage of `x`. Storages are tracked until they are freed: the
+last reference to a storage may be an alias that the recorder did not observe, made by
+`detach` or `.data`.
 
-A write gives the memory a new root value and increments its epoch. Tensors of an older
-epoch get a new value when they are next used: a view by applying its view operators to
-the new root. Memory from outside the region, and memory that a policy keeps, is *held*:
-each tensor in it is a source, by reference. Before such memory is written, the sources
-that something reads are copied.
+Each write gives the storage a new root value and increments the storage's epoch. A
+tensor from an older epoch gets a new value at its next use; for a view, the tracker
+re-applies its view operators to the new root. Storage that comes from outside the
+region or that the policy keeps is *held*: the tape references tensors in held storage
+as *sources*. Before an operator overwrites held storage, the sources that a replay may
+read are copied.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ AS_STRIDED: Any = torch.ops.aten.as_strided.default
 
 
 class Tracker:
-    """Maps live tensors to values.
+    """Maps live tensors to their values on the tape.
 
     Attributes:
-        table: The live tensors, by `id`.
-        sources: Every source that something reads, in order of first use. The order is
-            the same in every run of the function, because a rerun region around this
-            one matches the sources it is handed by position.
-        writes: Called with the address of a storage before an operator writes it.
-        clock: The number of operations recorded, including those that rebuild views.
+        table: Entries of the live tensors, keyed by `id(tensor)`.
+        sources: Every source that a replay may read, in order of first use. Reruns
+            preserve this order, so an enclosing rerun region can match sources by
+            position.
+        writes: Callback that receives the address of a storage before each write to it.
+        clock: Number of recorded operations, including re-applied view operators.
     """
 
     __slots__ = ("_forget", "_freed", "_places", "clock", "sources", "table", "writes")
 
     def __init__(self) -> None:
-        """Start with no tensor known."""
+        """Create an empty tracker."""
         table: dict[int, LiveTensor] = {}
         places: dict[int, LiveStorage] = {}
 
@@ -81,12 +81,12 @@ class Tracker:
         self._freed = freed
 
     def clear(self) -> None:
-        """Forget all tensors."""
+        """Stop tracking all tensors."""
         self.table.clear()
         self._places.clear()
 
     def entry(self, tensor: Tensor) -> LiveTensor:
-        """Return a tensor's entry, up to date with writes to its memory."""
+        """Return a tensor's entry, refreshed if its memory was written or replaced."""
         entry = self.table.get(id(tensor))
         if (
             entry is None
@@ -97,11 +97,11 @@ class Tracker:
         return entry
 
     def read(self, tensor: Tensor) -> TapeValue:
-        """Return the value of a tensor whose content is needed."""
+        """Return a tensor's value, marked as needed for a replay."""
         return self.mark_read(tensor, self.entry(tensor))
 
     def mark_read(self, tensor: Tensor, entry: LiveTensor) -> TapeValue:
-        """Return the value of a tensor with a known entry; mark it as needed."""
+        """Mark the value in a tensor's entry as needed for a replay, and return it."""
         value = entry.value
         root = value.root or value
         if is_empty(root):
@@ -122,7 +122,7 @@ class Tracker:
     def enter(
         self, tensor: Tensor, value: TapeValue, memory: RecordedMemory, address: int
     ) -> LiveTensor:
-        """Track a tensor under a value."""
+        """Associate a live tensor with its value on the tape."""
         entry = LiveTensor(tensor, self._forget)
         entry.key = key = id(tensor)
         entry.value = value
@@ -139,7 +139,7 @@ class Tracker:
     def _new_place(
         self, tensor: Tensor, memory: RecordedMemory, address: int
     ) -> LiveStorage:
-        """Track a storage for as long as it lives."""
+        """Track a storage until it is freed."""
         place = LiveStorage(storage_of(tensor), self._freed)
         place.address = address
         place.memory = memory
@@ -149,11 +149,11 @@ class Tracker:
         return place
 
     def enter_fresh(self, tensor: Tensor, value: TapeValue, address: int) -> LiveTensor:
-        """Track a tensor in a storage of its own."""
+        """Track a tensor with newly allocated storage."""
         return self.enter(tensor, value, RecordedMemory(value, tensor.dtype), address)
 
     def meet(self, tensor: Tensor, entry: LiveTensor | None) -> LiveTensor:
-        """Track a tensor that is new here, or whose memory was written since."""
+        """Track a tensor that is new, or was written after its last recorded use."""
         address = address_of(tensor)
         place = self._places.get(address)
         if place is not None:
@@ -173,13 +173,14 @@ class Tracker:
         elif is_plain(tensor) and tensor.dtype is memory.dtype:
             value = self._as_strided(tensor, memory.root)
         else:
+            # `as_strided` cannot rebuild this alias from the root, e.g. another dtype.
             memory.root = None
             memory.epoch += 1
             value = self._source(tensor, memory)
         return self.enter(tensor, value, memory, address)
 
     def know(self, tensor: Tensor, value: TapeValue) -> None:
-        """Track the tensor that a backward inside the forward got for a value."""
+        """Track a tensor that was unpacked by a backward pass inside the forward."""
         address = address_of(tensor)
         place = self._places.get(address)
         if place is not None:
@@ -190,14 +191,14 @@ class Tracker:
         self.enter(tensor, value, memory, address_of(tensor))
 
     def hold_memory(self, tensor: Tensor, entry: LiveTensor) -> LiveTensor:
-        """Hold a tensor's memory by reference from now on; keep its earlier values."""
+        """Make a tensor's current content a source; older values stay recomputable."""
         memory = entry.memory
         memory.root = None
         memory.epoch += 1
         return self.meet(tensor, entry)
 
     def hold_value(self, tensor: Tensor, entry: LiveTensor) -> None:
-        """Turn a tensor's value into a source, which a replay need not compute."""
+        """Turn a tensor's value into a source, whose tensor stays in memory."""
         value, memory = entry.value, entry.memory
         value.hold(detach_with_version(tensor))
         memory.root = None
@@ -207,14 +208,9 @@ class Tracker:
     def before_write(
         self, written: Iterable[Tensor], is_needed: bool
     ) -> list[RecordedMemory]:
-        """Copy the sources whose content a write is about to destroy.
+        """Copy source tensors before a write; return their storages' write histories.
 
-        Args:
-            written: The tensors that an operator will write.
-            is_needed: Whether a replay of the operator reads their present content.
-
-        Returns:
-            The memories to be written, without duplicates.
+        Set `is_needed` if a replay of the writing operator reads the old content.
         """
         memories: list[RecordedMemory] = []
         for tensor in written:
@@ -231,18 +227,14 @@ class Tracker:
                 source = reference()
                 if source is not None and source.is_used and source.tensor is not None:
                     source.tensor = copy_of(source.tensor)
-                    source.address = None
+                    source.address = None  # The copy has another storage.
             memory.sources.clear()
         return memories
 
     def after_write(self, memory: RecordedMemory, root: TapeValue | None) -> None:
-        """Record that a memory was written.
-
-        Args:
-            memory: The memory.
-            root: Its new value; `None` if the memory is held.
-        """
+        """Record a write to a storage; `root` is the new value, `None` if held."""
         memory.epoch += 1
+        # The next call overwrites it too, so its sources must be copied (Rule 6).
         memory.is_state |= memory.is_external
         memory.root = root
 
@@ -252,9 +244,10 @@ class Tracker:
         return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
 
     def _rebased(self, value: TapeValue, memory: RecordedMemory) -> TapeValue:
-        """Return the value of a view, or of a root, after its memory got a new root."""
+        """Re-apply a view's operators to the new root value of its memory."""
         operation, root = value.operation, memory.root
         assert root is not None
+        # The recursion ends at the root, which the write has replaced.
         if value.root is None or operation is None:
             return root
         args = [
@@ -265,12 +258,12 @@ class Tracker:
         return again.output(value.index, root)
 
     def _as_strided(self, tensor: Tensor, root: TapeValue) -> TapeValue:
-        """Return a value for an alias that no observed operator made."""
+        """Return a value for an alias that an unobserved operator created."""
         geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
         return self.operation(AS_STRIDED, geometry, {}).output(0, root)
 
     def note_source(self, value: TapeValue) -> None:
-        """List a value that has become a source, if something reads it."""
+        """Register a value that has become a source, if a replay may read it."""
         if value.is_used:
             self.sources.append(ref(value))
 
@@ -292,6 +285,6 @@ class Tracker:
 
 
 def is_empty(value: TapeValue) -> bool:
-    """Tell whether no observed operator has written the memory of a value."""
+    """Return whether no observed operator has written a value's memory yet."""
     operation = (value.root or value).operation
     return operation is not None and operation.operator is EMPTY

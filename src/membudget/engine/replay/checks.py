@@ -1,10 +1,10 @@
-"""Per call of a replay region: follow a verified path, or verify.
+"""Check one call of a replay region: follow a verified path, or verify a new one.
 
-A call either follows a *path*, the operators of a verified call, or it leaves all known
-paths and is verified from there on (Rule 8): against the original tensors (`verify`),
-which also corrects this step, or by fingerprints (`fingerprinted`). Besides, it checks
-whether saved tensors were overwritten before the backward, and records by what each
-source is checked then (Rule 5).
+A *path* is the operator sequence of a verified call. A call that leaves all known paths
+is verified from that operator on (Rule 8): `verify` compares the original tensors, and
+also corrects the current step; `fingerprinted` compares fingerprints. Other checks
+detect saved tensors that are overwritten before the backward pass, and sources that
+change between forward and replay (Rule 5).
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ from membudget.state.identity import SavedVersion, address_of, version_of
 
 
 class Checks:
-    """The checks of one call.
-
-    Attributes:
-        recorder: Records the call; `None` once the forward has ended.
-    """
+    """Verification and change detection for one call of a replay region."""
 
     __slots__ = (
         *("_comparison", "_is_strict", "_originals", "_served", "_statistics"),
@@ -56,8 +52,8 @@ class Checks:
         verified: Verified | None,
         statistics: Statistics | None,
     ):
-        """Prepare, before the function runs; `verified` is `None` to verify nothing."""
-        self.recorder: Recorder | None = recorder
+        """Create the checks before the function runs; `verified=None` disables them."""
+        self.recorder: Recorder | None = recorder  # `None` once the forward has ended.
         self._verify = options.verify
         self._is_strict = options.strict
         self._verified = verified
@@ -74,6 +70,7 @@ class Checks:
         recording = recorder.recording
         recording.left_path = self._leave_path
         if verified.paths and not verified.is_pending:
+            # The newest path is the likeliest; `_leave_path` tries the others.
             recording.path = verified.paths[-1]
             if self._verify == "always":
                 self._verify_from_here(recorder, by_fingerprints=True)
@@ -82,7 +79,7 @@ class Checks:
             self._verify_from_here(recorder, self._verify is not True)
 
     def _leave_path(self) -> None:
-        """Follow another verified path, or verify from here on."""
+        """Switch to another verified path, or verify from the current operator on."""
         recorder, verified = self.recorder, self._verified
         assert recorder is not None
         assert verified is not None
@@ -92,6 +89,7 @@ class Checks:
             recording.path, recording.taken = other, None
             return
         self._verify_from_here(recorder, self._verify is not True)
+        # Inputs of the operator that left the path, saved before it was observed.
         for handle, tensor in recording.recent:
             self._add(recorder, handle, tensor)
 
@@ -103,7 +101,7 @@ class Checks:
             recorder.fingerprinter = Fingerprinter()
 
     def _before_write(self, address: int) -> None:
-        """Preserve the tensors in a storage that an operator is about to write."""
+        """Copy or fingerprint saved tensors before their storage is overwritten."""
         assert self.recorder is not None
         for noted in (self._originals, self._served, self.recorder.fingerprinter):
             if noted is not None:
@@ -112,13 +110,14 @@ class Checks:
     # Saved tensors.
 
     def note(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
-        """Note a tensor that autograd saves, and its handle."""
+        """Register a saved tensor and its handle for the checks that are enabled."""
         recording = recorder.recording
         if recording.path is not None:
             recording.recent.append((handle, tensor))
         self._add(recorder, handle, tensor)
         if self._verified is not None and is_subclass(tensor):
             self._verified.has_subclasses = True
+        # Later calls on a verified path skip this check, to save time.
         is_first = self._verified is not None and recording.path is None
         if is_first or self._is_strict:
             handle.saved_version = _saved_version(tensor)
@@ -132,8 +131,8 @@ class Checks:
     def original(self, recorder: Recorder, handle: ReplayHandle) -> Tensor | None:
         """Return the original tensor of a handle, if it is still in memory.
 
-        An unverified value may have been written unseen, so a backward inside the
-        forward gets the original.
+        A backward pass inside the forward uses the original, because a replay that is
+        not verified yet might miss hidden writes.
         """
         if self._originals is not None:
             return self._originals.of(handle)
@@ -149,11 +148,10 @@ class Checks:
     def finish(
         self, recorder: Recorder, replayer: Replayer
     ) -> Callable[[Tensor], Fingerprint] | None:
-        """Verify what the forward has dropped, or arrange for the backward to do it.
+        """Verify dropped tensors, or schedule verification for the backward pass.
 
-        Return the function that fingerprints sources, if their content is to be
-        compared: of all elements beside originals, which take memory anyway, of a
-        sample elsewhere.
+        Return the function that fingerprints sources: all elements if originals were
+        retained, else a sample; `None` if this call does not compare source contents.
         """
         verified = self._verified
         self.recorder = None
@@ -176,6 +174,7 @@ class Checks:
         elif recording.path is None:
             verified.add(path)  # Nothing was dropped.
         elif path[: recording.number] not in verified.paths:
+            # It ended partway along the path.
             verified.is_pending = True
         if originals is not None:
             return content_of
@@ -184,12 +183,12 @@ class Checks:
     def check_inside(
         self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer
     ) -> None:
-        """Check a value that a backward takes while the forward still runs."""
+        """Check a tensor unpacked by a backward pass that runs inside the forward."""
         if handle.fingerprint is not None and self._verified is not None:
             BackwardComparison(self._verified, ()).check(handle, tensor, replayer)
 
     def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Check a value that a backward takes."""
+        """Compare a recomputed tensor with its fingerprint from the forward, if any."""
         if handle.fingerprint is None or self._comparison is None:
             return
         try:
@@ -203,10 +202,10 @@ class Checks:
             self._statistics.unrepeatable = len(verified.unrepeatable)
 
     def check_version(self, handle: ReplayHandle) -> None:
-        """Check a saved tensor's version, as autograd does without saved-tensor hooks.
+        """Check a saved tensor's version counter, as autograd does without hooks.
 
         Raises:
-            ChangedSinceForwardError: The tensor was written, and `strict` is set.
+            ChangedSinceForwardError: If the tensor was overwritten and `strict` is set.
         """
         saved = handle.saved_version
         if saved is None or not saved.has_moved():
@@ -239,13 +238,12 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def settle_source(
     source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
-    """Record how to detect changes of a source, or pack it with the surrounding hooks.
+    """Record a source's version and address, or pack it with the surrounding hooks.
 
-    A leaf is held as it is, another tensor as a detached alias, a running statistic as
-    a copy. Under saved-tensor hooks around the region, those hooks hold the source.
-
-    With `take`, the content is fingerprinted, because some writers do not bump the
-    version counter.
+    If the source is a running statistic, it is copied first. If saved-tensor hooks
+    surround the region, they pack every source except parameters and inference tensors.
+    The function `take`, if given, fingerprints the source's content, because some
+    writes do not bump the version counter.
     """
     tensor = source.tensor
     assert tensor is not None

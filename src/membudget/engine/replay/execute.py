@@ -1,11 +1,11 @@
-"""Run recorded operators again, and contain the ones that break their schemas.
+"""Re-run recorded operators, and contain side effects that schemas do not declare.
 
-A kernel registered through `torch.library` may write memory that its schema does not
-declare, or draw from NumPy's random stream. So its first replay runs on copies of its
-arguments. If it writes one, it is *faulty*: it runs on copies for the rest of the step,
-and its outputs are kept in later recordings. Every replay of such an operator restores
-the global random streams; an operator that advances one in the forward without
-declaring it has its outputs kept.
+A custom operator, registered through `torch.library`, may write arguments that its
+schema does not declare, or draw from NumPy's generator. The first replay of a custom
+operator therefore runs on copies of its arguments. An operator that writes an
+undeclared argument is *faulty*: it runs on copies for the rest of the step, and later
+recordings keep its outputs. Every replay of a custom operator restores the global
+generators; if the operator advances one of them in the forward, its outputs are kept.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from membudget.state.identity import address_of, version_of
 from membudget.state.rng import bring_back, global_sources, note
 
 FAULTY: set[Any] = set()
-"""Operators that wrote an argument that they do not declare."""
+"""Operators that wrote an argument without declaring it."""
 
 _TRUSTED: set[Any] = set()
 
@@ -35,16 +35,17 @@ _TRUSTED: set[Any] = set()
 def call_noting_draws(
     operator: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """Run an operator; also tell whether it advanced a global random stream."""
+    """Return an operator's output, and whether a global generator was advanced."""
     before = note(global_sources())
     output = operator(*args, **kwargs)
     after = note(global_sources())
+    # A source returns the same state object until its generator draws.
     moved = any(a[1] is not b[1] for a, b in zip(before, after, strict=True))
     return output, moved
 
 
 def replay_foreign(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Replay an operator that may break its schema, and contain its side effects."""
+    """Replay a custom operator, and contain side effects that it does not declare."""
     with Scope() as scope:
         bring_back(note(global_sources()), scope)
         if operator in _TRUSTED:
@@ -75,7 +76,7 @@ def _bits(arguments: Any) -> list[Any]:
 
 
 def derived(value: TapeValue, bases: dict[TapeValue, Tensor]) -> Tensor:
-    """Apply the view operators that lead from a base in `bases` to `value`."""
+    """Rebuild a view by applying its view operators to a tensor in `bases`."""
     base = bases.get(value)
     if base is not None:
         return base
@@ -89,9 +90,10 @@ def derived(value: TapeValue, bases: dict[TapeValue, Tensor]) -> Tensor:
 
 
 def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Re-run a random operator from its recorded state; restore the live one."""
+    """Re-run a random operator from its recorded generator state; undo the draw."""
     assert operation.drawn is not None
     source, noted = operation.drawn
+    # No other thread may draw while the generator is rewound.
     with isolation.OPERATOR_LOCK:
         now = source.note()
         source.bring_back(noted)
@@ -102,9 +104,9 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
 
 
 def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
-    """Tell whether recomputing some values may read the memory of another.
+    """Return whether recomputing the values `wanted` may read the memory of `owner`.
 
-    Values that a stage carries over are in memory, and need no recomputation.
+    Values that a stage retains for later stages are not recomputed.
     """
     pending = list(wanted)
     seen: set[int] = set()
@@ -123,10 +125,10 @@ def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
 
 
 class SourceChangedError(Exception):
-    """A source was written after the region's forward ended."""
+    """A tensor that a replay reads was modified after the region's forward."""
 
     def __init__(self, tensor: Tensor):
-        """Note the tensor that was written."""
+        """Store the modified tensor."""
         super().__init__("a source was changed")
         self.tensor = tensor
 
@@ -136,7 +138,7 @@ class SourceFreedError(Exception):
 
 
 def is_freed_parameter(tensor: Tensor) -> bool:
-    """Tell whether a tensor is a parameter whose memory FSDP has freed."""
+    """Return whether a tensor is a parameter whose memory FSDP has freed."""
     # The `isinstance` of Parameter alone takes 0.7 µs.
     return (
         type(tensor) is not Tensor
@@ -146,16 +148,12 @@ def is_freed_parameter(tensor: Tensor) -> bool:
 
 
 class Executor:
-    """Runs recorded operations again.
-
-    Attributes:
-        unpack: The unpack hook around the region, which restores packed sources.
-    """
+    """Re-runs recorded operations; `unpack` is the unpack hook around the region."""
 
     __slots__ = ("_memoised", "_plan", "_stage", "unpack")
 
     def __init__(self) -> None:
-        """Start before the first plan."""
+        """Create an executor without a plan."""
         self.unpack: Any = None
         self._plan = 0
         self._stage = -1  # The stage that the plan serves; -1 for all.
@@ -198,7 +196,7 @@ class Executor:
                 self._memoised[value] = None
 
     def _bases(self, operation: Operation) -> dict[TapeValue, Tensor]:
-        """Return the memory that a writing operator may overwrite, for each target."""
+        """Map each written value to a tensor that the operator may overwrite."""
         bases = {}
         for root, _ in operation.targets:
             if root.operation is None:
@@ -208,7 +206,7 @@ class Executor:
                 bases[root] = root.tensor  # This is its last use.
             else:
                 assert root.tensor is not None
-                bases[root] = copy_of(root.tensor)
+                bases[root] = copy_of(root.tensor)  # Still needed by another reader.
         return bases
 
     def _argument(self, argument: Any, bases: dict[TapeValue, Tensor]) -> Any:
@@ -226,10 +224,10 @@ class Executor:
         return argument
 
     def _source(self, value: TapeValue) -> Tensor:
-        """Return the content of a source, if it is what the forward read (Rule 5).
+        """Return a source's content, after checking that it is unchanged (Rule 5).
 
-        A parameter whose `.data` was exchanged fails only here: autograd itself reads
-        the new storage, as it does in the plain step.
+        A parameter whose `.data` was replaced raises only in a replay: autograd itself
+        reads the new storage, as in the plain step.
         """
         tensor = self._content(value)
         if value.address is not None and address_of(tensor) != value.address:
@@ -267,9 +265,9 @@ class Executor:
         self._memoised.pop(value, None)
 
     def _is_unpacked_for_all(self, value: TapeValue) -> bool:
-        """Tell whether a packed source stays in memory for all stages.
+        """Return whether an unpacked source stays in memory for all stages.
 
-        Hooks around the region may be unable to restore it twice in one backward.
+        Surrounding hooks may be unable to unpack a source twice in one backward pass.
         """
         return self._stage >= 0 and value.packed is not None
 

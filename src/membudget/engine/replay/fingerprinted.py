@@ -1,17 +1,17 @@
-"""Verify a recording by fingerprints, without holding any original.
+"""Verify a recording by fingerprints, without retaining the original tensors.
 
-As `verify`, for steps with no memory to spare. The rules:
+Fingerprinting is the low-memory alternative to `verify`, with these rules:
 
-1. A fingerprint is taken at the last moment before the tensor can change: before an
-   operator writes it, before the first operator that finds only the engine's references
-   to its storage, or at the end of the forward. So it includes hidden writes after the
-   tensor was saved and content filled in after saving, and the memory is freed before
-   the next operator allocates.
-2. It is compared when a backward pass takes the value, which is recomputed then anyway.
-3. On a difference the gradients of this step are already wrong, so the backward raises.
-   The outputs at fault are kept from then on, so that the step can be run again: those
-   that differ although all their inputs are right.
-4. The path counts as verified once a backward pass has ended.
+1. Each saved tensor is fingerprinted as late as possible: before an operator overwrites
+   it, before the next operator once only the engine references its storage, or at the
+   end of the forward. The fingerprint thus covers hidden writes and content filled in
+   after saving, and the memory is freed before the next operator allocates.
+2. Fingerprints are compared when the backward pass recomputes the tensors, so that
+   verification needs no extra replay.
+3. If a fingerprint differs, gradients of the current step are already wrong, so the
+   backward pass raises. Outputs that differ although all their inputs match are kept
+   from then on, so that the step can be repeated.
+4. A sequence of operators counts as verified once a backward pass has ended.
 """
 
 from __future__ import annotations
@@ -41,21 +41,17 @@ from membudget.state.identity import address_of
 
 
 class Fingerprinter:
-    """Fingerprints the tensors that a forward drops.
-
-    Attributes:
-        taken: How many it has taken.
-    """
+    """Fingerprints the tensors that a forward drops, and counts them in `taken`."""
 
     __slots__ = ("_held", "taken")
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Create a fingerprinter without tensors."""
         self._held: dict[int, list[tuple[ReplayHandle, Tensor]]] = {}
         self.taken = 0
 
     def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
-        """Note a saved tensor and its handle."""
+        """Register a saved tensor and its handle, to be fingerprinted later."""
         value = getattr(handle, "value", None)  # The value may not be known yet.
         is_source = value is not None and not is_recomputed(value)
         if has_bits(tensor) and not may_be_a_workspace(tensor) and not is_source:
@@ -63,7 +59,7 @@ class Fingerprinter:
             held.append((handle, detach_with_version(tensor)))
 
     def of(self, handle: ReplayHandle) -> Tensor | None:
-        """Return the tensor of a handle, until its fingerprint is taken."""
+        """Return a handle's tensor; `None` once the tensor has been fingerprinted."""
         for held in self._held.values():
             for other, tensor in held:
                 if other is handle:
@@ -71,28 +67,28 @@ class Fingerprinter:
         return None
 
     def take_ready(self) -> None:
-        """Fingerprint the tensors to which only the engine still refers (Rule 1)."""
+        """Fingerprint the tensors that only the engine still references (Rule 1)."""
         for address, held in list(self._held.items()):
             # One use is the storage's Python object, which the tracker references.
             if storage_uses(address) <= len(held) + 1:
                 self.take(address)
 
     def take_all(self) -> None:
-        """Fingerprint the remaining tensors: the forward has ended."""
+        """Fingerprint all remaining tensors at the end of the forward."""
         for address in list(self._held):
             self.take(address)
 
     def before_write(self, address: int) -> None:
-        """Fingerprint the tensors in a storage that an operator is about to write.
+        """Fingerprint the tensors in a storage that an operator is about to overwrite.
 
-        If a value is not known yet, its operator saved the tensor before filling it
-        (RReLU its noise), and this may be the write that fills it.
+        Some operators save a tensor before they fill it (RReLU saves its noise); such a
+        tensor is not fingerprinted before it has been filled.
         """
         if all(hasattr(handle, "value") for handle, _ in self._held.get(address, ())):
             self.take(address)
 
     def take(self, address: int) -> None:
-        """Fingerprint the tensors in one storage."""
+        """Fingerprint the saved tensors in one storage, and release them."""
         held = self._held.pop(address, ())
         self.taken += len(held)
         with without_dispatch_modes():
@@ -101,28 +97,28 @@ class Fingerprinter:
 
 
 class BackwardComparison:
-    """Compares what a backward pass takes from one call with the fingerprints."""
+    """Compares recomputed tensors of one call with fingerprints of the originals."""
 
     __slots__ = ("_is_ending", "_path", "_verified")
 
     def __init__(self, verified: Verified, path: OperatorPath):
-        """Create the comparison when the forward, which ran `path`, has ended."""
+        """Create the comparison for a finished forward with the operators `path`."""
         self._verified = verified
         self._path = path
         self._is_ending = False
 
     def compare(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Compare a value; mark the path as verified when the backward pass ends."""
+        """Check a recomputed tensor; mark the path verified when the backward ends."""
         self.check(handle, tensor, replayer)
         if not self._is_ending and current_graph_task_id() >= 0:
             self._is_ending = True
             at_end_of_backward(self._end)
 
     def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Compare the recomputed tensor of a handle.
+        """Compare a recomputed tensor with the fingerprint of the original.
 
         Raises:
-            RecomputeMismatchError: It differs (Rule 3).
+            RecomputeMismatchError: If the fingerprints differ (Rule 3).
         """
         with without_dispatch_modes():
             differs = _differs(handle, tensor)
@@ -136,6 +132,7 @@ class BackwardComparison:
     def _error(
         self, handle: ReplayHandle, wrong: list[TapeValue]
     ) -> RecomputeMismatchError:
+        # Only outputs with correct inputs are at fault; the others inherit the error.
         roots = {value.root or value for value in wrong}
         unrepeatable = self._verified.unrepeatable
         texts = [
@@ -159,7 +156,7 @@ def _differs(handle: ReplayHandle, tensor: Tensor) -> bool:
 
 
 def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[TapeValue]:
-    """Return all values of live handles that differ, starting with the first."""
+    """Return the values of all live handles whose fingerprints differ."""
     wrong = [first.value]
     for handle in replayer.living():
         if handle.fingerprint is None:
@@ -176,7 +173,7 @@ def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[TapeValue]:
 
 
 def _comes_of(value: TapeValue, others: Collection[TapeValue]) -> bool:
-    """Tell whether a value was computed from any of the others."""
+    """Return whether `value` was computed from any value in `others`."""
     seen: set[TapeValue] = set()
     found = [value]
     while found:

@@ -1,4 +1,4 @@
-"""The record of one forward: its operations, and which outputs the policy keeps."""
+"""Record the operations of one forward, and decide which outputs to keep."""
 
 from __future__ import annotations
 
@@ -29,20 +29,19 @@ from membudget.state.rng import source_of
 
 
 class ForwardRecord:
-    """The record of one forward, while it runs.
+    """The operations of one forward, recorded while the forward runs.
 
     Attributes:
-        tracker: Maps live tensors to values.
-        number: How many operators have run.
-        path: The verified path (the operators of an earlier call) that this call has
-            followed so far; `None` if it has left all of them.
-        recent: What autograd has saved since the last operator, while the call follows
-            a path. An operator's inputs are saved before the operator is seen to leave
-            the path, and then must be verified too.
-        taken: The operators of this call, if it follows no path.
-        left_path: Called when the call leaves its path; looks for another.
-        kept: How many outputs the policy kept.
-        policy: Decides what to keep.
+        number: Number of operators run so far.
+        path: The operator sequence of a verified call that this call has followed so
+            far; `None` if no verified sequence matches.
+        recent: Tensors that autograd saved since the last operator, while the call
+            follows a path. Autograd saves an operator's inputs before the recorder sees
+            the operator; if that operator leaves the path, these inputs are verified
+            too.
+        taken: The operators of this call so far, if they follow no verified path.
+        left_path: Callback that looks for another path when the call leaves this one.
+        kept: Number of outputs that the policy kept.
     """
 
     __slots__ = (
@@ -57,14 +56,7 @@ class ForwardRecord:
         unrepeatable: OutputIndices,
         module_path: Callable[[], str],
     ):
-        """Start with an empty record.
-
-        Args:
-            policy: Decides what to keep.
-            decisions: Its decisions by operator alone, cached.
-            unrepeatable: Outputs kept whatever the policy says.
-            module_path: Returns the path of the running module.
-        """
+        """Create an empty record; `decisions` caches policy decisions by operator."""
         self.tracker = Tracker()
         self.number = 0
         self.kept = 0
@@ -78,11 +70,12 @@ class ForwardRecord:
         self._decisions = decisions
 
     def advance(self, facts: OperatorFacts | None) -> None:
-        """Count an operator, and check that the call still follows its path."""
+        """Count an operator, and check that the call is still on its verified path."""
         number = self.number
         self.number = number + 1
         path = self.path
         if path is not None:
+            # Identity suffices: facts are cached by operator.
             if number >= len(path) or path[number] is not facts:
                 self.taken = [*path[:number], facts]
                 self.path = None
@@ -95,7 +88,7 @@ class ForwardRecord:
     def operation(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]
     ) -> Operation:
-        """Record an operator call, with values in place of tensors."""
+        """Record an operator call, with tape values as arguments instead of tensors."""
         tracker = self.tracker
         tracker.clock += 1
         operation = Operation(
@@ -107,7 +100,7 @@ class ForwardRecord:
     def record_tensors(
         self, positions: tuple[int, ...], recorded: list[Any]
     ) -> list[int]:
-        """Replace tensors by their values; return the addresses of their storages."""
+        """Replace tensors by their tape values; return their storage addresses."""
         tracker = self.tracker
         addresses = []
         for position in positions:
@@ -116,6 +109,7 @@ class ForwardRecord:
             tensor = recorded[position]
             if not isinstance(tensor, Tensor):
                 continue  # `None`, or a Python number.
+            # `Tracker.entry`, inlined: this runs for every argument of every operator.
             entry = tracker.table.get(id(tensor))
             address = address_of(tensor)
             if (
@@ -136,7 +130,7 @@ class ForwardRecord:
         output: Any,
         addresses: Collection[int],
     ) -> None:
-        """Record outputs of any number: fresh tensors or views of arguments."""
+        """Record an operator's outputs: fresh tensors, or views of its arguments."""
         table = self.tracker.table
         outputs = flat_outputs(output)
         operation.decides |= len(outputs) > 1 and decides(
@@ -169,7 +163,7 @@ class ForwardRecord:
         index: int,
         address: int,
     ) -> None:
-        """Record an output in a storage of its own."""
+        """Record an output with newly allocated storage."""
         value = operation.output(index)
         entry = self.tracker.enter_fresh(output, value, address)
         if self.keeps(operation, facts, args, output, index):
@@ -183,7 +177,7 @@ class ForwardRecord:
         output: Tensor,
         index: int,
     ) -> bool:
-        """Tell whether an output is kept."""
+        """Return whether an output is kept instead of recomputed."""
         if self._unrepeatable and (self.number, index) in self._unrepeatable:
             return True
         operator = operation.operator
@@ -194,7 +188,7 @@ class ForwardRecord:
         except KeyError:
             decided = facts.is_routing or self.policy.by_operator(operator)
             self._decisions[facts] = decided
-        if decided is None:
+        if decided is None:  # The policy needs more than the operator.
             place = (self.number, index, self._module_path)
             candidate = Candidate(operator, args, operation.kwargs, output, *place)
             decided = self.policy.keeps(candidate)
@@ -209,7 +203,7 @@ class ForwardRecord:
     def run(
         self, operation: Operation, facts: OperatorFacts, args: Any, kwargs: Any
     ) -> Any:
-        """Run an operator, and record the generator state from which it draws."""
+        """Run an operator; if it is random, first record the generator state."""
         func = operation.operator
         if facts.is_foreign:
             operation.is_foreign = True
@@ -224,7 +218,7 @@ class ForwardRecord:
             return func(*args, **kwargs)
 
     def hold_written(self, tensor: Tensor) -> None:
-        """Hold the memory of a tensor that was written unseen or unrepeatably."""
+        """Make a tensor a source after a write that a replay cannot repeat."""
         entry = self.tracker.entry(tensor)
         self.tracker.after_write(entry.memory, None)
 

@@ -1,8 +1,8 @@
-"""One call of a replay region: the saved-tensor hooks around recorder and replayer.
+"""Run one call of a replay region, and install its saved-tensor hooks.
 
-`_pack` returns a handle for the saved tensor's value, `_unpack` asks the replayer for
-its content. When the forward ends, everything that only a running forward needs is
-dropped; the handles own the rest.
+The pack hook replaces a saved tensor by a handle; the unpack hook asks the replayer for
+the tensor. After the forward, the handles own everything that the backward pass needs,
+and the recorder is dropped.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReplayFrame:
         options: RegionOptions,
         statistics: Statistics | None,
     ):
-        """Prepare; the function has not run yet."""
+        """Create the frame before the function runs."""
         self._function: Callable[..., Any] | None = function
         self._named = _weakly(function)
         self._statistics = statistics
@@ -83,7 +83,7 @@ class ReplayFrame:
     # The forward.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function, and drop what the policy does not keep."""
+        """Run the function, and drop saved tensors that the policy does not keep."""
         self.begin()
         try:
             assert self._function is not None
@@ -95,7 +95,7 @@ class ReplayFrame:
         return result
 
     def begin(self) -> None:
-        """Start recording."""
+        """Start recording, and install the saved-tensor hooks."""
         assert self._recorder is not None
         self._outer = top_saved_tensors_hooks()
         push_saved_tensors_hooks(self._pack, self._unpack)
@@ -106,7 +106,7 @@ class ReplayFrame:
             raise
 
     def is_on_top(self) -> bool:
-        """Tell whether its recorder and its hooks are the innermost ones."""
+        """Return whether this frame's recorder and hooks are the innermost."""
         hooks = top_saved_tensors_hooks()
         return (
             self._recorder is not None
@@ -116,7 +116,7 @@ class ReplayFrame:
         )
 
     def abandon(self) -> None:
-        """Stop recording, without a result."""
+        """Stop recording, and discard what was recorded."""
         recorder = self._recorder
         if recorder is None:
             return  # `end` has failed, and has restored the thread.
@@ -126,7 +126,7 @@ class ReplayFrame:
         recorder.recording.tracker.clear()
 
     def end(self) -> None:
-        """Stop recording, and decide for each needed source how a replay gets it."""
+        """Stop recording, verify, and prepare the sources that a replay may read."""
         recorder = self._recorder
         assert recorder is not None
         tracker = recorder.recording.tracker
@@ -148,6 +148,7 @@ class ReplayFrame:
         recording.warn_if_nothing_is_kept()
         policy.end()
         recording.tracker.clear()
+        # Only the handles own values from here on: unused sources are gone.
         take = self._checks.finish(recorder, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
@@ -158,7 +159,7 @@ class ReplayFrame:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the forward saved anything."""
+        """Whether autograd saved any tensor in the forward."""
         return bool(self._replayer.handles)
 
     def _pack(self, tensor: Tensor) -> ReplayHandle:
@@ -213,13 +214,14 @@ class ReplayFrame:
             return tensor
 
     def note_backward_inside(self) -> None:
-        """Tell a region around this one, which would have to rerun it (its Rule 7)."""
+        """Report a backward inside the forward to the enclosing region (its Rule 7)."""
         owner: Any = getattr(self._outer and self._outer[1], "__self__", None)
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
 
     def _take(self, handle: ReplayHandle, stays: bool) -> Tensor:
         replayer = self._replayer
+        # Fast path: no region to enter, nothing to catch.
         if replayer.is_ready(handle):
             return replayer.take(handle, stays)
         before = replayer.plans_run
@@ -243,6 +245,7 @@ class ReplayFrame:
         except BaseException:
             replayer.release()
             raise
+        # A new plan has run: count it; leftovers are freed when the backward ends.
         if replayer.plans_run != before:
             if self._statistics is not None:
                 self._statistics.recomputes += 1
@@ -251,12 +254,12 @@ class ReplayFrame:
         return tensor
 
     def recompute(self) -> None:
-        """Compute every dropped value now; the next backward takes them."""
+        """Recompute all dropped tensors now, for the next backward pass."""
         with self._lock:
             self._replayer.prepare()
 
     def release(self) -> None:
-        """Free the recomputed values that autograd has not taken."""
+        """Free recomputed tensors that autograd has not unpacked."""
         with self._lock:
             self._replayer.release()
 
@@ -270,9 +273,10 @@ class ReplayFrame:
 
 
 def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
-    """Refer weakly to the object from which an error takes names.
+    """Return a weak reference to the function, used to name tensors in errors.
 
-    The graph owns the frame, and the function may own the graph.
+    A strong reference could form a cycle, because the graph owns the frame, and the
+    function may own the graph.
     """
     owner = function.__self__ if isinstance(function, MethodType) else function
     try:
@@ -290,5 +294,4 @@ def _inexact_inside() -> CheckpointError:
 
 
 hide_from_dynamo(ReplayFrame._pack)
-
 hide_from_dynamo(ReplayFrame._unpack)

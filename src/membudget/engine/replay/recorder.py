@@ -1,11 +1,11 @@
-"""The recorder: observes a region's operators, and writes them to the tape.
+"""The recorder observes a region's operators and writes them to the tape.
 
-It observes below autograd and autocast: it sees each operator with the tensors that the
-backend gets, runs it, and records which values came from which.
+The recorder sits below autograd and autocast: it runs each operator on the tensors that
+the backend receives, and records which values each output depends on.
 
-Sources, whose content is held, are: tensors from outside the region; outputs that the
-policy keeps; outputs of operators that cannot run again; memory that is read although
-no observed operator wrote it (`torch.empty` filled by NumPy).
+Four kinds of tensors become *sources*, which stay in memory: tensors from outside the
+region, outputs that the policy keeps, outputs of operators that cannot run again, and
+memory filled by unobserved code (`torch.empty` filled by NumPy).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class Recorder(Observer):
     """Records one forward of a region.
 
     Attributes:
-        recording: The record.
-        is_suspended: Whether operators pass unrecorded: those of the engine itself.
+        recording: The record of the forward, filled by the recorder.
+        is_suspended: Whether operators run unrecorded, like those of the engine itself.
         opaque_depth: The nesting depth of `opaque()` blocks.
-        fingerprinter: Fingerprints dropped tensors, if they are to be compared.
+        fingerprinter: Fingerprints dropped tensors; `None` while fingerprints are off.
     """
 
     def __init__(self, recording: ForwardRecord):
-        """Prepare to fill `recording`."""
+        """Create a recorder that fills `recording`."""
         self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
@@ -52,6 +52,7 @@ class Recorder(Observer):
         if self.is_suspended:
             return operator(*args, **kwargs)
         if self.fingerprinter is not None:
+            # Before the operator runs, to free memory before it allocates.
             self.fingerprinter.take_ready()
         if self._late:
             return self._run_and_settle(operator, args, kwargs)
@@ -108,13 +109,13 @@ class Recorder(Observer):
         return handle
 
     def settle(self) -> None:
-        """Assign values to tensors that were saved before they were filled."""
+        """Assign tape values to tensors that were saved before they were filled."""
         late, self._late = self._late, []
         for handle, tensor in late:
             handle.value = self.recording.tracker.read(tensor)
 
     def finish(self) -> None:
-        """Stop recording, and assign values to the tensors saved last."""
+        """Stop recording, and assign tape values to the tensors saved last."""
         self.__exit__(None, None, None)
         self.recording.recent.clear()
         self.settle()
@@ -131,7 +132,7 @@ class Recorder(Observer):
     # Calls by code inside the region.
 
     def name(self, tensor: Tensor, label: str) -> None:
-        """Keep a tensor if the policy keeps its name."""
+        """Keep a tensor if the policy selects its label."""
         if self.recording.policy.keeps_name(label):
             with self.suspended():
                 entry = self.recording.tracker.entry(tensor)
@@ -139,13 +140,13 @@ class Recorder(Observer):
                     self.recording.tracker.hold_value(tensor, entry)
 
     def begin_opaque(self, written: Sequence[Tensor]) -> None:
-        """Hold what operators produce from now on."""
+        """Enter an opaque block, in which all operator outputs are kept."""
         self.opaque_depth += 1
         with self.suspended():
             self.recording.tracker.before_write(written, False)
 
     def end_opaque(self, written: Sequence[Tensor]) -> None:
-        """Leave an opaque block, and hold what it wrote."""
+        """Leave an opaque block, and keep the tensors that it wrote."""
         self.opaque_depth -= 1
         with self.suspended():
             for tensor in written:
@@ -153,7 +154,7 @@ class Recorder(Observer):
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Let operators pass unrecorded."""
+        """Run operators inside a `with` block without recording them."""
         before, self.is_suspended = self.is_suspended, True
         try:
             yield
@@ -165,12 +166,11 @@ class Recorder(Observer):
     def _run_view(
         self, func: Any, facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run a view operator, whose outputs share their argument's memory."""
+        """Run and record a view operator, whose outputs share memory with its input."""
         tracker = self.recording.tracker
         entry = tracker.entry(args[0])
         if not entry.address:
-            # A component of a sparse tensor has a storage that does not tell whose it
-            # is.
+            # A component's storage does not show which sparse tensor it belongs to.
             tracker.hold_memory(args[0], entry)
             output = func(*args, **kwargs)
             self._hold_outputs(output)
@@ -207,7 +207,7 @@ class Recorder(Observer):
     def _run_opaque(
         self, func: Any, facts: OperatorFacts | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator that cannot run again; hold what it produces or writes."""
+        """Run an operator that cannot be replayed; keep what it returns or writes."""
         written = [] if facts is None else list(written_by(facts, args, kwargs))
         if facts is not None and facts.is_gather:
             self._hold_living()
@@ -219,10 +219,10 @@ class Recorder(Observer):
         return output
 
     def _hold_living(self) -> None:
-        """Hold every live tensor, so that no replay reaches back past this point.
+        """Keep every live tensor, so that no replay needs operators before this point.
 
-        FSDP gathers a layer's parameters and frees those of the layers before it. In
-        the backward, too, only one layer at a time has its parameters.
+        FSDP gathers one layer's parameters and frees those of earlier layers. In the
+        backward pass, too, FSDP gathers only one layer's parameters at a time.
         """
         tracker = self.recording.tracker
         for entry in list(tracker.table.values()):
@@ -246,14 +246,14 @@ def _recorders() -> list[Recorder]:
 def name(tensor: Tensor, label: str) -> Tensor:
     """Name a tensor, so that a policy can keep it.
 
-    Costs nothing, and does nothing, outside a replay region.
+    Outside a replay region, the function only returns `tensor`.
 
     Args:
-        tensor: A tensor that the code computes.
-        label: The name that `membudget.policies.named(label)` keeps.
+        tensor: The tensor to name.
+        label: The name, which `membudget.policies.named(label)` selects.
 
     Returns:
-        `tensor` itself.
+        The argument `tensor`, unchanged.
 
     Example:
         >>> import membudget as mb, torch
@@ -270,10 +270,10 @@ def name(tensor: Tensor, label: str) -> Tensor:
 
 @contextmanager
 def opaque(*written: Tensor) -> Iterator[None]:
-    """Mark code with effects that the dispatcher cannot see.
+    """Mark code that writes tensors without going through the dispatcher.
 
-    Use it around raw Triton kernels, ctypes, or NumPy on shared memory: the outputs of
-    operators inside are kept, and so are the tensors passed here.
+    Use this context manager around raw Triton kernels, ctypes, or NumPy on shared
+    memory. The tensors in `written` and the outputs of operators inside are kept.
 
     Args:
         *written: Tensors that the code writes.

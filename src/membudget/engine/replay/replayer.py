@@ -1,16 +1,15 @@
-"""Recompute dropped values by running the recorded operations that they need.
+"""Recompute dropped tensors by re-running the recorded operations they depend on.
 
-When autograd asks for the first dropped value, the replayer makes a *plan*: it counts
-how often each value is needed by the live handles and by the operations between them
-and the sources. It then runs only the slice that leads to the requested value, in the
-order of the forward. Values that later handles of the plan need stay in memory until
-their last use, so each operation runs at most once per backward pass. A request for a
-handle that the plan has already served starts a new plan: a second backward pass
-recomputes.
+When autograd first unpacks a dropped tensor, the replayer makes a *plan*: it counts how
+often live handles and recorded operations will use each value. Each request then runs
+only the operations that the requested value depends on, in forward order. Recomputed
+values stay in memory until their last use in the plan, so each operation runs at most
+once per backward pass. A second request for the same handle starts a new plan, so a
+second backward pass recomputes.
 
-If the backward pass has *stages*, a plan serves the handles of one stage. The first
-request of another stage starts a plan for that stage, which starts from the values that
-the stage before carries over.
+If the backward pass is divided into *stages*, each plan serves the handles of one
+stage. The first request of the next stage starts a new plan, which reuses the values
+that earlier stages retained.
 """
 
 from __future__ import annotations
@@ -37,19 +36,19 @@ from membudget.state.identity import version_of
 
 
 class Replayer(Executor):
-    """Serves the handles of one region.
+    """Recomputes the saved tensors of one region on request.
 
     Attributes:
-        handles: The handles, weakly referenced, in the order of the forward.
-        plans_run: How many plans ran operations; the stages of one backward pass count
-            as one.
-        stages: The stages of the backward pass; `None` for a single one.
+        handles: Weak references to the region's handles, in forward order.
+        plans_run: Number of plans that ran operations; the stages of one backward pass
+            count once.
+        stages: The stages of the backward pass; `None` if there is only one.
     """
 
     __slots__ = ("_enter", "_plan_ran", "_task", "handles", "plans_run", "stages")
 
     def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
-        """Start without handles; `enter` restores the conditions of operators."""
+        """Create a replayer; `enter` restores the modes and settings of the forward."""
         super().__init__()
         self.stages = stages
         self.handles: list[ReferenceType[ReplayHandle]] = []
@@ -59,7 +58,7 @@ class Replayer(Executor):
         self._task = -1  # The backward for which the plan was made.
 
     def is_ready(self, handle: ReplayHandle) -> bool:
-        """Tell whether `take` would neither run an operation nor raise."""
+        """Return whether `take` would neither run an operation nor raise."""
         value = handle.value
         return value.tensor is not None and (
             handle.served != self._plan and self._stage in (-1, handle.stage)
@@ -68,7 +67,7 @@ class Replayer(Executor):
         )
 
     def take(self, handle: ReplayHandle, stays: bool) -> Tensor:
-        """Return the content of a handle's value; it may stay for another backward."""
+        """Return a handle's tensor; with `stays`, keep it for another backward pass."""
         value = handle.value
         if value.is_held():
             return self._content(value)
@@ -76,6 +75,7 @@ class Replayer(Executor):
         if handle.served == self._plan or self._stage not in (-1, stage):
             self._make_plan(stage)
         if value.tensor is None:
+            # Each backward pass needs a new plan: handles may have died in between.
             if self._task != current_graph_task_id():
                 self._make_plan(stage)
             self._materialise(value)
@@ -88,21 +88,21 @@ class Replayer(Executor):
         return self._lent(value, tensor)
 
     def _lent(self, value: TapeValue, tensor: Tensor) -> Tensor:
-        """Return a tensor for autograd to read, and for its kernels to overwrite.
+        """Return a tensor, or a copy, that backward kernels may overwrite.
 
-        As in plain autograd, several saved tensors may share memory. But if an
-        operation of the plan has yet to read the memory, or another stage needs it,
-        autograd gets a copy.
+        Several saved tensors may share memory, as in plain autograd. Autograd gets a
+        copy if an operation of the plan, or another stage, has yet to read the memory.
         """
         owner = value.root or value
         others = self._of_other_stages() if owner.is_carried else []
         if owner.reads > 0 or is_read_by(others, owner):
             return copy_of(tensor)
+        # From now on, a write in the plan needs a copy of this memory.
         owner.is_lent = True
         return tensor
 
     def living(self) -> list[ReplayHandle]:
-        """Return the handles that are still alive."""
+        """Return the handles that are still referenced by the autograd graph."""
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None]
 
@@ -110,14 +110,14 @@ class Replayer(Executor):
         return [h.value for h in self.living() if h.stage != self._stage]
 
     def prepare(self) -> None:
-        """Compute the values of all live handles now."""
+        """Recompute the values of all live handles now."""
         self._make_plan(-1)
         for value in self._wanted():
             if value.tensor is None:
                 self._materialise(value)
 
     def release(self) -> None:
-        """Free the recomputed values that autograd has not taken."""
+        """Free recomputed values that autograd has not unpacked."""
         for value in self._memoised:
             if not value.is_held():
                 value.tensor = None
@@ -126,7 +126,7 @@ class Replayer(Executor):
         self._task = -2  # Makes the next request start a plan.
 
     def _wanted(self) -> list[TapeValue]:
-        """Return the values of live handles that the plan has to compute."""
+        """Return the dropped values that the plan must recompute for live handles."""
         return [
             h.value
             for h in self.living()
@@ -152,7 +152,7 @@ class Replayer(Executor):
                 value.tensor = None
 
     def _count_path(self) -> None:
-        """Count the uses of every value that leads to one the plan has to compute."""
+        """Count the uses of every value that the plan reads or recomputes."""
         wanted: list[TapeValue] = []
         for value in self._wanted():
             self._count(value, wanted)
@@ -169,7 +169,7 @@ class Replayer(Executor):
                 self._count_held(operation.outputs)
 
     def _count(self, value: TapeValue, wanted: list[TapeValue]) -> None:
-        """Count one use; a value without content must be computed."""
+        """Count one use of a value, and queue the value if it must be recomputed."""
         self._begin(value)
         value.uses += 1
         if value.tensor is None:
@@ -181,7 +181,7 @@ class Replayer(Executor):
     def _count_held(
         self, values: Iterable[tuple[int, ReferenceType[TapeValue]]]
     ) -> None:
-        """Count one use of each value that the stage carries over to later ones."""
+        """Count an extra use of each value that the stage retains for later stages."""
         assert self.stages is not None
         held = self.stages.held[self._stage]
         for index, reference in values:
@@ -242,10 +242,9 @@ class Replayer(Executor):
     def _path_to(
         self, value: TapeValue
     ) -> tuple[list[Operation], list[TapeValue]] | None:
-        """Return the operations to run for a value, and the sources to unpack.
+        """Return the operations to re-run for a value, and the sources to unpack.
 
-        Returns:
-            Both; `None` if the plan has no uses left for one of the values.
+        Return `None` if the plan has already freed one of the required values.
         """
         operations: dict[int, Operation] = {}
         packed = []

@@ -1,10 +1,10 @@
-"""The tape: values, and the operations that compute them.
+"""The tape of a region's forward: values, and the operations that compute them.
 
-A `TapeValue` is the content of a tensor at one moment. An `Operation` produces it, or
-it is a *source*, whose content is held. Only the handles that autograd stores keep
-values alive; a value keeps its operation, and an operation its inputs. References point
-from outputs to inputs only, so the tape has no cycles, and parts that no handle needs
-are freed.
+A `TapeValue` is the content of a tensor between two writes: either the output of an
+`Operation`, or a *source*, which stays in memory. Only the handles in the autograd
+graph keep values alive; a value references its operation, and an operation its inputs.
+References point only from outputs to inputs, so the tape has no cycles, and operations
+that no handle needs are freed.
 """
 
 from __future__ import annotations
@@ -23,31 +23,30 @@ from membudget.state.identity import SavedVersion, address_of
 
 
 class TapeValue:
-    """The content of one tensor at one moment.
+    """The content of one tensor between two in-place writes.
 
     Attributes:
-        operation: The operation that produced it; `None` for a source.
-        index: Its position among the operation's outputs.
+        operation: The operation that produced the value; `None` for a source.
+        index: Position of the value among the operation's outputs.
         root: For a view, the value that owns the memory; `None` otherwise.
-        tensor: The content: permanently for a source, otherwise only while a backward
-            pass needs it.
-        version: The version of a source's content at the end of the region; `None`
-            while the region runs, and where no other code can write it.
-        address: The storage of a source at that moment, which `.data =` would exchange;
-            `None` where it need not match.
-        content: The function that fingerprints a source and its result in the forward,
-            until the comparison is done; `None` if contents are not compared.
-        is_used: Whether anything reads it, so that its content must survive writes.
-        is_state: Whether it is a running statistic, of which a copy is held, because
+        tensor: The tensor with this content; `None` while dropped.
+        version: Version counter of a source at the end of the forward; `None` before
+            that, and for packed sources.
+        address: Storage address of a source, compared to detect `.data =`; `None` if
+            the address may change.
+        content: Fingerprint function and its result in the forward, until compared;
+            `None` if contents are not compared.
+        is_used: Whether a replay may read the value, so that writes must preserve it.
+        is_state: Whether the value is a running statistic, which is copied because
             every call of the region overwrites it.
-        packed: A source that the saved-tensor hooks around the region have packed.
-        plan: The number of the plan to which the following counters belong.
-        uses: How many handles and operations still need it.
-        view_uses: How many uses of its views remain.
-        reads: How many operations that compute something have yet to read it or one of
-            its views.
-        is_lent: Whether autograd has been given it or one of its views.
-        is_carried: Whether the current stage keeps it for a later one.
+        packed: The packed source, if saved-tensor hooks surround the region.
+        plan: Number of the replay plan to which the use counts belong.
+        uses: Number of handles and operations that still need the value.
+        view_uses: Number of remaining uses of the value's views.
+        reads: Number of operations, other than views, that have yet to read the value
+            or a view of the value.
+        is_lent: Whether autograd has received the value or a view of the value.
+        is_carried: Whether the current stage retains the value for a later stage.
     """
 
     __slots__ = (
@@ -77,7 +76,7 @@ class TapeValue:
         self.plan = 0
 
     def hold(self, tensor: Tensor) -> None:
-        """Turn it into a source that holds `tensor`."""
+        """Turn the value into a source with the content `tensor`."""
         self.operation = None
         self.root = None
         self.tensor = tensor
@@ -86,31 +85,31 @@ class TapeValue:
         self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
 
     def is_held(self) -> bool:
-        """Tell whether its content is permanently in memory."""
+        """Return whether the value is a source whose tensor stays in memory."""
         return self.operation is None and self.packed is None
 
 
 class Operation:
-    """One operator call of the region.
+    """One recorded operator call.
 
     Attributes:
-        operator: The overload.
-        args: Its positional arguments, with values in place of tensors.
-        kwargs: Its keyword arguments, likewise.
-        number: Its position on the tape.
-        call: Its number among the operators that the region ran.
-        grad_enabled: The grad mode in which it ran, on which some kernels depend.
-        default_dtype: The default dtype in which it ran, on which factories depend.
-        decides: Whether it makes a decision, so that its outputs are kept.
-        drawn: For a random operator, its random source and the state of that source
-            before the draw.
-        outputs: The values it produced, weakly referenced, by output index.
-        targets: The values whose memory it writes, each with the index of the value
-            that holds the memory's new content; -1 if the memory is held.
-        plan: The number of the last plan that includes it.
-        is_foreign: Whether its kernel may violate its schema.
-        is_view: Whether all its outputs are views of its input, so that it computes
-            nothing.
+        operator: The operator overload.
+        args: Positional arguments, with tape values in place of tensors.
+        kwargs: Keyword arguments, with tape values in place of tensors.
+        number: Position of the operation on the tape.
+        call: Number of the operator call within the region, counted from 1; 0 for view
+            operators that the engine re-applied.
+        grad_enabled: Grad mode in the forward, which some kernels depend on.
+        default_dtype: Default dtype in the forward, which factories depend on.
+        decides: Whether to keep all outputs, because a recompute could select another
+            index or branch.
+        drawn: For a random operator, the generator and its state before the draw.
+        outputs: Weak references to the produced values, each with its output index.
+        targets: Each value that the operator overwrites, with the output index of the
+            new content; -1 if the new content is a source.
+        plan: Number of the last replay plan that includes the operation.
+        is_foreign: Whether this is a custom operator, which may violate its schema.
+        is_view: Whether all outputs are views, so that a replay launches no kernel.
     """
 
     __slots__ = (
@@ -127,7 +126,7 @@ class Operation:
         number: int,
         grad_enabled: bool,
     ):
-        """Record an operator that is running now."""
+        """Record an operator call and the current default dtype."""
         self.operator = operator
         self.args = args
         self.kwargs = kwargs
@@ -142,17 +141,17 @@ class Operation:
         self.outputs: list[tuple[int, ReferenceType[TapeValue]]] = []
         self.targets: list[tuple[TapeValue, int]] = []
         self.plan = 0
-        self.is_view = True
+        self.is_view = True  # Until an output with memory of its own is added.
 
     def output(self, index: int, root: TapeValue | None = None) -> TapeValue:
-        """Return a new value for one of its outputs."""
+        """Create the value for one of the operation's outputs."""
         self.is_view = self.is_view and root is not None
         value = TapeValue(self, index, root)
         self.outputs.append((index, ref(value)))
         return value
 
     def inputs(self) -> list[TapeValue]:
-        """Return the values it needs; a written argument counts as its root."""
+        """Return the input values, with the root in place of each written argument."""
         if self._inputs is None:
             written = [root for root, _ in self.targets]
             self._inputs = found = list(written)
@@ -172,15 +171,14 @@ def _gather(arguments: Any, found: list[TapeValue], written: list[TapeValue]) ->
 
 
 class ReplayHandle:
-    """What autograd stores in place of a saved tensor.
+    """The placeholder that autograd stores instead of a saved tensor.
 
     Attributes:
-        value: The saved tensor's value.
-        served: The number of the plan in which autograd last unpacked it.
-        stage: The stage of the backward pass that serves it; -1 without stages.
-        fingerprint: The fingerprint of the saved tensor, until the comparison is done.
-        saved_version: Tells whether the saved tensor was written after it was saved,
-            where that is checked.
+        value: The saved tensor's value on the tape.
+        served: Number of the replay plan that last served the handle.
+        stage: Stage of the backward pass that unpacks the handle; -1 without stages.
+        fingerprint: Fingerprint of the saved tensor, if taken and not yet compared.
+        saved_version: Detects writes after the tensor was saved; `None` if unchecked.
     """
 
     __slots__ = (
@@ -190,7 +188,7 @@ class ReplayHandle:
     value: TapeValue
 
     def __init__(self) -> None:
-        """Create a handle; its value is assigned once it is known."""
+        """Create a handle; the recorder assigns `value` once it is known."""
         self.served = 0
         self.stage = -1
         self.fingerprint: Fingerprint | None = None
@@ -198,28 +196,28 @@ class ReplayHandle:
 
 
 class Scratch:
-    """A written argument whose previous content does not matter."""
+    """An overwritten argument whose old content does not affect any output."""
 
     __slots__ = ("options", "shape")
 
     def __init__(self, tensor: Tensor):
-        """Note shape, dtype and device."""
+        """Store the tensor's shape, dtype and device."""
         self.shape = tensor.shape
         self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
 
 
 class RecordedMemory:
-    """The write history of one storage, as the region's operators see it.
+    """The write history of one storage during recording.
 
     Attributes:
-        root: The value of the whole storage now; `None` while the memory is held by
-            reference, so that each tensor in it is a source.
-        dtype: The dtype of the root.
-        epoch: How often the storage was written.
+        root: Current value of the whole storage; `None` if each tensor in the storage
+            is a source.
+        dtype: Dtype of the root value.
+        epoch: Counter, incremented by each write, that invalidates older values.
         is_external: Whether the storage was created outside the region.
-        is_state: Whether it was created outside and the region wrote it, as running
-            statistics are.
-        sources: The sources in it since the last write.
+        is_state: Whether the region wrote a storage created outside, as for running
+            statistics.
+        sources: Weak references to source values since the last write.
     """
 
     __slots__ = (
@@ -228,7 +226,7 @@ class RecordedMemory:
     )
 
     def __init__(self, root: TapeValue | None, dtype: torch.dtype | None = None):
-        """Start from the first value in it, or from `None` for memory from outside."""
+        """Create the history; `root=None` marks a storage from outside the region."""
         self.root = root
         self.dtype = dtype
         self.epoch = 0
@@ -238,12 +236,12 @@ class RecordedMemory:
 
 
 class LiveStorage(ref[Any]):
-    """A weak reference to a storage, with what is recorded of it.
+    """A weak reference to a storage, with its write history and tracked tensors.
 
     Attributes:
-        address: The storage's identity.
-        memory: Its write history.
-        entries: The tensors that view it, by `id`.
+        address: The storage's address.
+        memory: The storage's write history.
+        entries: Entries of the tensors in the storage, keyed by `id(tensor)`.
     """
 
     __slots__ = ("address", "entries", "memory")
@@ -253,14 +251,15 @@ class LiveStorage(ref[Any]):
     memory: RecordedMemory
 
     def entry_like(self, tensor: Tensor) -> LiveTensor | None:
-        """Return the entry of a tensor that shows the same elements.
+        """Return the entry of a tracked tensor with the same elements and strides.
 
-        Autograd saves detached aliases, and `detach` is not observed.
+        Autograd saves detached aliases, but the recorder does not observe `detach`.
         """
         if not is_plain(tensor):
             return None
         geometry = _geometry(tensor)
         found = None
+        # Prefer a current entry; an outdated one still shows how to rebuild the view.
         for entry in list(self.entries.values()):
             other = entry()
             if (
@@ -280,14 +279,14 @@ def _geometry(tensor: Tensor) -> tuple[Any, ...]:
 
 
 class LiveTensor(ref[Tensor]):
-    """A weak reference to a tensor, with what is recorded of it.
+    """A weak reference to a tensor, with its value on the tape.
 
     Attributes:
         key: The tensor's `id`.
-        value: The tensor's value, valid while `epoch` is the memory's.
-        memory: The write history of its storage.
-        epoch: The memory's epoch for which `value` is valid.
-        address: The identity of its storage, which `.data =` exchanges.
+        value: The tensor's value, valid while `epoch` equals `memory.epoch`.
+        memory: The write history of the tensor's storage.
+        epoch: The epoch of the storage for which `value` is valid.
+        address: Address of the tensor's storage, which `.data =` may replace.
     """
 
     __slots__ = ("address", "epoch", "key", "memory", "value")

@@ -1,17 +1,18 @@
-"""Verify a recording: replay each dropped value once and compare it bit for bit.
+"""Verify a recording: replay each dropped tensor once and compare it bit for bit.
 
-Some memory is written where no dispatcher sees it: by a raw kernel, through NumPy, by a
-device library. Replaying the operators then silently gives another result. So in the
-first step of each new signature, the original tensors stay in memory until the region's
-forward ends; then each dropped value is replayed and compared. An output that differs
-is *unrepeatable*: it is held in this step, and kept in every later one.
+Raw kernels, NumPy and device libraries can write tensors without going through the
+dispatcher. Such hidden writes are not recorded, so a replay would silently compute
+different values. In the first step with each new signature, the original tensors
+therefore stay in memory until the region's forward ends; then each dropped tensor is
+replayed and compared. An output that differs is *unrepeatable*: it is kept in this step
+and in all later steps.
 
-A signature is everything on which the recording depends: the function, the shapes,
-dtypes and devices of its arguments, the modes, and the policy. Later calls of a
-signature are verified only if they leave all verified paths.
+A signature comprises everything that a recording depends on: the function, the shapes,
+dtypes and devices of its arguments, the modes, and the policy. Later calls with the
+same signature are verified only if they run a new sequence of operators.
 
-Verification takes the memory of all originals and of their replay. Where that does not
-fit, `fingerprinted` compares fingerprints instead, in the backward pass.
+Verification needs memory for all originals and their replayed copies. `fingerprinted`
+needs less memory: it compares fingerprints in the backward pass.
 """
 
 from __future__ import annotations
@@ -40,33 +41,33 @@ from membudget.state.copies import alias, copy_of
 from membudget.state.identity import address_of
 
 OutputIndices = set[tuple[int, int]]
-
 OperatorPath = tuple[Any, ...]
-
 RecordingKey = tuple[Any, ...]
 
 _LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 _MAX_DEPTH = 4
+# Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
 
 
 class Verified:
-    """What the calls of one signature have shown so far.
+    """Verification results of all calls with one signature.
 
-    What is verified is a *path*: the operators of a call, in order. A call that leaves
-    all known paths is verified from that operator on.
+    The unit of verification is a *path*: the sequence of operators in a call. A call is
+    verified from the operator at which it leaves all known paths.
 
     Attributes:
-        unrepeatable: The outputs that differed when replayed, by operator number and
+        unrepeatable: Outputs that differed in a replay, as pairs of operator number and
             output index.
         paths: The paths of verified calls, oldest first.
-        is_pending: Whether a call ended inside a known path. The next call is then
-            verified whole, because a hidden write may occur on the shorter path alone.
-        calls: The number of calls.
-        has_subclasses: Whether the region saves tensor subclasses, whose operators only
-            a recorder on the mode stack sees.
-        has_warned: Whether the user was warned that saved tensors are overwritten.
+        is_pending: Whether to verify the next call from the start, because a call ended
+            partway along a known path: the shorter path may have hidden writes of its
+            own.
+        calls: Number of calls with this signature.
+        has_subclasses: Whether the region saves tensor subclasses, whose operators are
+            observed only by a dispatch mode.
+        has_warned: Whether the user was warned about overwritten saved tensors.
     """
 
     __slots__ = (
@@ -75,7 +76,7 @@ class Verified:
     )
 
     def __init__(self) -> None:
-        """Start before the first call."""
+        """Create the results for a signature that has not been called yet."""
         self.unrepeatable: OutputIndices = set()
         self.paths: list[OperatorPath] = []
         self.is_pending = False
@@ -83,21 +84,21 @@ class Verified:
         self.has_subclasses = self.has_warned = False
 
     def add(self, path: OperatorPath) -> None:
-        """Mark a path as verified."""
+        """Mark a sequence of operators as verified."""
         self.is_pending = False
         if path not in self.paths:
             self.paths.append(path)
             del self.paths[:-_MOST_PATHS]
 
     def along(self, path: Sequence[Any]) -> OperatorPath | None:
-        """Return a verified path that starts with `path`; `None` if there is none."""
+        """Return the newest verified path that starts with `path`, if any."""
         for known in reversed(self.paths):
             if known[: len(path)] == tuple(path):
                 return known
         return None
 
     def is_sampled(self) -> bool:
-        """Tell whether this call compares sources: calls number 1, 2, 4, 8, ... do."""
+        """Return whether to compare source contents: in calls 1, 2, 4, 8, and so on."""
         return self.calls & (self.calls - 1) == 0
 
 
@@ -110,7 +111,7 @@ def verified(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Verified:
-    """Return the verification state shared by calls that are recorded alike."""
+    """Return the verification results for a call's signature, and count the call."""
     key = (
         policy,
         torch.is_autocast_enabled("cpu"),
@@ -128,15 +129,16 @@ def verified(
 
 
 def _key(value: Any, depth: int) -> Any:
-    """Return what a value has in common with others that lead to the same recording."""
+    """Return a hashable key of the argument properties that a recording depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, _LEAVES):
         return type(value), value
+    # Deeper values count by type alone, to bound the cost of each call.
     if depth >= _MAX_DEPTH:
         return type(value)
     if isinstance(value, Module):
-        return ref(value), value.training
+        return ref(value), value.training  # Weak: the cache owns no model.
     if isinstance(value, types.MethodType):
         return _key(value.__self__, depth + 1), value.__func__
     if isinstance(value, types.FunctionType):
@@ -160,33 +162,33 @@ def _content(cell: Any) -> Any:
 
 
 class Originals:
-    """The original tensors that a forward dropped."""
+    """Original tensors that the forward drops, retained for verification."""
 
     __slots__ = ("_at", "_pairs", "_place")
 
     def __init__(self) -> None:
-        """Start with none."""
+        """Create an empty collection of original tensors."""
         self._pairs: list[tuple[ReplayHandle, Tensor]] = []
         self._at: dict[int, list[int]] = {}
         self._place: dict[ReplayHandle, int] = {}
 
     def add(self, handle: ReplayHandle, tensor: Tensor) -> None:
-        """Store the tensor for which a handle stands."""
+        """Retain the original tensor of a handle."""
         self._place[handle] = len(self._pairs)
         self._at.setdefault(address_of(tensor), []).append(len(self._pairs))
         self._pairs.append((handle, alias(tensor)))
 
     def of(self, handle: ReplayHandle) -> Tensor | None:
-        """Return the tensor for which a handle stands, while the forward runs."""
+        """Return the original tensor of a handle; `None` if it was not retained."""
         place = self._place.get(handle)
         return None if place is None else self._pairs[place][1]
 
     def before_write(self, address: int) -> None:
-        """Copy the originals in a storage that an operator is about to write.
+        """Copy the original tensors in a storage that is about to be overwritten.
 
-        A handle stands for the content at the moment autograd saved it. Only observed
-        writes are preceded by a copy, so a *hidden* write changes the original, as it
-        changes the saved tensor in the plain step.
+        A handle represents the tensor's content at the time of saving. Only observed
+        writes trigger a copy, so a *hidden* write changes the original, as it would in
+        the plain step.
         """
         for place in self._at.pop(address, ()):
             handle, original = self._pairs[place]
@@ -197,10 +199,10 @@ class Originals:
     def compare(
         self, replayer: Replayer, tracker: Tracker, unrepeatable: OutputIndices
     ) -> None:
-        """Replay the dropped values; keep those that differ, as sources.
+        """Replay the dropped tensors; keep the originals of tensors that differ.
 
         Warns:
-            UnrepeatableWarning: For each value that differs.
+            UnrepeatableWarning: For each tensor that differs.
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
         # The user's modes must not see the comparison, but fake tensors need their
@@ -219,6 +221,7 @@ class Originals:
         tracker: Tracker,
         unrepeatable: OutputIndices,
     ) -> None:
+        # Forward order: an unrepeatable value becomes a source before its readers run.
         for handle, original in sorted(dropped, key=_number):
             value = handle.value
             # FSDP has freed the parameter, or a fake tensor has no content.
@@ -244,7 +247,7 @@ class Originals:
 
 
 def is_recomputed(value: TapeValue) -> bool:
-    """Tell whether an operation computes the value for a backward pass."""
+    """Return whether the backward pass obtains the value by recomputation."""
     root = value.root or value
     # No backward reads the statistics that a normalisation has updated, and a view of a
     # source computes nothing.
@@ -252,7 +255,7 @@ def is_recomputed(value: TapeValue) -> bool:
 
 
 def keep_from_now_on(value: TapeValue, unrepeatable: OutputIndices) -> str:
-    """Keep an output in later steps; return a message about it."""
+    """Mark an output to be kept in later steps; return a message for the user."""
     root = value.root or value
     operation = root.operation
     assert operation is not None

@@ -1,8 +1,9 @@
 """Record operators that write arguments, draw random numbers, or take tensor lists.
 
-Writes are made functional. An operator that writes memory gives it a new root value; a
-replay writes into a copy of the old root, or into the old root itself if nothing else
-needs it. Held memory already has its new content, and is not replayed.
+In-place writes are recorded as functional operations: each write gives the storage a
+new root value. A replay writes to a copy of the old root, or to the old root itself if
+nothing else needs it. Source tensors in memory already contain the written data, which
+a replay does not recompute.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def run_in_place(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operator that writes its first argument, and returns it."""
+    """Run and record an operator that overwrites and returns its first argument."""
     tracker = recording.tracker
     target = args[0]
     recorded = list(args)
@@ -41,10 +42,12 @@ def run_in_place(
         tracker.writes(entry.address)
     recorded[0] = value
     operation = recording.operation(func, recorded, kwargs)
+    # Output 0 is the returned tensor, output 1 the written memory.
     operation.targets.append((value.root or value, 1))
     output = recording.run(operation, facts, args, kwargs)
     root = operation.output(1)
     tracker.after_write(memory, root)
+    # Not a view: the tensor spans its memory, so it can take the new root at once.
     if value.root is None:
         entry.value, entry.epoch = root, memory.epoch
         if recording.keeps(operation, facts, args, target, 1):
@@ -59,7 +62,7 @@ def run_special(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run an operator that is not a plain function of positional tensors."""
+    """Run and record an operator that writes, is random, or takes lists of tensors."""
     written = list(written_by(facts, args, kwargs))
     scratch = _statistics(facts, args)
     roles = _OperandRoles(facts.is_view, written, scratch)
@@ -106,6 +109,7 @@ def _run_writing(
             tracker.after_write(memory, None)
             operation.targets.append((was, -1))
         else:
+            # Written memory counts as further outputs, after the returned ones.
             index = first + number
             tracker.after_write(memory, operation.output(index))
             operation.targets.append((was, index))
@@ -134,7 +138,7 @@ def _keep_written(
 
 
 def _recorded(recording: ForwardRecord, argument: Any, roles: _OperandRoles) -> Any:
-    """Return what the tape stores for an argument."""
+    """Replace the tensors in an operator argument by tape values."""
     if isinstance(argument, Tensor):
         if id(argument) in roles.scratch:
             return Scratch(argument)
@@ -149,7 +153,7 @@ def _recorded(recording: ForwardRecord, argument: Any, roles: _OperandRoles) -> 
 
 
 class _OperandRoles:
-    """How an operator uses its tensors, which are identified by `id`."""
+    """The arguments that an operator only views, writes, or uses as scratch memory."""
 
     __slots__ = ("is_view", "scratch", "written")
 
@@ -168,7 +172,7 @@ def written_by(
 
 
 def _statistics(facts: OperatorFacts, args: Any) -> list[Tensor]:
-    """Return the running statistics that a normalisation in training writes."""
+    """Return the running statistics that a normalisation layer updates in training."""
     if facts.statistics is None or not facts.statistics(args):
         return []
     return [t for t in args[3:5] if isinstance(t, Tensor)]
