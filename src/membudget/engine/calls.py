@@ -60,7 +60,8 @@ class Calls:
             does with its noise), so that a recompute must not stop at the save.
         paths: The latest saved-tensor metadata for each number of saved tensors; most
             calls match an entry, and comparing is cheaper than hashing.
-        writes_silently: Whether any call wrote a buffer without bumping its version.
+        writes_silently: Whether a call wrote a large buffer, other than statistics,
+            without bumping its version.
     """
 
     __slots__ = (

@@ -148,9 +148,11 @@ class Reads:
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
         """Return ids of buffers to restore although their versions are unchanged."""
-        copied = self._restored()
-        calls.writes_silently |= bool(written & copied)
-        return copied if calls.writes_silently else set()
+        # Small buffers and statistics are restored in any case, so they say nothing.
+        large = {id(buffer) for buffer, _ in self._snapshots if not is_small(buffer)}
+        large -= self._silent
+        calls.writes_silently |= bool(written & large)
+        return large if calls.writes_silently else set()
 
     def _note_rewritten(self, versions: list[int]) -> None:
         state = self._restored()
