@@ -12,7 +12,7 @@ pytest.importorskip("libcst")
 pytest.importorskip("mutmut")
 
 from tools.mutants.covering import Batch
-from tools.mutants.verdict import Chosen
+from tools.mutants.verdict import Chosen, Trial
 
 
 def test_new_tests_run_before_the_chosen_ones_and_the_others_do_not():
@@ -27,3 +27,13 @@ def test_new_tests_run_before_the_chosen_ones_and_the_others_do_not():
     assert [item.nodeid for item in items] == [
         *("of a table that has changed", "slow", "quick"),
     ]
+
+
+def test_a_child_that_could_not_run_tests_says_nothing_about_its_mutant(tmp_path):
+    mutant: Any = SimpleNamespace(path="src/a.py", line=3)
+    trial = Trial(mutant, [], tmp_path / "note")
+
+    assert trial.verdict(0, 1.0).caught_by is None
+    assert trial.verdict(-9, 1.0).caught_by == "signal 9"
+    with pytest.raises(RuntimeError, match=r"src/a\.py:3: no test could run"):
+        trial.verdict(255, 1.0)

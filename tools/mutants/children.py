@@ -33,6 +33,8 @@ IDLE_CPU_S = 0.6
 LOOK_S = 2.0
 MOST_BYTES = 12 << 30
 TICK_S = 0.02
+RAISED = 255
+"""The exit code of a child whose job raised."""
 
 
 class Job(Protocol):
@@ -132,7 +134,7 @@ def start(job: Job, tree: Path) -> int:
     sys.stdout.flush()
     if pid := os.fork():
         return pid
-    code = 255
+    code = RAISED
     try:
         become_child(tree, job.limit_s)
         code = job.work()

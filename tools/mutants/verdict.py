@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tools.mutants.children import RAISED
 from tools.mutants.covering import Batch
 from tools.mutants.find import Mutant
 from tools.mutants.session import first_type_error, run_pytest
@@ -100,7 +101,17 @@ class Trial:
         write(tree, self.mutant.path, self.mutant.before)
 
     def verdict(self, code: int, seconds: float) -> Verdict:
-        """Read how the child ended."""
+        """Read how the child ended.
+
+        Raises:
+            RuntimeError: If the child could not run the tests, which says nothing about
+                the mutant.
+        """
+        if code == RAISED:
+            raise RuntimeError(
+                f"{self.mutant.path}:{self.mutant.line}: no test could run; is the "
+                "environment still there?"
+            )
         tests = sum(len(batch.tests) for batch in self.batches)
         caught_by = None
         if code:
