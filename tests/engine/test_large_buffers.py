@@ -78,6 +78,7 @@ def test_large_statistics_and_a_large_buffer_written_unseen_advance_once_a_step(
             region.parameters(), plain.parameters(), strict=True
         ):
             assert parameter.grad is not None
+            assert expected.grad is not None
             assert torch.equal(parameter.grad, expected.grad)
 
 

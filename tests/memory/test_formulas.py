@@ -90,6 +90,9 @@ def test_a_model_is_its_layers_and_what_lies_outside(shape, layers: int, words: 
     extra = extra_terms(shape, words * t)
     whole = 5 * sbh // t if shape.sequence_parallel else 5 * sbh
     assert sum(extra.values()) == whole + logits
+    assert list(extra) == [
+        *("embedding_dropout_mask", "norm_input", "output_input", "logits"),
+    ]
     for way in ("none", "selective", "full"):
         of_layers = layers * layer_bytes(shape, way)
         assert model_bytes(shape, layers, words * t, way) == of_layers + whole + logits

@@ -125,3 +125,27 @@ def test_the_totals_are_those_of_each_kind():
     nothing = mb.saved(torch.sin, x)
     assert nothing.parameter_bytes == nothing.input_bytes == 0
     assert nothing.activation_bytes == nothing.total_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "is_view"),
+    [
+        (lambda x: x * 1, False),
+        (lambda x: (x * 1).t(), True),
+        (lambda x: (x * 1)[0], True),
+        # Not made by a view operator, but a part of a storage.
+        (lambda x: torch.empty(0).set_((x * 1).untyped_storage(), 0, (2,), (1,)), True),
+    ],
+    ids=["whole", "view-of-all", "view-of-a-part", "part"],
+)
+def test_a_saved_tensor_is_a_view_if_it_is_one_or_a_part_of_its_storage(make, is_view):
+    x = torch.randn(2, 3)
+    weight = torch.ones((), requires_grad=True)
+
+    with torch.no_grad():
+        factor = make(x)
+    (record,) = [
+        r for r in mb.saved(lambda: (factor * weight).sum()).records if r.shape
+    ]
+
+    assert record.is_view is is_view

@@ -17,6 +17,7 @@ import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
 from membudget.engine.replay import fingerprinted, verify
+from membudget.engine.replay.replayer import Replayer
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
 from membudget.state import bits
@@ -209,6 +210,30 @@ def test_rule3_all_that_is_at_fault_is_kept_at_once():
     assert "aten.exp.default" in str(error.value)
 
     assert torch.equal(gradient(again, X), gradient(function, X))
+
+
+def test_rule3_what_can_be_compared_is_named_where_another_recompute_fails(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def function(x: Tensor) -> Tensor:
+        a, b = x.exp(), x.tanh()
+        a.detach().numpy()[...] += 1
+        b.detach().numpy()[...] += 1
+        return a.sin() * b.cos()
+
+    def out_of_memory(*args: Any, **options: Any) -> Tensor:
+        if options.get("stays"):
+            raise MemoryError
+        taken: Tensor = take(*args, **options)
+        return taken
+
+    take = Replayer.take
+    monkeypatch.setattr(Replayer, "take", out_of_memory)
+    with pytest.raises(RecomputeMismatchError, match=r"aten\.cos") as error:
+        gradient(region(function), X)
+
+    # Its inputs, which are at fault, could not be recomputed for a comparison.
+    assert "aten.tanh" not in str(error.value)
 
 
 def test_rule4_a_second_step_has_no_fingerprints(taken: list[Tensor]):
