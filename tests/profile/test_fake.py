@@ -73,6 +73,42 @@ def test_values_of_integer_tensors_can_be_read():
     assert (2, 3, 4) in {value.shape for value in graph.values}
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randperm(5),
+        lambda: torch.randint(5, (3,)),
+        lambda: torch.full((3,), 2),
+        lambda: torch.zeros(3, dtype=torch.int32),
+        lambda: torch.tril_indices(3, 3),
+    ],
+    ids=["randperm", "randint", "full", "zeros", "tril_indices"],
+)
+def test_values_of_integers_that_the_step_makes_can_be_read(
+    make: Callable[[], Tensor],
+):
+    profile(Asks(lambda x: int(make().max())), torch.randn(2, 4), fake=True)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randint(0, 10, (1 << 40,), dtype=torch.int64),
+        lambda: torch.arange(0, 1 << 40, dtype=torch.int64),
+        lambda: torch.arange(-(1 << 40), 0),
+        lambda: torch.full((1 << 40,), 1),
+    ],
+    ids=["randint", "arange", "negative-arange", "full"],
+)
+def test_integers_too_large_for_memory_stay_fake(make: Callable[[], Tensor]):
+    def function(x: Tensor) -> Tensor:
+        return x * make()[0]
+
+    found = profile(Asks(function), torch.randn(2, 4), fake=True)
+
+    assert found.peak_bytes > 1 << 40
+
+
 class Writes(nn.Module):
     """Write into one of its tensors: a buffer, an attribute, the batch."""
 

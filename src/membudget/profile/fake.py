@@ -163,32 +163,25 @@ def _is_of_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_real_integer(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and not tensor.is_meta and _is_small_integer(tensor)
+
+
+def _is_small_integer(tensor: Tensor) -> bool:
     return (
-        type(tensor) is Tensor
-        and not tensor.is_meta
-        and not (tensor.is_floating_point() or tensor.is_complex())
+        not (tensor.is_floating_point() or tensor.is_complex())
         and tensor.nbytes <= MOST_REAL_BYTES
     )
 
 
 def _makes_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     """Return whether a factory creates a small integer tensor on a real device."""
-    if torch.device(kwargs.get("device") or "cpu").type == "meta":
+    is_factory = any(argument.name == "device" for argument in func._schema.arguments)
+    if not is_factory or torch.device(kwargs.get("device") or "cpu").type == "meta":
         return False
-    dtype = kwargs.get("dtype")
-    if dtype is None:
-        # Without a dtype only `arange` is recognised; its elements are int64.
-        numbers = [a for a in args if isinstance(a, int | float)]
-        is_range = func.name() in ("aten::arange", "aten::arange.start")
-        is_whole = is_range and all(isinstance(a, int) for a in numbers)
-        return bool(is_whole and max(numbers, default=0) * 8 <= MOST_REAL_BYTES)
-    if dtype.is_floating_point or dtype.is_complex:
-        return False
-    size = args[0] if args and isinstance(args[0], list | tuple) else args
-    count = 1
-    for length in size:
-        count *= int(length) if isinstance(length, int) else 1
-    return bool(count * dtype.itemsize <= MOST_REAL_BYTES)
+    # A dry run on `meta` shows the result's size and dtype, and allocates nothing.
+    with without_fake_mode():
+        made = func(*args, **{**kwargs, "device": "meta", "pin_memory": None})
+    return isinstance(made, Tensor) and _is_small_integer(made)
 
 
 class AnyNumber(DispatchMode):
