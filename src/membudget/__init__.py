@@ -152,8 +152,8 @@ def __dir__() -> list[str]:
 class _Package(ModuleType):
     """Keeps `membudget.apply` and `membudget.audit` bound to the public functions.
 
-    Importing a submodule of the same name would make Python bind the submodule as an
-    attribute of the package, in place of the function; `__setattr__` ignores that.
+    On import of the submodule `apply` or `audit`, Python assigns the submodule to the
+    attribute that holds the function; `__setattr__` ignores this assignment.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

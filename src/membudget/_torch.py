@@ -1,4 +1,4 @@
-"""Private torch APIs that membudget uses, each with the reason.
+"""Private torch APIs that membudget uses, each with the reason for its use.
 
 Only the modules `_torch*` may use torch names that begin with an underscore. If torch
 renames a private API, `tests/test_torch_private.py` fails and names it.
@@ -125,7 +125,7 @@ def without_fake_mode() -> Iterator[None]:
 
 
 def fake_errors() -> tuple[type[Exception], ...]:
-    """Return the errors raised when code reads the values of a fake tensor."""
+    """Return the exception types raised when code reads a fake tensor's values."""
     from torch._subclasses import fake_tensor as fakes
 
     return (
@@ -154,7 +154,7 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
 
 
 def constant_to_dynamo(function: _F) -> _F:
-    """Act as `torch.compiler.assume_constant_result`, without importing Dynamo."""
+    """Do what `torch.compiler.assume_constant_result` does, without loading Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -238,7 +238,7 @@ def is_device_context(mode: Any) -> bool:
 
 
 def set_versions(tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-    """Set version counters of tensors whose earlier contents were restored."""
+    """Set the version counters of tensors whose earlier contents were restored."""
     torch._C._autograd._unsafe_set_version_counter(tuple(tensors), tuple(versions))
 
 
@@ -251,7 +251,7 @@ def is_view_operator(operator: Any) -> bool:
 
 
 def detach_with_version(tensor: Tensor) -> Tensor:
-    """Return a detached alias that shares the version counter, even inside a mode.
+    """Return a detached alias with the same version counter, even in a dispatch mode.
 
     Below autograd, plain `detach` would give the alias a new version counter.
     """
@@ -294,6 +294,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def module_call_codes() -> frozenset[Any]:
-    """Return the code of `Module.__call__`, whose frames hold the module as `self`."""
+    """Return the code objects of `Module.__call__`; `self` in a frame is the module."""
     call: Any = torch.nn.Module._call_impl
     return frozenset((call.__code__,))

@@ -1,6 +1,6 @@
 """Private torch APIs for observing operators without a dispatch mode.
 
-`observer` explains the technique; `_torch` contains the other private torch APIs.
+`membudget.observer` explains the technique; `_torch` has the other private torch APIs.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _OBSERVED: set[Any] = set()
 def observe_operators(kernel: Callable[..., Any]) -> None:
     """Route operators of observed threads to `kernel(operator, *args, **kwargs)`.
 
-    Each call registers the operators defined since the previous one. A fallback kernel
-    alone is not enough: torch (2.13) looks up each operator's own kernel if a mode is
-    active or a subclass is passed, and ignores fallbacks. The fallback kernel serves
-    operators that a C++ extension registers later. The first registration takes about
-    100 ms, later checks 0.3 µs.
+    Each call registers `kernel` for operators defined since the last call. A fallback
+    kernel alone is not enough: torch (2.13) looks up each operator's own kernel if a
+    mode is active or a subclass is passed, and ignores fallbacks. The fallback kernel
+    serves operators that C++ extensions define between calls. Registering all operators
+    takes about 100 ms; checking that none is new takes 0.3 µs.
     """
     known = (
         len(torch._ops._higher_order_ops),

@@ -1,7 +1,7 @@
 """Attach recompute regions to a model without wrapping or editing it, or remove them.
 
 Modules are selected by class, name or predicate (optionally only every n-th match), or
-as spans of consecutive modules. `attach` describes how a module gets its region.
+as spans of consecutive modules. See `membudget.attach` for how regions are attached.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class RegionStatus:
         recomputes: Number of times that dropped tensors were recomputed.
         skipped: Number of calls in which nothing required a gradient, so that nothing
             was dropped.
-        unrepeatable: Number of outputs kept because their replay was not bitwise equal.
-        differences: Number of calls that kept less because their operators differed
-            from those in the plan.
+        unrepeatable: Number of outputs kept because replaying them gave different bits.
+        differences: Number of calls that kept fewer outputs than planned because their
+            operators differed from those in the plan.
     """
 
     name: str

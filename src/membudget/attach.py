@@ -1,10 +1,10 @@
-"""Attach a region to a module: by changing its class, not its structure.
+"""Attach a region to a module by changing its class, not its structure.
 
-The module's class is replaced by a generated subclass that overrides `forward` alone
-(FSDP2 and parametrizations replace classes the same way). No module is added, no name
-changes, `isinstance` holds, and hooks on the module run once, because they surround
-`forward`. A copy or a pickle of the module is a plain one. Removing the region restores
-the class.
+The module's class is replaced by a generated subclass that overrides `forward` (FSDP2
+and parametrizations replace classes the same way). No module is added, no name changes,
+`isinstance` checks still hold, and hooks on the module run once, because they surround
+`forward`. A copied or unpickled module has the original class and no region. Removing
+the region restores the module's class.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
 
 
 class Carried(Protocol):
-    """What runs between a module's call and its forward."""
+    """An attached object, such as a region, that runs its module's forward."""
 
     @property
     def statistics(self) -> Statistics | None:
-        """Its counters, if any."""
+        """Counters of the attached region; `None` if no region is attached."""
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -55,17 +55,17 @@ class ModuleRegion:
 
 
 def put_region(module: Module, options: RegionOptions, name: str = "") -> Statistics:
-    """Attach a region to one module and return its counters, which bear the name."""
+    """Attach a region to one module and return its counters, labelled `name`."""
     region = ModuleRegion(options, Statistics(name))
     put(module, region, name)
     return region.statistics
 
 
 def put(module: Module, carried: Carried, name: str) -> None:
-    """Attach something to one module, replacing what is attached.
+    """Attach an object, such as a region, to a module, replacing one attached before.
 
     Raises:
-        SelectionError: The module cannot carry anything.
+        SelectionError: If a subclass cannot override the module's forward.
     """
     check_can_carry(name, module)
     if not has_region(module):
@@ -74,13 +74,13 @@ def put(module: Module, carried: Carried, name: str) -> None:
 
 
 def carried_by(module: Module) -> Carried | None:
-    """Return what is attached to a module."""
+    """Return the region or other object attached to a module, or `None`."""
     carried: Carried | None = module.__dict__.get(_KEY)
     return carried
 
 
 def remove_region(module: Module) -> None:
-    """Remove what is attached to a module, if anything."""
+    """Remove the region or other object attached to a module, if there is one."""
     module.__dict__.pop(_KEY, None)
     # FSDP2 may have subclassed the class since. Then it stays, and its forward finds no
     # region and runs the module's own.
@@ -90,12 +90,12 @@ def remove_region(module: Module) -> None:
 
 
 def has_region(module: Module) -> bool:
-    """Return whether something is attached to a module."""
+    """Return whether a module has a region or begins, ends or encloses a span."""
     return _KEY in module.__dict__
 
 
 def statistics_of(module: Module) -> Statistics | None:
-    """Return the counters of a module's region; `None` without a region."""
+    """Return the counters of a module's region; `None` if there is no region."""
     carried = carried_by(module)
     return None if carried is None else carried.statistics
 
@@ -135,7 +135,7 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
 def _without_region(
     reduced: Any, made: type[Module], plain: type[Module]
 ) -> tuple[Any, ...]:
-    """Return the result of `__reduce_ex__` for the plain module."""
+    """Remove the region and its generated class from a result of `__reduce_ex__`."""
     parts = list(reduced)
     if parts[0] is copyreg.__newobj__:  # type: ignore[attr-defined]
         # Pickle rejects `__newobj__` for an object of another class than it names.

@@ -38,12 +38,12 @@ class Budget:
         """Create a budget from the user's setting.
 
         Args:
-            asked: Total bytes, such as `"8GiB"`, or a share, such as `"40%"`, of the
-                bytes that the plain step allocates at its peak.
+            asked: Total bytes, such as `"8GiB"`, or a percentage, such as `"40%"`,
+                of the bytes that the plain step allocates at its peak.
             plain: Profile of the plain step, without regions.
 
         Raises:
-            OptionError: If `asked` is neither a size in bytes nor a share.
+            OptionError: If `asked` is neither a size in bytes nor a percentage.
         """
         before_bytes = plain.graph.static.total
         share = share_of(asked)
@@ -93,7 +93,7 @@ def check_budget(asked: int | str) -> None:
     """Reject an invalid budget before any step runs.
 
     Raises:
-        OptionError: If the budget is neither a number of bytes nor a share.
+        OptionError: If the budget is neither a number of bytes nor a percentage.
     """
     if share_of(asked) is None:
         parse_bytes(asked)

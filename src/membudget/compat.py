@@ -1,15 +1,15 @@
 """Drop-in replacements for the public names of `torch.utils.checkpoint`.
 
-To migrate, change only the import:
+To migrate from torch, change only the import:
 
     from membudget.compat import checkpoint, checkpoint_sequential
 
-Two differences are deliberate. First, omitting `use_reentrant` warns, as in torch, but
-then selects the default engine instead of the reentrant variant, which can silently
-lose gradients. Second, `checkpoint_wrapper` attaches a region to the module itself and
-adds no wrapper. With `use_reentrant=True`, and only then, gradients may differ from the
-plain step's in the last bits, as in torch: the reentrant variant accumulates gradients
-in a different order (see `engine.reentrant`).
+Two differences from torch are deliberate. First, omitting `use_reentrant` warns, as in
+torch, but then selects the default engine instead of the reentrant variant, which can
+silently lose gradients. Second, `checkpoint_wrapper` attaches a region to the module
+itself and adds no wrapper. With `use_reentrant=True`, and only then, gradients may
+differ from the plain step's in the last bits, as in torch: the reentrant variant
+accumulates gradients in a different order (see `engine.reentrant`).
 """
 
 from __future__ import annotations

@@ -101,10 +101,10 @@ class RecomputeMismatchError(CheckpointError):
     Attributes:
         index: Index of the saved tensor that differs, in the order of saving; `None` if
             the number of saved tensors differs.
-        module_path: The module whose forward was running, such as `"h.3.mlp"`; empty
-            outside all modules.
-        operator: Source text of the call, such as `"functional.gelu(x)"`.
-        line: Line of user code, as `"file.py:12"`.
+        module_path: Innermost module in which the tensors differed, such as
+            `"h.3.mlp"`; empty if there is none or it is unknown.
+        operator: Call whose saved tensor differed, such as `"functional.gelu(x)"`.
+        line: Line of user code where the tensors differed, as `"file.py:12"`.
         saved: Description of what the forward saved.
         recomputed: Description of what the recompute produced.
         causes: Probable causes, most likely first.
@@ -159,4 +159,4 @@ class OverwrittenWarning(UserWarning):
 
 
 class UnrepeatableWarning(UserWarning):
-    """A replay region keeps an output because replaying it was not bitwise equal."""
+    """A replay region keeps an output because replaying it gave different bits."""

@@ -158,7 +158,7 @@ def fit(
             `"every_2"` keeps nothing in every second block, `"every_3"` in every third.
         optimizer: Optimizer, or its class, whose state counts toward the budget.
         fake: Whether to profile on fake tensors, for a model whose plain step does not
-            fit; times are then estimated.
+            fit in memory; times are then estimated.
         device: Device for which to estimate operator times; see `profile`.
 
     Returns:
@@ -166,9 +166,9 @@ def fit(
 
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
-        OptionError: If the budget is neither bytes nor a share, the mode is unknown, or
-            the model already has regions.
-        RecomputeMismatchError: If a recompute differs even with more outputs kept.
+        OptionError: If the budget is neither a size nor a percentage, the mode is
+            unknown, or the model already has regions.
+        RecomputeMismatchError: If recomputed values differ even with more outputs kept.
 
     Warns:
         UnrepeatableWarning: If an output is kept because its recompute differed.
@@ -260,7 +260,7 @@ class Trial:
 
 
 def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Trial:
-    """Time planned steps, alternating with plain steps by default; measure the peak.
+    """Time steps under the plan, alternating with plain ones; measure the peak.
 
     Each step runs forward, loss and backward pass, starting with all gradients `None`.
     The model's state is restored at the end. The reported peak is the larger of the
@@ -290,7 +290,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
 
 
 def _seconds(step: Step) -> float:
-    """Return the time of one step, then drop the gradients."""
+    """Run one step, reset its batch and gradients, and return the time it took."""
     clock = synchronised_clock()
     start = clock()
     step.run()

@@ -9,7 +9,7 @@ from before the step have birth -1; storages that outlive it have death
     weight     ══════════════════════════════     birth -1, death 4
     activation        ═══════════════             birth  1, death 3
 
-The records do not depend on torch, so planners can read them and files store them.
+The records contain no torch objects, so that they can be stored in files.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Value:
         bytes: Size of the elements in bytes; less than the storage's for partial views.
         shape: Shape of the tensor.
         dtype: Data type of the elements, such as `"float32"`.
-        operator: Op index of the producer; -1 if the value is from before the step.
-        output: Output index within the producer; arguments that the producer overwrites
-            are numbered after its outputs.
+        operator: Op index of the producing operator; -1 if the value predates the step.
+        output: Index among the outputs of the producing operator; arguments that the
+            operator overwrites are numbered after its outputs.
     """
 
     storage: int
@@ -125,8 +125,8 @@ class Saved:
         moment: Op index of the operator that saved the tensor.
         asked: Op indices at which the backward pass unpacked the tensor.
         freed: First op index at which autograd no longer held the tensor.
-        module_path: Innermost module whose forward was running.
-        line: User's source line, as `"file.py:12"`.
+        module_path: Innermost module whose forward saved the tensor.
+        line: User's source line that saved the tensor, as `"file.py:12"`.
     """
 
     value: int
@@ -220,7 +220,7 @@ class StepGraph:
 
     @cached_property
     def saved_on(self) -> dict[int, list[int]]:
-        """Indices of the saved tensors on each storage, keyed by storage index."""
+        """Indices of saved tensors that use each storage, keyed by storage index."""
         table: dict[int, list[int]] = {}
         for index, saved in enumerate(self.saved):
             table.setdefault(self.values[saved.value].storage, []).append(index)

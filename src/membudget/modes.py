@@ -7,9 +7,9 @@
 * `every_n`, such as `every_2`: every n-th block recomputes everything.
 
 A block is a module call that saves at most a quarter of the activation bytes, as far
-as the model's module tree permits. Blocks in which autograd saves nothing computed
-inside, such as embeddings, get no region. Outputs that must not be recomputed, such as
-routing decisions, are always kept.
+as the model's module tree permits. A block gets no region if autograd saves no tensor
+that the block computes, as in an embedding. Outputs that must not be recomputed, such
+as routing decisions, are always kept.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
 
 
 def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
-    """Return whether autograd saves any tensor that the call computes."""
+    """Return whether autograd saves any tensor that a module call computes."""
     block = Block(call.start, call.end)
     return not made_in(graph, block).isdisjoint(saved_storages(graph, block))
 

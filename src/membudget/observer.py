@@ -2,31 +2,31 @@
 
 While any `TorchDispatchMode` is active, torch treats every tensor as a possible
 subclass, so that the backward passes of `prod`, `cumprod`, `max` and `index`, and some
-composite kernels, use other formulas, whose results differ in bits from the plain
-step's. An observer therefore avoids the mode stack where possible and is called by a
-kernel on a dedicated dispatch key, which no formula checks. A thread enables the
-observers' key by including it in its dispatch state.
+composite kernels, use other formulas, whose results differ bitwise from the plain
+step's. To keep autograd's formulas unchanged, an observer avoids the mode stack where
+possible and is called by a kernel on a dedicated dispatch key, which no formula checks.
+A thread enables the observers' dispatch key by including it in its dispatch state.
 
     autograd · autocast · views        what the user's call becomes
     dispatch modes · subclasses        the user's own
     ── the observers' key ──────────   the innermost observer, the one around it, ...
     kernels                            CPU, CUDA, ...
 
-Below modes and subclasses, an observer sees the operators that they run, not those that
-they receive. An observer joins the mode stack only if a mode is active already (the
-plain step then uses the other formulas, too) or if the observer sets `sees_subclasses`
-to see the operators that subclasses receive.
+An observer on its dispatch key sees the operators that modes and subclasses run, not
+those that they receive. An observer joins the mode stack only if a mode is active
+already (the plain step then uses subclass formulas, too) or if the observer sets
+`sees_subclasses` to see the operators that subclasses receive.
 
-Rejected: a dispatch mode that leaves the stack while a backward pass runs inside the
-    forward, since it would fix only those backward passes and have to keep all their
-    results.
+Rejected: observing through a dispatch mode that leaves the mode stack during backward
+    passes inside the forward; only those passes would keep the plain step's formulas,
+    and all their results would have to be kept.
 
 Rule 1. An observer runs the operator by calling it; the call passes through the
     enclosing observers to the kernel. Operators that a kernel calls are not observed.
 Rule 2. Threads that autograd starts use the observers of the thread that called
     autograd.
 Rule 3. Higher-order operators that run below autograd are observed like any other.
-Rule 4. Observers on the dispatch key do not see `detach` and `alias`. The result of
+Rule 4. Only observers on the mode stack see `detach` and `alias`. The result of
     `detach` may become a `Parameter` or another subclass (`as_subclass`), which fails
     if Python has already wrapped the tensor in an object.
 Rule 5. Operators that run while dispatch to Python is disabled (for example, while
@@ -67,7 +67,7 @@ class _Thread(threading.local):
 
     Attributes:
         all: All observers of the thread, outermost first.
-        stack: Observers on the dispatch key, outermost first.
+        stack: Observers called through the dispatch key, outermost first.
         depth: Number of observers in `stack` that have yet to see the current operator.
     """
 
@@ -216,8 +216,8 @@ def _as_tensors(args: Any) -> Any:
 def _observed_elsewhere(operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Pass a call to the observers of the thread that called autograd (Rule 2).
 
-    If the current thread has observers, a kernel has reset the thread's dispatch state;
-    the call is then not observed.
+    If the current thread has observers, the call comes from inside a kernel that reset
+    the thread's dispatch state; such a call is not observed.
     """
     thread = _THREAD
     inherited = None if thread.stack else inherited_by_autograd()

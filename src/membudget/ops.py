@@ -1,7 +1,7 @@
-"""Facts about operators needed for recording, read once from the operator schema.
+"""Properties of operators that recording needs, determined once per operator.
 
 A schema states which arguments are tensors, which are written, and which outputs are
-views. This module lists the facts that schemas omit, each with the reason.
+views. Properties that schemas omit are listed in this module, each with the reason.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _OPAQUE = frozenset(
 
 
 class OperatorFacts:
-    """Facts about one operator overload.
+    """Properties of one operator overload that recording needs.
 
     Attributes:
         tensors: Positions of tensor arguments.
@@ -92,8 +92,8 @@ class OperatorFacts:
         written: Positions of arguments that the operator writes.
         written_names: Names of written keyword-only arguments, such as `out`.
         has_tensor_keywords: Whether keyword-only arguments may hold tensors.
-        returns_fresh: Whether some output is not an alias of an argument.
-        is_view: Whether the outputs alias the first tensor, and nothing is written.
+        returns_fresh: Whether at least one output is not an alias of an argument.
+        is_view: Whether the operator returns views of an argument and writes nothing.
         is_random: Whether the operator draws from a random generator.
         is_empty: Whether the operator allocates uninitialised memory.
         is_copy: Whether the operator copies a tensor, possibly to another device.
@@ -136,7 +136,7 @@ class OperatorFacts:
     )
 
     def __init__(self, operator: Any):
-        """Read the facts from an operator's schema."""
+        """Determine all attributes from the operator's schema, namespace and tags."""
         schema = operator._schema
         name = schema.name
         positional = [a for a in schema.arguments if not a.kwarg_only]
@@ -227,7 +227,7 @@ _FACTS: dict[int, tuple[OperatorFacts | None, Any]] = {}
 
 
 def facts_of(operator: Any) -> OperatorFacts | None:
-    """Return the facts about an operator; `None` if the operator is higher-order."""
+    """Return the properties that recording needs; `None` for higher-order operators."""
     known = _FACTS.get(id(operator))
     if known is None:
         is_usual = isinstance(operator, OperatorOverload)

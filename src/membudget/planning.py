@@ -59,10 +59,10 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
     """Apply a plan, verify one step under the plan, and measure the peak of another.
 
     Returns:
-        The measurement, and the regions, which stay attached to the model.
+        The plan with its measured peak, and the regions, which stay attached.
 
     Raises:
-        RecomputeMismatchError: If a recompute differs even with more outputs kept.
+        RecomputeMismatchError: If recomputed values differ even with more outputs kept.
     """
     applied = apply(step.model, plan) if plan.regions else Applied({}, {})
     try:
@@ -111,14 +111,14 @@ def _verify(step: Step, applied: Applied) -> None:
 def plan_for(
     profile: Profile, model: Module, budget: int | str, mode: str = AUTO
 ) -> Plan:
-    """Return the fastest plan found whose predicted peak fits; see `fit` for arguments.
+    """Return the fastest plan found whose predicted peak fits the budget.
 
-    No step runs, so the model may be on the meta device. `fit` also applies and
-    measures the plan.
+    No step runs, so the model may be on the meta device. `fit`, which describes the
+    arguments, also applies and measures the plan.
 
     Raises:
         BudgetError: If no plan fits; the error states the smallest feasible budget.
-        OptionError: If the budget is neither a number of bytes nor a share.
+        OptionError: If the budget is neither a number of bytes nor a percentage.
 
     Example:
         >>> import membudget as mb, torch
@@ -138,15 +138,15 @@ def plan_for(
 def next_schedule(
     profile: Profile, budget: Budget, mode: str, attempts: Sequence[Attempt] = ()
 ) -> Schedule:
-    """Return the schedule to try next: a rule's, or the fastest predicted to fit.
+    """Return the schedule to try next; for `auto`, the fastest one predicted to fit.
 
     After an attempt over budget, `auto` lowers its target by the measured excess, while
     all other modes have only one schedule.
 
-    The planner is not kept between calls, because its tables occupy host memory, too.
+    The planner is not kept between calls, because its tables occupy host memory.
 
     Raises:
-        BudgetError: If nothing is left to try; the error states the smallest budget.
+        BudgetError: If no schedule fits; the error states the smallest feasible budget.
     """
     if mode != AUTO:
         return _schedule_of_mode(profile, budget, mode, attempts)

@@ -4,9 +4,9 @@
     >>> keep = mb.policies.matmuls | mb.policies.attention
 
 `Planned` is the policy of a plan, which is made from one recorded step. If a later step
-takes another path through the code, so that its operators differ from the plan's, the
-region keeps nothing more in that call and counts the difference; the call stays exact
-and takes no additional memory.
+takes a different path through the code, so that its operators differ from the plan's,
+the region keeps no further outputs in that call and counts the difference; the call
+stays exact and takes no additional memory.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Planned(Policy):
     def __init__(
         self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
     ):
-        """Create a policy that keeps the outputs in a plan.
+        """Create a policy that keeps the outputs that a plan names.
 
         Args:
-            kept: Overload that the plan expects, keyed by operator number (from 1) and
-                output index.
+            kept: Name of the overload that produces each kept output, keyed by operator
+                number (from 1) and output index.
             stages: Stages of the region's backward pass; `None` for a single stage.
         """
         self._kept = dict(kept)
@@ -88,13 +88,13 @@ class Planned(Policy):
         return _PlannedCall(self, self._kept)
 
     def keeps(self, candidate: Candidate) -> bool:
-        """Return whether the plan keeps an output, whatever else the call runs."""
+        """Return whether the plan keeps an output, without checking other operators."""
         expected = self._kept.get((candidate.index, candidate.output_index))
         return expected is not None and _is(candidate.operator, expected)
 
 
 class _PlannedCall(Policy):
-    """The policy for one call, which checks the operators against the plan."""
+    """Applies a plan to one call of a region, comparing operators with the plan."""
 
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
         self._plan = plan

@@ -1,7 +1,7 @@
-"""Which modules of a model get a region: by class, name or predicate, or by default.
+"""Select the modules that get regions: by class, name or predicate, or by default.
 
-A pattern matches a module's dotted name part by part: `*` stands for one part or some
-of its letters, `**` for any number of parts.
+A pattern matches a module's dotted name part by part: `*` matches any characters within
+one part, `**` any number of parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def select_modules(
     where: Callable[[str, Module], bool] | None,
     every: int = 1,
 ) -> dict[str, Module]:
-    """Return the modules that match all given criteria, by name, in model order.
+    """Return the modules that match all given criteria, keyed by name, in model order.
 
     Raises:
         SelectionError: If no criterion is given, or nothing matches.
@@ -82,14 +82,14 @@ def _parts_match(parts: list[str], patterns: list[str]) -> bool:
 def default_names(model: Module) -> list[str]:
     """Return the names of the modules that get a region by default.
 
-    These are the children of the longest `ModuleList` or `Sequential` in the model; of
-    equally long lists, the outermost. Blocks in a list of blocks of one class are not
-    searched for a longer list, so that no region lies inside one of many blocks. A
-    child without a `forward`, such as an inner `ModuleList`, is replaced by its
-    children. In a model without any list, each direct child with parameters is taken.
+    By default, the children of the model's longest `ModuleList` or `Sequential` get
+    regions; of equally long lists, the outermost counts. If all modules in a list share
+    one class, they are not searched for longer lists. A child without a `forward`, such
+    as an inner `ModuleList`, is replaced by its children. In a model without
+    `ModuleList` and `Sequential`, each direct child with parameters gets a region.
 
     Raises:
-        SelectionError: If the model has no list and no child with parameters.
+        SelectionError: If there is no list of blocks and no child with parameters.
 
     Example:
         >>> from torch.nn import Linear, Sequential
@@ -116,7 +116,7 @@ def default_names(model: Module) -> list[str]:
 
 
 def _lists(module: Module, name: str) -> Iterator[tuple[str, ModuleList | Sequential]]:
-    """Yield the lists that may contain the blocks, outermost first."""
+    """Yield each `ModuleList` or `Sequential` that may hold blocks, outermost first."""
     if isinstance(module, ModuleList | Sequential) and len(module):
         yield name, module
         kinds = {type(child) for child in module.children()}

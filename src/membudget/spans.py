@@ -3,7 +3,7 @@
 If a parent module calls its blocks in a loop, a span turns several blocks into one
 region without editing the parent. A span begins before the forward of its first module
 and ends after the forward of its last. Spans run under the replay engine, which does
-not re-run functions. If an exception leaves a span open, the parent closes the span.
+not re-run functions. If an exception leaves a span open, the parent module closes it.
 
 A context that is opened inside a span and closed outside, or vice versa, would
 interleave with the region's own contexts, so the end of the span raises an error.
@@ -140,7 +140,7 @@ class _Ends:
 
 
 class _Parent:
-    """Closes unfinished spans; attached to the module that calls their modules."""
+    """Closes unfinished spans; attached to the module that calls the spans' modules."""
 
     statistics = None
 
@@ -208,7 +208,7 @@ def _check(name: str, known: dict[str, Module], model: Module) -> None:
 
 
 def _common_parent(first: str, last: str) -> str:
-    """Return the name of the innermost module that contains both modules.
+    """Return the name of the innermost module that contains two given modules.
 
     Example:
         >>> _common_parent("h.0", "h.3"), _common_parent("a.x", "b.y")

@@ -1,9 +1,9 @@
 """One training step: call the model on a batch, compute a loss, run the backward pass.
 
-The step does what a user's loop does, and can run many times. The output is released
-before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
-
-`call_make` builds model and batch by calling the user's function.
+A step is one iteration of a training loop, without the optimizer; it can be repeated.
+The model's output is released before the backward pass; gradients are `None` before the
+step, as after `zero_grad()`. `call_make` builds model and batch by calling a function
+that the user supplies.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def call_model(model: Module, batch: Any) -> Any:
 
 
 def find_loss(output: Any) -> tuple[Tensor, str]:
-    """Return a loss for an output, without a loss function.
+    """Derive a loss from a model's output, for a step without a loss function.
 
     Returns:
-        The loss, and where it comes from, in words.
+        The loss, and a short description of where it comes from.
 
     Raises:
-        OptionError: If the output has no floating tensor.
+        OptionError: If the output contains no floating-point tensor.
     """
     if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
         return output, "the model's output"
@@ -71,17 +71,17 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
 
 
 class Step:
-    """Forward, loss and backward of a model on a batch.
+    """Forward, loss and backward pass of a model on one batch.
 
     Attributes:
         model: The model.
-        batch: The arguments of the model; see `call_model`.
+        batch: What the model is called with; see `call_model`.
         loss_fn: Called with the output and the batch; `None` uses `find_loss`.
-        loss_from: Where the loss came from in the last run, in words.
+        loss_from: Short description of where the last run's loss came from.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
-        """Define the step; nothing runs."""
+        """Define the step without running it."""
         self.model = model
         self.batch = batch
         self._batch_state: State | None = None
@@ -89,10 +89,10 @@ class Step:
         self.loss_fn = loss_fn
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
-        """Run the step and return the loss; between the passes, call `before_backward`.
+        """Run the step, calling `before_backward` after the forward; return the loss.
 
         Raises:
-            OptionError: As `forward` does.
+            OptionError: If the loss is not a single number, or requires no gradient.
         """
         loss = self.forward()
         if before_backward is not None:
@@ -101,16 +101,16 @@ class Step:
         return loss
 
     def repeat_from_here(self) -> None:
-        """Make `prepare` restore the current state of batch and random streams."""
+        """Make `prepare` restore the current state of the batch and random streams."""
         self._batch_state = State([("batch", self.batch)])
 
     def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:
         """Run only the forward and return the loss.
 
-        `on_output` gets the output before the loss function can write into it.
+        `on_output` receives the model's output before the loss function can modify it.
 
         Raises:
-            OptionError: If the loss is not one number, or requires no gradient.
+            OptionError: If the loss is not a single number, or requires no gradient.
         """
         output = call_model(self.model, self.batch)
         if on_output is not None:
@@ -133,21 +133,21 @@ class Step:
         return loss
 
     def prepare(self) -> None:
-        """Restore the batch as of `repeat_from_here`, and set gradients to `None`."""
+        """Restore the state that `repeat_from_here` saved; set gradients to `None`."""
         if self._batch_state is not None:
             self._batch_state.restore()
         for tensor in self.leaves():
             tensor.grad = None
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yield the parameters, and the batch's leaves that require a gradient."""
+        """Yield all parameters, and the batch's leaf tensors that require gradients."""
         yield from self.model.parameters()
         for tensor in self.batch_tensors().values():
             if tensor.is_leaf and tensor.requires_grad:
                 yield tensor
 
     def batch_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the batch, by the expression that leads to each."""
+        """Return the tensors of the batch, keyed by names such as `batch['labels']`."""
         found = walk([("batch", self.batch)]).tensors
         return {name: tensor for name, (_, tensor) in found.items()}
 
@@ -159,16 +159,16 @@ class Step:
 
 
 class CallableStep(Step):
-    """A step that the user wrote: forward and backward in one function."""
+    """A user-defined step: one function runs the forward and the backward."""
 
     def __init__(self, function: Callable[[], Any], model: Module):
-        """Define the step of a function and the model that it trains."""
+        """Store the function that runs the step, and the model that it trains."""
         super().__init__(model, None, None)
         self._function = function
         self.loss_from = "the step itself"
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Any:
-        """Call the function; `before_backward` is not called."""
+        """Run the step by calling the user's function; ignore `before_backward`."""
         return self._function()
 
 
@@ -176,7 +176,7 @@ def check_arguments(model: Any) -> None:
     """Reject anything that is not an initialised module.
 
     Raises:
-        OptionError: If `model` is not a module, or is lazy and has no shapes yet.
+        OptionError: If `model` is not a module, or has lazy parameters without shapes.
     """
     if not isinstance(model, Module):
         raise OptionError(
@@ -191,10 +191,10 @@ def check_arguments(model: Any) -> None:
 
 
 def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Call `make` with some sizes, and return model, batch and loss function.
+    """Call `make` with sizes as keywords; return model, batch and loss function.
 
     Raises:
-        OptionError: If `make` does not accept the sizes, or returns something else.
+        OptionError: If `make` rejects the sizes or does not return a pair or triple.
     """
     name = getattr(make, "__name__", "make")
     try:

@@ -101,7 +101,7 @@ def audit(
 
     Given a model, `audit` runs forward, loss and backward, without an optimizer. If the
     model already has regions, they are audited; otherwise `audit` applies regions
-    temporarily. A user's own step runs forward and backward, and its return value is
+    temporarily. A user-defined step runs forward and backward, and its return value is
     compared too. Plain runs happen under `disable_checkpointing()`, so a step that
     calls `checkpoint` itself can serve as both variants.
 
@@ -118,8 +118,8 @@ def audit(
         step: Function that runs one step; called with `plain` and with `budgeted`.
         plain: Variant of the step without regions.
         budgeted: Variant of the step with regions.
-        modules: Modules that the step may change, in addition to variants that are
-            modules.
+        modules: Modules that the step may change, in addition to `plain` and
+            `budgeted` if those are modules.
         blocks: Module classes that get a region, as in `apply`.
         names: Name patterns of the modules that get a region, as in `apply`.
         where: Predicate of name and module that selects modules, as in `apply`.
@@ -135,7 +135,7 @@ def audit(
             the model already has regions and the arguments select others; or if two
             compared models differ before the step.
 
-    If the step raises an exception, a note names the run that raised the exception.
+    If the step raises an exception, a note on the exception names the failed run.
 
     Example:
         >>> import torch

@@ -31,9 +31,9 @@ class Difference:
     """One result or piece of state that differs between two runs of a step.
 
     Attributes:
-        kind: Kind of result or state. An "attribute" is an unregistered tensor of a
-            module or of the batch; a "stream" is a random number generator; a "value"
-            is a Python number, string or length.
+        kind: What kind of result or state differs. An "attribute" is an unregistered
+            tensor of a module or of the batch; a "stream" is a random number generator;
+            a "value" is a Python number, string or length.
         name: Name of the parameter or buffer in the model; for other objects, the
             Python expression that reaches the object.
         detail: Description of the difference in words.
@@ -59,7 +59,7 @@ class Difference:
         return f"{self.kind} {self.name}: {self.detail}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the difference as data for JSON."""
+        """Return the difference as a JSON-serializable dict."""
         return asdict(self)
 
 
@@ -72,13 +72,13 @@ class Results:
     """
 
     def __init__(self) -> None:
-        """Start with no results."""
+        """Create an empty collection of step results."""
         self.tensors: TensorCopies = {}
         self.values: dict[str, Any] = {}
 
     @classmethod
     def of(cls, output: Any) -> Results:
-        """Copy the values that a user's own step returned."""
+        """Copy the values that a user-defined step returned."""
         results = cls()
         results.add("output", output)
         return results
@@ -136,7 +136,7 @@ class Outcome:
         self.results = results.values
 
     def of(self, kind: DifferenceKind) -> dict[str, TensorCopy | None]:
-        """Return the tensors of one kind, by name."""
+        """Return all tensors of one kind, such as gradients, keyed by name."""
         return {name: copy for (k, name), copy in self.tensors.items() if k == kind}
 
 

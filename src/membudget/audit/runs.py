@@ -46,7 +46,7 @@ class RegionCounts:
         }
 
     def since(self) -> tuple[RegionStatus, ...]:
-        """Return the forwards and recomputes of each region since the count began."""
+        """Return the forwards and recomputes of each region since counting began."""
         return tuple(
             RegionStatus(name, *map(sub, _counts(statistics), before))
             for name, statistics, before in self._before.values()
@@ -117,7 +117,7 @@ class Run:
         label: Name of the run in error messages.
         step: Function that runs the step.
         roots: Objects that the step may change, keyed by their names in the report.
-        regions: Function that returns a context in which regions are counted.
+        regions: Function that returns a context manager that counts recomputes.
     """
 
     label: str

@@ -15,7 +15,7 @@ class Compared:
     """The number of objects of each kind that an audit compared.
 
     Attributes:
-        losses: Number of losses: 1, or 0 for a user's own step.
+        losses: Number of losses: 1, or 0 for a user-defined step.
         outputs: Number of tensors that the step returned.
         gradients: Number of gradients that the plain step computed.
         no_gradients: Number of tensors that require a gradient and received none.
@@ -58,8 +58,8 @@ class AuditReport:
         compared: Number of compared objects of each kind.
         regions: Forwards and recomputes of each region in the budgeted run; `None` if
             the step calls `checkpoint` itself, because such calls are not counted.
-        loss_from: Source of the loss in words; empty for a user's own step.
-        loss: Loss of the plain step as text; empty for a user's own step.
+        loss_from: Where the loss comes from, in words; empty for a user-defined step.
+        loss: Loss of the plain step as text; empty for a user-defined step.
         zero_gradients: Whether every gradient of the plain step is zero, so that equal
             gradients prove little.
     """
@@ -80,7 +80,7 @@ class AuditReport:
 
     @property
     def repeatable(self) -> bool:
-        """Whether two plain steps agree; if not, other differences prove nothing."""
+        """Whether two plain runs agree; if not, the audit proves nothing."""
         return not self.unrepeatable
 
     @property
@@ -125,7 +125,7 @@ class AuditReport:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the report as data for JSON."""
+        """Return the report as a JSON-serializable dict."""
         return {
             "equal": self.equal,
             "repeatable": self.repeatable,

@@ -76,8 +76,8 @@ class HeldArguments:
 
     Attributes:
         tensors: All tensor arguments, including those inside containers, in order.
-        others: Modules, generators, functions and other objects: everything except
-            tensors, containers and plain values.
+        others: Arguments that are neither tensors, containers nor plain values, such as
+            modules, generators and functions.
         is_nested: Whether any argument is a container, or any tensor is passed twice.
     """
 
@@ -87,7 +87,7 @@ class HeldArguments:
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Hold the arguments; tensors are packed by active saved-tensor hooks."""
+        """Hold the arguments; active saved-tensor hooks pack the tensors."""
         self.tensors: list[HeldTensor] = []
         self.others: list[Any] = []
         self._alone = nothing_surrounds()
@@ -122,7 +122,7 @@ class HeldArguments:
             held.begin_check()
 
     def end_check(self) -> None:
-        """Mark tensor arguments that the function wrote without a version bump."""
+        """Mark tensor arguments that the function wrote to without a version bump."""
         for held in self.tensors:
             held.end_check()
 
@@ -196,7 +196,7 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 def _maker(value: Any) -> Callable[[Any], Any]:
     """Return a function that rebuilds a container like `value` from a list of items.
 
-    Keys and subclass attributes are copied now, before the region can change them.
+    Keys and subclass attributes are copied at once, before the region can change them.
     """
     if isinstance(value, tuple):
         return getattr(value, "_make", type(value))
@@ -241,7 +241,7 @@ def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:
 
 
 def has_own_offsets(nested: Tensor, given: Any) -> bool:
-    """Return whether a tensor is jagged, with offsets that no tensor in `given` has."""
+    """Return whether a tensor is jagged and no tensor in `given` shares its offsets."""
     offsets = _offsets_of(nested)
     return offsets is not None and not any(
         isinstance(t, Tensor) and _offsets_of(t) is offsets for t in tree_iter(given)

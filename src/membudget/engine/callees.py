@@ -1,11 +1,11 @@
 """Compute call signatures, and find the objects that code and modules may reference.
 
-A *signature* groups calls of a function that are expected to behave alike. It combines
-the function, the modules that it references or receives, their training flags, whether
-autocast is on, shapes and dtypes of tensor arguments, and flag and string arguments.
-Numeric arguments are excluded, because a function that takes the step number would
-otherwise have a new signature in every step. Functions and modules are identified by
-`id`, so a stored signature must be dropped as soon as one of these objects dies.
+A *signature* groups calls to a function that are expected to behave alike. A signature
+combines the function, the modules that it references or receives, their training flags,
+whether autocast is on, shapes and dtypes of tensor arguments, and Boolean and string
+arguments. Numeric arguments are excluded, because a function that takes the step number
+would otherwise have a new signature in every step. Functions and modules are identified
+by `id`, so a stored signature must be dropped as soon as one of these objects dies.
 
 *Slots* are the globals and attributes through which code and modules may reference
 other objects. Slot names are cached per code object, class and module; slot values are
@@ -68,7 +68,7 @@ def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_callee(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Describe a callee; an instance of a user-defined class is identified by `id`."""
+    """Add a callee to a signature; identify user-defined callable objects by `id`."""
     kind = type(value)
     describe = _DESCRIBERS.get(kind) or _describer_of(kind)
     if describe is _describe_kind:
@@ -137,7 +137,7 @@ def _describe_partial(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Describe only modules among the items, so that a growing log has no effect."""
+    """Add only a container's modules to a signature; other items often change."""
     if len(key) > _MOST_ENTRIES:
         return
     key.append(type(value))
@@ -175,7 +175,7 @@ _OF_CONTENT = (_describe_module, _describe_items, _describe_mapping)
 
 
 def _describer_of(kind: type) -> Describer:
-    """Select and cache the describer for a class."""
+    """Select and cache the function that adds instances of a class to signatures."""
     describer: Describer = _describe_kind
     if issubclass(kind, Module):
         describer = _describe_module
@@ -222,7 +222,7 @@ def global_slots(function: types.FunctionType) -> Slots:
 def _named_globals(
     function: types.FunctionType,
 ) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield a user function's globals, except plain values and library functions."""
+    """Yield globals that user code refers to, except plain values and library code."""
     if is_library(function.__module__):
         return
     namespace = function.__globals__

@@ -1,18 +1,19 @@
-"""Record the calls of each function, so that most calls need no verification.
+"""Record the calls to each function, so that most calls need no verification.
 
 A rerun is exact if the function is deterministic and all its writes bump version
-counters. Neither property is assumed: the first call of each *signature* is verified,
-and so are calls number 2, 4, 8, 16 and so on.
+counters. Neither property is assumed: the 1st, 2nd, 4th, 8th, ... call with a given
+*signature* is verified.
 
-A signature (see `callees`) classifies a call before it runs. A *path* classifies a call
-after it ran, by the dtypes and ranks of its saved tensors in order. When a call takes
-an unverified path, the following calls are verified until one repeats that path, or for
-at most `_PATIENCE` calls. The call that discovered the path ran unverified itself, so
-its recompute is checked for writes that bypass the version counters.
+A signature (see `callees`) classifies a call before it runs; a *path*, the dtypes and
+ranks of its saved tensors in order, classifies a call after it has run. After a call
+whose saved tensors have new dtypes or ranks (an unverified path), calls are verified
+until one has that path, or for at most `_PATIENCE` calls. The first call with a new
+path ran unverified, so its recompute is checked for writes that bypass version
+counters.
 
 Verification completes in the backward pass, so all calls before the first backward pass
-are verified. One case goes undetected: a function that becomes inexact on a verified
-path between two verified calls.
+are verified. One case goes undetected: a rerun that becomes inexact between two
+verified calls, while the saved tensors keep their dtypes and ranks.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Owner:
     """A function and the modules it references, regardless of its arguments.
 
     Attributes:
-        differentiates: Whether the function runs a backward pass inside.
+        differentiates: Whether the function itself runs a backward pass.
         adds_gradients: Whether a backward pass inside the function adds to the `.grad`
-            of reachable tensors. A recompute sees `.grad` unset, which matters if the
-            function reads `.grad`, so all calls of such a function are verified.
+            of reachable tensors. All calls to a function that adds to `.grad` are
+            verified, because a recompute hides `.grad` from it.
         replays: Whether a rerun of the function was found inexact, so that regions with
             engine `"auto"` replay the function from then on.
     """
@@ -46,7 +47,7 @@ class Owner:
     __slots__ = ("_refs", "adds_gradients", "differentiates", "replays")
 
     def __init__(self, key: Signature, parts: list[Any]):
-        """Start without findings; these are dropped when one of `parts` dies."""
+        """Start with all flags unset; forget this owner when one of `parts` dies."""
         self.differentiates = self.adds_gradients = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
 
@@ -55,13 +56,13 @@ class Calls:
     """The call history of one signature.
 
     Attributes:
-        owner: The function, with findings that hold for all of its signatures.
+        owner: Data about the function, shared by all of its signatures.
         fills_late: Whether an operator fills a tensor only after saving it (as RReLU
             does with its noise), so that a recompute must not stop at the save.
         paths: The latest saved-tensor metadata for each number of saved tensors; most
             calls match an entry, and comparing is cheaper than hashing.
-        writes_silently: Whether a call wrote a large buffer, other than statistics,
-            without bumping its version.
+        writes_silently: Whether a call wrote to a large buffer, other than running
+            statistics, without bumping its version.
     """
 
     __slots__ = (
@@ -70,7 +71,7 @@ class Calls:
     )
 
     def __init__(self, owner: Owner, key: Signature, parts: list[Any]):
-        """Start an empty history, which is dropped when one of `parts` dies."""
+        """Start an empty history; forget it when one of `parts` dies."""
         self.owner = owner
         self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
@@ -96,7 +97,7 @@ class Calls:
         return True
 
     def end(self, path: SavedPath) -> bool:
-        """Record the path of a call; return whether the path still needs verifying."""
+        """Record a call's saved-tensor metadata; return whether it is unverified."""
         key = _hash_of(path)
         if key in self._verified or key in self._given_up:
             self._remember(path)
@@ -108,7 +109,7 @@ class Calls:
         return True
 
     def verified(self, path: SavedPath) -> None:
-        """Record that a call on this path was recomputed bit for bit."""
+        """Record that tensors with this metadata were recomputed bit for bit."""
         if len(self._verified) >= _MOST_PATHS:
             self._verified.clear()
         key = _hash_of(path)
@@ -124,9 +125,9 @@ class Calls:
 
 
 def _hash_of(path: SavedPath) -> int:
-    """Return a hash of a path that ignores dimension sizes.
+    """Return a hash of the dtypes and ranks of a call's saved tensors.
 
-    An MoE router saves tensors of different sizes in each call, all on the same path.
+    Sizes are ignored, because an MoE router saves tensors of new sizes in each call.
     """
     return hash(tuple([(dtype, len(shape)) for shape, dtype, _, _ in path]))
 

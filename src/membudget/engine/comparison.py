@@ -1,19 +1,18 @@
 """Check that a recompute reads and saves the same values as its forward.
 
 Metadata of recomputed and saved tensors is compared on the hot path of every recompute.
-The tensors' *fingerprints* are compared in verified calls, or in all calls with
-`determinism_check="values"`. A fingerprint must not be taken before the tensor is
-filled: some operators save a tensor first and fill it before they return (as RReLU does
-with its noise). An operator's saved tensors are therefore fingerprinted only when the
-next operator saves a tensor.
+*Fingerprints* of the tensors' bytes are compared in verified calls, or in all calls
+with `determinism_check="values"`. Some operators save a tensor before computing its
+content (RReLU: its noise); saved tensors are therefore fingerprinted only when the next
+operator saves a tensor.
 
 A function usually reaches more tensors than it reads. A changed tensor is therefore an
-error only if an operator of the recompute takes its storage as an operand. `Watch`
-checks operands, and is active only if a reachable tensor was changed, so an unchanged
-step pays nothing. A tensor that the region *itself* changes (embedding's `max_norm`
-renormalises its weight) is a separate case: the recompute starts from the content that
-the forward left behind. Such a recompute is exact only if the first use of the tensor
-is a write, and no write changes its content; otherwise, the recompute raises.
+error only if an operator of the recompute reads its storage. `Watch` checks operands;
+it is active only if a reachable tensor was changed, and costs nothing otherwise. If the
+region *itself* changes a tensor (embedding's `max_norm` renormalises its weight), the
+recompute starts from the content that the forward left behind. A recompute from changed
+content is exact only if its first use of the tensor is a write, and no write changes
+the content; otherwise, the recompute raises.
 
 `Contents` finds writes that bypass the version counters: through `.data`, through
 NumPy, or by a kernel such as batch_norm's.
@@ -61,8 +60,7 @@ def metadata(tensor: Tensor) -> Metadata:
 def same_metadata(saved: Metadata, recomputed: Metadata) -> bool:
     """Return whether two unequal metadata tuples are equivalent.
 
-    Strides of size-1 dimensions and of empty tensors have no effect, and kernels set
-    them differently.
+    Strides of size-1 dimensions and empty tensors have no effect, and vary by kernel.
     """
     if saved[:3] != recomputed[:3] or saved[3] is None or recomputed[3] is None:
         return False
@@ -102,13 +100,13 @@ class Fingerprints:
     __slots__ = ("_operator", "_waiting", "taken")
 
     def __init__(self) -> None:
-        """Start without fingerprints."""
+        """Create an empty collection of fingerprints."""
         self.taken: list[Fingerprint] = []
         self._waiting: list[Tensor] = []
         self._operator = -1
 
     def add(self, tensor: Tensor) -> None:
-        """Add a tensor that an operator is saving, possibly before filling it."""
+        """Add a tensor that an operator is saving, possibly before computing it."""
         # Each operator creates one autograd node before it saves; node numbers rise.
         operator = node_sequence_number()
         if operator != self._operator:
@@ -128,13 +126,13 @@ class RecomputedFingerprints(Fingerprints):
     """Fingerprints of recomputed tensors, compared with those of the forward.
 
     Attributes:
-        waited: Whether some operator filled a tensor only after saving it.
+        waited: Whether some operator computed a tensor's content only after saving it.
     """
 
     __slots__ = ("_compared", "_expected", "_unfilled", "waited")
 
     def __init__(self, forward: Fingerprints):
-        """Compare with the forward's fingerprints, which may still be incomplete."""
+        """Prepare to compare with the fingerprints of a possibly unfinished forward."""
         super().__init__()
         self._expected = forward.taken
         self._compared = 0
@@ -148,12 +146,12 @@ class RecomputedFingerprints(Fingerprints):
         self.add(tensor)
 
     def difference(self) -> int | None:
-        """Return the index of the next fingerprint that differs, or `None`."""
+        """Return the next index where the forward's fingerprint differs, or `None`."""
         start, self._compared = self._compared, len(self.taken)
         return self._first_difference(self.taken[start:], start)
 
     def is_filled(self) -> bool:
-        """Return whether the current operator has filled all tensors it saved."""
+        """Return whether the current operator has computed all tensors it saved."""
         with without_modes():
             now = [_fingerprint(tensor) for tensor in self._waiting]
         if self._first_difference(now, len(self.taken)) is not None:
@@ -206,12 +204,11 @@ class Watch(Observer):
     """Raises when an operator reads a storage that was changed."""
 
     def __init__(self, changed: Names, rewritten: Names):
-        """Watch storages.
+        """Create an observer for two kinds of changed storages.
 
         Args:
-            changed: Storages that other code changed since the forward: names by
-                address.
-            rewritten: Storages that the region itself changed, likewise.
+            changed: Names, by address, of storages changed outside the region.
+            rewritten: Names, by address, of storages that the region itself changed.
         """
         self.changed = changed
         self.rewritten = rewritten
@@ -219,7 +216,7 @@ class Watch(Observer):
         self.versions: list[tuple[Tensor, int]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Check the operands, then run the operator."""
+        """Raise if an operand has a changed storage; otherwise run the operator."""
         if is_view_operator(operator):
             return operator(*args, **kwargs)
         operands = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]

@@ -1,8 +1,8 @@
 """Context managers that control, for a block of code, how regions run.
 
-A *switch* is an attribute of one `threading.local`, which makes reading it cheap. A
-region reads the switches once, in its forward; switches set around the backward pass
-have no effect on regions that ran before.
+A *switch*, a setting for one block in one thread, is an attribute of a
+`threading.local`, so that it is cheap to read. A region reads the switches only in its
+forward; setting them around the backward pass has no effect on regions that ran before.
 
 By default, each recomputed tensor is dropped once autograd has unpacked it, and unused
 recomputed tensors are dropped when the backward pass ends; a later backward pass over
@@ -76,8 +76,8 @@ def disable_checkpointing() -> Iterator[None]:
 def set_checkpoint_early_stop(enable: bool) -> Iterator[None]:
     """Enable or disable early stop for regions entered in this block, in this thread.
 
-    The setting overrides the regions' `early_stop` argument. It applies to each region
-    whose forward runs in the block, even if the recompute runs elsewhere.
+    The setting overrides the `early_stop` argument of each region whose forward runs in
+    the block, even if the recompute runs elsewhere.
 
     Args:
         enable: Whether a recompute stops once the last needed tensor is available.
@@ -165,7 +165,7 @@ def execution_group() -> Iterator[None]:
 
 
 def release_in_time(frame: Recomputable) -> bool:
-    """Schedule the release of a frame's recomputed tensors.
+    """Schedule the release of the tensors that one region call recomputed.
 
     Returns:
         Whether a release is scheduled: `False` outside any group and backward pass.
@@ -197,7 +197,7 @@ class GraphExecGroup:
     """Recompute each region at most once across all backward passes in the block.
 
     This replacement for `torch.utils.checkpoint.GraphExecGroup` also allows overlapping
-    backward passes. Groups cannot be nested.
+    backward passes. A `GraphExecGroup` cannot be nested in another.
     """
 
     def __init__(self) -> None:
@@ -239,7 +239,7 @@ class Regions:
     __slots__ = ("_frames",)
 
     def __init__(self) -> None:
-        """Start without regions."""
+        """Create an empty collection of regions."""
         self._frames: _Frames = []
 
     def add(self, frame: Recomputable) -> None:

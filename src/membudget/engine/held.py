@@ -62,7 +62,7 @@ class Packed:
         self._packed = pack(tensor.detach())
 
     def unpacked(self, unpack: Callable[[Any], Tensor]) -> tuple[Tensor, bool]:
-        """Unpack the tensor; also return whether it was written after packing."""
+        """Unpack the tensor; also return whether it was written to after packing."""
         tensor = unpack(self._packed)
         # An alias made below autograd counts its own versions, from 0.
         is_changed = (
@@ -85,7 +85,7 @@ class HeldTensor:
         alias: A detached alias of the tensor, which shares its version counter.
         place: The argument's position as nested (owner, key) pairs; see `name`.
         version: The tensor's version when the region began.
-        changed_by_region: Whether the region's function wrote the tensor.
+        changed_by_region: Whether the region's function wrote to the tensor.
         content: The tensor's fingerprint when the region began, in verified calls only.
     """
 
@@ -121,7 +121,7 @@ class HeldTensor:
         self.content = SKIPPED if given is None else content_of(given)
 
     def end_check(self) -> None:
-        """Detect whether the function wrote the tensor without a version bump."""
+        """Detect whether the function wrote to the tensor without a version bump."""
         given = self.given()
         if given is not None and content_of(given) != self.content:
             self.changed_by_region = True
@@ -131,7 +131,7 @@ class HeldTensor:
         self.changed_by_region = self.has_changed()
 
     def has_changed(self) -> bool:
-        """Return whether the tensor was written after the region began.
+        """Return whether the tensor was written to after the region began.
 
         Replacing the tensor's storage (`x.data = y`) does not count, because the region
         holds an alias of the old storage.
@@ -156,7 +156,7 @@ class _HeldParameter(HeldTensor):
         self._address = address_of(tensor)
 
     def has_changed(self) -> bool:
-        """Return whether the parameter was written or its storage was replaced."""
+        """Return whether the parameter was written to or its storage was replaced."""
         return super().has_changed() or address_of(self.alias) != self._address
 
     def rebuild(self) -> Tensor:
@@ -164,7 +164,7 @@ class _HeldParameter(HeldTensor):
 
 
 class _HeldConstant(HeldTensor):
-    """A tensor that requires no gradient, rebuilt as the caller's object if alive."""
+    """A tensor that requires no gradient; a recompute gets the original if alive."""
 
     __slots__ = ("_origin",)
 

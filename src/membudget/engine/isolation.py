@@ -1,15 +1,15 @@
 """Isolate the random numbers of regions that run in several threads at once.
 
-Generators in torch are process-wide. If another thread draws from a generator while a
-region runs, a recompute from the generator's state before the region draws different
-numbers, and rewinding the generator for the recompute disturbs the other thread. A lock
-around whole regions would serialise the threads, and deadlock threads that wait for
-each other inside a region.
+Torch's default generators are process-wide. If another thread draws from a generator
+while a region runs, rewinding the generator does not reproduce the region's numbers,
+and disturbs the other thread. A lock around whole regions would serialise the threads,
+and cause a deadlock if threads wait for each other inside regions.
 
 Once a second thread runs regions, all regions therefore isolate single *operators*: an
 observer records the generator's state before each random operator, and the recompute
-restores that state for that operator alone. The lock is held for one operator at a
-time. While only one thread runs regions, the usual case, isolation costs nothing.
+restores that state for that operator alone. A process-wide lock is held only while a
+random operator runs. While only one thread runs regions, the usual case, isolation
+costs nothing.
 
 Two cases are not covered: concurrent draws from Python's or NumPy's global streams, and
 draws from torch's generators outside any region while another thread recomputes.
@@ -34,7 +34,7 @@ class _Registry:
 
     Attributes:
         owner: Identity of the thread that runs regions without isolation.
-        running: Number of regions and recomputes that the owner has not left yet.
+        running: Number of regions and recomputes that `owner` has entered but not left.
         shared: Whether several threads run regions.
         threads: Identities of threads that entered regions, including those that left.
     """
@@ -56,7 +56,7 @@ def enter() -> bool:
     """Register that this thread enters a region or a recompute.
 
     Returns:
-        Whether the entry was counted, in which case the caller must call `leave`.
+        Whether this call was counted; if so, the caller must call `leave`.
     """
     registry = _REGISTRY
     me = threading.get_ident()
@@ -81,7 +81,7 @@ def is_shared() -> bool:
 
 
 def _enter_slowly(registry: _Registry, me: int) -> bool:
-    """Make this thread the owner, or turn isolation on if other threads run regions."""
+    """Register this thread; turn isolation on if other threads run regions."""
     with registry.lock:
         idle = not registry.shared and registry.running <= 0
         if idle or not _others_alive(registry, me):
@@ -109,7 +109,7 @@ class DrawRecorder(Observer):
     """Records the generator's state before each random operator of a forward."""
 
     def __init__(self, states: list[Tensor]):
-        """Append recorded generator states to `states`."""
+        """Prepare to append the recorded generator states to `states`."""
         self.states = states
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -129,7 +129,7 @@ class DrawPlayer(Observer):
         self.states = iter(states)
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator; leave the state of the live generator unchanged."""
+        """Run an operator, from its recorded generator state if it draws numbers."""
         if not is_random_operator(operator):
             return operator(*args, **kwargs)
         generator = generator_of(args, kwargs)

@@ -30,7 +30,7 @@ MODIFIED = (
 
 
 def overwritten_error(what: str) -> ChangedSinceForwardError:
-    """Return the error for a tensor that was written after autograd saved it."""
+    """Return the error for a tensor that was written to after autograd saved it."""
     return ChangedSinceForwardError(
         f"{MODIFIED}: {what} in a region was changed. Use the out-of-place operator, "
         "or change a clone.",
@@ -65,7 +65,7 @@ def rewritten_error(name: str) -> ChangedSinceForwardError:
 def silently_written_error(
     names: list[str], by_recompute: bool = False
 ) -> ChangedSinceForwardError:
-    """Return the error for tensors that the region writes without a version bump.
+    """Return the error for tensors that the region writes to without a version bump.
 
     `by_recompute` means that a recompute has already repeated the write.
     """
@@ -92,8 +92,8 @@ def mismatch_error(
     """Return the error for a recompute that differs from its forward.
 
     Args:
-        index: Index of the first differing tensor; `None` if only the counts differ.
-        site: Call site of the difference; `None` if the recompute had already ended.
+        index: Index of the first differing tensor; `None` if the tensor counts differ.
+        site: Operator and line of the difference; `None` after the recompute's end.
         saved: Description of the tensor or tensor count that the forward saved.
         recomputed: Description of the recomputed tensor or tensor count.
         causes: Probable causes, the most likely first.
@@ -128,7 +128,7 @@ def mismatch_error(
 
 
 def names_of(function: Any, others: list[Any]) -> dict[int, str]:
-    """Return names of all objects that `function` reaches, by `id` and address."""
+    """Return names of objects that `function` reaches, keyed by `id` and address."""
     reached = reach(function, others, names=True)
     known = dict(reached.names or {})
     for tensor in reached.tensors:

@@ -26,9 +26,9 @@ class RegionOptions:
 
     Attributes:
         use_reentrant: Use the classic variant, an `autograd.Function`, which exists for
-            compatibility; exceeding its limitations raises an error.
-        context_fn: Returns two context managers, one for the forward and one for each
-            recompute, as in selective checkpointing.
+            compatibility; violating one of its restrictions raises an error.
+        context_fn: A function that returns two context managers, one for the forward
+            and one for each recompute, as in selective checkpointing.
         determinism_check: How to compare recomputed with saved tensors: `"default"`
             compares shape, dtype, device and stride, and in verified calls also a
             fingerprint of the bytes; `"values"` compares fingerprints in every call;
@@ -37,8 +37,8 @@ class RegionOptions:
         early_stop: End a recompute once the last needed tensor is available.
         preserve_rng_state: Reproduce the forward's random numbers in each recompute.
         guards: Restore and check, besides arguments, everything the function can reach:
-            buffers, parameters, closed-over tensors, private generators, Python's and
-            NumPy's random streams, modes, context variables, process-wide settings,
+            buffers, parameters, closed-over tensors, user-created generators, Python's
+            and NumPy's random streams, modes, context variables, process-wide settings,
             training flags. `guards=False` reduces the guarantees to those of torch's
             `checkpoint`: autocast, unchanged arguments, and random streams of the CPU
             and the arguments' devices, with regions in one thread at a time.
@@ -46,23 +46,23 @@ class RegionOptions:
             `"replay"` re-runs only the recorded operators that are needed. `"auto"`
             selects `"rerun"`, which has no overhead per operator, unless `keep` is
             given or a second run would repeat side effects that must be undone (running
-            statistics in training, private generators).
+            statistics in training, draws from user-created generators).
         keep: Which outputs a replay region keeps: a policy from `membudget.policies`,
             glob patterns for submodule names, or a predicate on a `Candidate`.
         verify: Whether to verify the first call of each signature; for the rerun
             engine, see Rule 12 of `region`. The replay engine compares each recomputed
             tensor with the dropped one. With `verify=True`, the original tensors stay
-            in memory until the forward ends and each is replayed; tensors that are not
-            reproduced bit for bit are kept from then on, so that this step is exact as
-            well. With `verify="fingerprints"`, only fingerprints stay, which take
-            almost no memory; the backward pass compares them and raises
+            in memory until the forward has ended and all of them have been replayed;
+            tensors not reproduced bit for bit are kept from then on, so that this step
+            is exact as well. `verify="fingerprints"` retains only fingerprints, which
+            take almost no memory; the backward pass compares them and raises
             `RecomputeMismatchError` on a difference. After a mismatch, run the step a
             second time: the tensors at fault are then kept. `verify="always"` compares
-            fingerprints in every step, for kernels that are not reproducible, and reads
-            each dropped byte twice more.
+            fingerprints in every step, for kernels that are not reproducible; this
+            reads each dropped byte two more times.
         strict: Whether a replay region raises where plain autograd would, because a
             saved tensor was overwritten before the backward pass. Without `strict`, the
-            gradient is computed from the saved values, with one `OverwrittenWarning`.
+            gradient uses the original values, with one `OverwrittenWarning`.
     """
 
     use_reentrant: bool = False
@@ -193,12 +193,12 @@ def checked_options(options: Mapping[str, Any]) -> RegionOptions:
 
 
 class Statistics:
-    """Counters over all calls of one region, reported by `status()`.
+    """Counters over all calls to one region, reported by `status()`.
 
     Attributes:
         label: The region's name, also used in error messages.
         forwards: Number of calls that dropped saved tensors.
-        skipped: Number of calls that saved nothing, as when no gradient is needed.
+        skipped: Number of calls that saved no tensor, such as those without gradients.
         recomputes: Number of recomputes of the region.
         unrepeatable: Number of outputs that a replay region keeps because replaying
             them did not reproduce their bits.

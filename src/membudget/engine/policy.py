@@ -31,7 +31,7 @@ class Stages:
     Attributes:
         firsts: For each stage, the index of its first saved tensor among the region's
             saved tensors, in forward order.
-        held: For each stage, the outputs that it retains for later stages.
+        held: For each stage, the operator outputs that it retains for later stages.
     """
 
     firsts: Sequence[int]
@@ -50,8 +50,8 @@ class Candidate:
         args: Positional arguments of the operator.
         kwargs: Keyword arguments of the operator.
         output: The output tensor.
-        index: The operator's number within the region, from 1.
-        output_index: Index of the output; written arguments follow the outputs.
+        index: The operator's number within the region, counted from 1.
+        output_index: Index among the operator's outputs and the arguments it wrote to.
     """
 
     __slots__ = (
@@ -100,15 +100,15 @@ class Policy:
         raise NotImplementedError
 
     def by_operator(self, operator: Any) -> bool | None:
-        """Decide for all outputs of an operator; `None` if the decision varies."""
+        """Return the decision for all outputs of an operator; `None` if it varies."""
         return None
 
     def begin(self) -> Policy:
-        """Prepare for a new call of a region, and return the policy to use in it."""
+        """Prepare for a new call to a region; return the policy to use in that call."""
         return self
 
     def end(self) -> None:
-        """React to the end of a region's call."""
+        """Do what the policy needs when a call to a region ends."""
 
     def keeps_name(self, name: str) -> bool:
         """Return whether to keep tensors to which `membudget.name` gave this name."""
@@ -248,7 +248,7 @@ def named(*names: str) -> Policy:
 
 
 def inside(*patterns: str) -> Policy:
-    """Keep all outputs computed in matching submodules, to avoid recomputing them.
+    """Keep all outputs computed in submodules whose name matches a pattern.
 
     Args:
         *patterns: Glob patterns for module names in the region: `"*.attn"`, `"fc2"`.

@@ -6,9 +6,9 @@ objects that these reference in turn. `reach` walks this object graph before eve
 forward, so the walk must be fast: the names of globals are cached per code object and
 class, and module attributes that cannot reference any tensor are skipped.
 
-The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`.
-Finding tensors that the function never reads is harmless: changing a tensor is an error
-only if a recompute reads it (see `comparison`).
+The walk over all reachable objects descends into containers, and into plain objects to
+a depth of `_MAX_DEPTH`. Finding tensors that the function never reads is harmless:
+changing a tensor is an error only if a recompute reads it (see `comparison`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MAX_ITEMS = 4096  # A longer container is taken for data, and skipped.
 
 
 class Reached:
-    """The objects found by a walk, each listed once.
+    """The objects that a region's function can reach, each listed once.
 
     Attributes:
         tensors: All tensors found: parameters, buffers, attributes, closure variables.
@@ -54,8 +54,8 @@ class Reached:
         writes_statistics: Whether a normalisation layer in training mode was found.
         runs_torchscript: Whether traced or scripted code was found.
         is_lazy: Whether a lazy module with uninitialised parameters was found.
-        silent: Ids of the buffers that kernels write without a version bump.
-        generators: Private random generators of torch, Python and NumPy.
+        silent: Ids of the buffers that kernels write to without a version bump.
+        generators: Random generators of torch, Python and NumPy created by user code.
         containers: Containers with their lengths, to detect those that grow.
         names: Names of tensors and containers by `id`, recorded only on request.
         module_names: Paths of modules by `id`, recorded only on request.
@@ -65,7 +65,7 @@ class Reached:
     writes_statistics = runs_torchscript = is_lazy = False
 
     def __init__(self, names: bool = False):
-        """Start an empty result; record names only if `names` is set."""
+        """Create an empty result; object names are recorded only if `names` is set."""
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
@@ -116,7 +116,7 @@ class Reached:
         self.generators.append(value)
 
     def _torchscript(self, value: Any, name: str, depth: int) -> None:
-        """Collect the tensors of a scripted module; other script objects are opaque."""
+        """Collect a scripted module's tensors; other TorchScript objects are opaque."""
         self.runs_torchscript = True
         if isinstance(value, torch.jit.ScriptModule):
             buffers = list(value.buffers())
@@ -241,7 +241,7 @@ _VISITORS: dict[type, Visitor] = {
 
 
 def _visitor_of(kind: type) -> Visitor:
-    """Select and cache the visitor for a class."""
+    """Select and cache the method that visits instances of a class."""
     visitor: Visitor = Reached._object
     if issubclass(kind, UninitializedParameter | UninitializedBuffer):
         visitor = Reached._uninitialised
@@ -275,15 +275,15 @@ def _is_numpy_generator(kind: type) -> bool:
 
 
 def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:
-    """Walk everything that `function` can read besides its tensor arguments.
+    """Find every object that `function` can read besides its tensor arguments.
 
     Args:
         function: The region's function.
         others: Arguments that are neither tensors nor containers, such as modules.
-        names: Whether to record names, which only error messages need.
+        names: Whether to record object names, which only error messages need.
 
     Returns:
-        The objects found.
+        All tensors, modules, containers and generators that were found.
     """
     reached = Reached(names)
     reached.visit(function, "")

@@ -1,27 +1,27 @@
 """Restore, for a recompute, the state that a region can read besides its arguments.
 
-Each of the three kinds of state is restored or checked differently:
+Three kinds of state are restored or checked in different ways:
 
 * *Buffers* (and plain tensor attributes of modules) may be updated by a forward:
-  BatchNorm's statistics, a router's bias, an amax history. Buffers are copied before
-  the forward. A recompute starts from the copies, and its writes are undone afterwards
-  along with their version bumps, so that each step updates a buffer only once.
+  BatchNorm's statistics, a router's bias, an amax history. A recompute starts from
+  copies of the buffers made before the forward; its writes to buffers and their version
+  bumps are undone afterwards, so that each step updates a buffer only once.
 * *Training flags*, and attributes that a forward sets on modules of user-defined
   classes (a counter, a lazily built mask), are reset to their earlier values during the
   recompute. List and dict attributes are rebound, but their items are not restored.
-* *All other state* is compared, by version and storage, with its state at the end of
-  the forward. A changed tensor is an error if the recompute reads it (see
-  `comparison`).
+* *All other tensors* must have the version and storage that they had at the end of the
+  forward; a changed one is an error if the recompute reads it (see `comparison`).
 
 BatchNorm's kernel writes its running statistics without a version bump, so BatchNorm's
-buffers are always restored, as are all small buffers. Any other large buffer (a causal
-mask) is restored only if its version shows that the forward wrote it; otherwise the
-copy is dropped after the forward.
+buffers are always restored, as are all small buffers. A large buffer outside BatchNorm
+(such as a causal mask) is restored only if its version shows that the forward wrote to
+it; otherwise its copy is dropped after the forward.
 
 In a verified call, fingerprints taken before and after the forward reveal writes that
-bypass the version counters. Once a buffer was written that way, later calls of the
-function retain the copies of all buffers. Parameters and tensors in dicts cannot be
-restored, so the recompute raises if one was written without a version bump.
+bypass the version counters. Once a buffer was written to behind its version counter,
+later calls to the function retain the copies of all buffers. Parameters and tensors in
+dicts cannot be restored, so the recompute raises if one was written to without a
+version bump.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from membudget.state.snapshot import enter_snapshots, is_small, take_snapshots
 
 
 class Externals(NamedTuple):
-    """Storages outside a region that were changed after its forward, or are restored.
+    """Storages that other code changed after a forward, or that a recompute restores.
 
     Attributes:
         changed: Names of storages that other code changed, keyed by address.
@@ -201,7 +201,7 @@ class Reads:
             _rebind(namespace, before)
 
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
-        """Return an observer that checks operands, if any storage was changed."""
+        """If a storage was changed, return an observer that raises when it is read."""
         moved = arguments.changed()
         changed = self._changed()
         if not (changed or self._rewritten or moved):
@@ -257,7 +257,7 @@ def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each namespace that a forward may modify, with a copy of it.
+    """Return each module attribute dict that a forward may modify, with a copy.
 
     Activations stored on a module are detached in the copy, which would otherwise keep
     their graph alive, and with it the regions of the previous step.

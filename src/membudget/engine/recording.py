@@ -82,7 +82,7 @@ class Trace(Observer):
     """
 
     def __init__(self) -> None:
-        """Start an empty trace."""
+        """Create an empty trace."""
         self.operators: list[str] = []
         self.stacks: list[str] = []
 
@@ -110,7 +110,7 @@ def _user_stack() -> str:
 
 
 def side_by_side(forward: Trace, recompute: Trace) -> str:
-    """Return excerpts of both traces around the first operator that differs."""
+    """Return excerpts of two operator traces around the first operator that differs."""
     first = _first_difference(forward.operators, recompute.operators)
     return "\n".join(
         [
@@ -150,10 +150,11 @@ class Recording:
         metadata: Shape, dtype, device and stride of each saved tensor.
         calls: The call history of the function; `None` without verification.
         finished: Whether the forward has ended.
-        is_new: Whether the call ran unverified on a path that is not verified yet.
+        is_new: Whether the call ran unverified, and the dtypes and ranks of its saved
+            tensors occurred in no verified call.
         holds: Whether saved tensors stay in memory until the forward ends, because the
-            function is known or suspected to run a backward pass inside (Rule 7).
-        nested_backward: Whether the function runs a backward pass inside (Rule 7).
+            function runs, or may run, a backward pass of its own (Rule 7).
+        nested_backward: Whether the function itself runs a backward pass (Rule 7).
         fingerprints: Fingerprints of the saved tensors; `None` if not compared.
         trace: Operators of the forward, recorded with `debug=True`.
         contexts: The pair of context managers from `context_fn`, if given.

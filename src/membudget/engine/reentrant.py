@@ -11,10 +11,10 @@ violated; here each violation raises a `ReentrantLimitError`:
 * at least one output must depend on a tensor that requires a gradient;
 * `torch.autograd.grad`, `backward(inputs=...)` and double backward are not supported.
 
-Unlike other regions, a reentrant one may give gradients that differ from the plain step
-in the last bit. The region's input receives its gradient as one sum, whereas the plain
-step adds the gradient of each use separately, possibly in another order. Floating-point
-addition is not associative, so tensors used both inside and outside the region, such as
+Unlike other regions, a reentrant region may give gradients that differ from plain
+autograd's in the last bit. A region's input receives its gradient as one sum; plain
+autograd adds each use's gradient separately, possibly in another order. Floating-point
+addition is not associative, so tensors used inside and outside the region, such as
 shared parameters, may get different gradients, as in torch's reentrant variant.
 """
 
@@ -166,7 +166,7 @@ def run_reentrant(
     options: RegionOptions,
     statistics: Statistics | None,
 ) -> Any:
-    """Run a function as a region of the classic variant.
+    """Run a function as a region of the classic, reentrant variant.
 
     Raises:
         ReentrantLimitError: A gradient would be lost.

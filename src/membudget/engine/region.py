@@ -4,9 +4,8 @@ A region is a call whose saved tensors are dropped in the forward and recomputed
 backward pass. The rerun engine follows the rules below, which tests cite by number; the
 rules of the replay engine are in `replay`.
 
-Rule 1. Saved tensors belong to the innermost region. The inputs of a region are saved
-    tensors of the surrounding code: an outer region drops them, an offloader moves
-    them.
+Rule 1. Saved tensors belong to the innermost region. A region's inputs are saved
+    tensors of the surrounding code: outer regions drop them, offloaders move them.
 Rule 2. A recompute runs the function once and stops as soon as all tensors that are
     still needed are available. If no saved tensor is needed, nothing is recomputed.
 Rule 3. The region drops a recomputed tensor when autograd unpacks it. Memory therefore
@@ -19,28 +18,29 @@ Rule 5. A recompute sees the state that the forward saw: arguments (including
     flags, and the buffers that the forward updated.
 Rule 6. A recompute leaves no trace: random streams, buffers with their version
     counters, flags and settings are the same afterwards, even if the recompute fails.
-Rule 7. A function may run a backward pass inside: `autograd.grad` and `backward` see
-    the same tensors, and a recompute adds nothing to the parameters' gradients. Tensors
-    saved by such a function, or by the first calls of any function, stay in memory
-    until the forward ends, so that nothing is recomputed halfway.
+Rule 7. A function may itself run a backward pass: `autograd.grad` and `backward` get
+    the same tensors as without a region, and a recompute adds nothing to the
+    parameters' gradients. In the first few calls to a function, and in all calls if it
+    runs a backward pass, saved tensors stay in memory until the forward ends, so that
+    nothing is recomputed while the forward is running.
 Rule 8. If a tensor was changed after the forward, the recompute raises when it reads
     that tensor. Changes are detected by version and storage (`.data =`), even in
     arguments that went through saved-tensor hooks around the region. A change by
-    `.data.add_(...)`, which deliberately bypasses the version, is detected only where
-    values are compared (Rule 12).
+    `.data.add_(...)`, which bypasses the version, is detected only where values are
+    compared (Rule 12).
 Rule 9. If a recomputed tensor differs from the saved one, an error says where and why.
 Rule 10. A region keeps nothing alive that plain autograd would not: no graph of its
-    inputs, no reference cycle of its own. When the graph dies, so does the region.
+    inputs, no reference cycle of its own. A region is freed with its autograd graph.
 Rule 11. An exception raised by the function propagates unchanged, from the forward and
     from the recompute. A note is added if the region caused the exception: the function
     forbids saved-tensor hooks, or only its recompute raised.
-Rule 12. The first call of each signature (see `calls`) is verified, and so are calls
-    number 2, 4, 8 and so on: the bytes of recomputed and saved tensors are compared,
-    and so are the bytes, before and after the forward, of everything the function can
-    reach. A large buffer that was written without a version bump is restored from then
-    on, as small buffers always are. Any other difference raises an error, and with
-    `engine="auto"` the function is replayed from its next call on. A difference that
-    begins between two verified calls goes undetected until the next verified call;
+Rule 12. The 1st, 2nd, 4th, 8th, ... call with a given signature (see `calls`) is
+    verified by comparing the bytes of recomputed and saved tensors, and the bytes,
+    before and after the forward, of everything the function can reach. A large buffer
+    that was written to without a version bump is restored from then on, as small
+    buffers always are; any other difference raises an error, and with `engine="auto"`
+    the function is replayed from its next call on. A difference that begins between two
+    verified calls goes undetected until the next verified call;
     `determinism_check="values"` compares the bytes of all calls. Nothing is verified
     with `verify=False`, without guards, with `determinism_check="none"` or with
     `preserve_rng_state=False`.
@@ -101,8 +101,8 @@ def checkpoint(
     call bit for bit; the rules are at the top of this module. `checkpoint` is a drop-in
     replacement for `torch.utils.checkpoint.checkpoint`.
 
-    Options of the region are not passed on to the function. To pass a keyword of the
-    same name to the function, give the options in a call of their own:
+    Options of the region are not passed on to the function. To pass the function a
+    keyword argument named like an option, give the options in a separate call:
     `checkpoint(early_stop=False)(function)(x, early_stop=x)`.
 
     Args:
@@ -203,7 +203,7 @@ def _frame(
     options: RegionOptions,
     statistics: Statistics | None,
 ) -> RerunFrame | ReplayFrame:
-    """Create a frame of the engine that the options and the function select."""
+    """Create a `RerunFrame` or a `ReplayFrame`, depending on options and function."""
     if not options.always_replays:
         calls = calls_of(function, args, kwargs) if options.verifies else None
         if calls is None or not (calls.owner.replays and options.may_replay):
@@ -218,7 +218,7 @@ def _frame(
 
 
 def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:
-    """Adjust the options of a rerun that was requested where replay would be safer.
+    """Let a rerun always compare fingerprints if it can reach TorchScript code.
 
     Raises:
         CheckpointError: The region holds uninitialised parameters of a lazy module.
@@ -235,7 +235,7 @@ def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOpti
 
 
 def _with_contexts(options: RegionOptions, contexts: ContextPair) -> RegionOptions:
-    """Put contexts into the options: membudget's as a policy, others as they are."""
+    """Add a `context_fn` result to the options, as `keep` if it wraps a policy."""
     policy = policy_of(contexts)
     if policy is not None:
         return replace(options, context_fn=None, debug=False, keep=policy)

@@ -125,7 +125,7 @@ class Rerun:
             self._trace = None
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Call the function until it ends or every needed tensor is available."""
+        """Run the function once; stop early when every needed tensor is available."""
         push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
         try:
             self._recording.function(*args, **kwargs)
@@ -184,7 +184,7 @@ class Rerun:
             self._stop()
 
     def _stop(self) -> None:
-        """End the run, unless the operator has not filled its saved tensors yet."""
+        """End the recompute, unless an operator has yet to compute what it saved."""
         if self._fingerprints is not None and not self._fingerprints.is_filled():
             self._site = self._site or self._site_now()
             return
@@ -192,7 +192,7 @@ class Rerun:
         raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
-        """Fill the next handle, and compare the fingerprints taken so far."""
+        """Fill the next handle, and compare new fingerprints with the forward's."""
         if tensor.is_nested and self._is_kept(tensor):
             return
         self._give_and_compare(tensor, sys._getframe(1))
@@ -217,7 +217,7 @@ class Rerun:
         return must_keep(nested, self._recording.surroundings.arguments)
 
     def _check_external(self, handle: RerunHandle, externals: Externals) -> None:
-        """Raise for a changed storage; allow later writes to a restored buffer."""
+        """Raise if a handle's storage was changed; if it was restored, allow writes."""
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
@@ -289,10 +289,10 @@ def _mark_what_it_has(handle: RerunHandle, tensor: Tensor) -> None:
 
 
 def _fills_what_it_saved(caller: FrameType) -> bool:
-    """Return whether the current operator fills its saved tensor after saving it.
+    """Return whether the current operator saves a tensor before computing its content.
 
     RReLU saves its noise before drawing it (pytorch/pytorch#193671), so a recompute
-    that stops at the save would return uninitialised memory. The operator is recognised
-    by its name in the Python code that calls it.
+    that stops at the save would return uninitialised memory. RReLU is recognised by its
+    name in the Python code that calls it.
     """
     return "rrelu" in caller.f_code.co_names

@@ -67,12 +67,12 @@ class RerunFrame(Recording):
     def _may_verify(self) -> bool:
         """Return whether this call can be verified.
 
-        Calls inside a recompute cannot be verified: no backward unpacks their tensors.
+        A call inside a recompute cannot be verified: no backward unpacks its tensors.
         """
         return get_ident() not in RECOMPUTING and may_read_bytes()
 
     def _run_in_contexts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function under the observers and contexts that the options need."""
+        """Run the function under the observers and contexts that its options need."""
         options = self.options
         with Scope() as scope:
             if self.surroundings.random_log is not None:
@@ -121,7 +121,7 @@ class RerunFrame(Recording):
         return tensor
 
     def note_backward_inside(self) -> None:
-        """Record that the function runs a backward pass inside (Rule 7)."""
+        """Record that the function itself runs a backward pass (Rule 7)."""
         # Replay regions inside this region call it, too.
         self.nested_backward = True
         if self.calls is not None:
@@ -149,7 +149,7 @@ class RerunFrame(Recording):
     def release(self) -> None:
         """Free the recomputed tensors that autograd has not unpacked (Rule 4).
 
-        The lock keeps the end of one thread's backward from emptying handles that
+        The lock keeps the end of one thread's backward pass from emptying handles that
         another thread's recompute has just filled.
         """
         with self.lock:

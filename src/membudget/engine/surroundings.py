@@ -1,10 +1,10 @@
 """Record everything a region's call depends on, and restore it for a recompute.
 
-This module implements Rules 5 and 6 for both variants of rerun: it covers arguments,
-random sources, reachable objects, and *ambient* state. Ambient state is autocast with
-its dtypes and cache, the stacks of function and dispatch modes, the default device and
-dtype, context variables, and the settings that select kernels (`sdpa_kernel`, mkldnn,
-cuDNN, precisions, determinism).
+This module implements Rules 5 and 6 for default and reentrant reruns: it covers
+arguments, random generators, reachable objects, and *ambient* state. Ambient state is
+autocast with its dtypes and cache, the stacks of function and dispatch modes, the
+default device and dtype, context variables, and the settings that select kernels
+(`sdpa_kernel`, mkldnn, cuDNN, precisions, determinism).
 
 A recompute runs later, inside a backward pass and possibly in another thread. State
 rarely changes between forward and recompute, so the forward records state as cheaply as
@@ -145,7 +145,7 @@ def operator_conditions() -> Callable[[Scope], None]:
 
 
 def _modes_of_the_user() -> tuple[Any, ...]:
-    """Return the active dispatch modes that do not belong to the engine."""
+    """Return the active dispatch modes that do not belong to membudget."""
     return tuple(
         mode
         for mode in _torch.dispatch_modes()
@@ -163,21 +163,22 @@ def _enter_missing(
 
 
 class Surroundings:
-    """The recorded state of one region's call; only part of it without guards.
+    """The state that one region call depends on; only part of it without `guards`.
 
     Attributes:
         arguments: The arguments of the call.
-        reads: Other state that the function can read, unless guards are off.
+        reads: State, besides arguments, that the function can read; only with `guards`.
         needs_repair: Whether the function can reach running statistics in training,
-            private generators, TorchScript or lazy modules, which only a rerun must
-            restore.
+            user-created generators, TorchScript or lazy modules, which a second run may
+            change.
         runs_torchscript: Whether the function can reach traced or scripted code.
-            TorchScript recompiles a function after its first runs, so a second run may
-            save other tensors than the first.
+            TorchScript recompiles a function after its first few runs, so a second run
+            may save different tensors.
         is_lazy: Whether the function can reach uninitialised parameters.
         trainable: Whether the function can reach a tensor that requires a gradient;
             used only by the reentrant variant.
-        random_log: Generator state before each random operator; only with isolation.
+        random_log: Generator state before each random operator; recorded only if
+            several threads run regions.
     """
 
     reads: Reads | None = None
@@ -252,7 +253,7 @@ class Surroundings:
             self._ambient.context.copy().run(body)
 
     def enter_ambient(self, scope: Scope) -> None:
-        """Restore random sources, modes and settings until `scope` ends."""
+        """Restore random generators, modes and settings until `scope` ends."""
         ambient, log = self._ambient, self.random_log
         # True if the forward ran before a second thread entered regions.
         unlogged = ambient is not None and self._noted and log is None
@@ -269,10 +270,10 @@ class Surroundings:
     def enter_state(
         self, scope: Scope, hide_gradients: bool = False
     ) -> Externals | None:
-        """Restore buffers, attributes, flags; return changed and restored storages.
+        """Restore buffers and module attributes; return changed and restored storages.
 
         With `hide_gradients`, `.grad` is unset during the recompute, so that a backward
-        pass inside the function does not accumulate gradients again.
+        pass run by the function does not accumulate gradients again.
         """
         reads = self.reads
         if reads is None:
@@ -283,10 +284,10 @@ class Surroundings:
 
     @contextmanager
     def refusing_silent_writes(self) -> Iterator[None]:
-        """Check that the block writes no unrestored tensor without a version bump.
+        """Raise if the block writes to an unrestored tensor without a version bump.
 
         Raises:
-            ChangedSinceForwardError: The block wrote a tensor without a version bump.
+            ChangedSinceForwardError: A tensor was written to without a version bump.
         """
         given = [held.given() for held in self.arguments.tensors]
         found = [] if self.reads is None else self.reads.not_restored()

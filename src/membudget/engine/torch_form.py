@@ -2,16 +2,16 @@
 
 In selective checkpointing, torch uses two contexts, one for the forward and one for the
 recompute, to decide which outputs are kept. This module creates torch's own contexts
-around a membudget policy. In eager code, a region extracts the policy and runs under
-the replay engine: the function runs only once, so forward and recompute cannot diverge.
+around a membudget policy. In eager code, a region extracts the policy from these
+contexts and runs under the replay engine: the function runs only once, so forward and
+recompute cannot diverge.
 
 Inside `torch.compile`, a region runs as `torch.utils.checkpoint.checkpoint`. Dynamo
-traces the body into a graph, whose tagged operators the partitioner recomputes.
+traces the region into a graph, whose tagged operators the partitioner recomputes.
 Compiled code has no Python state to restore: random numbers and buffers are inputs and
-outputs of the graph. Therefore, only the options `keep` and `context_fn` apply, and
-`keep` reaches torch as a `context_fn`. Dynamo requires `context_fn` to be a constant,
-which no membudget object is. Dynamo therefore runs `_number_of` instead of tracing it,
-to represent each policy by a number, which is a constant.
+outputs of the graph. In compiled code, only the options `keep` and `context_fn` apply,
+and torch gets `keep` as a `context_fn`. Dynamo needs a constant `context_fn`, so it
+runs `_number_of`, untraced, to represent each policy by a number.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TorchPolicy:
     """Adapts a membudget policy to the function that torch's contexts call."""
 
     def __init__(self, policy: Policy, names: Mapping[str, str] | None = None):
-        """Start a region's call; `names` maps module ids, as text, to module names."""
+        """Adapt `policy` to one region call; `names` maps ids of modules to names."""
         self.policy = policy
         self._call = policy.begin()
         self._module_names = names or {}
@@ -88,8 +88,8 @@ class TorchPolicy:
     def _path(self) -> str:
         """Return the name of the innermost module around the operator being traced.
 
-        Dynamo attaches the stack of running modules to each operator, keyed by `id`,
-        with "@1" appended in a module's second call.
+        Dynamo attaches the stack of running modules to each operator, keyed by module
+        `id`, with "@1" appended in a module's second call.
         """
         stack = fx_traceback.get_current_meta().get("nn_module_stack") or {}
         for key in reversed(stack):
@@ -103,7 +103,7 @@ class TorchPolicy:
 
 
 class _FunctionPolicy(TorchPolicy):
-    """A policy function with torch's signature, called without changes."""
+    """Passes torch's calls on to a policy function that has torch's signature."""
 
     def __init__(self, policy: _Function):
         super().__init__(policy)

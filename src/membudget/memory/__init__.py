@@ -1,11 +1,11 @@
 """Measure memory: the tensors that autograd saves during a call, and their origin.
 
-`peak` measures the bytes that a call needs, and `formulas` has closed forms.
+`peak` measures a call's peak; `formulas` computes the bytes that a transformer saves.
 
 A pack hook runs whenever autograd saves a tensor: the Python stack shows the module and
-the user's line, a `TorchFunctionMode` the function. The hook keeps the original tensor,
-so the graph stays usable. The report counts only tensors that are still saved when the
-call returns.
+the user's line, and a `TorchFunctionMode` the function. The pack hook returns the
+original tensor, so autograd's graph stays usable. The report counts only tensors that
+are still saved when the call returns.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SavedTensor:
 class SavedReport:
     """The tensors that autograd saves during a call and retains after the call.
 
-    Every total counts a storage once, for the first tensor that uses the storage.
+    Every total counts a storage once, under the first saved tensor that uses it.
 
     Attributes:
         records: The saved tensors, in the order in which autograd saved them.
@@ -151,8 +151,8 @@ def saved(function: Callable[..., Any], *args: Any, **kwargs: Any) -> SavedRepor
     retains are counted), and tensors that other saved-tensor hooks pack.
 
     Args:
-        function: The function to call. Module paths start at the modules among the
-            arguments, at the function itself, or at the object of a bound method.
+        function: The function to call. Module paths are relative to the modules among
+            the arguments, the function itself, or the object of a bound method.
         *args: Positional arguments of the function.
         **kwargs: Keyword arguments of the function.
 

@@ -55,7 +55,8 @@ class TransformerShape:
         sequence_parallel: Whether ranks split tensors outside attention and MLP, too.
 
     Raises:
-        OptionError: If a size is not a positive integer, or is not evenly divisible.
+        OptionError: If a size is not a positive integer, or if `hidden`, `heads` or
+            `sequence` cannot be split evenly.
     """
 
     batch: int
@@ -66,7 +67,7 @@ class TransformerShape:
     sequence_parallel: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        """Reject sizes that are not positive or not evenly divisible."""
+        """Reject sizes that are not positive, or not evenly divisible as required."""
         sizes = asdict(self)
         is_split = sizes.pop("sequence_parallel")
         check_positive(**sizes)
@@ -83,12 +84,12 @@ class TransformerShape:
 
     @property
     def of_rank(self) -> int:
-        """Elements per rank of an sbh tensor that tensor parallelism splits."""
+        """Elements per rank of an s·b·h tensor split by tensor parallelism."""
         return self.sbh // self.tensor_parallel
 
     @property
     def outside(self) -> int:
-        """Elements per rank of an sbh tensor that only sequence parallelism splits."""
+        """Elements per rank of an s·b·h tensor split only by sequence parallelism."""
         return self.of_rank if self.sequence_parallel else self.sbh
 
 
@@ -195,8 +196,7 @@ def flash_layer_terms(shape: TransformerShape) -> LayerTerms:
     precision: 4bas bytes. The attention output counts as the input of the projection.
 
     Returns:
-        Bytes per rank. The seed of the fused dropout and padding rows of the kernel are
-        not counted.
+        Bytes per rank, without the fused dropout's seed and the kernel's padding rows.
 
     Example:
         >>> shape = TransformerShape(batch=1, sequence=2048, hidden=12288, heads=96)
@@ -257,7 +257,7 @@ def extra_terms(shape: TransformerShape, vocabulary: int) -> dict[str, int]:
     Without pipeline parallelism (p = 1 in section 4.3 of the paper), a model saves the
     dropout mask of the embedding, sbh/t; the inputs of the last norm and of the output
     projection, 2sbh/t each; and the logits in single precision, 4sbv/t. Without
-    sequence parallelism, only the logits are split.
+    sequence parallelism, the ranks split only the logits.
 
     Returns:
         Bytes per rank, by name of the term. Not counted: token ids, targets, and logits

@@ -1,4 +1,4 @@
-"""Closed forms for the bytes of optimizer state of one parameter.
+"""Closed forms for the bytes of an optimizer's state for one parameter.
 
 Not counted: the parameter itself and its gradient.
 """
@@ -50,9 +50,9 @@ def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
     """Return the state bytes of `torch.optim.Adafactor` for one parameter.
 
     The running mean of the squared gradient is factored (Shazeer, Stern 2018,
-    arXiv:1804.04235, section 3): each matrix (the last two dimensions) stores one
-    number per row and column, a vector one per element. Each parameter also has a step
-    counter.
+    arXiv:1804.04235, section 3): a matrix (the last two dimensions) needs one number
+    per row and one per column, a vector one number per element. Each parameter also has
+    a step counter.
 
     Args:
         size: Shape of the parameter.

@@ -31,12 +31,12 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes that `tensors` keep alive, each storage counted once.
 
     A view keeps its whole base alive, so `x[:1]` counts as many bytes as `x`, and three
-    chunks of one tensor count as many as the tensor. A composite tensor (a `DTensor`, a
-    sparse tensor) counts the storages of its parts.
+    chunks of one tensor count as many as the tensor. For a composite tensor (a
+    `DTensor`, a sparse tensor), the storages of its parts are counted.
 
     Args:
-        tensors: Tensors on any device; `meta` and fake tensors count the bytes that
-            equivalent real tensors would occupy.
+        tensors: Tensors on any device; `meta` and fake tensors count as many bytes as
+            equivalent real tensors.
 
     Example:
         >>> import torch
@@ -156,7 +156,7 @@ class Peak(Generic[T]):
 
     Attributes:
         peak_bytes: Peak of the live bytes that the call allocated.
-        end_bytes: Bytes allocated by the call and live at its end, with `result`.
+        end_bytes: Bytes allocated by the call and live at its end, including `result`.
         operator: The operator that reached the peak, such as `"aten::addmm"`; empty on
             CUDA, or if no operator was running.
         timeline: Live bytes after each allocation or release; empty on CUDA.
@@ -176,10 +176,10 @@ class Peak(Generic[T]):
 def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
     """Call a function and measure the peak of the tensor bytes that it allocates.
 
-    Not counted: allocator rounding, and memory from before the call. For the total, add
-    `storage_bytes` of the parameters, buffers, optimizer state and inputs. On the CPU,
-    releases of memory from before the call do not count either, so set old gradients to
-    `None` before the call.
+    Not counted: allocator rounding, and memory allocated before the call. For the total
+    peak, add `storage_bytes` of the parameters, buffers, optimizer state and inputs. On
+    the CPU, releases of memory allocated before the call are ignored, so set old
+    gradients to `None` before the call.
 
     Args:
         function: The function to call. Allocations in all threads of the process count,

@@ -1,4 +1,4 @@
-"""Planning: pure functions, without torch, from a profiled step to a plan.
+"""Planning: pure functions that turn a profiled step into a plan, without torch.
 
 Choice (of a block)  →  Schedule (of a step, simulated)  →  Plan (the file)
 

@@ -1,6 +1,6 @@
 """Simulate the backward pass of one block: what it recomputes and when it frees it.
 
-The simulation counts uses exactly as the replay engine (`engine.replay`) does. When the
+Uses of storages are counted exactly as in the replay engine (`engine.replay`). When the
 backward pass unpacks the first saved tensor of a stage, the stage determines which
 operators recompute all its saved tensors from the storages live at that time. Each
 recomputed storage gets a use count, the number of these operators that read it plus the

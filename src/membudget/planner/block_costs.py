@@ -67,7 +67,7 @@ class BlockCosts:
         blocks: Sequence[Block],
         always: Sequence[frozenset[int]] = (),
     ):
-        """Find the keep-sets of each block; all of them contain `always`."""
+        """Find each block's keep-sets, which all include the storages in `always`."""
         self._graph = graph
         self.blocks = list(blocks)
         kept = always or [frozenset[int]()] * len(self.blocks)
@@ -126,8 +126,8 @@ class BlockCosts:
     ) -> list[int]:
         """Return, per block, the peak of tensors outside blocks while no block runs.
 
-        An operator outside all blocks counts for the preceding block in the forward,
-        and for the next block to run in the backward pass: in both cases, the bytes
+        An operator outside all blocks counts toward the preceding block in the forward,
+        and toward the next block to run in the backward pass: in both cases, the bytes
         retained by this block and all earlier blocks are live.
         """
         starts = [self.backward_start(block) for block in self.blocks]
@@ -168,9 +168,9 @@ class BlockCosts:
 
 
 class Fronts:
-    """Cache of the keep-sets of a step's blocks: equal blocks are solved once.
+    """Cache of the keep-sets of a step's blocks: identical blocks are solved once.
 
-    Two blocks are equal if their operators agree in time and data flow, and the
+    Two blocks are identical if their operators agree in time and data flow, and the
     storages that they allocate agree in size and in whether autograd needs them.
     """
 
@@ -183,7 +183,7 @@ class Fronts:
     def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
         """Return the keep-sets of a block, largest first.
 
-        Every keep-set contains `always`, whose bytes are not counted.
+        Every keep-set includes the storages in `always`, whose bytes are not counted.
         """
         made = sorted(made_in(self._graph, block))
         place_of = {storage: place for place, storage in enumerate(made)}

@@ -1,15 +1,15 @@
 """Cut the forward into blocks: at module calls, or where few bytes cross the cut.
 
 `module_blocks` cuts at module calls, because a region wraps a module, and considers
-only modules that are called once per step. From the whole model downwards, a call with
-more than a given share of the saved bytes is replaced by its child calls if they hold
-most of its saved bytes. A model thus splits into layers, whatever they are called.
+only modules that are called once per step. From the whole model downwards, a module
+call with more than a given share of the saved bytes is replaced by its child calls if
+they hold most of its saved bytes; layers are found whatever their names.
 
 `segments` cuts one module call into a chain of segments for nested recomputation.
 Recomputation that starts at a cut needs all storages that are made before the cut and
-read after it. A skip connection crosses every cut between its two ends. The segment
-with the most saved bytes is cut next, within its middle three fifths, where the fewest
-bytes cross; equal layers are therefore cut alike.
+read after it. A skip connection crosses every cut between its two ends. Each cut splits
+the segment with the most saved bytes, within its middle three fifths, where the fewest
+bytes cross; identical layers are therefore cut identically.
 
     operators    0   1 │ 2   3   4 │ 5        crossing the first cut: b, the skip
     b                ├─┼───┤       │
@@ -64,11 +64,11 @@ class _CallTree:
         self._most_bytes = most_share * self._saved_before[-1]
 
     def saved_bytes(self, call: ModuleCall) -> int:
-        """Return the bytes that a call allocates and autograd saves."""
+        """Return the bytes that a module call allocates and autograd saves."""
         return self._saved_before[call.end] - self._saved_before[call.start]
 
     def cut(self, call: ModuleCall) -> list[ModuleCall]:
-        """Return the call itself, or the smaller calls that replace it."""
+        """Return a module call, or its child calls if it saves too many bytes."""
         saved = self.saved_bytes(call)
         inner = self.inside(call)
         covered = sum(map(self.saved_bytes, inner))

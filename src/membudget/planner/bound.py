@@ -76,8 +76,8 @@ class _Droppable:
 class _Excess:
     """Fixed bytes (live under every schedule) and droppable storages, by op index.
 
-    The arrays run over the droppable storages in order of price: size, price, and the
-    op range from start to end in which autograd still needs each storage.
+    The arrays hold, for each droppable storage in order of price, its size, its price,
+    and the start and end of the op range in which autograd still needs it.
     """
 
     def __init__(self, graph: StepGraph):
@@ -98,7 +98,7 @@ class _Excess:
         self._fixed = _fixed_bytes(graph, free, must_keep)
 
     def again_s(self, budget_bytes: int) -> float:
-        """Return the maximum of again(t), a lower bound on the recompute time."""
+        """Return the largest lower bound on the recompute time over all op indices."""
         moments = range(len(self._fixed))
         return max((self._again_at(t, budget_bytes) for t in moments), default=0.0)
 

@@ -9,8 +9,8 @@ of which may retain a checkpoint for later stages.
     kept                      ▌ run 0, 1 ▌ run 2 ▌ 3 ▌ 2 ▌ run 0 ▌ 1 ▌ 0
                                          └ checkpoint retained ┘
 
-With m the bytes left free by everything retained before a nest, the least time D for
-the nest's backward pass is:
+If everything retained before a nest leaves m bytes free, the least time D for the
+nest's backward pass is:
 
     D(i, i, m) = again_s(i)                                  if again_peak(i) ≤ m
     D(i, j, m) = min of
@@ -18,20 +18,20 @@ the nest's backward pass is:
         Σ pass_s(i .. c - 1) + D(c, j, m - crossing(i, c)) + D(i, c - 1, m)
                                                              retain what crosses c
 
-Each run of operators must fit within m. The recurrence is the persistent schedule,
-known as rotor, of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova, "Optimal
-checkpointing for heterogeneous chains: how to train deep neural networks with limited
-memory" (2019). Rotor recomputes whole segments; here `again_s` counts only the
-operators needed to recompute saved tensors (the *region transition*), which saves 2 to
-7 % of a step. With h the bytes retained in the forward and B the budget, the least time
-E of the first segments is:
+Each run of operators must fit in the bytes left free. The recurrence is the persistent
+schedule, known as rotor, of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
+"Optimal checkpointing for heterogeneous chains: how to train deep neural networks with
+limited memory" (2019). Rotor recomputes whole segments; here only the operators needed
+to recompute saved tensors run again (the *region transition*), which saves 2 to 7 % of
+the step time. If the forward retains h bytes and the budget is B, the least time E of
+the first segments is:
 
     E(0, 0) = 0
     E(i + 1, h + retained(o)) = E(i, h) + seconds(o)                 choices o of i
     E(j + 1, h + crossing(i, j + 1)) = E(i, h) + D(i, j, B - h)      nests i..j
 
-D does not depend on B, so one table serves all budgets. The quantum of bytes is chosen
-so that most sizes are multiples of it and rounding loses little.
+The times D of nests do not depend on the budget, so one table suffices. The quantum of
+bytes is chosen so that most sizes are multiples of it and rounding loses little.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class SegmentCosts:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Storages of segments first..last that cross their end; a stage retains them."""
+    """Storages made in segments first..last and read later, retained by a stage."""
 
     first: int
     last: int
@@ -123,7 +123,7 @@ class Chain:
     # The forward: E, by segment and retained quanta.
 
     def _forward_table(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return table E, and the segment and keep-set that led to each entry."""
+        """Return the least time of each prefix of the chain, and its last choice."""
         size = max(1, min(self._size, self._quantum.room(budget_bytes) + 1))
         count = len(self._segments)
         best = np.full((count + 1, size), np.inf)
@@ -190,7 +190,7 @@ class Chain:
 
     @cached_property
     def _nests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return table D, and the split of each entry: 0 for the saved set, else c."""
+        """Return each nest's least time, and the checkpoint that achieves it."""
         count, size = len(self._segments), self._size
         # float32 and int16: the table grows with the square of the chain's length.
         table = np.full((count, count, size), np.inf, dtype=np.float32)
@@ -229,10 +229,10 @@ class Chain:
         later: np.ndarray,
         earlier: np.ndarray | None = None,
     ) -> None:
-        """Update an entry of table D wherever the given split of the nest is faster.
+        """Update a nest's least times wherever the given split of the nest is faster.
 
-        Recomputing a checkpoint takes `seconds` and peaks at `need_bytes`. A checkpoint
-        stays live during the backward pass of the later part, which runs first.
+        Recomputing a checkpoint takes `seconds` and peaks at `need_bytes`. The nest's
+        later part runs its backward pass first, while the checkpoint is live.
         """
         best, how = entry
         retained = self._quantum.need(retained_bytes)

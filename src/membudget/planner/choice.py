@@ -1,8 +1,8 @@
 """Blocks of the forward, choices of what they keep, and recompute slices.
 
 Dropped saved tensors are recomputed by a *recompute slice* of the block, a backward
-program slice (Weiser 1981). A scan from the last operator to the first adds every
-operator that writes a needed storage, and marks its inputs as needed.
+program slice (Weiser 1981). A scan from the last operator to the first adds to the
+slice every operator that writes a needed storage, and marks its inputs as needed.
 
     operator   0        1        2        3            saved: c, dropped: a, b, c
     writes     a        b        d        c
@@ -38,9 +38,9 @@ class Stage:
 
     A stage recomputes the saved tensors of the operators from `start` up to the start
     of the next stage. Within a stage, each operator runs at most once, and each result
-    is freed after its last use. The next stage to run recomputes from the storages that
-    the forward kept and those that the previous stage retained; nested recomputation is
-    a list of stages.
+    is freed after its last use. Each stage recomputes from the storages that the
+    forward kept and those retained by the stage that ran before it; nested
+    recomputation is a list of stages.
 
     Attributes:
         start: Index of the first operator whose saved tensors the stage recomputes.
@@ -57,8 +57,8 @@ class Choice(Block):
 
     Attributes:
         kept: Indices of the storages that the block allocates and the forward keeps.
-        stages: Stages of the block's backward pass, in forward order, the first at
-            `start`; empty for a single stage.
+        stages: Stages of the block's backward pass, in forward order, the first
+            beginning at `start`; empty for a single stage.
     """
 
     kept: frozenset[int] = frozenset()
@@ -176,7 +176,7 @@ def writers_of(
 
 
 def run_together(writers: Iterable[Collection[int]]) -> list[list[int]]:
-    """Group operators that write a common storage and therefore must run together.
+    """Group operators that write to the same storage and therefore must run together.
 
     Example:
         >>> run_together([[0, 2], [1], [2, 3]])

@@ -3,16 +3,16 @@
 Each tensor saved for a block's backward pass is either kept, which costs its bytes, or
 recomputed, which costs the time of its writers and requires their inputs. At a price λ
 in seconds per byte, the cheapest keep-set is a minimum cut (project selection, Picard
-1976) of a network with a node s for each storage, *needed*, and a node P for each
-producer, *runs again*:
+1976) of a network with a node s (*needed*) for each storage and a node P (*runs again*)
+for each producer:
 
     source ──∞──▶ s ──λ·bytes(s)──▶ P ──seconds(P)──▶ sink        s written by P
                                     P ──∞──▶ s'                   s' read by P
 
-Cutting the edge s → P means keeping s; cutting P → sink means running P again. Dinic's
-algorithm (1970) finds the minimum cut. A recursion that tries the slope between two
-known keep-sets as the next λ (Eisner and Severance 1976) finds every keep-set on the
-lower convex hull of (bytes, seconds). Keep-sets above the hull are skipped: mixing
+Cutting the edge s → P keeps the storage s; cutting P → sink runs the producer P again.
+Dinic's algorithm (1970) finds the minimum cut. A recursion that tries the slope between
+two known keep-sets as the next λ (Eisner and Severance 1976) finds every keep-set on
+the lower convex hull of (bytes, seconds). Keep-sets above the hull are skipped: mixing
 choices across blocks makes up for them. Where many storages have the same price, such
 as the outputs of identical layers, the hull jumps from keeping all of them to keeping
 none, so keep-sets in between are added.
@@ -73,7 +73,7 @@ class Front:
     def __init__(
         self, graph: StepGraph, block: Block, always: frozenset[int] = frozenset()
     ):
-        """Group the block's operators into producers; every choice keeps `always`."""
+        """Group operators that must run together; keep the storages in `always`."""
         made = {
             storage
             for storage in made_in(graph, block) - always

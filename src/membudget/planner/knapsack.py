@@ -1,12 +1,12 @@
 """Solver: one choice per module call, as a multiple-choice knapsack.
 
-The forward is cut into module calls at several granularities, from few large calls to
-many small ones, and each cut has its own solver. On a GPT with 12 layers of width 256,
-one cut alone is as good as all solvers together.
+The forward is partitioned into module calls at several granularities, from few large
+calls to many small ones, and each partition has its own solver. On a GPT with 12 layers
+of width 256, one partition alone yields steps as fast as all solvers together.
 
 A choice retains bytes between its block's forward and backward pass, and each of the
 two passes has its own peak. Blocks nest like parentheses: while block r runs, forward
-or backward, exactly the bytes retained by blocks 0 to r - 1 are live beside it.
+or backward, exactly the bytes retained by blocks 0 to r - 1 are also live.
 
     forward          │ backward
     0    1    2      │    2    1    0
@@ -52,7 +52,7 @@ def by_block(simulator: Simulator) -> list[Solver]:
 
 
 class _ByBlock(Solver):
-    """Solver for one cut; a solution is one keep-set index per block."""
+    """Solver for one partition of the forward; a solution is a keep-set per block."""
 
     def __init__(self, simulator: Simulator, calls: Sequence[ModuleCall]):
         super().__init__(simulator)

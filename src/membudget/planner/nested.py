@@ -3,8 +3,8 @@
 `ChainNumbers` derives the costs that the dynamic programme (`chain`) needs.
 Recomputation from a segment needs every storage that crosses the segment's start.
 Outputs of operators that must not run again are kept in every choice. Nested
-recomputation is no faster than flat choices but fits smaller budgets, because it
-recomputes one part of the call at a time.
+recomputation is no faster than recomputing a module call in one stage but fits smaller
+budgets, because it recomputes one part of the call at a time.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class ChainNumbers:
         )
 
     def _with_crossing(self, i: int, cost: ChoiceCost) -> ChoiceCost:
-        """Add the bytes that cross a segment's end but that the plain forward frees."""
+        """Return the cost, counting bytes that cross a segment's end as retained."""
         until, storages = self._graph.backward_start, self._graph.storages
         dies = [s for s in self._crossing(i, i) if storages[s].death <= until]
         more = bytes_of(self._graph, dies)
@@ -202,8 +202,8 @@ class ChainNumbers:
     def _at(self, point: Checkpoint, i: int) -> frozenset[int]:
         """Return the storages of a checkpoint that the stage of segment `i` retains.
 
-        The segment right after the checkpoint is the last to read the crossing
-        storages; stages that run later need only the saved tensors.
+        The segment right after a checkpoint is the last to read the storages that cross
+        its end; stages that run later need only the saved tensors.
         """
         saved = self._saved[point.first] if point.is_saved_set else frozenset[int]()
         if point.last + 1 == i:

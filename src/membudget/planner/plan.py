@@ -85,7 +85,7 @@ class Plan:
         peak_bytes: Predicted peak of the step, excluding memory in use before it.
         slowdown: Predicted step time relative to the step without regions.
         bound: Lower bound on the slowdown of any schedule; see `planner.bound`.
-        cost: Source of the operator times.
+        cost: Source of the operator times: `"measured"` or the name of a device.
         regions: The regions, in forward order.
     """
 

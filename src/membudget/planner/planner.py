@@ -39,7 +39,7 @@ class Planner:
     """Planner for one step, reusable for any number of budgets.
 
     Attributes:
-        graph: The step, with operator times averaged over equal module calls.
+        graph: The step, with operator times averaged over identical module calls.
         simulator: Simulator of schedules, with the engine's overhead added to the
             forward.
         plain_peak_bytes: Peak of the step without recomputation.
@@ -105,7 +105,7 @@ class Planner:
         return [s for kind in self._kinds for solver in kind for s in solver.least]
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
-        """Return a schedule whose `overhead_s` alone includes the engine's overhead."""
+        """Return a schedule that counts the engine's overhead in `overhead_s` alone."""
         again = schedule.simulation.recomputed
         again_s = sum(self.graph.operators[index].seconds for index in again)
         overhead_s = schedule.overhead_s + self._overheads.again_s(self.graph, again)
@@ -135,7 +135,7 @@ def check_seconds(graph: StepGraph) -> None:
 
 
 def smoothed(graph: StepGraph) -> StepGraph:
-    """Average the times of corresponding operators over equal module calls.
+    """Average the times of corresponding operators over identical module calls.
 
     Calls that run the same operators on the same shapes should take the same time, so
     measured differences between them are noise.

@@ -12,11 +12,11 @@ the budget and fall where it stays below.
     s ├──uses──┤ · · · · · · · · ├──needed──┤        the gap is dotted
     λ ▁▁▁▁▁▁▂▂▃▅▇█▇▆▅▃▂▁▁▁
 
-Identical layers have identical prices and would all switch at once, so later rounds
-multiply each size by a random factor, from a generator with a fixed seed. The prices
-ignore the memory that recomputation itself needs, so a solution that recomputes much at
-once may not fit, however little it keeps, but is still a useful start for local search
-(`search`).
+Identical layers have identical prices and would all be kept or dropped at once, so
+later rounds multiply each size by a random factor, from a generator with a fixed seed.
+The prices ignore the memory that recomputation itself needs, so a solution that
+recomputes much at once may not fit, however little it keeps, but is still a useful
+starting point for local search (`search`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class _Priced(Solver):
     def _follow(
         self, prices: list[float], found: Simulation, budget_bytes: int, rate: float
     ) -> None:
-        """Scale each price by the excess at its op index, at most by a factor e."""
+        """Scale each price by the excess at its op index, by at most a factor of e."""
         for moment, alive in enumerate(found.alive_bytes):
             most = alive + self._workspaces[moment]
             # The peak may lie inside a recomputation, above the bytes live after it.

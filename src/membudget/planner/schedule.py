@@ -25,10 +25,10 @@ class Overheads:
     """The replay engine's overhead per operator that it records or recomputes.
 
     A replay region records each forward operator, serves saved tensors and runs
-    operators again, all in Python. The engine takes about 12 µs per operator while its
-    code stays in the CPU cache. A kernel that moves more bytes than the cache holds
-    evicts the engine's code, which makes the overhead of that operator ten times as
-    large. The overheads are fitted to whole steps of the models in
+    operators again, all in Python. The replay engine takes about 12 µs per operator
+    while its code stays in the CPU cache. A kernel that moves more bytes than the cache
+    holds evicts the engine's code, which makes the overhead of that operator ten times
+    as large. The overheads are fitted to whole steps of the models in
     `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an accelerator,
     kernels mostly hide the host's time, so no overhead is counted.
     """
@@ -163,8 +163,8 @@ class Solver(ABC):
         """Yield ever tighter schedules until the simulated peak of one fits the budget.
 
         Solvers round bytes and estimate peaks, so the simulated peak may exceed the
-        budget. Each attempt lowers the target by the excess of the last one; while the
-        solver returns the same solution again, the reduction doubles.
+        budget. Each attempt lowers the target by the last one's excess over the budget;
+        while the solver returns the same solution, the reduction doubles.
         """
         target, reduction, previous = budget_bytes, 0, None
         for _ in range(MAX_ATTEMPTS):

@@ -10,20 +10,20 @@ complete schedules by simulation instead:
   simulated annealing"): it flips one or two random storages between kept and dropped,
   accepts every improvement, and accepts a deterioration d with probability exp(-d /
   temperature) while the temperature falls to zero. Bytes over the budget are penalised
-  at a price in seconds. The price rises while the schedule exceeds the budget and falls
-  while it fits, so the search stays near the limit of what fits. A fixed seed makes the
-  result deterministic.
+  at a price that rises while the schedule exceeds the budget and falls while it fits,
+  so the search stays near the limit of what fits. A fixed seed makes the result
+  deterministic.
 
-Annealing replaced an integer programme, which takes a minute for a hundred operators,
-is out of reach for a thousand, and gained at most 2.2 % of a step over annealing. Only
-steps of up to 500 operators are annealed: for larger ones, too few schedules can be
-simulated per second to find better ones.
+Annealing replaced an integer programme, which took a minute for a hundred operators,
+was out of reach for a thousand, and gave steps at most 2.2 % faster than annealing.
+Only steps of up to 500 operators are annealed: for larger ones, too few schedules can
+be simulated per second to find better ones.
 
 The best schedules are improved first. Simulations saved by pruning candidates that
-cannot pay off, and by giving up hopeless runs, are then spent on the best schedule of
-each kind of solver. An additional solver therefore rarely makes the result slower, and
-needs no more simulations. On twelve profiles (`benchmarks/solvers.py`), pruning and
-giving up make no result slower.
+cannot pay off and by abandoning hopeless runs are then spent on the best schedule of
+each kind of solver. Adding a solver therefore rarely makes the final schedule slower,
+and takes no more simulations. On twelve profiles (`benchmarks/solvers.py`), pruning and
+abandoning runs made no schedule slower.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def improved(
     budget_bytes: int,
     quickly: bool,
 ) -> list[Schedule]:
-    """Return schedules that fit, the fastest at least as fast as any start that fits.
+    """Return schedules that fit; the fastest is no slower than any given one that fits.
 
-    `kinds` holds the start schedules of each kind of solver, which need not fit. With
-    `quickly`, only the fastest start is filled, and nothing is annealed.
+    `kinds` holds each kind of solver's initial schedules, which need not fit. With
+    `quickly`, `fill` improves only the fastest fitting schedule, without annealing.
     """
     fitting = [[s for s in of if s.peak_bytes <= budget_bytes] for of in kinds]
     fastest = sorted((s for of in fitting for s in of), key=_seconds)
@@ -101,7 +101,7 @@ def _filled(
     others: Sequence[Schedule],
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Fill the `first` schedules, then `others` with simulations saved by pruning."""
+    """Run `fill` on `first`, then on `others` with simulations saved by pruning."""
     each = len(simulator.graph.operators)
     # As many operators as filling `first` would run without pruning.
     most = sum(len(_by_worth(simulator.graph, schedule)) for schedule in first)
@@ -117,7 +117,7 @@ def _annealed(
     nearest: Sequence[Schedule],
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Anneal the best schedule, with and without stages, and the nearest to fitting."""
+    """Anneal the best schedule, also without stages, and the one nearest to fitting."""
     flat = [
         simulator.changed(s, [replace(choice, stages=()) for choice in s.choices])
         for s in found
@@ -207,7 +207,7 @@ def anneal(
 ) -> Schedule | None:
     """Return the fastest fitting schedule that annealing finds; `None` if none fits.
 
-    `start` need not fit; `known_s` is the time of the fastest schedule known to fit.
+    `start` may exceed the budget, and `known_s` is the least time found within it.
     """
     graph = simulator.graph
     if is_too_large(graph) or not graph.seconds:

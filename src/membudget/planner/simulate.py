@@ -24,8 +24,8 @@ replay engine:
 3. A recomputed storage stays live while the current stage needs it for another saved
    tensor or for an operator yet to run; a storage that the stage retains stays live
    until the next stage begins.
-4. Views cost nothing. A storage that is written in place is recomputed by all operators
-   that write it.
+4. Views cost no memory. A storage that is written in place is recomputed by all
+   operators that write it.
 5. Autograd may overwrite an unpacked tensor, so it gets a copy if an operator of the
    stage has yet to read the tensor, or if the stage retains the tensor for another
    stage that reads it.
@@ -68,7 +68,7 @@ def timeline(graph: StepGraph) -> Timeline:
 
 
 def lifetimes(graph: StepGraph, without: Container[int] = ()) -> list[Interval]:
-    """Return the live ranges of the storages that the step makes, except `without`."""
+    """Return the live ranges of storages made by a step, except those in `without`."""
     return [
         (storage.birth, storage.death, storage.bytes)
         for index, storage in enumerate(graph.storages)
@@ -147,7 +147,7 @@ class Simulation(Timeline):
 
 
 class BlockStep(NamedTuple):
-    """Live bytes of one block's storages, constant from one event to the next."""
+    """Live bytes of one block's storages, constant over a range of op indices."""
 
     start: int
     end: int

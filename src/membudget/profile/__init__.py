@@ -91,8 +91,8 @@ class Sweep:
         saved: Polynomial fitted to `saved_bytes`.
         static: Polynomial fitted to `static_bytes`.
         total: Polynomial for `total_bytes`: the sum of `static` and `peak`.
-        moments: Polynomials of the op indices that can hold the peak, constant first;
-            if the sizes run different operators, only the polynomial of `peak`.
+        moments: One polynomial for each op index at which the peak can occur, with
+            ascending powers; only that of `peak` if the operators vary with the size.
     """
 
     name: str

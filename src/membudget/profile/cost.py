@@ -1,8 +1,8 @@
 """The cost of each operator: floating-point operations (FLOPs) and seconds.
 
-FLOPs are counted as in `torch.utils.flop_counter`: a multiply-add is two, and only
-matrix products, convolutions and attention count; other operators are memory-bound.
-This module adds formulas for kernels that torch omits or overcounts.
+FLOPs are counted as in `torch.utils.flop_counter`: a multiply-add counts as two, and
+only matrix products, convolutions and attention count; all other operators are treated
+as memory-bound. This module adds formulas for kernels that torch omits or overcounts.
 
 Seconds are measured, or estimated by a device's roofline. To measure seconds, the step
 runs a few times without the recorder, and a clock is read only where a block begins or

@@ -68,11 +68,11 @@ class Lifetimes:
         values: Values recorded so far; each is a tensor's content between two writes.
         storages: The storages recorded so far.
         moment: The current op index: the number of operators that have started.
-        is_forward: Whether the forward pass is running, which alone records releases.
+        is_forward: Whether the forward is running; releases are recorded only then.
     """
 
     def __init__(self) -> None:
-        """Start with no tensors."""
+        """Create a tracker with no tensors registered."""
         self.values: list[Value] = []
         self.storages: list[RecordedStorage] = []
         self.moment = 0
@@ -125,7 +125,7 @@ class Lifetimes:
         return id(tensor) in self._value_of
 
     def value(self, tensor: Tensor, birth: int) -> int:
-        """Return the index of a tensor's value; record a value that is new."""
+        """Return the index of a tensor's value, which is recorded if it is new."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -156,7 +156,7 @@ class Lifetimes:
         return index
 
     def saved_value(self, tensor: Tensor) -> int:
-        """Return the value of a saved tensor, which may be an unrecorded alias."""
+        """Return the index of a saved tensor's value, even for an unrecorded alias."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -165,7 +165,7 @@ class Lifetimes:
         return self._append(tensor, storage, -1, 0) if index is None else index
 
     def know_alias(self, alias: Tensor, value: int) -> None:
-        """Register autograd's alias of a saved tensor; an alias delays no release."""
+        """Register a saved alias, which does not delay the release of its storage."""
         key = id(alias)
         self._value_of[key] = value
         self.watch(alias, lambda: self._forget(key))

@@ -3,8 +3,8 @@
     birth                 drop_start                last
       ├─ the forward holds it ─┼─ only autograd holds it ─┤ freed
 
-From `drop_start` on, a region can free a saved storage. All functions are pure
-functions of a `StepGraph` and do not need torch.
+From `drop_start` on, only autograd holds a saved storage, so a region can free it. All
+functions are pure functions of a `StepGraph` and do not need torch.
 """
 
 from __future__ import annotations

@@ -61,11 +61,11 @@ def profile(
 ) -> Profile:
     """Profile one training step: saved tensors, cost of each operator, peak memory.
 
-    A step starts with gradients `None` and runs the forward pass, the loss, the
-    backward pass and, if given, the optimizer. On real tensors, the step runs once to
-    warm up, 3 to 15 times to be timed (until half a second has passed), and once to be
-    recorded. Parameters, buffers, gradients, Python state of the modules and random
-    number generators are restored after the profile.
+    A step starts with all gradients set to `None` and runs the forward pass, the loss,
+    the backward pass and, if given, the optimizer. On real tensors, the step runs once
+    to warm up, 3 to 15 times to be timed (until half a second has passed), and once to
+    be recorded. After profiling, parameters, buffers, gradients, the modules' Python
+    state and the random number generators are restored.
 
     On fake tensors, the step runs once and takes only the time of its Python code.
     Operators on integer tensors still run on real memory. Code that needs the value of
@@ -264,7 +264,7 @@ def _blocks(model: Module) -> dict[str, Module]:
 
 @contextmanager
 def state_kept(step: Step, has_values: bool) -> Iterator[None]:
-    """Restore the state of the step on exit, including gradients."""
+    """Restore the model, batch, loss function and gradients on exit."""
     roots = [("", step.model), ("batch", step.batch), ("loss_fn", step.loss_fn)]
     state = State(roots, contents=has_values)
     try:

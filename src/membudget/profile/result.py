@@ -30,7 +30,7 @@ class Profile:
         model: Class name of the model.
         tensors: Kind of tensors that the step ran on, `"real"` or `"fake"`.
         cost: Source of the seconds: `"measured"`, or the name of a device.
-        loss_from: Source of the loss in words, such as `"the model's output"`.
+        loss_from: Where the loss comes from, such as `"the model's output"`.
         notes: Caveats about bytes and seconds that are omitted or approximate.
     """
 
@@ -151,13 +151,13 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 
 
 def _add_in_place(recorder: StepRecorder) -> None:
-    """Move accumulated gradients to the storages that an unrecorded step uses.
+    """Move accumulated gradients to the storages that an unrecorded step would use.
 
     Without a dispatch mode, autograd works in place in two cases: it adds a gradient
     into another one whose storage nothing else holds, and it writes the gradient of
-    `x[index]` into new zeros. Under the recorder's dispatch mode, autograd allocates
-    a new tensor instead. The operator's result is therefore moved to the storage of the
-    first operand, if that operand is not a view and dies at the operator.
+    `x[index]` into new zeros. Under the recorder's dispatch mode, autograd allocates a
+    new tensor instead. The result of an addition or indexed write therefore moves to
+    its first operand's storage, if the operand is not a view and dies at the operator.
     """
     values = recorder.lifetimes.values
     last_sum: dict[int, int] = {}

@@ -216,7 +216,7 @@ class StepRecorder(Observer):
             recorded.outputs.append(lifetimes.new_value(tensor, index, position))
 
     def _place(self, node: int | None) -> tuple[str, str]:
-        """Return module path and user line; in backward, those of the forward call."""
+        """Return an operator's module and line; in backward, the forward call's."""
         if node is not None and node in self._places:
             return self._places[node]
         if self.phase != "forward":
@@ -252,7 +252,7 @@ class StepRecorder(Observer):
         """Return the op index of the operator that is saving a tensor.
 
         Autograd creates an operator's node, saves the inputs, runs the operator, and
-        saves the outputs. So a node that is newer than the last recorded operator
+        saves the outputs. A node newer than the last recorded operator therefore
         belongs to the next operator, which is saving its inputs.
         """
         is_to_come = node_sequence_number() > self._newest_node

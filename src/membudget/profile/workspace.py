@@ -12,7 +12,7 @@ not know. Matrix products that BLAS computes without copies need no trial run.
 
 The user's optimizer is not modified. A second optimizer with the same class and options
 is built over fake parameters and takes two steps with fake gradients: the first creates
-the state, the second is recorded. `memory.formulas` has closed forms for the state.
+the state, the second is recorded. `memory.formulas` computes optimizer-state sizes.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def allocations() -> Iterator[dict[int, int]]:
     """Measure the peak allocation of each operator in a `record_function` event.
 
     Yields:
-        A table, filled on exit, from the number in an event's name to the event's peak
-        of live bytes, less the live bytes at its start.
+        A dict, filled on exit, that maps the number in each event's name to the event's
+        peak of live bytes, less the live bytes at its start.
     """
     table: dict[int, int] = {}
     with recorded_events() as events:
@@ -82,7 +82,7 @@ def allocations() -> Iterator[dict[int, int]]:
 
 
 def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
-    """Set each operator's workspace from the table that `allocations` filled."""
+    """Set each operator's workspace from the dict that `allocations` filled."""
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
         if storage.birth >= 0:
@@ -95,9 +95,9 @@ def try_kernels(recorder: StepRecorder) -> int:
     """Set the workspaces of a fake step on the CPU by running its kernels on zeros.
 
     Returns:
-        Number of operators that are too large to run, or fail on zeros. An unmeasured
-        operator counts no workspace, but a matrix product counts a copy of each operand
-        that BLAS cannot read in place.
+        Number of operators that are too large to run, or fail on zeros. The workspace
+        of an unmeasured operator is taken as 0, or for a matrix product as the size of
+        all operands that BLAS cannot read in place.
     """
     calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
     small = [call for call in calls if _is_small(recorder, call)]

@@ -2,7 +2,7 @@
 
 Checkpointing drops activations of the forward that only autograd holds. Checkpointing
 cannot drop gradients or tensors that the operator at the peak reads, writes or uses as
-workspace. Computing the loss in chunks or a smaller dtype can shrink such tensors.
+workspace. Computing the loss in chunks or in a smaller dtype can shrink the logits.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Advice:
     Attributes:
         droppable_bytes: Bytes at the peak that checkpointing could drop.
         fixed_bytes: Bytes at the peak that checkpointing cannot drop.
-        logits_bytes: Fixed bytes of the logits and of the loss, including gradients,
+        logits_bytes: Undroppable bytes of the logits and the loss, including gradients,
             allocated between the forward and the backward of the last repeated block.
-        gradient_bytes: Fixed bytes of parameter gradients.
+        gradient_bytes: Undroppable bytes of parameter gradients.
         floor_bytes: Lower bound on the peak of the step under any checkpointing that
             preserves the order of operators.
         floor_moment: Op index at which the lower bound is reached.
@@ -73,8 +73,8 @@ def advise(graph: StepGraph, peak: PeakContents) -> Advice:
 def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
     """Return the logits, and tensors of the loss of similar size, live at the peak.
 
-    Candidates are tensors made by the last module, by code outside modules after it,
-    and by the backward pass of both; those with half the largest size or more count.
+    Of the tensors made by the last module, by the code after it and by the backward
+    pass of both, those at least half as large as the largest are returned.
     """
     start, end = _end_of_forward(graph)
     made = [

@@ -41,7 +41,7 @@ class Figures:
     """Bytes, operations and times of one or several modules.
 
     Attributes:
-        parameter_bytes: Parameter bytes; a shared parameter counts by its first name.
+        parameter_bytes: Parameter bytes; a shared one counts only under its first name.
         saved_bytes: Bytes of activations saved for the backward pass.
         peak_bytes: Bytes live at the peak.
         flops: Floating-point operations, forward and backward.
@@ -69,7 +69,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class ModuleNode:
-    """A module with its submodules, or several equal modules folded into one node.
+    """A module with its submodules, or several identical modules folded into one node.
 
     Attributes:
         label: Name in the report, such as `"attn"` or `"h.0 … h.11 (12×)"`.
@@ -85,7 +85,7 @@ class ModuleNode:
 
     @property
     def signature(self) -> object:
-        """Key that is equal for equal modules; it excludes times and peak bytes."""
+        """Key shared by identical modules; it excludes times and peak bytes."""
         own = self.figures
         below = tuple((child.label, child.signature) for child in self.children)
         return (own.parameter_bytes, own.saved_bytes, own.flops, below)
@@ -112,7 +112,7 @@ class Summary:
 
 
 def summarise(graph: StepGraph, model: str = "model") -> Summary:
-    """Summarise a step, without folding equal modules."""
+    """Summarise a step, without folding identical modules."""
     saved = saved_activations(graph)
     peak = peak_contents(graph)
     own = _own_figures(graph, saved, peak)
@@ -177,7 +177,7 @@ def _sum(nodes: Iterable[ModuleNode]) -> Figures:
 
 
 def fold(node: ModuleNode) -> ModuleNode:
-    """Fold consecutive equal modules, such as a transformer's blocks, into one."""
+    """Fold consecutive identical modules, such as a transformer's blocks, into one."""
     children: list[ModuleNode] = []
     # From the root downwards: runs inside a merged module fold afterwards.
     for run in _equal_runs(node):
@@ -197,7 +197,7 @@ def _is_foldable(run: Sequence[ModuleNode]) -> bool:
 
 
 def _merge(nodes: Sequence[ModuleNode], label: str = "") -> ModuleNode:
-    """Merge equal module trees into one by summing their figures."""
+    """Merge identical module trees into one by summing their figures."""
     paths = tuple(path for node in nodes for path in node.paths)
     first, last = nodes[0], nodes[-1]
     label = label or f"{first.paths[0]} … {last.paths[0]} ({len(nodes)}×)"
@@ -207,7 +207,7 @@ def _merge(nodes: Sequence[ModuleNode], label: str = "") -> ModuleNode:
 
 
 def repeated_blocks(graph: StepGraph) -> tuple[str, ...]:
-    """Return the paths of the run of equal modules that saves the most bytes."""
+    """Return the paths of the run of identical modules that saves the most bytes."""
 
     def runs(node: ModuleNode) -> Iterable[list[ModuleNode]]:
         for run in _equal_runs(node):

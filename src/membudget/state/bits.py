@@ -31,7 +31,7 @@ _MIX = 0xFF51AFD7ED558CCD - (1 << 64)
 
 
 def has_bits(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided, not nested, no subclass and not on `meta`."""
+    """Return whether a tensor is strided, not nested, not a subclass, not on `meta`."""
     return (
         type(tensor) in PLAIN_CLASSES
         and tensor.layout is torch.strided
@@ -40,7 +40,7 @@ def has_bits(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the parts of a sparse tensor or subclass; otherwise, the tensor itself."""
+    """Yield the component tensors of a sparse tensor or subclass, else the tensor."""
     if tensor.layout is torch.sparse_coo:
         detached = tensor.detach()
         yield from (detached._indices(), detached._values())
@@ -200,7 +200,7 @@ def _pieces(tensor: Tensor, most: int) -> Iterator[Tensor]:
 def _add(sums: Tensor, piece: Tensor, start: int, work: Tensor) -> None:
     """Add one chunk of elements to both sums of a fingerprint.
 
-    All arithmetic is modulo 2**64, and mix(w) = v ^ (v >> 32) with v = w * _MIX:
+    Both sums are modulo 2**64; mix(w) = v ^ (v >> 32), with v = w times a constant:
 
         sums[0] += mix(mix(x[i] + (i + 1) * _SPREAD));  sums[1] += x[i]
     """

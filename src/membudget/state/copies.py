@@ -24,7 +24,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_of(tensor: Tensor) -> Tensor:
-    """Return a copy with the same strides and offset, so that the same views apply."""
+    """Copy a tensor, with strides and offset, so that the same view operators apply."""
     tensor = tensor.detach()
     # `clone` would materialise the conjugate, and a product of it rounds differently.
     if tensor.is_conj():
@@ -44,7 +44,7 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is strided, no subclass, and without conj or neg bit."""
+    """Return whether a tensor is strided, not a subclass, and has no conj/neg bit."""
     return (
         (type(tensor) is Tensor or is_fake(tensor))
         and tensor.layout is torch.strided

@@ -58,7 +58,7 @@ class SavedVersion:
     """Detects writes to a tensor after autograd saved it, without holding its memory.
 
     The detector keeps an alias with empty data, which still shares the tensor's version
-    counter. Autograd performs the same check for tensors saved without hooks.
+    counter. Autograd makes the same version check for tensors saved without hooks.
     """
 
     __slots__ = ("_counter", "_version")
@@ -119,7 +119,7 @@ class BitDifference:
 
 
 def host_copy(tensor: Tensor, same: TensorCopy | None = None) -> TensorCopy:
-    """Copy a tensor's content to the host; return `same` instead if it is equal."""
+    """Copy a tensor's content to the host; return `same` if that is an equal copy."""
     parts = tuple(part.to("cpu", copy=True) for part in dense_parts(tensor))
     copy = TensorCopy(_about(tensor), parts)
     return same if same is not None and is_same(copy, same) else copy

@@ -5,10 +5,10 @@ use), Python's `random`, and NumPy's legacy generator if NumPy is imported. Priv
 generators are attributes of a model or a batch; `walk` finds them.
 
 A `Stream` reads and writes a generator's state through its public functions. A `Source`
-is a stream that is cheap to capture, because the engine captures all sources before
-every region; the engine cannot wait for a draw, because a region may also reseed.
-Before reading a state, a source asks `rng_memory` whether the state has changed. An
-audit uses plain streams, so that it can detect a faulty source.
+reads and writes the state only if it has changed, which makes capturing cheap: the
+engine captures all generator states before every region, because a region may draw or
+reseed. Before a `Source` reads a state, it asks `rng_memory` whether the state has
+changed. An audit uses only `Stream` objects, so that it can detect a faulty `Source`.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class Stream:
     __slots__ = ("read", "write")
 
     def __init__(self, read: Callable[[], Any], write: Callable[[Any], Any]):
-        """Wrap the functions that read and write the state."""
+        """Wrap the functions that read and write a generator's state."""
         self.read = read
         self.write = write
 
 
 class Source(Stream):
-    """A stream that skips reads and writes while the state is unchanged.
+    """The state of one generator, read and written only if the state has changed.
 
-    The last state is cached, so consecutive regions share one copy if nothing is drawn
-    in between.
+    The last state read is cached, so consecutive regions share one copy if no random
+    number is drawn in between.
     """
 
     __slots__ = ("_last", "_mark")
@@ -55,13 +55,13 @@ class Source(Stream):
         write: Callable[[Any], Any],
         mark: Callable[[], Any] | None,
     ):
-        """Create a source; `mark` returns a cheap token that changes with the state."""
+        """Create a `Source`; `mark` returns a token that changes with the state."""
         super().__init__(read, write)
         self._mark = mark if mark is not None else lambda: repr(read())
         self._last: tuple[Any, Any] | None = None
 
     def note(self) -> tuple[Any, Any]:
-        """Return mark and state; the same pair object while the state is unchanged."""
+        """Return a token and the state; the same tuple while the state is unchanged."""
         mark = self._mark()
         last = self._last
         if last is None or last[0] != mark:
@@ -75,12 +75,12 @@ class Source(Stream):
 
 
 def note(sources: Iterable[Source]) -> Noted:
-    """Return the current state of each source."""
+    """Return the current state of each random generator in `sources`."""
     return [(source, source.note()) for source in sources]
 
 
 def bring_back(noted: Noted, scope: Scope) -> None:
-    """Restore recorded states until `scope` ends; then restore the current states."""
+    """Restore recorded generator states until `scope` ends, then the current ones."""
     for source, state in noted:
         now = source.note()
         # Even if nothing needs restoring now: the code in `scope` may draw or reseed.
@@ -90,10 +90,10 @@ def bring_back(noted: Noted, scope: Scope) -> None:
 
 
 def stream_of(value: object) -> Stream | None:
-    """Return the stream of a torch, Python or NumPy generator; `None` for others.
+    """Return a `Stream` for a torch, Python or NumPy generator; `None` for others.
 
-    A generator without a state, such as `random.SystemRandom`, has no stream, because
-    its draws cannot be repeated.
+    The result is also `None` for a generator without a state, such as
+    `random.SystemRandom`, because its draws cannot be repeated.
     """
     if isinstance(value, Generator):
         return _torch_stream(value)
@@ -117,7 +117,7 @@ def stream_of(value: object) -> Stream | None:
 
 
 def _torch_stream(generator: Generator) -> Stream:
-    """Return the stream of a `torch.Generator` on any device.
+    """Return a `Stream` for a `torch.Generator` on any device.
 
     States are stored as bytes, because a tensor would raise the measured memory peak.
     """
@@ -133,7 +133,7 @@ def _torch_stream(generator: Generator) -> Stream:
 
 
 def source_of(generator: Any) -> Source | None:
-    """Return the source of a torch, Python or NumPy generator; `None` for others."""
+    """Return a `Source` for a torch, Python or NumPy generator; `None` for others."""
     if generator is torch.default_generator:
         return _CPU[0]
     if isinstance(generator, Generator):
@@ -145,7 +145,7 @@ def source_of(generator: Any) -> Source | None:
 
 
 def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
-    """Return the sources of a region's private generators."""
+    """Return a `Source` for each non-global generator that a region can reach."""
     sources = [
         source_of(generator)
         for generator in generators
@@ -156,7 +156,7 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
 
 
 def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
-    """Return the sources of all global generators."""
+    """Return a `Source` for each global random generator."""
     return _global_sources(
         torch_too,
         "numpy.random" in sys.modules,
@@ -165,14 +165,14 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
 
 
 def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, ...]:
-    """Return the CPU's source and, once CUDA is in use, those of the given devices."""
+    """Return a `Source` for the CPU and, once CUDA is in use, for each given GPU."""
     if not _cuda_is_in_use():
         return _CPU
     return *_CPU, *map(_cuda_source, sorted(set(device_indices())))
 
 
 def global_streams() -> dict[str, Stream]:
-    """Return the streams of all global generators by name, for an audit."""
+    """Return a `Stream` for each global generator, keyed by name, for an audit."""
     generators = {
         "torch CPU": torch.default_generator,
         "Python random": random._inst,

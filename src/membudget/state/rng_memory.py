@@ -1,13 +1,13 @@
 """Detect draws from a random generator by reading its state memory directly.
 
 Reading a generator's state through public functions takes 1 µs (torch), 13 µs (Python)
-or 42 µs (NumPy), while a whole region may take only 20 µs. Reading the raw bytes is far
-cheaper (60 ns for torch), and equal bytes mean an unchanged state. Raw bytes are only
-compared, never written back.
+or 42 µs (NumPy), while a whole region may take only 20 µs. Reading the raw bytes of a
+generator's state is far cheaper (60 ns for torch's CPU generator), and if the bytes are
+equal, the state has not changed. Raw bytes are only compared, never written back.
 
-The memory layout of a generator is an implementation detail. Each type of generator is
-therefore probed once per process, with draws that change every part of the state,
-including the spare Gaussian that is cached outside the Mersenne Twister's words. If a
+A generator's memory layout is an implementation detail, so each type of generator is
+probed once per process, with draws that change every part of the state, including the
+spare Gaussian that is cached outside the Mersenne Twister's words. If a
 probe finds no state, or a draw leaves the bytes unchanged, generators of that type are
 read through public functions.
 """
@@ -131,7 +131,7 @@ def _torch_reader(generator: Any) -> Reader:
 
 
 def _torch_address(generator: Generator) -> int:
-    """Return the address of the C++ generator, the only field of the Python object."""
+    """Return the address of the C++ generator, the sole field of `torch.Generator`."""
     member = ctypes.c_void_p.from_address(id(generator) + _HEADER_BYTES)
     return int(member.value or 0)
 

@@ -102,7 +102,7 @@ class State:
         return id(tensor) in self._leaves
 
     def stream_states(self) -> dict[str, Any]:
-        """Return the captured state of each random stream, by name."""
+        """Return the captured state of each random generator, keyed by name."""
         return {name: frozen(state) for name, (_, state) in self._streams.items()}
 
     def restore(self) -> None:
@@ -194,10 +194,10 @@ def is_small(buffer: Tensor) -> bool:
 
 
 def enter_snapshots(scope: Scope, snapshots: Snapshots) -> None:
-    """Write snapshots into their buffers until `scope` ends.
+    """Restore buffers to their snapshots until `scope` ends.
 
-    When `scope` ends, the previous contents are restored; version counters do not
-    change.
+    When `scope` ends, the buffers' previous contents are restored; version counters do
+    not change.
     """
     buffers = [buffer for buffer, _ in snapshots]
     versions = [version_of(buffer) for buffer in buffers]

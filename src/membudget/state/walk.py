@@ -2,10 +2,10 @@
 
 The walk visits modules, containers and plain objects, and collects all tensors, private
 random generators, and comparable Python values: numbers, strings, and lengths of
-containers. The walk also collects every mutable *holder*: a dict, list or set, or the
-attributes of an object. Restoring the holders' contents restores the objects.
+containers. The walk also collects every mutable *holder* (a dict, list or set, or the
+attributes of an object): restoring the holders' contents restores the objects.
 
-Parameters and buffers are named as by `named_parameters()` and `named_buffers()`; other
+Parameters and buffers are named as in `named_parameters()` and `named_buffers()`; other
 names are what a user would write: `batch['labels']`, `h.0.cache[2]`.
 
 The walk does not enter objects of the standard library, torch (except modules), NumPy
@@ -50,11 +50,11 @@ _OF_TORCH = frozenset(vars(Module())) - {"training"}
 
 @dataclass
 class Found:
-    """The result of a walk.
+    """The tensors, random generators, values and containers that a walk found.
 
     Attributes:
         tensors: Each tensor with its kind, keyed by name.
-        streams: Each private random stream, keyed by name.
+        streams: Each random generator found, keyed by name.
         values: Each comparable Python value, keyed by name.
         holders: Mutable containers and attribute dicts, outermost first.
     """
@@ -120,7 +120,7 @@ def _enter(visit: _Visit, found: Found) -> Iterator[_Visit]:
 
 
 def _unique(name: str, taken: Container[str]) -> str:
-    """Append primes to a name until it differs from all names in `taken`."""
+    """Append apostrophes to a name until it differs from all names in `taken`."""
     while name in taken:
         name += "'"
     return name
@@ -194,7 +194,7 @@ def _is_opaque(value: object) -> bool:
 
 
 def items_of(holder: Holder) -> Any:
-    """Return a shallow copy of a holder's contents.
+    """Return a shallow copy of a container's items or an object's attributes.
 
     `items_of` and `put_back` call methods of the built-in class, because a subclass may
     forbid deletion or have side effects.
@@ -209,7 +209,7 @@ def items_of(holder: Holder) -> Any:
 
 
 def put_back(holder: Holder, content: Any) -> None:
-    """Replace a holder's contents by `content`."""
+    """Replace a container's items or an object's attributes with `content`."""
     if isinstance(holder, dict):
         if not _same_items(items_of(holder), content):
             _kind_of(holder).clear(holder)
@@ -224,7 +224,7 @@ def put_back(holder: Holder, content: Any) -> None:
 
 
 def _kind_of(holder: Holder) -> Any:
-    """Return the built-in container class that a holder is an instance of."""
+    """Return the built-in class, such as `dict`, that a container is an instance of."""
     kinds = (OrderedDict, dict, set, list, deque)
     return next(kind for kind in kinds if isinstance(holder, kind))
 

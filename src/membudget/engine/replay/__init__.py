@@ -22,19 +22,19 @@ Rule 4. An in-place write creates a new value on the tape. Values that were save
 Rule 5. Tensors from outside the region are referenced, not copied; their version and
     storage are recorded. If a parameter, an input or a closed-over tensor is written,
     or its storage replaced, after the forward, the backward pass raises an error that
-    names the tensor. Some writes do not bump the version counter, so calls 1, 2, 4, 8
-    and so on of a signature also compare contents: all elements if verification retains
-    the originals, otherwise a sample of 256.
+    names the tensor. Some writes do not bump the version counter, so the 1st, 2nd, 4th,
+    8th, ... call with a given signature also compares contents: all elements if
+    verification retains the original tensors, otherwise 256 elements of each tensor.
 Rule 6. Running statistics, i.e. outside tensors that the region itself writes, are
-    copied, because the next call overwrites them.
+    copied, because the region's next call overwrites them.
 Rule 7. Tensors that no recorded operator can recompute stay in memory: tensors filled
     by unobserved code, outputs of opaque or higher-order operators, and tensors of
     unknown origin. Integers computed from floats, such as top-k indices, also stay in
     memory, because a recompute could select differently (`membudget.ops.decides`).
-Rule 8. The first call with each new operator sequence is verified, against the original
-    tensors (`verify`) or against fingerprints (`fingerprinted`). An output that a
-    replay does not reproduce bit for bit triggers a warning and is kept from then on. A
-    custom operator's first replay runs on copies of its arguments (`execute`).
+Rule 8. A region's first call with each new operator sequence is verified, against the
+    original tensors (`verify`) or against fingerprints (`fingerprinted`). An output
+    that a replay does not reproduce bit for bit triggers a warning and is kept from
+    then on. A custom operator's first replay runs on copies of its arguments.
 Rule 9. Tensors that a replay reads, except parameters, are packed by any saved-tensor
     hooks around the region, so engines and offloaders can be nested in any order.
 Rule 10. Only the handles in the autograd graph own the tape, which has no reference

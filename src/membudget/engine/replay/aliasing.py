@@ -5,12 +5,12 @@ Live tensors are tracked by `id`, together with the address of their storage, be
 last reference to a storage may be an alias that the recorder did not observe, made by
 `detach` or `.data`.
 
-Each write gives the storage a new root value and increments the storage's epoch. A
-tensor from an older epoch gets a new value at its next use; for a view, the tracker
-re-applies its view operators to the new root. Storage that comes from outside the
-region or that the policy keeps is *held*: the tape references tensors in held storage
-as *sources*. Before an operator overwrites held storage, the sources that a replay may
-read are copied.
+Each write gives the storage a new *root*, the tape value of its whole content, and
+increments its *epoch*, a write counter. A tensor last used before a write gets a new
+tape value at its next use; for a view, the tracker re-applies the view operators to the
+storage's new root value. Tensors from outside the region, or kept by the policy, are
+*sources*: the tape references them instead of recomputing them. If a replay may read a
+referenced tensor, the tensor is copied before an operator overwrites it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Tracker:
     """Maps live tensors to their values on the tape.
 
     Attributes:
-        table: Entries of the live tensors, keyed by `id(tensor)`.
-        sources: Every source that a replay may read, in order of first use. Reruns
-            preserve this order, so an enclosing rerun region can match sources by
-            position.
+        table: Tape value and storage of each live tensor, keyed by `id(tensor)`.
+        sources: Values that a replay may read but not recompute, in order of first use.
+            A rerun uses the same tensors in the same order, so an enclosing rerun
+            region can match the tensors by position.
         writes: Callback that receives the address of a storage before each write to it.
         clock: Number of recorded operations, including re-applied view operators.
     """
@@ -55,7 +55,7 @@ class Tracker:
     __slots__ = ("_forget", "_freed", "_places", "clock", "sources", "table", "writes")
 
     def __init__(self) -> None:
-        """Create an empty tracker."""
+        """Create a tracker that tracks no tensors yet."""
         table: dict[int, LiveTensor] = {}
         places: dict[int, LiveStorage] = {}
 
@@ -86,7 +86,7 @@ class Tracker:
         self._places.clear()
 
     def entry(self, tensor: Tensor) -> LiveTensor:
-        """Return a tensor's entry, refreshed if its memory was written or replaced."""
+        """Return a tensor's tracking record, updated if its memory has changed."""
         entry = self.table.get(id(tensor))
         if (
             entry is None
@@ -97,11 +97,11 @@ class Tracker:
         return entry
 
     def read(self, tensor: Tensor) -> TapeValue:
-        """Return a tensor's value, marked as needed for a replay."""
+        """Return a tensor's tape value, marked as needed for a replay."""
         return self.mark_read(tensor, self.entry(tensor))
 
     def mark_read(self, tensor: Tensor, entry: LiveTensor) -> TapeValue:
-        """Mark the value in a tensor's entry as needed for a replay, and return it."""
+        """Mark the tape value in `entry` as needed for a replay, and return it."""
         value = entry.value
         root = value.root or value
         if is_empty(root):
@@ -191,14 +191,14 @@ class Tracker:
         self.enter(tensor, value, memory, address_of(tensor))
 
     def hold_memory(self, tensor: Tensor, entry: LiveTensor) -> LiveTensor:
-        """Make a tensor's current content a source; older values stay recomputable."""
+        """Keep a tensor's current content in memory; old content can be recomputed."""
         memory = entry.memory
         memory.root = None
         memory.epoch += 1
         return self.meet(tensor, entry)
 
     def hold_value(self, tensor: Tensor, entry: LiveTensor) -> None:
-        """Turn a tensor's value into a source, whose tensor stays in memory."""
+        """Keep a tensor in memory, so that replays do not recompute its value."""
         value, memory = entry.value, entry.memory
         value.hold(detach_with_version(tensor))
         memory.root = None
@@ -208,7 +208,7 @@ class Tracker:
     def before_write(
         self, written: Iterable[Tensor], is_needed: bool
     ) -> list[RecordedMemory]:
-        """Copy source tensors before a write; return their storages' write histories.
+        """Copy kept tensors before a write; return their storages' write histories.
 
         Set `is_needed` if a replay of the writing operator reads the old content.
         """
@@ -232,7 +232,7 @@ class Tracker:
         return memories
 
     def after_write(self, memory: RecordedMemory, root: TapeValue | None) -> None:
-        """Record a write to a storage; `root` is the new value, `None` if held."""
+        """Record a write; `root` is the new tape value, `None` if not recomputed."""
         memory.epoch += 1
         # The next call overwrites it too, so its sources must be copied (Rule 6).
         memory.is_state |= memory.is_external
@@ -244,7 +244,7 @@ class Tracker:
         return Operation(operator, args, kwargs, self.clock, torch.is_grad_enabled())
 
     def _rebased(self, value: TapeValue, memory: RecordedMemory) -> TapeValue:
-        """Re-apply a view's operators to the new root value of its memory."""
+        """Re-apply a view's operators to the new content of its storage."""
         operation, root = value.operation, memory.root
         assert root is not None
         # The recursion ends at the root, which the write has replaced.
@@ -258,12 +258,12 @@ class Tracker:
         return again.output(value.index, root)
 
     def _as_strided(self, tensor: Tensor, root: TapeValue) -> TapeValue:
-        """Return a value for an alias that an unobserved operator created."""
+        """Return a tape value for an alias that an unobserved operator created."""
         geometry = [root, tensor.shape, tensor.stride(), tensor.storage_offset()]
         return self.operation(AS_STRIDED, geometry, {}).output(0, root)
 
     def note_source(self, value: TapeValue) -> None:
-        """Register a value that has become a source, if a replay may read it."""
+        """Register a value that now stays in memory, if a replay may read it."""
         if value.is_used:
             self.sources.append(ref(value))
 

@@ -1,10 +1,10 @@
-"""Check one call of a replay region: follow a verified path, or verify a new one.
+"""Check that a call of a replay region runs verified operators; verify new ones.
 
-A *path* is the operator sequence of a verified call. A call that leaves all known paths
-is verified from that operator on (Rule 8): `verify` compares the original tensors, and
-also corrects the current step; `fingerprinted` compares fingerprints. Other checks
-detect saved tensors that are overwritten before the backward pass, and sources that
-change between forward and replay (Rule 5).
+A *path* is the operator sequence of a verified call. A call is verified from the first
+operator at which it deviates from all known paths (Rule 8): `verify` compares the
+original tensors, and also corrects the current step; `fingerprinted` compares
+fingerprints. Other checks detect saved tensors that are overwritten before the backward
+pass, and replay inputs that change between forward and replay (Rule 5).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Checks:
         verified: Verified | None,
         statistics: Statistics | None,
     ):
-        """Create the checks before the function runs; `verified=None` disables them."""
+        """Create the checks for one region call; `verified=None` disables them."""
         self.recorder: Recorder | None = recorder  # `None` once the forward has ended.
         self._verify = options.verify
         self._is_strict = options.strict
@@ -79,7 +79,7 @@ class Checks:
             self._verify_from_here(recorder, self._verify is not True)
 
     def _leave_path(self) -> None:
-        """Switch to another verified path, or verify from the current operator on."""
+        """Follow another verified sequence, or verify from the current operator on."""
         recorder, verified = self.recorder, self._verified
         assert recorder is not None
         assert verified is not None
@@ -131,8 +131,8 @@ class Checks:
     def original(self, recorder: Recorder, handle: ReplayHandle) -> Tensor | None:
         """Return the original tensor of a handle, if it is still in memory.
 
-        A backward pass inside the forward uses the original, because a replay that is
-        not verified yet might miss hidden writes.
+        A backward pass inside the forward uses original tensors, because a replay that
+        is not verified yet might miss hidden writes.
         """
         if self._originals is not None:
             return self._originals.of(handle)
@@ -150,8 +150,8 @@ class Checks:
     ) -> Callable[[Tensor], Fingerprint] | None:
         """Verify dropped tensors, or schedule verification for the backward pass.
 
-        Return the function that fingerprints sources: all elements if originals were
-        retained, else a sample; `None` if this call does not compare source contents.
+        Return the function that fingerprints replay inputs: all elements if original
+        tensors were retained, else a sample; `None` if contents are not compared.
         """
         verified = self._verified
         self.recorder = None
@@ -238,12 +238,12 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def settle_source(
     source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
-    """Record a source's version and address, or pack it with the surrounding hooks.
+    """Record the version and address of a replay's input, or pack it with hooks.
 
-    If the source is a running statistic, it is copied first. If saved-tensor hooks
-    surround the region, they pack every source except parameters and inference tensors.
-    The function `take`, if given, fingerprints the source's content, because some
-    writes do not bump the version counter.
+    An input that is a running statistic is copied first. If saved-tensor hooks surround
+    the region, they pack every input of a replay except parameters and inference
+    tensors. The function `take`, if given, fingerprints the input's content, because
+    some writes do not bump the version counter.
     """
     tensor = source.tensor
     assert tensor is not None

@@ -2,10 +2,10 @@
 
 A custom operator, registered through `torch.library`, may write arguments that its
 schema does not declare, or draw from NumPy's generator. The first replay of a custom
-operator therefore runs on copies of its arguments. An operator that writes an
-undeclared argument is *faulty*: it runs on copies for the rest of the step, and later
+operator therefore runs on copies of its arguments. An operator that writes an argument
+without declaring it is *faulty*: it runs on copies for the rest of the step, and later
 recordings keep its outputs. Every replay of a custom operator restores the global
-generators; if the operator advances one of them in the forward, its outputs are kept.
+random generators; outputs of an operator that draws from them are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRUSTED: set[Any] = set()
 def call_noting_draws(
     operator: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """Return an operator's output, and whether a global generator was advanced."""
+    """Return an operator's output, and whether the operator drew random numbers."""
     before = note(global_sources())
     output = operator(*args, **kwargs)
     after = note(global_sources())
@@ -106,7 +106,7 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
 def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
     """Return whether recomputing the values `wanted` may read the memory of `owner`.
 
-    Values that a stage retains for later stages are not recomputed.
+    Values that a stage of the backward retains for later stages are not recomputed.
     """
     pending = list(wanted)
     seen: set[int] = set()
@@ -128,7 +128,7 @@ class SourceChangedError(Exception):
     """A tensor that a replay reads was modified after the region's forward."""
 
     def __init__(self, tensor: Tensor):
-        """Store the modified tensor."""
+        """Create the error, which carries the modified tensor."""
         super().__init__("a source was changed")
         self.tensor = tensor
 
@@ -153,7 +153,7 @@ class Executor:
     __slots__ = ("_memoised", "_plan", "_stage", "unpack")
 
     def __init__(self) -> None:
-        """Create an executor without a plan."""
+        """Create an executor that has no replay plan yet."""
         self.unpack: Any = None
         self._plan = 0
         self._stage = -1  # The stage that the plan serves; -1 for all.
@@ -196,7 +196,7 @@ class Executor:
                 self._memoised[value] = None
 
     def _bases(self, operation: Operation) -> dict[TapeValue, Tensor]:
-        """Map each written value to a tensor that the operator may overwrite."""
+        """Choose a tensor to overwrite for each tape value that an operator writes."""
         bases = {}
         for root, _ in operation.targets:
             if root.operation is None:
@@ -224,10 +224,10 @@ class Executor:
         return argument
 
     def _source(self, value: TapeValue) -> Tensor:
-        """Return a source's content, after checking that it is unchanged (Rule 5).
+        """Return a tensor that a replay reads, after checking it for changes (Rule 5).
 
-        A parameter whose `.data` was replaced raises only in a replay: autograd itself
-        reads the new storage, as in the plain step.
+        If the `.data` of a parameter was replaced, only a replay raises: autograd
+        itself reads the new storage, as in the plain step.
         """
         tensor = self._content(value)
         if value.address is not None and address_of(tensor) != value.address:
@@ -265,9 +265,9 @@ class Executor:
         self._memoised.pop(value, None)
 
     def _is_unpacked_for_all(self, value: TapeValue) -> bool:
-        """Return whether an unpacked source stays in memory for all stages.
+        """Return whether an unpacked tensor is kept for all stages of a backward.
 
-        Surrounding hooks may be unable to unpack a source twice in one backward pass.
+        Hooks around the region may fail to unpack a tensor twice in one backward pass.
         """
         return self._stage >= 0 and value.packed is not None
 

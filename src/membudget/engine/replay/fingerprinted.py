@@ -5,13 +5,14 @@ Fingerprinting is the low-memory alternative to `verify`, with these rules:
 1. Each saved tensor is fingerprinted as late as possible: before an operator overwrites
    it, before the next operator once only the engine references its storage, or at the
    end of the forward. The fingerprint thus covers hidden writes and content filled in
-   after saving, and the memory is freed before the next operator allocates.
+   after saving, and the tensor is freed before the next operator allocates.
 2. Fingerprints are compared when the backward pass recomputes the tensors, so that
    verification needs no extra replay.
 3. If a fingerprint differs, gradients of the current step are already wrong, so the
-   backward pass raises. Outputs that differ although all their inputs match are kept
-   from then on, so that the step can be repeated.
-4. A sequence of operators counts as verified once a backward pass has ended.
+   backward pass raises. Operator outputs that differ although all inputs match are
+   kept from then on, so that the step can be repeated.
+4. A sequence of operators counts as verified once a backward pass that compared its
+   fingerprints has ended without a mismatch.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Fingerprinter:
     __slots__ = ("_held", "taken")
 
     def __init__(self) -> None:
-        """Create a fingerprinter without tensors."""
+        """Create an empty fingerprinter, with no tensors registered."""
         self._held: dict[int, list[tuple[ReplayHandle, Tensor]]] = {}
         self.taken = 0
 
@@ -102,13 +103,13 @@ class BackwardComparison:
     __slots__ = ("_is_ending", "_path", "_verified")
 
     def __init__(self, verified: Verified, path: OperatorPath):
-        """Create the comparison for a finished forward with the operators `path`."""
+        """Create the comparison for a forward whose operator sequence is `path`."""
         self._verified = verified
         self._path = path
         self._is_ending = False
 
     def compare(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Check a recomputed tensor; mark the path verified when the backward ends."""
+        """Check a recomputed tensor; mark the operators verified after the backward."""
         self.check(handle, tensor, replayer)
         if not self._is_ending and current_graph_task_id() >= 0:
             self._is_ending = True
@@ -156,7 +157,7 @@ def _differs(handle: ReplayHandle, tensor: Tensor) -> bool:
 
 
 def _all_wrong(first: ReplayHandle, replayer: Replayer) -> list[TapeValue]:
-    """Return the values of all live handles whose fingerprints differ."""
+    """Return the tape value of each live handle whose recomputed tensor is wrong."""
     wrong = [first.value]
     for handle in replayer.living():
         if handle.fingerprint is None:

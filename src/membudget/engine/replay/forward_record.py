@@ -36,11 +36,11 @@ class ForwardRecord:
         path: The operator sequence of a verified call that this call has followed so
             far; `None` if no verified sequence matches.
         recent: Tensors that autograd saved since the last operator, while the call
-            follows a path. Autograd saves an operator's inputs before the recorder sees
-            the operator; if that operator leaves the path, these inputs are verified
-            too.
-        taken: The operators of this call so far, if they follow no verified path.
-        left_path: Callback that looks for another path when the call leaves this one.
+            follows a verified sequence. Autograd saves an operator's inputs before the
+            recorder sees the operator; if that operator deviates from the verified
+            sequence, these inputs are verified too.
+        taken: The operators of this call so far, if they follow no verified sequence.
+        left_path: Callback that looks for another verified sequence to follow.
         kept: Number of outputs that the policy kept.
     """
 
@@ -70,7 +70,7 @@ class ForwardRecord:
         self._decisions = decisions
 
     def advance(self, facts: OperatorFacts | None) -> None:
-        """Count an operator, and check that the call is still on its verified path."""
+        """Count an operator, and check that the call follows its verified sequence."""
         number = self.number
         self.number = number + 1
         path = self.path
@@ -218,7 +218,7 @@ class ForwardRecord:
             return func(*args, **kwargs)
 
     def hold_written(self, tensor: Tensor) -> None:
-        """Make a tensor a source after a write that a replay cannot repeat."""
+        """Keep a tensor in memory after a write that a replay cannot repeat."""
         entry = self.tracker.entry(tensor)
         self.tracker.after_write(entry.memory, None)
 

@@ -2,7 +2,7 @@
 
 The pack hook replaces a saved tensor by a handle; the unpack hook asks the replayer for
 the tensor. After the forward, the handles own everything that the backward pass needs,
-and the recorder is dropped.
+and the recorder is discarded.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ReplayFrame:
         options: RegionOptions,
         statistics: Statistics | None,
     ):
-        """Create the frame before the function runs."""
+        """Create the frame of one region call, before the region's function runs."""
         self._function: Callable[..., Any] | None = function
         self._named = _weakly(function)
         self._statistics = statistics
@@ -83,7 +83,7 @@ class ReplayFrame:
     # The forward.
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the function, and drop saved tensors that the policy does not keep."""
+        """Run the region's function, and drop saved tensors that are not kept."""
         self.begin()
         try:
             assert self._function is not None
@@ -126,7 +126,7 @@ class ReplayFrame:
         recorder.recording.tracker.clear()
 
     def end(self) -> None:
-        """Stop recording, verify, and prepare the sources that a replay may read."""
+        """Stop recording, verify, and prepare the tensors that a replay may read."""
         recorder = self._recorder
         assert recorder is not None
         tracker = recorder.recording.tracker
@@ -214,7 +214,7 @@ class ReplayFrame:
             return tensor
 
     def note_backward_inside(self) -> None:
-        """Report a backward inside the forward to the enclosing region (its Rule 7)."""
+        """Report a backward pass inside the forward to the enclosing rerun region."""
         owner: Any = getattr(self._outer and self._outer[1], "__self__", None)
         if hasattr(owner, "note_backward_inside"):
             owner.note_backward_inside()
@@ -273,10 +273,10 @@ class ReplayFrame:
 
 
 def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
-    """Return a weak reference to the function, used to name tensors in errors.
+    """Return a weak reference to a region's function, used to name tensors in errors.
 
-    A strong reference could form a cycle, because the graph owns the frame, and the
-    function may own the graph.
+    A strong reference could form a cycle: the autograd graph owns the reference, and
+    the function may own the graph.
     """
     owner = function.__self__ if isinstance(function, MethodType) else function
     try:

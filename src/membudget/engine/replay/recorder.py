@@ -36,11 +36,11 @@ class Recorder(Observer):
         recording: The record of the forward, filled by the recorder.
         is_suspended: Whether operators run unrecorded, like those of the engine itself.
         opaque_depth: The nesting depth of `opaque()` blocks.
-        fingerprinter: Fingerprints dropped tensors; `None` while fingerprints are off.
+        fingerprinter: Object that fingerprints dropped tensors; `None` if not in use.
     """
 
     def __init__(self, recording: ForwardRecord):
-        """Create a recorder that fills `recording`."""
+        """Create a recorder that fills the forward record `recording`."""
         self.recording = recording
         self.is_suspended = False
         self.opaque_depth = 0
@@ -273,7 +273,7 @@ def opaque(*written: Tensor) -> Iterator[None]:
     """Mark code that writes tensors without going through the dispatcher.
 
     Use this context manager around raw Triton kernels, ctypes, or NumPy on shared
-    memory. The tensors in `written` and the outputs of operators inside are kept.
+    memory. The tensors in `written` and all operator outputs in the block are kept.
 
     Args:
         *written: Tensors that the code writes.

@@ -1,15 +1,14 @@
 """Recompute dropped tensors by re-running the recorded operations they depend on.
 
 When autograd first unpacks a dropped tensor, the replayer makes a *plan*: it counts how
-often live handles and recorded operations will use each value. Each request then runs
-only the operations that the requested value depends on, in forward order. Recomputed
-values stay in memory until their last use in the plan, so each operation runs at most
-once per backward pass. A second request for the same handle starts a new plan, so a
-second backward pass recomputes.
+often live handles and recorded operations will use each value. Each request for a
+tensor then runs only the operations that the tensor depends on, in forward order.
+Recomputed values stay in memory until their last use in the plan, so each operation
+runs at most once per backward pass. Unpacking a handle a second time starts a new plan,
+so that a second backward pass recomputes the tensors again.
 
 If the backward pass is divided into *stages*, each plan serves the handles of one
-stage. The first request of the next stage starts a new plan, which reuses the values
-that earlier stages retained.
+stage. Each stage starts with a new plan, which reuses values from earlier stages.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Replayer(Executor):
         self._task = -1  # The backward for which the plan was made.
 
     def is_ready(self, handle: ReplayHandle) -> bool:
-        """Return whether `take` would neither run an operation nor raise."""
+        """Return whether a handle's tensor is in memory, unchanged and ready to use."""
         value = handle.value
         return value.tensor is not None and (
             handle.served != self._plan and self._stage in (-1, handle.stage)
@@ -88,10 +87,10 @@ class Replayer(Executor):
         return self._lent(value, tensor)
 
     def _lent(self, value: TapeValue, tensor: Tensor) -> Tensor:
-        """Return a tensor, or a copy, that backward kernels may overwrite.
+        """Return a tensor, or a copy of it, that backward kernels may overwrite.
 
         Several saved tensors may share memory, as in plain autograd. Autograd gets a
-        copy if an operation of the plan, or another stage, has yet to read the memory.
+        copy if the plan or another stage has yet to read the tensor's memory.
         """
         owner = value.root or value
         others = self._of_other_stages() if owner.is_carried else []
@@ -242,9 +241,9 @@ class Replayer(Executor):
     def _path_to(
         self, value: TapeValue
     ) -> tuple[list[Operation], list[TapeValue]] | None:
-        """Return the operations to re-run for a value, and the sources to unpack.
+        """Return the operations to re-run for a value, and the packed inputs to unpack.
 
-        Return `None` if the plan has already freed one of the required values.
+        The result is `None` if the plan has already freed a required value.
         """
         operations: dict[int, Operation] = {}
         packed = []

@@ -26,21 +26,21 @@ class TapeValue:
     """The content of one tensor between two in-place writes.
 
     Attributes:
-        operation: The operation that produced the value; `None` for a source.
+        operation: The operation that recomputes the value; `None` for a stored value.
         index: Position of the value among the operation's outputs.
         root: For a view, the value that owns the memory; `None` otherwise.
         tensor: The tensor with this content; `None` while dropped.
-        version: Version counter of a source at the end of the forward; `None` before
-            that, and for packed sources.
-        address: Storage address of a source, compared to detect `.data =`; `None` if
-            the address may change.
-        content: Fingerprint function and its result in the forward, until compared;
-            `None` if contents are not compared.
+        version: Version counter of a stored tensor at the end of the forward; `None`
+            before that, and for tensors packed by hooks.
+        address: Storage address of a stored tensor, compared to detect a new `.data`;
+            `None` if the address may change.
+        content: Function that fingerprints a stored tensor, and its result in the
+            forward; `None` once compared, or if contents are never compared.
         is_used: Whether a replay may read the value, so that writes must preserve it.
         is_state: Whether the value is a running statistic, which is copied because
             every call of the region overwrites it.
-        packed: The packed source, if saved-tensor hooks surround the region.
-        plan: Number of the replay plan to which the use counts belong.
+        packed: The stored tensor, packed by saved-tensor hooks around the region.
+        plan: Number of the replay plan for which uses of the value were counted.
         uses: Number of handles and operations that still need the value.
         view_uses: Number of remaining uses of the value's views.
         reads: Number of operations, other than views, that have yet to read the value
@@ -64,7 +64,7 @@ class TapeValue:
     def __init__(
         self, operation: Operation | None, index: int = 0, root: TapeValue | None = None
     ):
-        """Create a value without content."""
+        """Create a tape value that has no tensor yet."""
         self.operation = operation
         self.index = index
         self.root = root
@@ -76,7 +76,7 @@ class TapeValue:
         self.plan = 0
 
     def hold(self, tensor: Tensor) -> None:
-        """Turn the value into a source with the content `tensor`."""
+        """Store `tensor` as the value's content, so that it is not recomputed."""
         self.operation = None
         self.root = None
         self.tensor = tensor
@@ -85,7 +85,7 @@ class TapeValue:
         self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
 
     def is_held(self) -> bool:
-        """Return whether the value is a source whose tensor stays in memory."""
+        """Return whether the value's tensor is stored and not packed by hooks."""
         return self.operation is None and self.packed is None
 
 
@@ -100,15 +100,15 @@ class Operation:
         call: Number of the operator call within the region, counted from 1; 0 for view
             operators that the engine re-applied.
         grad_enabled: Grad mode in the forward, which some kernels depend on.
-        default_dtype: Default dtype in the forward, which factories depend on.
+        default_dtype: Default dtype in the forward, used by factory functions.
         decides: Whether to keep all outputs, because a recompute could select another
             index or branch.
         drawn: For a random operator, the generator and its state before the draw.
         outputs: Weak references to the produced values, each with its output index.
         targets: Each value that the operator overwrites, with the output index of the
-            new content; -1 if the new content is a source.
+            new content; -1 if a replay does not recompute the new content.
         plan: Number of the last replay plan that includes the operation.
-        is_foreign: Whether this is a custom operator, which may violate its schema.
+        is_foreign: Whether the operator is custom and so may violate its schema.
         is_view: Whether all outputs are views, so that a replay launches no kernel.
     """
 
@@ -151,7 +151,7 @@ class Operation:
         return value
 
     def inputs(self) -> list[TapeValue]:
-        """Return the input values, with the root in place of each written argument."""
+        """Return the values read, and the storage's value for each written argument."""
         if self._inputs is None:
             written = [root for root, _ in self.targets]
             self._inputs = found = list(written)
@@ -175,10 +175,10 @@ class ReplayHandle:
 
     Attributes:
         value: The saved tensor's value on the tape.
-        served: Number of the replay plan that last served the handle.
+        served: Number of the replay plan that last supplied the handle's tensor.
         stage: Stage of the backward pass that unpacks the handle; -1 without stages.
         fingerprint: Fingerprint of the saved tensor, if taken and not yet compared.
-        saved_version: Detects writes after the tensor was saved; `None` if unchecked.
+        saved_version: Detector of writes after the tensor was saved; `None` if unused.
     """
 
     __slots__ = (
@@ -201,7 +201,7 @@ class Scratch:
     __slots__ = ("options", "shape")
 
     def __init__(self, tensor: Tensor):
-        """Store the tensor's shape, dtype and device."""
+        """Store an argument's shape, dtype and device."""
         self.shape = tensor.shape
         self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
 
@@ -210,14 +210,14 @@ class RecordedMemory:
     """The write history of one storage during recording.
 
     Attributes:
-        root: Current value of the whole storage; `None` if each tensor in the storage
-            is a source.
-        dtype: Dtype of the root value.
+        root: Current tape value of the whole storage; `None` if tensors in the storage
+            are not recomputed.
+        dtype: Dtype of the tape value `root`.
         epoch: Counter, incremented by each write, that invalidates older values.
         is_external: Whether the storage was created outside the region.
         is_state: Whether the region wrote a storage created outside, as for running
             statistics.
-        sources: Weak references to source values since the last write.
+        sources: Weak references to values set since the last write and not recomputed.
     """
 
     __slots__ = (
@@ -226,7 +226,7 @@ class RecordedMemory:
     )
 
     def __init__(self, root: TapeValue | None, dtype: torch.dtype | None = None):
-        """Create the history; `root=None` marks a storage from outside the region."""
+        """Create a write history; `root=None` marks a storage from outside a region."""
         self.root = root
         self.dtype = dtype
         self.epoch = 0
@@ -241,7 +241,7 @@ class LiveStorage(ref[Any]):
     Attributes:
         address: The storage's address.
         memory: The storage's write history.
-        entries: Entries of the tensors in the storage, keyed by `id(tensor)`.
+        entries: Tracked tensors in the storage, keyed by `id(tensor)`.
     """
 
     __slots__ = ("address", "entries", "memory")
@@ -251,7 +251,7 @@ class LiveStorage(ref[Any]):
     memory: RecordedMemory
 
     def entry_like(self, tensor: Tensor) -> LiveTensor | None:
-        """Return the entry of a tracked tensor with the same elements and strides.
+        """Return a tracked tensor that has the same elements and strides as `tensor`.
 
         Autograd saves detached aliases, but the recorder does not observe `detach`.
         """
@@ -283,9 +283,9 @@ class LiveTensor(ref[Tensor]):
 
     Attributes:
         key: The tensor's `id`.
-        value: The tensor's value, valid while `epoch` equals `memory.epoch`.
+        value: The tensor's tape value, valid while `epoch` equals `memory.epoch`.
         memory: The write history of the tensor's storage.
-        epoch: The epoch of the storage for which `value` is valid.
+        epoch: The storage's epoch (write counter) for which `value` is valid.
         address: Address of the tensor's storage, which `.data =` may replace.
     """
 

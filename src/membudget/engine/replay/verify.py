@@ -55,15 +55,15 @@ class Verified:
     """Verification results of all calls with one signature.
 
     The unit of verification is a *path*: the sequence of operators in a call. A call is
-    verified from the operator at which it leaves all known paths.
+    verified from the operator at which it deviates from all known operator sequences.
 
     Attributes:
         unrepeatable: Outputs that differed in a replay, as pairs of operator number and
             output index.
-        paths: The paths of verified calls, oldest first.
+        paths: Operator sequences of verified calls, oldest first.
         is_pending: Whether to verify the next call from the start, because a call ended
-            partway along a known path: the shorter path may have hidden writes of its
-            own.
+            partway through a known operator sequence: the shorter sequence may have
+            hidden writes of its own.
         calls: Number of calls with this signature.
         has_subclasses: Whether the region saves tensor subclasses, whose operators are
             observed only by a dispatch mode.
@@ -98,7 +98,7 @@ class Verified:
         return None
 
     def is_sampled(self) -> bool:
-        """Return whether to compare source contents: in calls 1, 2, 4, 8, and so on."""
+        """Return whether the number of calls with this signature is a power of two."""
         return self.calls & (self.calls - 1) == 0
 
 

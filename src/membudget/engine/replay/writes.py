@@ -1,9 +1,9 @@
 """Record operators that write arguments, draw random numbers, or take tensor lists.
 
 In-place writes are recorded as functional operations: each write gives the storage a
-new root value. A replay writes to a copy of the old root, or to the old root itself if
-nothing else needs it. Source tensors in memory already contain the written data, which
-a replay does not recompute.
+new tape value. A replay writes to a copy of the old tensor, or to the old tensor itself
+if nothing else needs it. A tensor that stays in memory already contains the written
+data, which a replay does not recompute.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _recorded(recording: ForwardRecord, argument: Any, roles: _OperandRoles) -> 
 
 
 class _OperandRoles:
-    """The arguments that an operator only views, writes, or uses as scratch memory."""
+    """The arguments that an operator views, writes, or uses as scratch memory."""
 
     __slots__ = ("is_view", "scratch", "written")
 
