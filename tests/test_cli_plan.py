@@ -265,8 +265,9 @@ def test_the_steps_of_a_fit_leave_the_model_as_it_was():
     import torch
     from torch import nn
 
-    from membudget.fit import fit, try_steps
+    from membudget.fit import fit
     from membudget.step import Step
+    from membudget.trial import try_steps
 
     layers = [nn.Linear(8, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 1)]
     model, batch = nn.Sequential(nn.Sequential(*layers)), torch.randn(64, 8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from membudget.fit import Trial
+from membudget.trial import Trial
 
 
 @pytest.mark.parametrize(

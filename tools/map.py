@@ -24,17 +24,17 @@ FLOORS = (
     ("the package", "__init__"),
     ("the command line", "cli cli_plan cli_options"),
     ("ways in beside fit", "compat tradeoff"),
-    ("fit", "fit planning modes budget"),
+    ("fit", "trial fit planning modes budget"),
     ("text for people", "report"),
     ("proof", "audit"),
     ("regions on a model", "apply spans attach policies"),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
-    ("a step and its state", "step selection state scope ops observer graph"),
+    ("a step and its state", "step batch selection state scope ops observer graph"),
     ("records", "callsite text"),
     (
         "torch, errors",
-        "_torch _torch_observing _torch_settings errors",
+        "_torch _torch_observing _torch_settings allocation errors",
     ),
 )
 

@@ -6,7 +6,8 @@ as spans of consecutive modules. See `membudget.attach` for how regions are atta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,14 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.attach import check_can_carry, put_region, remove_region
+from membudget.attach import (
+    ModuleRegion,
+    carried_by,
+    check_can_carry,
+    put,
+    put_region,
+    remove_region,
+)
 from membudget.engine.options import Statistics, checked_options
 from membudget.engine.policy import Stages
 from membudget.errors import PlanError, SelectionError
@@ -228,6 +236,25 @@ def _apply_plan(
         for name, module in modules.items()
     }
     return Applied(modules, statistics, policies)
+
+
+@contextmanager
+def without_plan(model: Module) -> Iterator[None]:
+    """Remove the regions of a plan from a model; put them back after an exception."""
+    planned = {
+        name: (module, carried)
+        for name, module in model.named_modules()
+        if isinstance(carried := carried_by(module), ModuleRegion)
+        and isinstance(carried.options.keep, Planned)
+    }
+    for module, _ in planned.values():
+        remove_region(module)
+    try:
+        yield
+    except BaseException:
+        for name, (module, carried) in planned.items():
+            put(module, carried, name)
+        raise
 
 
 def _policy(region: RegionPlan) -> Planned:

@@ -10,6 +10,7 @@ the region restores the module's class.
 from __future__ import annotations
 
 import copyreg
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -115,6 +116,8 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
         },
     )
 
+    # Trainers ask for the signature, to choose what a batch gives to the model.
+    @functools.wraps(plain.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         carried: Carried | None = self.__dict__.get(_KEY)
         function = super(made, self).forward

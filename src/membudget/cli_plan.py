@@ -24,8 +24,9 @@ from membudget.text import format_bytes
 
 if TYPE_CHECKING:
     from membudget.audit import AuditReport
-    from membudget.fit import Fitted, Trial
+    from membudget.fit import Fitted
     from membudget.planner.plan import Plan
+    from membudget.trial import Trial
 
 
 def add_planning(commands: Any) -> None:
@@ -149,8 +150,9 @@ def _fit(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise OptionError(f"--steps must be at least 1; got {options.steps}")
     model, batch, loss = _made(options, on_meta=False)
-    from membudget.fit import fit, try_steps
+    from membudget.fit import fit
     from membudget.step import Step
+    from membudget.trial import try_steps
 
     keywords = {
         **profiling_of(options),

@@ -9,31 +9,27 @@ record the plain step  ──>  choose a schedule  ──>  apply its plan  ─�
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from inspect import signature
-from statistics import median
 from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
 
-from membudget.apply import Applied, Status
+from membudget.allocation import is_out_of_memory
+from membudget.apply import Applied, Status, without_plan
 from membudget.attach import has_region
 from membudget.audit import AuditReport, audit
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
-from membudget.engine.controls import disable_checkpointing
 from membudget.errors import OptionError
-from membudget.memory import peak
 from membudget.modes import AUTO, check_mode
 from membudget.planner.plan import Plan
 from membudget.planning import Attempt, make_plan, next_schedule, try_plan
-from membudget.profile import Device, Profile, profile
-from membudget.profile.cost import synchronised_clock
-from membudget.profile.profiling import state_kept
+from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
-from membudget.step import LossFunction, Step, check_arguments
+from membudget.step import ABSENT, CallableStep, LossFunction, Step, step_of
 
 
 class Fitted:
@@ -80,7 +76,8 @@ class Fitted:
         step = self._step
         if batch is not None:
             step = Step(step.model, batch, step.loss_fn)
-        if not self.plan.regions:  # Only check that the plain step is deterministic.
+        is_own = isinstance(step, CallableStep)
+        if is_own or not self.plan.regions:  # Without regions both runs are plain.
             return audit(plain=step.run, budgeted=step.run, modules=step.model)
         return audit(step.model, step.batch, step.loss_fn)
 
@@ -127,11 +124,12 @@ class Fitted:
 
 
 def fit(
-    model: Module,
-    batch: Any,
+    model: Module | Callable[[], Any],
+    batch: Any = ABSENT,
     budget: int | str | None = None,
     loss_fn: LossFunction | None = None,
     *,
+    modules: Module | None = None,
     mode: str = AUTO,
     optimizer: OptimizerLike = None,
     fake: bool = False,
@@ -145,20 +143,28 @@ def fit(
     fingerprints of recomputed and dropped values, the second measures memory.
 
     Args:
-        model: Any module; the plan's regions are attached in place.
-        batch: A batch of the size used in training; see `profile`.
+        model: Any module; the plan's regions are attached in place, and replace those
+            of an earlier `fit`. Or a step: a function without arguments that runs
+            forward and backward, which requires `modules` and no `batch`.
+        batch: A batch of the size used in training, or a `DataLoader`, whose first
+            batch is taken. A tuple is passed as positional arguments, a mapping as
+            keyword arguments. A pair `(inputs, targets)` is recognised if `loss_fn` is
+            a module or of `torch.nn.functional`, or if the model takes one argument.
         budget: Total bytes, as a number or `"8GiB"`, including the memory in use before
             the step (parameters, buffers, optimizer state, the batch). `"40%"` means
             40 % of the bytes that the plain step allocates at its peak. `None` means
             the memory now free on the model's CUDA device, minus 5 %.
-        loss_fn: Computes the loss from `(output, batch)`; see `profile`.
+        loss_fn: Computes the loss from `(output, batch)`, or for a pair from `(output,
+            targets)`. By default, the loss is what the model's `training_step` returns
+            (Lightning), or found in the output; see `profile`.
+        modules: The module that is trained, if `model` is a step function.
         mode: `"auto"` searches for the fastest plan. All other modes are fixed rules:
             `"none"` has no regions, `"full"` keeps nothing inside blocks, `"selective"`
             keeps the outputs of matrix products, convolutions and attention,
             `"every_2"` keeps nothing in every second block, `"every_3"` in every third.
         optimizer: Optimizer, or its class, whose state counts toward the budget.
-        fake: Whether to profile on fake tensors, for a model whose plain step does not
-            fit in memory; times are then estimated.
+        fake: Whether to profile on fake tensors; times are then estimated. A plain step
+            that runs out of memory is profiled so in any case.
         device: Device for which to estimate operator times; see `profile`.
 
     Returns:
@@ -166,9 +172,9 @@ def fit(
 
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
-        OptionError: If the budget is neither a size nor a percentage, the mode is
-            unknown, or the model already has regions.
-        RecomputeMismatchError: If recomputed values differ even with more outputs kept.
+        OptionError: If the budget is neither bytes nor a share, the mode is unknown, or
+            the model already has regions that `fit` did not attach.
+        RecomputeMismatchError: If a recompute differs even with more outputs kept.
 
     Warns:
         UnrepeatableWarning: If an output is kept because its recompute differed.
@@ -183,18 +189,31 @@ def fit(
         >>> fitted.remove()
     """
     check_mode(mode)
-    _check_step(model, batch)
     if budget is not None:
         check_budget(budget)
-    # Read before profiling, which allocates memory itself.
-    usable = free_bytes(model) if budget is None else 0
-    plain = profile(
-        model, batch, loss_fn, optimizer=optimizer, fake=fake, device=device
-    )
-    if budget is None:
-        budget = budget_in_all(plain.graph.static, optimizer, usable)
-    step = Step(model, batch, loss_fn)
-    return fit_recorded(step, plain, Budget.of(budget, plain), mode)
+    step = step_of(model, batch, loss_fn, modules)
+    with without_plan(step.model):
+        _check_step(step)
+        # Read before profiling, which allocates memory itself.
+        usable = free_bytes(step.model) if budget is None else 0
+        plain = _profiled(step, optimizer, fake, device)
+        if budget is None:
+            budget = budget_in_all(plain.graph.static, optimizer, usable)
+        return fit_recorded(step, plain, Budget.of(budget, plain), mode)
+
+
+def _profiled(
+    step: Step, optimizer: OptimizerLike, fake: bool, device: str | Device | None
+) -> Profile:
+    """Profile a step, on fake tensors if asked to or if it runs out of memory."""
+    if not fake:
+        try:
+            return profile_step(step, optimizer, fake, device)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+    found = profile_step(step, optimizer, True, device)
+    return found if fake else replace(found, notes=(*found.notes, DOES_NOT_FIT))
 
 
 def fit_recorded(
@@ -216,9 +235,15 @@ def fit_recorded(
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
 
 
-def _check_step(model: Any, batch: Any) -> None:
-    """Reject a non-module, a model with regions, or a batch that lacks arguments."""
-    check_arguments(model)
+DOES_NOT_FIT = (
+    "the plain step ran out of memory, so it was recorded on fake tensors: the seconds "
+    "are estimated"
+)
+
+
+def _check_step(step: Step) -> None:
+    """Reject a model with regions, or a batch that lacks arguments."""
+    model, batch = step.model, step.batch
     carrying = [name for name, module in model.named_modules() if has_region(module)]
     if carrying:
         raise OptionError(
@@ -235,65 +260,3 @@ def _check_step(model: Any, batch: Any) -> None:
                 f"{type(model).__name__} would be called with nothing ({error}): give "
                 "what it is called with"
             ) from error
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Measured time and memory of a fitted model's steps.
-
-    Attributes:
-        peak_bytes: Peak bytes that a step under the plan allocates.
-        planned_seconds: Time of each step under the plan.
-        plain_seconds: Time of each plain step; empty if none ran.
-    """
-
-    peak_bytes: int
-    planned_seconds: tuple[float, ...]
-    plain_seconds: tuple[float, ...]
-
-    @property
-    def slowdown(self) -> float | None:
-        """Median planned time ÷ median plain time; `None` if no plain step ran."""
-        if not self.plain_seconds:
-            return None
-        return median(self.planned_seconds) / median(self.plain_seconds)
-
-
-def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Trial:
-    """Time steps under the plan, alternating with plain ones; measure the peak.
-
-    Each step runs forward, loss and backward pass, starting with all gradients `None`.
-    The model's state is restored at the end. The reported peak is the larger of the
-    peaks of the last step and of the step that `fit` measured.
-
-    Raises:
-        OptionError: If `count` is less than 1.
-    """
-    if count < 1:
-        raise OptionError(f"at least 1 step must run; got {count}")
-    planned_seconds, plain_seconds = [], []
-    with state_kept(step, has_values=True):
-        for number in range(count + 1):
-            planned = _seconds(step)
-            if number:  # The first round warms up and is not counted.
-                planned_seconds.append(planned)
-            if plain:
-                with disable_checkpointing():
-                    unplanned = _seconds(step)
-                if number:
-                    plain_seconds.append(unplanned)
-        most = peak(step.run).peak_bytes
-        step.prepare()
-    return Trial(
-        max(most, fitted.peak_bytes), tuple(planned_seconds), tuple(plain_seconds)
-    )
-
-
-def _seconds(step: Step) -> float:
-    """Run one step, reset its batch and gradients, and return the time it took."""
-    clock = synchronised_clock()
-    start = clock()
-    step.run()
-    taken = clock() - start
-    step.prepare()
-    return taken

@@ -1,14 +1,13 @@
 """One training step: call the model on a batch, compute a loss, run the backward pass.
 
-A step is one iteration of a training loop, without the optimizer; it can be repeated.
-The model's output is released before the backward pass; gradients are `None` before the
-step, as after `zero_grad()`. `call_make` builds model and batch by calling a function
-that the user supplies.
+The step does what a user's loop does, and can run many times. The output is released
+before the backward pass; gradients are `None` before the step, as after `zero_grad()`.
+
+`call_make` builds model and batch by calling the user's function.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -17,34 +16,23 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget.errors import OptionError
+from membudget.allocation import is_out_of_memory
+from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
+from membudget.errors import MembudgetError, OptionError
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
 LossFunction = Callable[[Any, Any], Tensor]
 
 
-def call_model(model: Module, batch: Any) -> Any:
-    """Call a model on a batch.
-
-    A tuple is passed as positional arguments, a mapping as keywords, and anything else
-    (a tensor, a list, a dataclass, a named tuple) as the only argument.
-    """
-    if isinstance(batch, Mapping) and not dataclasses.is_dataclass(batch):
-        return model(**batch)
-    if type(batch) is tuple:
-        return model(*batch)
-    return model(batch)
-
-
 def find_loss(output: Any) -> tuple[Tensor, str]:
-    """Derive a loss from a model's output, for a step without a loss function.
+    """Return a loss for an output, without a loss function.
 
     Returns:
-        The loss, and a short description of where it comes from.
+        The loss, and where it comes from, in words.
 
     Raises:
-        OptionError: If the output contains no floating-point tensor.
+        OptionError: If the output has no floating tensor.
     """
     if isinstance(output, Tensor) and output.dim() == 0 and output.is_floating_point():
         return output, "the model's output"
@@ -71,28 +59,30 @@ def find_loss(output: Any) -> tuple[Tensor, str]:
 
 
 class Step:
-    """Forward, loss and backward pass of a model on one batch.
+    """Forward, loss and backward of a model on a batch.
 
     Attributes:
         model: The model.
-        batch: What the model is called with; see `call_model`.
-        loss_fn: Called with the output and the batch; `None` uses `find_loss`.
-        loss_from: Short description of where the last run's loss came from.
+        batch: The batch; `batch.py` tells how model and loss are called with it.
+        loss_fn: Computes the loss. With `None`, the loss is what `training_step` of the
+            model returns (Lightning), or what `find_loss` finds in the output.
+        loss_from: Where the loss came from in the last run, in words.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
-        """Define the step without running it."""
+        """Define the step; nothing runs, but a `DataLoader` makes its first batch."""
         self.model = model
-        self.batch = batch
-        self._batch_state: State | None = None
-        self.loss_from = "loss_fn(output, batch)"
+        self.batch = first_batch(batch)
+        self._is_pair = is_pair(model, self.batch, loss_fn)
+        self.start: State | None = None
+        self.loss_from = f"loss_fn(output, {'targets' if self._is_pair else 'batch'})"
         self.loss_fn = loss_fn
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Tensor:
-        """Run the step, calling `before_backward` after the forward; return the loss.
+        """Run the step and return the loss; between the passes, call `before_backward`.
 
         Raises:
-            OptionError: If the loss is not a single number, or requires no gradient.
+            OptionError: As `forward` does.
         """
         loss = self.forward()
         if before_backward is not None:
@@ -100,25 +90,22 @@ class Step:
         loss.backward()
         return loss
 
-    def repeat_from_here(self) -> None:
-        """Make `prepare` restore the current state of the batch and random streams."""
-        self._batch_state = State([("batch", self.batch)])
-
     def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:
         """Run only the forward and return the loss.
 
-        `on_output` receives the model's output before the loss function can modify it.
+        `on_output` gets the output before the loss function can write into it.
 
         Raises:
-            OptionError: If the loss is not a single number, or requires no gradient.
+            OptionError: If the loss is not one number, or requires no gradient.
         """
-        output = call_model(self.model, self.batch)
-        if on_output is not None:
-            on_output(output)
-        if self.loss_fn is None:
-            loss, self.loss_from = find_loss(output)
-        else:
-            loss = self.loss_fn(output, self.batch)
+        try:
+            loss = self._loss(on_output or (lambda output: None))
+        except MembudgetError:
+            raise
+        except Exception as error:
+            if not could_be_pair(self.batch, self.loss_fn) or is_out_of_memory(error):
+                raise
+            raise pair_error(self.batch, self._is_pair, error) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             is_tensor = isinstance(loss, Tensor)
             found = list(loss.shape) if is_tensor else type(loss).__name__
@@ -132,22 +119,36 @@ class Step:
             )
         return loss
 
+    def _loss(self, on_output: Callable[[Any], None]) -> Any:
+        training_step = getattr(self.model, "training_step", None)
+        if self.loss_fn is None and callable(training_step):
+            loss, where = find_loss(training_step(self.batch, 0))
+            self.loss_from = where.replace("the model's output", "training_step")
+            return loss
+        inputs, targets = self.batch if self._is_pair else (self.batch, self.batch)
+        output = call_model(self.model, inputs)
+        on_output(output)
+        if self.loss_fn is not None:
+            return self.loss_fn(output, targets)
+        loss, self.loss_from = find_loss(output)
+        return loss
+
     def prepare(self) -> None:
-        """Restore the state that `repeat_from_here` saved; set gradients to `None`."""
-        if self._batch_state is not None:
-            self._batch_state.restore()
+        """Set gradients to `None`; restore `start`, if there is one."""
+        if self.start is not None:
+            self.start.restore()
         for tensor in self.leaves():
             tensor.grad = None
 
     def leaves(self) -> Iterator[Tensor]:
-        """Yield all parameters, and the batch's leaf tensors that require gradients."""
+        """Yield the parameters, and the batch's leaves that require a gradient."""
         yield from self.model.parameters()
         for tensor in self.batch_tensors().values():
             if tensor.is_leaf and tensor.requires_grad:
                 yield tensor
 
     def batch_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the batch, keyed by names such as `batch['labels']`."""
+        """Return the tensors of the batch, by the expression that leads to each."""
         found = walk([("batch", self.batch)]).tensors
         return {name: tensor for name, (_, tensor) in found.items()}
 
@@ -159,24 +160,54 @@ class Step:
 
 
 class CallableStep(Step):
-    """A user-defined step: one function runs the forward and the backward."""
+    """A step that the user wrote: forward and backward in one function."""
 
     def __init__(self, function: Callable[[], Any], model: Module):
-        """Store the function that runs the step, and the model that it trains."""
+        """Define the step of a function and the model that it trains."""
         super().__init__(model, None, None)
         self._function = function
         self.loss_from = "the step itself"
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Any:
-        """Run the step by calling the user's function; ignore `before_backward`."""
+        """Call the function; `before_backward` is not called."""
         return self._function()
+
+
+ABSENT: Any = object()
+"""The batch of a step that the user wrote."""
+
+
+def step_of(
+    model: Any, batch: Any, loss_fn: LossFunction | None, modules: Module | None
+) -> Step:
+    """Return the step of a model on a batch, or the user's own step.
+
+    Raises:
+        OptionError: If the arguments are neither `(model, batch)` nor `(step,
+            modules=model)`, the model is no initialised module, or a loader is empty.
+    """
+    if modules is None:
+        if batch is ABSENT:
+            raise OptionError(
+                "give the batch, as in (model, batch), or a step of your own, as in "
+                "(step, modules=model)"
+            )
+        check_arguments(model)
+        return Step(model, batch, loss_fn)
+    if not callable(model) or batch is not ABSENT or loss_fn is not None:
+        raise OptionError(
+            "modules= goes with a step, as in (step, modules=model), where step() runs "
+            "forward and backward"
+        )
+    check_arguments(modules)
+    return CallableStep(model, modules)
 
 
 def check_arguments(model: Any) -> None:
     """Reject anything that is not an initialised module.
 
     Raises:
-        OptionError: If `model` is not a module, or has lazy parameters without shapes.
+        OptionError: If `model` is not a module, or is lazy and has no shapes yet.
     """
     if not isinstance(model, Module):
         raise OptionError(
@@ -191,10 +222,10 @@ def check_arguments(model: Any) -> None:
 
 
 def call_make(make: Callable[..., Any], sizes: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Call `make` with sizes as keywords; return model, batch and loss function.
+    """Call `make` with some sizes, and return model, batch and loss function.
 
     Raises:
-        OptionError: If `make` rejects the sizes or does not return a pair or triple.
+        OptionError: If `make` does not accept the sizes, or returns something else.
     """
     name = getattr(make, "__name__", "make")
     try:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
-from membudget.step import call_model, find_loss
+from membudget.batch import call_model
+from membudget.step import find_loss
 from tests.planner.models import Calls
 from tests.zoo.case import Call
 

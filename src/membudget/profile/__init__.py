@@ -31,13 +31,21 @@ from membudget.profile.polynomial import (
     largest_root,
     residual,
 )
-from membudget.profile.profiling import profile
+from membudget.profile.profiling import profile, profile_step
 from membudget.profile.result import Profile
 from membudget.profile.workspace import OptimizerLike
 from membudget.step import call_make
 from membudget.text import format_bytes, parse_bytes
 
-__all__ = ["DEVICES", "Device", "Profile", "Sweep", "profile", "sweep"]
+__all__ = [
+    "DEVICES",
+    "Device",
+    "Profile",
+    "Sweep",
+    "profile",
+    "profile_step",
+    "sweep",
+]
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,23 +35,16 @@ from membudget.profile.workspace import (
 )
 from membudget.selection import default_names
 from membudget.state.snapshot import State
-from membudget.step import (
-    CallableStep,
-    LossFunction,
-    Step,
-    check_arguments,
-)
+from membudget.step import ABSENT, CallableStep, LossFunction, Step, step_of
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15
 _TIMED_S = 0.5
 """Short steps are timed for at least this long: a machine may be slow for a moment."""
 
-_ABSENT: Any = object()
-
 
 def profile(
     model: Module | Callable[[], Any],
-    batch: Any = _ABSENT,
+    batch: Any = ABSENT,
     loss_fn: LossFunction | None = None,
     *,
     modules: Module | None = None,
@@ -108,7 +101,17 @@ def profile(
         >>> found.graph.static.parameters, found.graph.flops
         (144, 256)
     """
-    step = _step(model, batch, loss_fn, modules)
+    step = step_of(model, batch, loss_fn, modules)
+    return profile_step(step, optimizer, fake, device)
+
+
+def profile_step(
+    step: Step,
+    optimizer: OptimizerLike = None,
+    fake: bool | None = None,
+    device: str | Device | None = None,
+) -> Profile:
+    """Profile one step; see `profile` for the arguments, and what is raised."""
     target = None if device is None else device_of(device)
     has_memory = not any(is_fake(t) or t.is_meta for t in step.model.parameters())
     if fake is None:
@@ -128,30 +131,11 @@ def profile(
     return _real_profile(step, optimizer, target)
 
 
-def _step(model: Any, batch: Any, loss_fn: Any, modules: Module | None) -> Step:
-    if modules is not None:
-        if not callable(model) or batch is not _ABSENT or loss_fn is not None:
-            raise OptionError(
-                "modules= goes with a step: profile(step, modules=model), where step() "
-                "runs forward and backward"
-            )
-        check_arguments(modules)
-        return CallableStep(model, modules)
-    if batch is _ABSENT:
-        raise OptionError(
-            "give the batch: profile(model, batch), or a step of your own: "
-            "profile(step, modules=model)"
-        )
-    check_arguments(model)
-    return Step(model, batch, loss_fn)
-
-
 def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
     blocks = _blocks(step.model)
     with state_kept(step, has_values=True):
-        step.repeat_from_here()
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
         timed = [] if target else list(_timed_steps(step, blocks))
         step.prepare()
@@ -264,16 +248,24 @@ def _blocks(model: Module) -> dict[str, Module]:
 
 @contextmanager
 def state_kept(step: Step, has_values: bool) -> Iterator[None]:
-    """Restore the model, batch, loss function and gradients on exit."""
-    roots = [("", step.model), ("batch", step.batch), ("loss_fn", step.loss_fn)]
-    state = State(roots, contents=has_values)
+    """Restore the step's state on exit; inside, runs begin with one state of the batch.
+
+    With `has_values`, `step.prepare()` restores the batch and the random number
+    generators as they are now, so that each run of the step draws the same numbers.
+    """
+    model = State([("", step.model), ("loss_fn", step.loss_fn)], contents=has_values)
+    batch = State([("batch", step.batch)], contents=has_values)
     try:
-        state.restore()
+        model.restore()
+        batch.restore()
+        step.start = batch if has_values else None
         with torch.inference_mode(False), torch.enable_grad():
             yield
     finally:
-        state.restore()
-        state.restore_gradients()
+        step.start = None
+        for state in (model, batch):
+            state.restore()
+            state.restore_gradients()
 
 
 def _profile(

@@ -1,0 +1,104 @@
+"""What a batch means to a step: the model's arguments, and what the loss is given.
+
+    batch                     model is called      loss is called
+    tensor, list, object      model(batch)         loss_fn(output, batch)
+    mapping                   model(**batch)       loss_fn(output, batch)
+    tuple                     model(*batch)        loss_fn(output, batch)
+    pair (inputs, targets)    model(inputs)        loss_fn(output, targets)
+
+A tuple or list of two is a pair if a loss is given that is a module or a function of
+`torch.nn.functional`, or if the model cannot be called with two arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+from torch.utils.data import DataLoader
+
+from membudget.errors import OptionError
+from membudget.state.snapshot import State
+
+
+def first_batch(batch: Any) -> Any:
+    """Return the first batch of a `DataLoader`; anything else as it is.
+
+    Random number generators are left as they were. A list of a loader becomes a tuple.
+
+    Raises:
+        OptionError: If the loader is empty.
+    """
+    if not isinstance(batch, DataLoader):
+        return batch
+    # Starting an iterator draws a seed, and a sampler may shuffle.
+    streams = State([("generator", batch.generator)])
+    try:
+        first = next(iter(batch), batch)
+    finally:
+        streams.restore()
+    if first is batch:
+        raise OptionError("the DataLoader is empty: a step needs one batch")
+    return tuple(first) if type(first) is list else first
+
+
+def call_model(model: Module, inputs: Any) -> Any:
+    """Call a model on a tuple of arguments, a mapping of keywords, or one argument.
+
+    A list, a dataclass and a named tuple are one argument.
+    """
+    if isinstance(inputs, Mapping) and not dataclasses.is_dataclass(inputs):
+        return model(**inputs)
+    if type(inputs) is tuple:
+        return model(*inputs)
+    return model(inputs)
+
+
+def could_be_pair(batch: Any, loss_fn: Any) -> bool:
+    """Return whether a batch might be `(inputs, targets)`."""
+    return loss_fn is not None and type(batch) in (tuple, list) and len(batch) == 2
+
+
+def is_pair(model: Module, batch: Any, loss_fn: Any) -> bool:
+    """Return whether a batch is taken as `(inputs, targets)`."""
+    if not could_be_pair(batch, loss_fn):
+        return False
+    if isinstance(loss_fn, Module) or _is_functional(loss_fn):
+        return True
+    if type(batch) is list:  # It may be the only argument.
+        return False
+    try:
+        inspect.signature(model.forward).bind(*batch)
+    except TypeError:
+        return True
+    return False
+
+
+def _is_functional(loss_fn: Any) -> bool:
+    return getattr(loss_fn, "__module__", "") == "torch.nn.functional"
+
+
+def pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError:
+    """Return the error for a batch of two whose meaning may have been mistaken."""
+    first, second = map(_described, batch)
+    calls = "model(inputs) and loss_fn(output, targets)"
+    if not taken_as_pair:
+        shown = "*batch" if type(batch) is tuple else "batch"
+        calls = f"model({shown}) and loss_fn(output, batch)"
+    return OptionError(
+        f"the batch of two, ({first}, {second}), was taken for {calls}, and that "
+        f"failed with {type(error).__name__}: {error}. Say which is meant by a step of "
+        "your own: `lambda: loss_fn(model(inputs), targets).backward()` or "
+        "`lambda: loss_fn(model(*batch), batch).backward()`, with modules=model"
+    )
+
+
+def _described(item: Any) -> str:
+    if isinstance(item, Tensor):
+        dtype = str(item.dtype).removeprefix("torch.")
+        return f"{dtype}{list(item.shape)}"
+    return type(item).__name__

@@ -1,0 +1,50 @@
+"""Row C6: `fit` measures the step that it profiled, with the same random numbers.
+
+Layers that are dropped at random made the profiled step another than the measured one:
+a plan for two layers was measured on six, and refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+
+
+class LayerDrop(nn.Module):
+    """Layers that are skipped at random, by torch's or by Python's generator."""
+
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(8))
+        self.draw = draw
+        self.ran: list[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ran.append([])
+        for number, layer in enumerate(self.layers):
+            if self.draw() < 0.5:
+                x = layer(x).tanh()
+                self.ran[-1].append(number)
+        return x
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(()).item(), random.random], ids=["torch", "python"]
+)
+def test_row_c06_every_step_of_a_fit_runs_the_same_layers(draw: Callable[[], float]):
+    torch.manual_seed(0)
+    random.seed(0)
+    model = LayerDrop(draw)
+    ran: list[list[int]] = []
+    model.register_forward_hook(lambda module, args, output: ran.append(module.ran[-1]))
+    fitted = mb.fit(model, torch.randn(2048, 32), "90%")
+
+    assert len(ran) > 4
+    assert all(layers == ran[0] for layers in ran)
+    assert fitted.peak_bytes == fitted.plan.peak_bytes
