@@ -153,7 +153,7 @@ class _Package(ModuleType):
     """Keeps `membudget.apply` and `membudget.audit` bound to the public functions.
 
     On import of the submodule `apply` or `audit`, Python assigns the submodule to the
-    attribute that holds the function; `__setattr__` ignores this assignment.
+    package attribute of the same name; `__setattr__` ignores this assignment.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:

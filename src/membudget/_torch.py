@@ -104,12 +104,12 @@ storage_uses: Callable[[int], int] = torch._C._storage_Use_Count
 
 
 def is_fake(tensor: Any) -> bool:
-    """Return whether a tensor is a `FakeTensor`, whose class is private."""
+    """Return whether a tensor is a `FakeTensor`, without importing the class."""
     return type(tensor).__name__ == "FakeTensor"
 
 
 def new_fake_mode() -> Any:
-    """Return a new `FakeTensorMode`: tensors have shapes but no memory."""
+    """Return a new `FakeTensorMode`, whose tensors have shapes but no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -154,7 +154,7 @@ def hide_from_dynamo(function: Callable[..., Any]) -> None:
 
 
 def constant_to_dynamo(function: _F) -> _F:
-    """Do what `torch.compiler.assume_constant_result` does, without loading Dynamo."""
+    """Mark a function's result as constant for Dynamo, without loading Dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
@@ -231,7 +231,7 @@ def dispatch_modes() -> tuple[Any, ...]:
 
 
 def is_device_context(mode: Any) -> bool:
-    """Return whether a function mode is `torch.device(...)` used as a context."""
+    """Return whether a function mode is a `torch.device` used as a context manager."""
     from torch.utils._device import DeviceContext
 
     return isinstance(mode, DeviceContext)
@@ -251,9 +251,9 @@ def is_view_operator(operator: Any) -> bool:
 
 
 def detach_with_version(tensor: Tensor) -> Tensor:
-    """Return a detached alias with the same version counter, even in a dispatch mode.
+    """Return a detached alias that shares the tensor's version counter.
 
-    Below autograd, plain `detach` would give the alias a new version counter.
+    Inside a dispatch mode, plain `detach` would give the alias a new version counter.
     """
     key = torch._C.DispatchKey.ADInplaceOrView
     with torch._C._SetExcludeDispatchKeyGuard(key, False):
@@ -277,7 +277,7 @@ def is_random_operator(operator: Any) -> bool:
 def written_arguments(
     operator: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield the tensors that an operator writes in place, flattening lists."""
+    """Yield the tensors that an operator modifies in place, flattening lists."""
     for position, argument in enumerate(operator._schema.arguments):
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
@@ -294,6 +294,6 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def module_call_codes() -> frozenset[Any]:
-    """Return the code objects of `Module.__call__`; `self` in a frame is the module."""
+    """Return the code of `Module.__call__`, in whose frames `self` is the module."""
     call: Any = torch.nn.Module._call_impl
     return frozenset((call.__code__,))

@@ -1,4 +1,4 @@
-"""Read and restore all torch settings that affect the choice of kernels.
+"""Save and restore all torch settings that affect the choice of kernels.
 
 Every region reads all settings in its forward and again in its recompute. Reading all
 settings through torch's private C getters, in one generated function, takes only 0.5 µs
@@ -70,7 +70,7 @@ def _bring_back_precisions(
 
 
 def _in_force(read: tuple[Any, ...]) -> dict[Key, str]:
-    """Return recorded precisions, keyed by backend and kind of operator."""
+    """Return the precisions that were read, keyed by backend and kind of operator."""
     if len(read) != len(_PRECISIONS):
         return dict(zip(_ONEDNN + _CUDA, read, strict=True))
     matmul, *cudnn = read[: len(_OLDER)]
@@ -120,7 +120,7 @@ def _followed_by(key: Key) -> tuple[Key, ...]:
 
 @contextmanager
 def _unset(keys: tuple[Key, ...]) -> Iterator[None]:
-    """Unset precisions temporarily; each may inherit only from earlier ones."""
+    """Unset precisions temporarily; none may inherit from one that is listed later."""
     before = []
     try:
         for key in keys:
@@ -199,7 +199,7 @@ def _spread(writer: Callable[..., None]) -> Callable[[Any], None]:
 
 
 def _unrolled(expressions: Iterable[str]) -> Callable[[], Settings]:
-    """Compile expressions into one function; looping over them would add 0.2 µs."""
+    """Compile expressions into one function; a loop would add 0.2 µs per call."""
     names = {
         **vars(_C),
         "SMALLEST_NORMAL": 2.2250738585072014e-308,
@@ -218,7 +218,7 @@ _read_all = _unrolled((*_WRITERS, *_PRECISIONS))
 
 
 def read() -> Settings:
-    """Return all settings as a tuple, to be compared and passed to `bring_back`."""
+    """Return all settings that affect the choice of kernels, for `bring_back`."""
     try:
         return _read_all()
     except RuntimeError:  # Only torch's newer names can read these float32 precisions.
@@ -226,13 +226,13 @@ def read() -> Settings:
 
 
 def bring_back(wanted: Settings, now: Settings, undo: Undo) -> None:
-    """Restore every setting whose current value differs from the wanted one.
+    """Restore every setting whose current value differs from the wanted value.
 
     Args:
         wanted: Settings to restore, as returned by `read`.
         now: Current settings, as returned by `read`.
-        undo: Called before each change with a function and arguments that undo the
-            change; the caller runs these newest first.
+        undo: Called before each change with a function that reverts the change, and its
+            arguments; the caller must run these functions newest first.
     """
     for writer, value, before in zip(_WRITERS.values(), wanted, now, strict=False):
         if value != before:

@@ -1,4 +1,4 @@
-"""Attach recompute regions to a model without wrapping or editing it, or remove them.
+"""Attach recompute regions to a model, and remove them, without wrapping any module.
 
 Modules are selected by class, name or predicate (optionally only every n-th match), or
 as spans of consecutive modules. See `membudget.attach` for how regions are attached.
@@ -38,11 +38,11 @@ class RegionStatus:
 
     Attributes:
         name: Name of the module in the model, or of the span of modules.
-        forwards: Number of calls that dropped saved tensors.
+        forwards: Number of calls to the region that dropped saved tensors.
         recomputes: Number of times that dropped tensors were recomputed.
-        skipped: Number of calls in which nothing required a gradient, so that nothing
-            was dropped.
-        unrepeatable: Number of outputs kept because replaying them gave different bits.
+        skipped: Number of calls to the region that dropped nothing, because nothing
+            required a gradient.
+        unrepeatable: Number of outputs kept because their replay gave different bits.
         differences: Number of calls that kept fewer outputs than planned because their
             operators differed from those in the plan.
     """
@@ -139,7 +139,7 @@ def apply(
     spans: Sequence[tuple[str, str]] | None = None,
     **options: Any,
 ) -> Applied:
-    """Attach regions to the selected modules; return a handle to remove them.
+    """Attach regions to the selected modules; return a handle that can remove them.
 
     If several of `blocks`, `names` and `where` are given, a module must satisfy all of
     them. Regions nest if both a module and one of its submodules are selected. Calling
@@ -158,9 +158,9 @@ def apply(
         where: Predicate called with a module's name and the module.
         every: Use only every n-th match, starting with the first.
         spans: Pairs of module names, such as `[("h.0", "h.3"), ...]`, given instead of
-            selectors. A span's region starts when its first module is called and ends
-            when its last returns; the same parent must call both. Spans run under the
-            replay engine.
+            selectors. A span's region starts when the first module is called and ends
+            when the second returns; the same parent module must call both. Spans run
+            under the replay engine.
         **options: Options of the regions; see `checkpoint`.
 
     Returns:

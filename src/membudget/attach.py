@@ -63,7 +63,7 @@ def put_region(module: Module, options: RegionOptions, name: str = "") -> Statis
 
 
 def put(module: Module, carried: Carried, name: str) -> None:
-    """Attach an object, such as a region, to a module, replacing one attached before.
+    """Attach an object, such as a region, to a module, replacing any attached before.
 
     Raises:
         SelectionError: If a subclass cannot override the module's forward.

@@ -25,7 +25,7 @@ class Budget:
     """The bytes that a training step may allocate.
 
     Attributes:
-        step_bytes: Peak bytes that the step may allocate on top of `before_bytes`.
+        step_bytes: Peak bytes that the step may add to the bytes in use before it.
         before_bytes: Bytes in use before the step: parameters, buffers, optimizer
             state and batch.
     """
@@ -123,10 +123,10 @@ def share_of(asked: int | str) -> float | None:
 
 
 def free_bytes(model: Module) -> int:
-    """Return the bytes that a model's device can allocate now, minus a margin.
+    """Return the bytes that a model's device can allocate now, minus a 5 % margin.
 
     Raises:
-        OptionError: If the model is not on one CUDA device.
+        OptionError: If the model is not entirely on one CUDA device.
     """
     device = _device_of(model)
     free, total = torch.cuda.mem_get_info(device)
@@ -137,7 +137,7 @@ def free_bytes(model: Module) -> int:
 
 
 def usable_bytes(free: int, reserved: int, allocated: int) -> int:
-    """Return the bytes that can be allocated, minus a 5 % margin.
+    """Return the bytes that the CUDA allocator can provide, minus a 5 % margin.
 
     Example:
         >>> usable_bytes(free=700, reserved=500, allocated=200)

@@ -61,7 +61,7 @@ def running_module(names: Mapping[int, str]) -> str:
 
 
 def place_of(names: Mapping[int, str]) -> tuple[str, str]:
-    """Return the name of the innermost running module, and the user's source line."""
+    """Return the innermost running module's name and the current line of user code."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and is_internal(frame.f_code):
         frame = frame.f_back

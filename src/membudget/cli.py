@@ -1,4 +1,4 @@
-"""Command-line interface: `membudget audit TARGET`, `membudget profile TARGET`.
+"""Command-line interface, and the commands `membudget audit` and `membudget profile`.
 
 The planning commands (`plan`, `fit`, `tradeoff`, `diff`) are in `cli_plan`. Each
 command imports torch only when it runs, so that `membudget --help` responds at once.
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one `membudget` command.
 
     Returns:
-        Exit code: 0 on success, 1 on a difference or an exceeded budget, 2 on errors.
+        Exit code: 0 on success, 1 if results differ or exceed the budget, 2 on errors.
     """
     parser = _parser()
     options = parser.parse_args(arguments)

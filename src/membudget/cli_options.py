@@ -1,4 +1,4 @@
-"""Options shared by the commands, and the loader of the TARGET function.
+"""Command-line options of several commands, and the loader of the TARGET function.
 
 This module must not import torch; each command imports torch only when it runs.
 """
@@ -67,7 +67,7 @@ def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def chosen_sizes(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the values of `--set` and `--batch` as keyword arguments.
+    """Return the values of `--set` and `--batch` as keyword arguments for TARGET.
 
     Raises:
         OptionError: If a value of `--set` does not have the form NAME=VALUE.
@@ -115,7 +115,7 @@ def load_target(target: str) -> Callable[..., Any]:
 
 
 def with_sizes(make: Callable[..., Any], chosen: dict[str, Any]) -> Callable[..., Any]:
-    """Return `make` with some of its keyword arguments fixed."""
+    """Return a function that calls `make` with the chosen keyword arguments."""
     if not chosen:
         return make
     bound = partial(make, **chosen)

@@ -174,7 +174,7 @@ def _fit(options: argparse.Namespace) -> int:
 
 
 def _beside(options: argparse.Namespace, fitted: Fitted, trial: Trial) -> str:
-    """Return a table of predicted and measured peaks and slowdowns."""
+    """Return a table of the predicted and measured peak and slowdown of a plan."""
     from membudget.report import rendered
 
     plan = fitted.plan

@@ -4,12 +4,12 @@ To migrate from torch, change only the import:
 
     from membudget.compat import checkpoint, checkpoint_sequential
 
-Two differences from torch are deliberate. First, omitting `use_reentrant` warns, as in
-torch, but then selects the default engine instead of the reentrant variant, which can
-silently lose gradients. Second, `checkpoint_wrapper` attaches a region to the module
-itself and adds no wrapper. With `use_reentrant=True`, and only then, gradients may
-differ from the plain step's in the last bits, as in torch: the reentrant variant
-accumulates gradients in a different order (see `engine.reentrant`).
+If `use_reentrant` is omitted, `checkpoint` warns, as in torch, but then uses the
+default engine instead of the reentrant variant, which can silently lose gradients.
+Unlike torch's `checkpoint_wrapper`, membudget's adds no wrapper module. With
+`use_reentrant=True`, and only then, gradients may differ from the plain step's in the
+last bits, as in torch: the reentrant variant accumulates gradients in a different order
+(see `engine.reentrant`).
 """
 
 from __future__ import annotations
@@ -109,8 +109,8 @@ def checkpoint(
     Args:
         function: Function whose activations are dropped and recomputed.
         *args: Positional arguments of the function.
-        use_reentrant: Whether to use the reentrant variant; `None` warns and means no.
-        context_fn: Returns two context managers, for the forward and the recompute.
+        use_reentrant: Selects the reentrant variant; `None` warns and means `False`.
+        context_fn: Returns a context manager for the forward and one for the recompute.
         determinism_check: `"default"` or `"none"` as in torch; `"values"` also compares
             the bytes of recomputed tensors.
         debug: Whether to record operators, for more detailed mismatch errors.
@@ -152,14 +152,14 @@ def checkpoint_sequential(
         functions: Layers of the chain, in order.
         segments: Number of segments, which are evenly sized, unlike in torch.
         input: Input of the first layer.
-        use_reentrant: Whether to use the reentrant variant; `None` warns and means no.
+        use_reentrant: Selects the reentrant variant; `None` warns and means `False`.
         **kwargs: `preserve_rng_state` and other options of `membudget.checkpoint`.
 
     Returns:
         The output of the last layer.
 
     Raises:
-        OptionTypeError: If a second input is passed in place of `use_reentrant`.
+        OptionTypeError: If `use_reentrant` is neither a bool nor `None`.
     """
     if use_reentrant is not None and not isinstance(use_reentrant, int):
         raise OptionTypeError(
@@ -200,8 +200,8 @@ def checkpoint_wrapper(
 ) -> Module:
     """Attach a region to `module` and return the module itself.
 
-    Unlike in torch, no wrapper module is added, so that parameter names and
-    `isinstance` checks stay valid.
+    Unlike in torch, no wrapper module is added, so parameter names and `isinstance`
+    checks stay valid.
 
     Args:
         module: Module that gets the region, modified in place.
@@ -232,7 +232,7 @@ def apply_activation_checkpointing(
 ) -> None:
     """Attach regions to the submodules of `model` that `check_fn` selects.
 
-    Torch's own code traverses the model, so that policies select the same modules.
+    Torch's own code traverses the model, so policies select what they do in torch.
 
     Args:
         model: Model to modify in place; the root module gets no region.

@@ -59,7 +59,7 @@ class MissingExtraError(MembudgetError, ImportError):
 
 
 class PlanError(MembudgetError, ValueError):
-    """A plan is incomplete, has a newer version, or was made for another model."""
+    """A plan is incomplete, has a newer format, or was made for another model."""
 
 
 class BudgetError(MembudgetError, ValueError):
@@ -71,7 +71,7 @@ class BudgetError(MembudgetError, ValueError):
     """
 
     def __init__(self, message: str, *, asked_bytes: int, least_bytes: int) -> None:
-        """Store the message and both byte counts."""
+        """Store the message, the step's budget and the smallest plan's bytes."""
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.least_bytes = least_bytes
@@ -84,7 +84,7 @@ class CheckpointError(MembudgetError, RuntimeError):
     imports torch, makes torch's class a base of membudget's.
 
     Attributes:
-        remedy: How the region behaves from now on, and what to do; may be empty.
+        remedy: How the region now behaves and what the user can do; may be empty.
     """
 
     remedy = ""
@@ -144,7 +144,7 @@ class ChangedSinceForwardError(CheckpointError):
     def __init__(
         self, message: str, names: Sequence[str] = (), by_region: bool = False
     ) -> None:
-        """Store the message and the details of the change."""
+        """Store the message and what was modified."""
         super().__init__(message)
         self.names = tuple(names)
         self.by_region = by_region
@@ -159,4 +159,4 @@ class OverwrittenWarning(UserWarning):
 
 
 class UnrepeatableWarning(UserWarning):
-    """A replay region keeps an output because replaying it gave different bits."""
+    """A replay region keeps an output because its replay gave different bits."""

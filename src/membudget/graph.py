@@ -1,8 +1,8 @@
 """One training step as plain data: operators, their values, and storage live ranges.
 
 Time is counted in op indices: positions of operators in the step. A storage is live
-from op index `birth`, which allocates it, until just before op index `death`. Storages
-from before the step have birth -1; storages that outlive it have death
+from op index `birth`, at which it is allocated, until just before op index `death`.
+Storages from before the step have birth -1; storages that outlive the step have death
 `len(operators)`:
 
     op index      0      1      2      3      4 = len(operators)
@@ -40,7 +40,8 @@ class Operator:
         phase: Phase in which the operator ran; the loss belongs to the forward.
         module_path: Innermost running module; for a backward operator, the module of
             the forward operator that it differentiates.
-        line: User's source line, `"file.py:12"`, attributed like `module_path`.
+        line: Line of user code, as `"file.py:12"`; for a backward operator, the line of
+            the forward operator that it differentiates.
         inputs: Indices of the values that the operator reads.
         outputs: Indices of the values that the operator creates or overwrites.
         flops: Floating-point operations of matrix products, convolutions and attention,
@@ -48,11 +49,11 @@ class Operator:
         read_bytes: Bytes of the values read, with each storage counted once.
         written_bytes: Bytes of the values created or overwritten.
         workspace_bytes: Peak bytes allocated in addition to the outputs.
-        seconds: Execution time by the profile's cost model.
+        seconds: Execution time according to the profile's cost model.
         is_view: Whether the outputs alias the input, so that no data is moved.
         is_random: Whether the operator draws random numbers.
-        must_keep: Whether the outputs are always kept because a replay must not re-run
-            the operator: routing decisions, communication, changes of storage.
+        must_keep: Whether the outputs are always kept because the operator makes a
+            routing decision, communicates, or changes a tensor's storage or strides.
     """
 
     name: str
@@ -77,7 +78,7 @@ class Value:
 
     Attributes:
         storage: Index of the value's storage.
-        bytes: Size of the elements in bytes; less than the storage's for partial views.
+        bytes: Bytes of the elements; fewer than the storage's if the tensor is a slice.
         shape: Shape of the tensor.
         dtype: Data type of the elements, such as `"float32"`.
         operator: Op index of the producing operator; -1 if the value predates the step.
@@ -102,10 +103,10 @@ class Storage:
         kind: Role of the storage; `"activation"` covers everything that the step
             creates except final parameter gradients and optimizer tensors.
         name: Name of the parameter, buffer or input; for a gradient, of its parameter.
-        birth: First op index at which the storage is live; -1 if from before the step.
+        birth: First op index at which the storage is live; -1 if it predates the step.
         death: First op index at which the storage is no longer live.
         released: First op index in the forward at which only autograd references the
-            storage; `None` if other code does so until its death or the backward pass.
+            storage; `None` if other references last until its death or the backward.
     """
 
     bytes: int
@@ -206,7 +207,7 @@ class StepGraph:
 
     @property
     def seconds(self) -> float:
-        """Execution time of the whole step in seconds, by the cost model."""
+        """Execution time of the whole step, according to the profile's cost model."""
         return sum(operator.seconds for operator in self.operators)
 
     @cached_property
@@ -241,7 +242,7 @@ class StepGraph:
         """Rebuild a graph from data that `to_dict` returned.
 
         Raises:
-            OptionError: If the data has another version or lacks a field.
+            OptionError: If the data has an unsupported version or lacks a field.
         """
         version = data.get("version")
         if version != VERSION:

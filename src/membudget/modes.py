@@ -3,13 +3,13 @@
 * `none`: no regions, so that nothing is recomputed.
 * `full`: every block recomputes everything.
 * `selective`: every block keeps the outputs of matrix products, convolutions and
-  attention, and recomputes the cheap rest.
+  attention, and recomputes everything else, which is cheap.
 * `every_n`, such as `every_2`: every n-th block recomputes everything.
 
 A block is a module call that saves at most a quarter of the activation bytes, as far
 as the model's module tree permits. A block gets no region if autograd saves no tensor
-that the block computes, as in an embedding. Outputs that must not be recomputed, such
-as routing decisions, are always kept.
+that the block computes, as for an embedding layer. Outputs that must not be recomputed,
+such as routing decisions, are always kept.
 """
 
 from __future__ import annotations

@@ -5,21 +5,21 @@ subclass, so that the backward passes of `prod`, `cumprod`, `max` and `index`, a
 composite kernels, use other formulas, whose results differ bitwise from the plain
 step's. To keep autograd's formulas unchanged, an observer avoids the mode stack where
 possible and is called by a kernel on a dedicated dispatch key, which no formula checks.
-A thread enables the observers' dispatch key by including it in its dispatch state.
+A thread enables the observers' dispatch key in its thread-local dispatch state.
 
     autograd · autocast · views        what the user's call becomes
     dispatch modes · subclasses        the user's own
     ── the observers' key ──────────   the innermost observer, the one around it, ...
     kernels                            CPU, CUDA, ...
 
-An observer on its dispatch key sees the operators that modes and subclasses run, not
-those that they receive. An observer joins the mode stack only if a mode is active
-already (the plain step then uses subclass formulas, too) or if the observer sets
-`sees_subclasses` to see the operators that subclasses receive.
+An observer on its dispatch key sees the operators that modes and tensor subclasses
+call, not the calls that they intercept. An observer joins the mode stack only if a mode
+is active already (the plain step then uses subclass formulas, too) or if the observer
+sets `sees_subclasses` to see the calls that subclasses intercept.
 
 Rejected: observing through a dispatch mode that leaves the mode stack during backward
-    passes inside the forward; only those passes would keep the plain step's formulas,
-    and all their results would have to be kept.
+    passes inside the forward; only in such passes would formulas match the plain
+    step's, and all results of such passes, being unobserved, would have to be kept.
 
 Rule 1. An observer runs the operator by calling it; the call passes through the
     enclosing observers to the kernel. Operators that a kernel calls are not observed.
@@ -179,7 +179,7 @@ def observers() -> tuple[Observer, ...]:
 
 
 def _observed(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Pass a call to the innermost observer that has not seen the call yet."""
+    """Pass an operator call to the innermost observer that has not seen it yet."""
     if operator is EQUAL or operator is ITEM:
         args = _as_tensors(args)
     thread = _THREAD

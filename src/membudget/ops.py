@@ -1,7 +1,7 @@
 """Properties of operators that recording needs, determined once per operator.
 
-A schema states which arguments are tensors, which are written, and which outputs are
-views. Properties that schemas omit are listed in this module, each with the reason.
+A schema states which arguments are tensors, which are written to, and which outputs
+are views. Properties that schemas omit are listed in this module, each with the reason.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class OperatorFacts:
     Attributes:
         tensors: Positions of tensor arguments.
         lists: Positions of arguments that are lists of tensors.
-        written: Positions of arguments that the operator writes.
-        written_names: Names of written keyword-only arguments, such as `out`.
+        written: Positions of arguments that the operator writes to.
+        written_names: Names of keyword-only arguments that are written, such as `out`.
         has_tensor_keywords: Whether keyword-only arguments may hold tensors.
         returns_fresh: Whether at least one output is not an alias of an argument.
         is_view: Whether the operator returns views of an argument and writes nothing.
@@ -102,14 +102,14 @@ class OperatorFacts:
         is_opaque: Whether a replay must not run the operator again.
         is_query: Whether the operator only queries a tensor or sends the profiler an
             event, so that there is no output to record.
-        is_numbered: Whether the operator gets a number in its region; all do except
-            `detach` and `alias`, whose calls are mostly unobserved.
+        is_numbered: Whether calls to the operator are numbered in a region; false only
+            for `detach` and `alias`, most of whose calls are not observed.
         is_routing: Whether the operator makes a routing decision.
         is_plain_view: Whether the operator returns a view of its only tensor argument.
-        is_in_place: Whether the operator writes its first argument and no other.
+        is_in_place: Whether the operator writes to its first argument alone.
         is_simple: Whether the operator takes tensors only by position and returns only
             fresh tensors, as most operators do.
-        statistics: Predicate that tests whether a call writes running statistics.
+        statistics: Tests whether a call updates running statistics; `None` if none can.
     """
 
     __slots__ = (
@@ -177,11 +177,11 @@ class OperatorFacts:
 
 
 def decides(facts: OperatorFacts, read: Iterable[Any], made: Iterable[Any]) -> bool:
-    """Return whether an operator computes a decision: integers or booleans from floats.
+    """Return whether an operator computes a choice (integers or booleans) from floats.
 
-    All outputs of an operator that decides are always kept: a recompute must not select
-    another expert, element or branch because a kernel rounded differently. Random
-    operators are exempt, because a recompute draws the same numbers again.
+    All outputs of an operator that makes a discrete choice are always kept: a recompute
+    must not select another expert, element or branch because a kernel rounded
+    differently. Random operators may be re-run: a recompute draws the same numbers.
     """
     return (
         not facts.is_random
@@ -227,7 +227,7 @@ _FACTS: dict[int, tuple[OperatorFacts | None, Any]] = {}
 
 
 def facts_of(operator: Any) -> OperatorFacts | None:
-    """Return the properties that recording needs; `None` for higher-order operators."""
+    """Return an operator's properties for recording; `None` if it is higher-order."""
     known = _FACTS.get(id(operator))
     if known is None:
         is_usual = isinstance(operator, OperatorOverload)
@@ -252,7 +252,7 @@ def flat_outputs(output: Any) -> list[Any]:
 
 
 def tensors_in(arguments: Any) -> Iterator[Tensor]:
-    """Yield the tensors among arguments, flattening lists."""
+    """Yield the tensors among an operator's arguments, flattening lists."""
     for argument in arguments:
         if isinstance(argument, Tensor):
             yield argument

@@ -1,7 +1,7 @@
-"""Turn a recorded step into a schedule and a plan that fit; measure the plan.
+"""Turn a recorded step into a schedule and a plan within a budget; measure the plan.
 
 Planning itself runs no step and needs only a profile. `try_plan` then applies the plan,
-verifies one step under the plan, and measures another.
+verifies one step under the plan, and measures the peak of another.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
         The plan with its measured peak, and the regions, which stay attached.
 
     Raises:
-        RecomputeMismatchError: If recomputed values differ even with more outputs kept.
+        RecomputeMismatchError: If recomputed values stay wrong with more outputs kept.
     """
     applied = apply(step.model, plan) if plan.regions else Applied({}, {})
     try:
@@ -73,7 +73,7 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
 
 
 def measured_peak(step: Step, applied: Applied) -> int:
-    """Verify one step and return the measured peak of another; restore the model.
+    """Verify one step, return the measured peak of another, and restore all state.
 
     Measurement excludes the verification step, which needs no more memory but would
     flood the meter with its many small fingerprints.
@@ -113,8 +113,8 @@ def plan_for(
 ) -> Plan:
     """Return the fastest plan found whose predicted peak fits the budget.
 
-    No step runs, so the model may be on the meta device. `fit`, which describes the
-    arguments, also applies and measures the plan.
+    No step runs, so the model may be on the meta device. See `fit` for the arguments;
+    `fit` also applies and measures the plan.
 
     Raises:
         BudgetError: If no plan fits; the error states the smallest feasible budget.
@@ -138,12 +138,11 @@ def plan_for(
 def next_schedule(
     profile: Profile, budget: Budget, mode: str, attempts: Sequence[Attempt] = ()
 ) -> Schedule:
-    """Return the schedule to try next; for `auto`, the fastest one predicted to fit.
+    """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
-    After an attempt over budget, `auto` lowers its target by the measured excess, while
-    all other modes have only one schedule.
-
-    The planner is not kept between calls, because its tables occupy host memory.
+    After a plan has exceeded the budget, `auto` lowers its target by the measured
+    excess; all other modes have only one schedule. The planner is not kept between
+    calls, because its tables occupy host memory.
 
     Raises:
         BudgetError: If no schedule fits; the error states the smallest feasible budget.
@@ -202,7 +201,7 @@ def _schedule_of_mode(
 def _mode_is_over(
     profile: Profile, budget: Budget, mode: str, peak_bytes: int, how: str
 ) -> BudgetError:
-    """Return an error that states a mode's peak and the smallest `auto` budget."""
+    """Return an error that states a mode's peak and the smallest budget for `auto`."""
     return budget.refused(
         f"mode={mode!r} is {how} to allocate {peak_bytes:,} bytes, too many for",
         with_margin(planner_of(profile).least_bytes()),
@@ -211,7 +210,7 @@ def _mode_is_over(
 
 
 def overheads_of(profile: Profile) -> Overheads:
-    """Return the engine's overheads: none if times are estimated for another device."""
+    """Return the engine's overheads; zero if operator times are for another device."""
     on_cpu = profile.cost in ("measured", this_processor().name)
     return CPU_OVERHEADS if on_cpu else NO_OVERHEADS
 
@@ -238,7 +237,7 @@ def make_plan(
 
 
 def _bound(graph: StepGraph, budget_bytes: int) -> float:
-    """Return a lower bound on the slowdown of all schedules within the budget."""
+    """Return a lower bound on the slowdown of any schedule within the budget."""
     least = least_seconds(graph, max(0, budget_bytes))
     # The bound is infinite if no schedule can fit, and JSON has no infinity.
     return least / graph.seconds if graph.seconds and math.isfinite(least) else 1.0

@@ -127,7 +127,7 @@ class _PlannedCall(Policy):
 
 
 def _is(operator: Any, expected: str) -> bool:
-    """Return whether an operator is the expected one, or its in-place variant.
+    """Return whether an operator is the expected one, in place or not.
 
     Fake tensors are a tensor subclass, for which torch may run `add` where a real step
     runs `add_`.
@@ -137,7 +137,7 @@ def _is(operator: Any, expected: str) -> bool:
 
 
 def in_place_or_not(name: str) -> str:
-    """Return an operator's name without the underscore of its in-place variant.
+    """Return an operator's name without the underscore that marks in-place variants.
 
     Example:
         >>> in_place_or_not("aten.add_.Tensor"), in_place_or_not("aten.add.Tensor")

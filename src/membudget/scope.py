@@ -1,8 +1,8 @@
 """A stack of undo functions, for the hot path of a recompute.
 
 `contextlib.ExitStack` also runs undo functions, but its exception handling costs 6 µs
-per recompute, while a whole region should cost 30 µs. Random streams, modes and
-settings are restored in the same way whether or not the recompute raised.
+per recompute, while a whole region should cost 30 µs. Random generators, modes and
+settings are restored in the same way whether or not the recompute raised an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Scope(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
         self.append((function, args))
 
     def enter_context(self, context: AbstractContextManager[Any]) -> None:
-        """Enter a context now, and exit it when the scope ends."""
+        """Enter a context manager now, and exit it when the scope ends."""
         context.__enter__()
         self.append((context.__exit__, (None, None, None)))
 

@@ -82,14 +82,14 @@ def _parts_match(parts: list[str], patterns: list[str]) -> bool:
 def default_names(model: Module) -> list[str]:
     """Return the names of the modules that get a region by default.
 
-    By default, the children of the model's longest `ModuleList` or `Sequential` get
-    regions; of equally long lists, the outermost counts. If all modules in a list share
-    one class, they are not searched for longer lists. A child without a `forward`, such
-    as an inner `ModuleList`, is replaced by its children. In a model without
-    `ModuleList` and `Sequential`, each direct child with parameters gets a region.
+    By default, the children of the model's longest `ModuleList` or `Sequential` (the
+    outermost of equally long ones) get regions. If all modules in a list share one
+    class, they are not searched for longer lists. A child without a `forward`, such as
+    an inner `ModuleList`, is replaced by its children. In a model without `ModuleList`
+    and `Sequential`, each direct child with parameters gets a region.
 
     Raises:
-        SelectionError: If there is no list of blocks and no child with parameters.
+        SelectionError: If the model has no module list and no child with parameters.
 
     Example:
         >>> from torch.nn import Linear, Sequential

@@ -5,8 +5,8 @@ region without editing the parent. A span begins before the forward of its first
 and ends after the forward of its last. Spans run under the replay engine, which does
 not re-run functions. If an exception leaves a span open, the parent module closes it.
 
-A context that is opened inside a span and closed outside, or vice versa, would
-interleave with the region's own contexts, so the end of the span raises an error.
+A context manager entered inside a span and exited outside, or vice versa, would
+interleave with the region's own context managers, so leaving the span raises an error.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def parse_bytes(size: str | float) -> int:
         The size in bytes, rounded down.
 
     Raises:
-        OptionError: If the size is not a number, is negative or larger than any memory,
-            or has an unknown unit, such as `"8G"`, which could mean GiB or GB.
+        OptionError: If the size is not a number, is negative or implausibly large, or
+            has an unknown unit, such as `"8G"`, which could mean GiB or GB.
 
     Example:
         >>> parse_bytes("8GiB"), parse_bytes("8 GB"), parse_bytes("1.5e9")
@@ -76,7 +76,7 @@ def format_bytes(size: int) -> str:
 
 
 def write_whole(path: Path, content: str | bytes, what: str) -> None:
-    """Write a file atomically: to a temporary name first, then rename it.
+    """Write a file atomically, by writing a temporary file and renaming it.
 
     Raises:
         OptionError: If the file cannot be written.
@@ -93,5 +93,5 @@ def write_whole(path: Path, content: str | bytes, what: str) -> None:
 
 
 def dotted(owner: str, key: str) -> str:
-    """Return a child module's dotted name; `owner` is "" for the model itself."""
+    """Join a module's dotted name, "" for the model itself, and a child's name."""
     return f"{owner}.{key}" if owner else key

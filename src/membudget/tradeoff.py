@@ -77,7 +77,7 @@ class Tradeoff:
         )
 
     def save_png(self, path: str | Path) -> None:
-        """Plot slowdown against peak, as a PNG file.
+        """Plot slowdown against predicted peak and save the plot as a PNG file.
 
         Raises:
             MissingExtraError: If matplotlib is not installed.
@@ -108,7 +108,7 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
             the plain step's peak. Duplicate budgets are planned once.
 
     Returns:
-        The fastest plan found for each budget; `fit` searches longer for one budget.
+        The fastest plan found for each budget; `fit` searches longer for its budget.
 
     Raises:
         OptionError: If `budgets` is not a whole number of at least 2.

@@ -122,7 +122,7 @@ def audit(
             `budgeted` if those are modules.
         blocks: Module classes that get a region, as in `apply`.
         names: Name patterns of the modules that get a region, as in `apply`.
-        where: Predicate of name and module that selects modules, as in `apply`.
+        where: Predicate on name and module that selects modules, as in `apply`.
         every: Apply a region to every n-th selected module only.
         **options: Options of the regions, as in `checkpoint`.
 

@@ -33,7 +33,7 @@ class Difference:
     Attributes:
         kind: What kind of result or state differs. An "attribute" is an unregistered
             tensor of a module or of the batch; a "stream" is a random number generator;
-            a "value" is a Python number, string or length.
+            a "value" is a Python number, string or container length.
         name: Name of the parameter or buffer in the model; for other objects, the
             Python expression that reaches the object.
         detail: Description of the difference in words.
@@ -113,9 +113,9 @@ class Outcome:
 
         Args:
             roots: Objects that the run may have changed, keyed by name.
-            state: State before the run. Unchanged tensors share the copies in `state`.
-                Gradients are copied only for leaves that `state` captured, not for
-                tensors that a region leaves on a module.
+            state: State before the run. Tensors that the run did not change share the
+                copies in `state`. Gradients are copied only for leaves that `state`
+                captured, not for tensors that a region attached to a module.
             results: Values that the run returned.
         """
         found = walk(roots.items())
@@ -227,7 +227,7 @@ def _tensor_difference(
 def _one_sided_attributes(
     plain: Outcome, other: Outcome, label: str
 ) -> Iterator[Difference]:
-    """Yield tensors that exist after only one run, such as in a list that grew."""
+    """Yield tensors that only one run left, such as elements of a list that grew."""
     for kind, name in plain.tensors | other.tensors:
         if kind == "attribute" and (kind, name) not in other.tensors:
             yield Difference("value", name, f"only plain left this tensor, not {label}")

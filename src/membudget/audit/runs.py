@@ -53,7 +53,7 @@ class RegionCounts:
         )
 
     def restore(self) -> None:
-        """Reset the counters: audit steps do not count as training steps."""
+        """Restore the counters, because audit steps do not count as training steps."""
         for _, statistics, before in self._before.values():
             statistics.forwards, statistics.recomputes, statistics.skipped = before
 
@@ -64,7 +64,7 @@ def _counts(statistics: Statistics) -> tuple[int, int, int]:
 
 @contextmanager
 def counting(modules: Iterable[Module] = ()) -> Iterator[RegionCounts]:
-    """Count what the regions on `modules` recompute, then reset their counters."""
+    """Count forwards and recomputes of regions on `modules`; reset counters on exit."""
     counts = RegionCounts(modules)
     try:
         yield counts
@@ -85,10 +85,10 @@ def with_regions(model: Module, selection: dict[str, Any]) -> Iterator[RegionCou
 def regions_for(
     model: Module, selection: dict[str, Any]
 ) -> Callable[[], AbstractContextManager[RegionCounts]]:
-    """Return a context manager for the budgeted run, with existing or new regions.
+    """Return a function that returns a context manager for the budgeted run's regions.
 
     Raises:
-        OptionError: If the model already has regions and `selection` selects others.
+        OptionError: If the model already has regions and `selection` is not empty.
         SelectionError: If no selected module can get a region.
     """
     if any(has_region(module) for module in model.modules()):
@@ -117,7 +117,7 @@ class Run:
         label: Name of the run in error messages.
         step: Function that runs the step.
         roots: Objects that the step may change, keyed by their names in the report.
-        regions: Function that returns a context manager that counts recomputes.
+        regions: Function that creates a context manager to count recomputes.
     """
 
     label: str

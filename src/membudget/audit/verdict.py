@@ -58,7 +58,7 @@ class AuditReport:
         compared: Number of compared objects of each kind.
         regions: Forwards and recomputes of each region in the budgeted run; `None` if
             the step calls `checkpoint` itself, because such calls are not counted.
-        loss_from: Where the loss comes from, in words; empty for a user-defined step.
+        loss_from: Short text on the source of the loss; empty for a user-defined step.
         loss: Loss of the plain step as text; empty for a user-defined step.
         zero_gradients: Whether every gradient of the plain step is zero, so that equal
             gradients prove little.
@@ -198,7 +198,7 @@ def _in_brackets(word: str, names: list[str]) -> str:
 
 
 def _section(title: str, differences: tuple[Difference, ...]) -> list[str]:
-    """Return a titled list of the first differences, or no lines if all are equal."""
+    """Return a titled list of the first differences; empty if there are none."""
     if not differences:
         return []
     shown = differences[:MAX_DIFFERENCES]

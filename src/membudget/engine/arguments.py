@@ -1,8 +1,8 @@
 """Hold a region's arguments so that a recompute gets them unchanged.
 
-Each tensor argument is held separately (see `held`). Lists, dicts, sets, dataclasses
-and tuples are copied recursively: if the function appends to a list argument, the
-recompute still gets the list as it was passed.
+Each tensor argument is stored in an object of its own (see `held`). Lists, dicts, sets,
+dataclasses and tuples are copied recursively: if the function appends to a list
+argument, the recompute still gets the list as it was passed.
 
 Nested tensors need a special rule: torch ties the ragged size of a jagged tensor to the
 *object* that holds its offsets, so a tensor with recomputed offsets cannot be combined
@@ -29,7 +29,7 @@ Memo = dict[int, Any]
 
 
 class _HeldContainer:
-    """Holds a container's items separately; rebuilds the container on recompute."""
+    """Stores a container argument item by item; rebuilds it on recompute."""
 
     __slots__ = ("items", "key", "make")
 
@@ -45,7 +45,7 @@ class _HeldContainer:
 
 
 class _PlainContainer(_HeldContainer):
-    """A container without tensors, rebuilt only if the original was changed."""
+    """A container argument without tensors, rebuilt only if it was changed."""
 
     __slots__ = ("original",)
 
@@ -61,7 +61,7 @@ class _PlainContainer(_HeldContainer):
 
 
 def rebuild(value: Any, memo: Memo) -> Any:
-    """Rebuild a held tensor or container; return any other value unchanged."""
+    """Rebuild an argument stored as a tensor or container; return others unchanged."""
     if isinstance(value, HeldTensor):
         # A tensor passed twice must be one tensor again: attention asks `query is key`.
         key = id(value)
@@ -72,7 +72,7 @@ def rebuild(value: Any, memo: Memo) -> Any:
 
 
 class HeldArguments:
-    """The arguments of one region call, held for its recomputes.
+    """The arguments of one region call, stored for its recomputes.
 
     Attributes:
         tensors: All tensor arguments, including those inside containers, in order.
@@ -87,7 +87,7 @@ class HeldArguments:
     )
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        """Hold the arguments; active saved-tensor hooks pack the tensors."""
+        """Store the arguments; any active saved-tensor hooks pack the tensors."""
         self.tensors: list[HeldTensor] = []
         self.others: list[Any] = []
         self._alone = nothing_surrounds()
@@ -127,7 +127,7 @@ class HeldArguments:
             held.end_check()
 
     def changed(self) -> list[HeldTensor]:
-        """Return the tensor arguments that were changed since the region began."""
+        """Return the tensor arguments that have changed since the region began."""
         return [held for held in self.tensors if held.has_changed()]
 
     def cuda_devices(self) -> set[int]:
@@ -196,7 +196,7 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
 def _maker(value: Any) -> Callable[[Any], Any]:
     """Return a function that rebuilds a container like `value` from a list of items.
 
-    Keys and subclass attributes are copied at once, before the region can change them.
+    The keys and attributes of a container are copied before the region can change them.
     """
     if isinstance(value, tuple):
         return getattr(value, "_make", type(value))

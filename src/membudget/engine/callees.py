@@ -8,8 +8,8 @@ would otherwise have a new signature in every step. Functions and modules are id
 by `id`, so a stored signature must be dropped as soon as one of these objects dies.
 
 *Slots* are the globals and attributes through which code and modules may reference
-other objects. Slot names are cached per code object, class and module; slot values are
-looked up in every walk of `reach`, because they may have been rebound.
+other objects. The names of slots (globals and attributes) are cached per code object,
+class and module; the values, which may be rebound, are looked up by every `reach`.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _describe_partial(value: Any, key: list[Any], parts: list[Any]) -> None:
 
 
 def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
-    """Add only a container's modules to a signature; other items often change."""
+    """Add a container's modules to a call signature; other items change too often."""
     if len(key) > _MOST_ENTRIES:
         return
     key.append(type(value))
@@ -260,8 +260,8 @@ def class_slots(kind: type) -> Slots:
 def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
     """Return names of a module's attributes that may hold tensors or other objects.
 
-    Names are cached until the number of attributes changes. Attributes that are `None`
-    are included, because they may be set to a tensor later.
+    The result is cached until the module's number of attributes changes. The result
+    includes attributes that are `None`, because these may be set to a tensor later.
     """
     known = _ATTRIBUTES.get(module)
     if known is not None and known[0] == len(attributes):

@@ -1,15 +1,15 @@
 """Record the calls to each function, so that most calls need no verification.
 
 A rerun is exact if the function is deterministic and all its writes bump version
-counters. Neither property is assumed: the 1st, 2nd, 4th, 8th, ... call with a given
-*signature* is verified.
+counters. Neither determinism nor version bumps are assumed: the 1st, 2nd, 4th, 8th, ...
+call with a given *signature* is verified.
 
 A signature (see `callees`) classifies a call before it runs; a *path*, the dtypes and
-ranks of its saved tensors in order, classifies a call after it has run. After a call
-whose saved tensors have new dtypes or ranks (an unverified path), calls are verified
-until one has that path, or for at most `_PATIENCE` calls. The first call with a new
-path ran unverified, so its recompute is checked for writes that bypass version
-counters.
+ranks of its saved tensors in order, classifies a call after it has run. After an
+unverified call whose saved tensors have new dtypes or ranks, calls are verified until
+one has the same path, or for at most `_PATIENCE` calls. The first call with a new path
+may itself run unverified; its recompute is therefore checked for writes that bypass
+version counters.
 
 Verification completes in the backward pass, so all calls before the first backward pass
 are verified. One case goes undetected: a rerun that becomes inexact between two
@@ -47,7 +47,7 @@ class Owner:
     __slots__ = ("_refs", "adds_gradients", "differentiates", "replays")
 
     def __init__(self, key: Signature, parts: list[Any]):
-        """Start with all flags unset; forget this owner when one of `parts` dies."""
+        """Create a record with no flags set, dropped when an object in `parts` dies."""
         self.differentiates = self.adds_gradients = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
 
@@ -60,9 +60,9 @@ class Calls:
         fills_late: Whether an operator fills a tensor only after saving it (as RReLU
             does with its noise), so that a recompute must not stop at the save.
         paths: The latest saved-tensor metadata for each number of saved tensors; most
-            calls match an entry, and comparing is cheaper than hashing.
+            calls match one of these, and comparing is cheaper than hashing.
         writes_silently: Whether a call wrote to a large buffer, other than running
-            statistics, without bumping its version.
+            statistics, without bumping its version counter.
     """
 
     __slots__ = (
@@ -71,7 +71,7 @@ class Calls:
     )
 
     def __init__(self, owner: Owner, key: Signature, parts: list[Any]):
-        """Start an empty history; forget it when one of `parts` dies."""
+        """Create an empty call history, dropped when an object in `parts` dies."""
         self.owner = owner
         self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
@@ -97,7 +97,7 @@ class Calls:
         return True
 
     def end(self, path: SavedPath) -> bool:
-        """Record a call's saved-tensor metadata; return whether it is unverified."""
+        """Record saved-tensor metadata; return whether no verified call matches it."""
         key = _hash_of(path)
         if key in self._verified or key in self._given_up:
             self._remember(path)
@@ -109,7 +109,7 @@ class Calls:
         return True
 
     def verified(self, path: SavedPath) -> None:
-        """Record that tensors with this metadata were recomputed bit for bit."""
+        """Record that saved tensors with this metadata were recomputed bit for bit."""
         if len(self._verified) >= _MOST_PATHS:
             self._verified.clear()
         key = _hash_of(path)

@@ -6,12 +6,12 @@ with `determinism_check="values"`. Some operators save a tensor before computing
 content (RReLU: its noise); saved tensors are therefore fingerprinted only when the next
 operator saves a tensor.
 
-A function usually reaches more tensors than it reads. A changed tensor is therefore an
-error only if an operator of the recompute reads its storage. `Watch` checks operands;
-it is active only if a reachable tensor was changed, and costs nothing otherwise. If the
+A function usually reaches more tensors than it reads. A tensor that changed after the
+forward is therefore an error only if an operator of the recompute reads it. `Watch`
+checks the operands of each operator, but only if a reachable tensor was changed. If the
 region *itself* changes a tensor (embedding's `max_norm` renormalises its weight), the
 recompute starts from the content that the forward left behind. A recompute from changed
-content is exact only if its first use of the tensor is a write, and no write changes
+content is exact only if it writes to the tensor before reading it, and no write changes
 the content; otherwise, the recompute raises.
 
 `Contents` finds writes that bypass the version counters: through `.data`, through
@@ -132,7 +132,7 @@ class RecomputedFingerprints(Fingerprints):
     __slots__ = ("_compared", "_expected", "_unfilled", "waited")
 
     def __init__(self, forward: Fingerprints):
-        """Prepare to compare with the fingerprints of a possibly unfinished forward."""
+        """Prepare to compare with fingerprints of a forward that may still run."""
         super().__init__()
         self._expected = forward.taken
         self._compared = 0
@@ -140,7 +140,7 @@ class RecomputedFingerprints(Fingerprints):
         self.waited = False
 
     def add_saved_by(self, caller: CodeType, tensor: Tensor) -> None:
-        """Add a tensor saved by an operator that the Python code `caller` called."""
+        """Add a tensor saved by an operator that the code object `caller` called."""
         if not _LEAVES_UNFILLED.isdisjoint(caller.co_names):
             self._unfilled.add(len(self.taken) + len(self._waiting))
         self.add(tensor)
@@ -201,10 +201,10 @@ Names = dict[int, str]
 
 
 class Watch(Observer):
-    """Raises when an operator reads a storage that was changed."""
+    """An observer that raises when an operator reads a changed storage."""
 
     def __init__(self, changed: Names, rewritten: Names):
-        """Create an observer for two kinds of changed storages.
+        """Create an observer of storages that the region or other code changed.
 
         Args:
             changed: Names, by address, of storages changed outside the region.
@@ -216,7 +216,7 @@ class Watch(Observer):
         self.versions: list[tuple[Tensor, int]] = []
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Raise if an operand has a changed storage; otherwise run the operator."""
+        """Run an operator, but raise if it would read a changed storage."""
         if is_view_operator(operator):
             return operator(*args, **kwargs)
         operands = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
@@ -229,7 +229,7 @@ class Watch(Observer):
         return self._rewrite(operator, args, kwargs, addresses)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        """Restore the versions of tensors that were rewritten with the same content."""
+        """Restore the version counters of tensors rewritten with the same content."""
         super().__exit__(kind, error, trace)
         for tensor, version in reversed(self.versions):
             set_versions([tensor], [version])

@@ -1,8 +1,8 @@
 """Context managers that control, for a block of code, how regions run.
 
 A *switch*, a setting for one block in one thread, is an attribute of a
-`threading.local`, so that it is cheap to read. A region reads the switches only in its
-forward; setting them around the backward pass has no effect on regions that ran before.
+`threading.local`, so that it is cheap to read. A region reads its settings only in its
+forward; changing them around the backward pass does not affect earlier regions.
 
 By default, each recomputed tensor is dropped once autograd has unpacked it, and unused
 recomputed tensors are dropped when the backward pass ends; a later backward pass over
@@ -26,11 +26,11 @@ from membudget.errors import CheckpointError
 
 
 class _Switches(threading.local):
-    """The switches of the current thread; class attributes are the defaults.
+    """The current thread's settings; class attributes hold the defaults.
 
     Attributes:
-        any: Whether any other switch may differ from its default; if not, regions skip
-            reading the others.
+        any: Whether any setting may differ from its default; if not, regions do not
+            read the other attributes.
     """
 
     any: bool = False
@@ -101,7 +101,7 @@ def is_recomputing() -> bool:
     """Return whether the calling code runs as part of a region's recompute.
 
     Check `is_recomputing()` before side effects that must happen once per step, such as
-    appending to a list of auxiliary losses:
+    appending to a list of auxiliary losses.
 
     Example:
         >>> import membudget as mb
@@ -168,7 +168,7 @@ def release_in_time(frame: Recomputable) -> bool:
     """Schedule the release of the tensors that one region call recomputed.
 
     Returns:
-        Whether a release is scheduled: `False` outside any group and backward pass.
+        Whether a release was scheduled (only in execution groups and backward passes).
     """
     if OPEN_GROUPS:
         OPEN_GROUPS[-1].append(ref(frame))
@@ -201,14 +201,14 @@ class GraphExecGroup:
     """
 
     def __init__(self) -> None:
-        """Create a group, to be opened by a `with` statement."""
+        """Create an execution group, to be opened by a `with` statement."""
         self._group: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> GraphExecGroup:
-        """Open the group.
+        """Open the execution group.
 
         Raises:
-            CheckpointError: Another group is already open.
+            CheckpointError: Another execution group is already open.
         """
         if OPEN_GROUPS:
             raise CheckpointError(
@@ -224,7 +224,7 @@ class GraphExecGroup:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close the group and free its recomputed tensors."""
+        """Close the execution group and free its recomputed tensors."""
         if self._group is not None:
             self._group.__exit__(kind, error, trace)
             self._group = None

@@ -5,8 +5,8 @@ while a region runs, rewinding the generator does not reproduce the region's num
 and disturbs the other thread. A lock around whole regions would serialise the threads,
 and cause a deadlock if threads wait for each other inside regions.
 
-Once a second thread runs regions, all regions therefore isolate single *operators*: an
-observer records the generator's state before each random operator, and the recompute
+Once a second thread runs regions, all regions therefore isolate individual *operators*:
+an observer records the generator's state before each random operator, and the recompute
 restores that state for that operator alone. A process-wide lock is held only while a
 random operator runs. While only one thread runs regions, the usual case, isolation
 costs nothing.
@@ -33,7 +33,7 @@ class _Registry:
     """Records which threads run regions.
 
     Attributes:
-        owner: Identity of the thread that runs regions without isolation.
+        owner: Identity of the thread that runs regions alone, without isolation.
         running: Number of regions and recomputes that `owner` has entered but not left.
         shared: Whether several threads run regions.
         threads: Identities of threads that entered regions, including those that left.
@@ -56,7 +56,7 @@ def enter() -> bool:
     """Register that this thread enters a region or a recompute.
 
     Returns:
-        Whether this call was counted; if so, the caller must call `leave`.
+        Whether the call to `enter` was counted; if so, the caller must call `leave`.
     """
     registry = _REGISTRY
     me = threading.get_ident()
@@ -81,7 +81,7 @@ def is_shared() -> bool:
 
 
 def _enter_slowly(registry: _Registry, me: int) -> bool:
-    """Register this thread; turn isolation on if other threads run regions."""
+    """Register this thread; isolate random operators if other threads run regions."""
     with registry.lock:
         idle = not registry.shared and registry.running <= 0
         if idle or not _others_alive(registry, me):
@@ -122,14 +122,14 @@ class DrawRecorder(Observer):
 
 
 class DrawPlayer(Observer):
-    """Runs each random operator of a recompute from its recorded generator state."""
+    """Runs each random operator of a recompute with its recorded generator state."""
 
     def __init__(self, states: list[Tensor]):
-        """Use `states` in order, one per random operator."""
+        """Prepare to use the generator states in `states`, one per random operator."""
         self.states = iter(states)
 
     def observe(self, operator: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run an operator, from its recorded generator state if it draws numbers."""
+        """Run an operator; if it is random, use the recorded generator state."""
         if not is_random_operator(operator):
             return operator(*args, **kwargs)
         generator = generator_of(args, kwargs)

@@ -1,9 +1,9 @@
 """Build a region's error messages: what changed or differs, where, and likely causes.
 
-A *mismatch* message names the first saved tensor that differs, where that tensor was
-recomputed, and probable causes. Each hint is based on an observed fact: a list that
-grew during the forward, a dtype that changed, a disabled guard. With `debug=True`, the
-message also lists the operators of both runs around the first difference.
+A *mismatch* message names the first saved tensor that differs, the line that recomputed
+it, and probable causes. Each suggested cause rests on an observed fact: a list that
+grew during the forward, a dtype that changed, a disabled guard. With `debug=True`, a
+mismatch message also lists the operators of both runs around the first difference.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def silently_written_error(
 ) -> ChangedSinceForwardError:
     """Return the error for tensors that the region writes to without a version bump.
 
-    `by_recompute` means that a recompute has already repeated the write.
+    If `by_recompute` is set, a recompute has already repeated the write.
     """
     again = "has written" if by_recompute else "would write"
     return ChangedSinceForwardError(
@@ -93,7 +93,7 @@ def mismatch_error(
 
     Args:
         index: Index of the first differing tensor; `None` if the tensor counts differ.
-        site: Operator and line of the difference; `None` after the recompute's end.
+        site: Operator and line that recomputed the tensor; `None` if unknown.
         saved: Description of the tensor or tensor count that the forward saved.
         recomputed: Description of the recomputed tensor or tensor count.
         causes: Probable causes, the most likely first.
@@ -163,7 +163,7 @@ def likely_causes(
     """Return hints on the cause of a mismatch, the most probable first.
 
     `grown` lists containers that grew during the forward, with their lengths before and
-    after; `saved` and `made` are the metadata of the first differing tensors, if any.
+    after; `saved` and `made` are the metadata of the first tensors that differ, if any.
     """
     names = reach(function, names=True).names or {} if grown else {}
     causes = [
@@ -211,7 +211,7 @@ def note_refused_hooks(
     """Name the region in errors raised by code that forbids saved-tensor hooks.
 
     `torch.func.grad` and `torch.autograd.graph.disable_saved_tensors_hooks` raise if
-    saved-tensor hooks are active, with autograd's message or one from the user.
+    saved-tensor hooks are active, with a message from autograd or from the user.
     """
     label = statistics.label if statistics is not None else ""
     notes = getattr(error, "__notes__", ())

@@ -41,7 +41,7 @@ class RegionOptions:
             and NumPy's random streams, modes, context variables, process-wide settings,
             training flags. `guards=False` reduces the guarantees to those of torch's
             `checkpoint`: autocast, unchanged arguments, and random streams of the CPU
-            and the arguments' devices, with regions in one thread at a time.
+            and the arguments' devices, provided that only one thread runs regions.
         engine: How dropped tensors are recomputed: `"rerun"` runs the function again,
             `"replay"` re-runs only the recorded operators that are needed. `"auto"`
             selects `"rerun"`, which has no overhead per operator, unless `keep` is
@@ -49,20 +49,20 @@ class RegionOptions:
             statistics in training, draws from user-created generators).
         keep: Which outputs a replay region keeps: a policy from `membudget.policies`,
             glob patterns for submodule names, or a predicate on a `Candidate`.
-        verify: Whether to verify the first call of each signature; for the rerun
-            engine, see Rule 12 of `region`. The replay engine compares each recomputed
+        verify: Whether to verify the first call with each signature (for the rerun
+            engine, see Rule 12 in `region`). The replay engine compares each recomputed
             tensor with the dropped one. With `verify=True`, the original tensors stay
             in memory until the forward has ended and all of them have been replayed;
-            tensors not reproduced bit for bit are kept from then on, so that this step
-            is exact as well. `verify="fingerprints"` retains only fingerprints, which
-            take almost no memory; the backward pass compares them and raises
-            `RecomputeMismatchError` on a difference. After a mismatch, run the step a
-            second time: the tensors at fault are then kept. `verify="always"` compares
-            fingerprints in every step, for kernels that are not reproducible; this
-            reads each dropped byte two more times.
+            tensors not reproduced bit for bit are kept from then on, so that the
+            current step is exact as well. `verify="fingerprints"` retains only
+            fingerprints, which take almost no memory; the backward pass compares them
+            and raises `RecomputeMismatchError` on a difference. After a mismatch, run
+            the step a second time: the tensors at fault are then kept.
+            `verify="always"` compares fingerprints in every step, for kernels that are
+            not reproducible; each dropped byte is then read two more times.
         strict: Whether a replay region raises where plain autograd would, because a
-            saved tensor was overwritten before the backward pass. Without `strict`, the
-            gradient uses the original values, with one `OverwrittenWarning`.
+            saved tensor was overwritten before the backward pass. Without `strict`,
+            gradients use the values as saved, and one `OverwrittenWarning` is issued.
     """
 
     use_reentrant: bool = False

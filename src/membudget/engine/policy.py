@@ -51,7 +51,7 @@ class Candidate:
         kwargs: Keyword arguments of the operator.
         output: The output tensor.
         index: The operator's number within the region, counted from 1.
-        output_index: Index among the operator's outputs and the arguments it wrote to.
+        output_index: Index among the operator's outputs and written arguments.
     """
 
     __slots__ = (
@@ -100,7 +100,7 @@ class Policy:
         raise NotImplementedError
 
     def by_operator(self, operator: Any) -> bool | None:
-        """Return the decision for all outputs of an operator; `None` if it varies."""
+        """Return whether to keep an operator's outputs; `None` if it varies by call."""
         return None
 
     def begin(self) -> Policy:
@@ -108,7 +108,7 @@ class Policy:
         return self
 
     def end(self) -> None:
-        """Do what the policy needs when a call to a region ends."""
+        """React to the end of a call to a region; by default, do nothing."""
 
     def keeps_name(self, name: str) -> bool:
         """Return whether to keep tensors to which `membudget.name` gave this name."""

@@ -1,14 +1,14 @@
 """Restore, for a recompute, the state that a region can read besides its arguments.
 
-Three kinds of state are restored or checked in different ways:
+Buffers, module attributes and other tensors are restored or checked differently:
 
 * *Buffers* (and plain tensor attributes of modules) may be updated by a forward:
   BatchNorm's statistics, a router's bias, an amax history. A recompute starts from
   copies of the buffers made before the forward; its writes to buffers and their version
   bumps are undone afterwards, so that each step updates a buffer only once.
 * *Training flags*, and attributes that a forward sets on modules of user-defined
-  classes (a counter, a lazily built mask), are reset to their earlier values during the
-  recompute. List and dict attributes are rebound, but their items are not restored.
+  classes (a counter, a lazily built mask), are reset to their pre-forward values during
+  the recompute. List and dict attributes are rebound, but their items are not restored.
 * *All other tensors* must have the version and storage that they had at the end of the
   forward; a changed one is an error if the recompute reads it (see `comparison`).
 
@@ -72,7 +72,7 @@ class Reads:
     )
 
     def __init__(self, reached: Reached):
-        """Record the state before the function runs."""
+        """Record the state that a region can read, before the function runs."""
         # Detached, so that an activation stored on a module does not keep its graph
         # alive.
         self._tensors = [
@@ -248,7 +248,7 @@ _ABSENT = object()
 
 
 def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Give `namespace` exactly the keys and values of `wanted`."""
+    """Make the dict `namespace` equal to `wanted`, in place."""
     for key in namespace.keys() - wanted.keys():
         del namespace[key]
     for key, value in wanted.items():

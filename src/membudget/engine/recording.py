@@ -221,7 +221,7 @@ class Recording:
         return handle
 
     def last_needed(self) -> int:
-        """Return the index of the last handle that is live and empty, or -1."""
+        """Return the index of the last live handle without a tensor; -1 if none."""
         handles = self.handles
         for index in range(len(handles) - 1, -1, -1):
             handle = handles[index]()
@@ -248,7 +248,7 @@ class Recording:
             self.calls.fills_late |= fills_late
 
     def blame(self, error: CheckpointError) -> None:
-        """Add a remedy to an error that the region itself caused."""
+        """Add advice to the message of an error that the region itself caused."""
         if error.remedy:  # The error comes from a region around this one.
             return
         by_region = getattr(error, "by_region", False)
@@ -256,13 +256,13 @@ class Recording:
             error.add_remedy(self._replay_from_now())
 
     def blame_state(self, error: Exception) -> None:
-        """Add a remedy to an error that stateful code may raise in its second run."""
+        """Add advice to an error that stateful code may raise in its second run."""
         if isinstance(error, _STATEFUL):
             remedy = self._replay_from_now()
             error.add_note(f"The forward of the region raised nothing. {remedy}")
 
     def _replay_from_now(self) -> str:
-        """Switch later calls to replay if the options allow it; return a remedy."""
+        """Switch later calls to replay if options allow; return advice for the user."""
         if self.calls is not None and self.options.may_replay:
             self.calls.owner.replays = True
             return (

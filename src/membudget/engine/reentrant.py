@@ -1,9 +1,9 @@
 """The classic variant of a region: an `autograd.Function` (`use_reentrant=True`).
 
 The forward runs the function without building a graph; the backward runs the function
-again with a graph and backpropagates through that graph, at no cost per saved tensor.
-Other implementations silently lose gradients when one of the limitations below is
-violated; here each violation raises a `ReentrantLimitError`:
+again with a graph and backpropagates through that graph; no hook runs per saved tensor.
+Other implementations silently lose gradients when their limits are violated; membudget
+raises a `ReentrantLimitError`. A reentrant region has five limits:
 
 * if the function has trainable parameters, a tensor argument must require a gradient;
 * tensors that require a gradient must be passed directly, not inside a container;
@@ -12,10 +12,10 @@ violated; here each violation raises a `ReentrantLimitError`:
 * `torch.autograd.grad`, `backward(inputs=...)` and double backward are not supported.
 
 Unlike other regions, a reentrant region may give gradients that differ from plain
-autograd's in the last bit. A region's input receives its gradient as one sum; plain
-autograd adds each use's gradient separately, possibly in another order. Floating-point
-addition is not associative, so tensors used inside and outside the region, such as
-shared parameters, may get different gradients, as in torch's reentrant variant.
+autograd's in the last bit. An input of a reentrant region receives its gradient as one
+sum; plain autograd adds the gradient of each use separately, possibly in another order.
+Floating-point addition is not associative, so tensors also used outside the region,
+such as shared parameters, may get different gradients, as in torch.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REMEDY = "Leave use_reentrant out: the default engine has no such limit."
 
 
 class _ReentrantCall:
-    """Data about one call of a region that its backward pass needs."""
+    """Data about one call of a reentrant region, needed in its backward pass."""
 
     def __init__(
         self,

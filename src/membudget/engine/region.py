@@ -25,10 +25,10 @@ Rule 7. A function may itself run a backward pass: `autograd.grad` and `backward
     nothing is recomputed while the forward is running.
 Rule 8. If a tensor was changed after the forward, the recompute raises when it reads
     that tensor. Changes are detected by version and storage (`.data =`), even in
-    arguments that went through saved-tensor hooks around the region. A change by
+    arguments that went through saved-tensor hooks around the region. A change made by
     `.data.add_(...)`, which bypasses the version, is detected only where values are
     compared (Rule 12).
-Rule 9. If a recomputed tensor differs from the saved one, an error says where and why.
+Rule 9. If a recomputed tensor differs from the saved one, an error says where, and why.
 Rule 10. A region keeps nothing alive that plain autograd would not: no graph of its
     inputs, no reference cycle of its own. A region is freed with its autograd graph.
 Rule 11. An exception raised by the function propagates unchanged, from the forward and
@@ -218,7 +218,7 @@ def _frame(
 
 
 def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:
-    """Let a rerun always compare fingerprints if it can reach TorchScript code.
+    """Compare fingerprints in all calls if the function can reach TorchScript code.
 
     Raises:
         CheckpointError: The region holds uninitialised parameters of a lazy module.

@@ -46,8 +46,8 @@ class _StopRecompute(BaseException):
     """Raised to end a recompute once all needed tensors are available.
 
     Deriving from `BaseException` keeps the user's `except Exception` from catching this
-    exception. An argument would be lost in C++ code, which converts exceptions to text,
-    so each `Rerun` itself records that it has stopped.
+    exception. The exception takes no argument, which C++ code would lose by converting
+    exceptions to text; each `Rerun` itself records that it has stopped.
     """
 
 
@@ -217,7 +217,7 @@ class Rerun:
         return must_keep(nested, self._recording.surroundings.arguments)
 
     def _check_external(self, handle: RerunHandle, externals: Externals) -> None:
-        """Raise if a handle's storage was changed; if it was restored, allow writes."""
+        """Raise if other code changed a handle's storage; exempt restored buffers."""
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure
@@ -283,7 +283,7 @@ def _as_it_is(tensor: Tensor) -> Tensor:
 
 
 def _mark_what_it_has(handle: RerunHandle, tensor: Tensor) -> None:
-    """Mark a handle whose tensor has no version (inference) or no storage (sparse)."""
+    """Set a handle's version and address if its tensor lacks a version or a storage."""
     handle.version = None if tensor.is_inference() else tensor._version
     handle.address = None
 
@@ -293,6 +293,6 @@ def _fills_what_it_saved(caller: FrameType) -> bool:
 
     RReLU saves its noise before drawing it (pytorch/pytorch#193671), so a recompute
     that stops at the save would return uninitialised memory. RReLU is recognised by its
-    name in the Python code that calls it.
+    name in the calling Python code.
     """
     return "rrelu" in caller.f_code.co_names

@@ -65,9 +65,9 @@ class RerunFrame(Recording):
         return result
 
     def _may_verify(self) -> bool:
-        """Return whether this call can be verified.
+        """Return whether this call of the region can be verified.
 
-        A call inside a recompute cannot be verified: no backward unpacks its tensors.
+        No call inside a recompute can be verified: no backward unpacks its tensors.
         """
         return get_ident() not in RECOMPUTING and may_read_bytes()
 

@@ -1,8 +1,8 @@
 """Run a chain of layers as regions, one per segment.
 
-A chain of n equal layers in k segments keeps k inputs and, in the backward pass, the
-activations of one segment of n/k layers; the sum is minimal at k = √n (Chen, Xu, Zhang
-and Guestrin 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174,
+A chain of n identical layers in k segments keeps k segment inputs and, in the backward
+pass, activations of n/k layers; the sum is minimal at k = √n (Chen, Xu, Zhang and
+Guestrin 2016, "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174,
 section 4.1). The last segment is not recomputed, because its backward pass comes first.
 """
 
@@ -24,7 +24,7 @@ Layer = Callable[..., Any]
 
 
 def segment_bounds(layers: int, segments: int) -> list[int]:
-    """Split layers evenly; return the start of each segment, followed by the end.
+    """Split layers evenly; return the start of each segment, then the layer count.
 
     Segment lengths differ by at most one layer; longer segments come first.
 

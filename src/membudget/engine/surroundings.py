@@ -7,9 +7,9 @@ default device and dtype, context variables, and the settings that select kernel
 (`sdpa_kernel`, mkldnn, cuDNN, precisions, determinism).
 
 A recompute runs later, inside a backward pass and possibly in another thread. State
-rarely changes between forward and recompute, so the forward records state as cheaply as
-possible, and the recompute restores only what differs, until a `Scope` ends. Gradient
-mode is left to the caller of the recompute.
+rarely changes between forward and recompute, so the forward records it as cheaply as
+possible, and the recompute restores only what differs, until a `Scope` ends. The caller
+of the recompute sets the gradient mode.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Ambient:
         self.context = contextvars.copy_context()
 
     def enter(self, scope: Scope) -> None:
-        """Restore modes and settings that differ now, until `scope` ends."""
+        """Restore modes and settings changed since the forward, until `scope` ends."""
         self.enter_settings(scope)
         if self.function_modes or _torch.function_mode_count():
             self._enter_function_modes(scope)
@@ -114,7 +114,7 @@ class Ambient:
             _enter_missing(scope, self.dispatch_modes, _torch.dispatch_modes())
 
     def enter_settings(self, scope: Scope) -> None:
-        """Restore settings that differ now, until `scope` ends."""
+        """Restore settings that have changed since the forward, until `scope` ends."""
         now = _torch_settings.read()
         if now != self.settings:
             _torch_settings.bring_back(self.settings, now, scope.callback)
@@ -163,7 +163,7 @@ def _enter_missing(
 
 
 class Surroundings:
-    """The state that one region call depends on; only part of it without `guards`.
+    """The state that one region call depends on; `guards=False` records only a part.
 
     Attributes:
         arguments: The arguments of the call.
@@ -233,7 +233,7 @@ class Surroundings:
                 self.reads.begin_check()
 
     def finish(self, calls: Calls | None = None) -> None:
-        """Detect, after the forward, what the function changed; update `calls`."""
+        """Detect what the function changed in the forward; update its call history."""
         if self._ambient is None:
             return
         if self.reads is not None:

@@ -10,8 +10,8 @@ Inside `torch.compile`, a region runs as `torch.utils.checkpoint.checkpoint`. Dy
 traces the region into a graph, whose tagged operators the partitioner recomputes.
 Compiled code has no Python state to restore: random numbers and buffers are inputs and
 outputs of the graph. In compiled code, only the options `keep` and `context_fn` apply,
-and torch gets `keep` as a `context_fn`. Dynamo needs a constant `context_fn`, so it
-runs `_number_of`, untraced, to represent each policy by a number.
+and torch gets `keep` as a `context_fn`. Dynamo needs a constant `context_fn`, so
+`_number_of`, which runs untraced, represents each policy by a number.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class _Overloads(Policy):
 
 @dataclass(frozen=True)
 class _Function(Policy):
-    """Keeps the outputs that a policy function with torch's signature saves."""
+    """Keeps the outputs that a policy function with torch's signature selects."""
 
     function: PolicyFunction
     expects_to_keep = True

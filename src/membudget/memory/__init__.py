@@ -48,7 +48,7 @@ class SavedTensor:
         module_path: Path of the innermost module that was running; empty if none was.
         operator: Function that saved the tensor, such as `"torch.nn.functional.gelu"`.
         line: Line of the user's code that saved the tensor, such as `"file.py:12"`.
-        kind: Role: `"parameter"`, `"buffer"`, `"input"` of the call, or `"activation"`.
+        kind: One of `"parameter"`, `"buffer"`, `"input"` (of the call), `"activation"`.
         is_view: Whether the tensor is a view, or uses only part of its storage.
     """
 

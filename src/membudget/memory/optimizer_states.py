@@ -14,7 +14,7 @@ _STEP_BYTES = 4  # Each parameter has a step counter, a tensor of one float32.
 
 
 def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
-    """Return the state bytes of `torch.optim.SGD`: one momentum buffer, or none.
+    """Return the state bytes of `torch.optim.SGD`: a momentum buffer, or nothing.
 
     Raises:
         OptionError: If a size is not a positive integer.

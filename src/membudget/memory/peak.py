@@ -228,7 +228,7 @@ def _from_events(events: Events, result: T) -> Peak[T]:
 
 
 def _running(events: list[Any], change: Change) -> str:
-    """Return the innermost operator that was running when the memory changed."""
+    """Return the innermost operator running at the time of an allocation or release."""
     around = [
         event
         for event in events

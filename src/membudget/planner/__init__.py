@@ -1,8 +1,8 @@
-"""Planning: pure functions that turn a profiled step into a plan, without torch.
+"""Planning: pure functions that turn a profiled step into a plan and do not need torch.
 
 Choice (of a block)  →  Schedule (of a step, simulated)  →  Plan (the file)
 
 `planner` collects schedules from three solvers (`knapsack`, `nested`, `prices`),
 improves them by local search (`search`) and ranks the results by simulation
-(`simulate`). CONTRIBUTING.md describes every file in one line.
+(`simulate`). CONTRIBUTING.md describes each file of the package in one line.
 """

@@ -1,10 +1,11 @@
-"""Simulate the backward pass of one block: what it recomputes and when it frees it.
+"""Simulate when one block's backward pass recomputes and frees each storage.
 
 Uses of storages are counted exactly as in the replay engine (`engine.replay`). When the
-backward pass unpacks the first saved tensor of a stage, the stage determines which
-operators recompute all its saved tensors from the storages live at that time. Each
-recomputed storage gets a use count, the number of these operators that read it plus the
-number of saved tensors in it, and is freed when the count reaches zero.
+backward pass unpacks the first saved tensor of a stage, the stage determines its
+recompute slice: the operators that recompute all its saved tensors from the storages
+then live. Each recomputed storage is freed when its use count reaches zero; the count
+starts as the number of operators in the slice that read the storage plus the number of
+saved tensors in it.
 
     stage serves: b, c      slice: 0 → a, 1 → b, 2 → c      (1 and 2 read a)
 
@@ -28,8 +29,8 @@ class Ledger:
 
     Attributes:
         graph: The step as profiled, without recomputation.
-        ends: For each storage whose live range the choices change, the op index at
-            which the forward's copy is freed.
+        ends: For each storage whose live range a block's choice changes, the op index
+            at which the forward's copy is freed.
         moment: The op index that the simulation has reached.
         live_bytes: Bytes live at the current op index, without operator workspace.
         peak_bytes: The maximum of live bytes plus operator workspace so far.
@@ -66,7 +67,7 @@ class Ledger:
 
 @dataclass
 class _Copy:
-    """A recomputed storage, reference-counted by the block and autograd."""
+    """A recomputed storage, with a count of its holders: the block and autograd."""
 
     holders: int = 0
 
@@ -75,7 +76,7 @@ class BlockBackward:
     """Recomputation state of one block during the simulated backward pass."""
 
     def __init__(self, ledger: Ledger, choice: Choice):
-        """Find the tensors that a choice drops, and their recompute slice."""
+        """Find the saved tensors that a block drops, and their recompute slice."""
         self._graph = graph = ledger.graph
         self._ledger = ledger
         self._starts = [stage.start for stage in choice.stages]
@@ -106,7 +107,7 @@ class BlockBackward:
         return max(0, bisect_right(self._starts, moment) - 1)
 
     def move_ends(self) -> None:
-        """Record in the ledger the live ranges that the choice shortens or extends.
+        """Record in the ledger the live ranges that dropping tensors changes.
 
         A dropped storage is freed once only dropped saved tensors refer to it. A
         storage from which dropped tensors are recomputed stays live until autograd has
@@ -128,7 +129,7 @@ class BlockBackward:
                 ends[storage] = max(self._ledger.end_of(storage), moment)
 
     def unpack(self, saved: int) -> None:
-        """Serve a saved tensor to autograd, after recomputing it if it is not live."""
+        """Give autograd a saved tensor, recomputing the tensor if it is not live."""
         if self._stage_of(saved) != self._stage:
             self._begin(self._stage_of(saved))
         storage = self._storage(saved)
@@ -152,7 +153,7 @@ class BlockBackward:
         self._free_unused([storage])
 
     def free(self, saved: int) -> None:
-        """Release autograd's hold on a saved tensor."""
+        """Simulate the release of a saved tensor by autograd."""
         storage = self._storage(saved)
         self._freed.add(saved)
         if saved not in self._served:
@@ -165,7 +166,7 @@ class BlockBackward:
             self._drop(storage, copy)
 
     def _begin(self, stage: int) -> None:
-        """Enter a stage: count the pending uses of each storage in it."""
+        """Begin a stage: count how often it has yet to use each storage."""
         self._stage = stage
         self._ran: set[int] = set()
         unserved = [i for i in self._by_stage.get(stage, ()) if i not in self._served]

@@ -1,9 +1,9 @@
-"""Cost of each choice of a block: retained bytes, peak and recompute time.
+"""Cost of each choice for a block: retained bytes, peak and recompute time.
 
 Live bytes are a sum over storages, and the model assumes that a block's choice changes
-the live ranges of only the storages that the block allocates. The live bytes of a step
-under any choices are therefore the timeline of the storages outside all blocks, whose
-live ranges never change, plus one timeline per block:
+the live ranges of only the storages that the block allocates. For any set of choices,
+the live bytes of a step are therefore the timeline of the storages outside all blocks,
+whose live ranges never change, plus one timeline per block:
 
     outside      ▂▂▂▂▂▂▂▂▃▃▃▂▂▂▂▂▂▂▂▂▂▂▂▂
     block 0      ▃▆▄▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▂▄▆▃
@@ -124,7 +124,7 @@ class BlockCosts:
     def _peaks_between_blocks(
         self, timelines: Sequence[Sequence[BlockTimeline]]
     ) -> list[int]:
-        """Return, per block, the peak of tensors outside blocks while no block runs.
+        """Return the peaks of operators between blocks, each counted toward one block.
 
         An operator outside all blocks counts toward the preceding block in the forward,
         and toward the next block to run in the backward pass: in both cases, the bytes
@@ -152,7 +152,7 @@ class BlockCosts:
         return peaks
 
     def peak_between(self, own: BlockTimeline, first: int, last: int) -> int:
-        """Return the peak of a block plus tensors outside blocks, over an op range."""
+        """Return the peak over an op range of a block and tensors outside blocks."""
         peak = self._outside_peak(first, min(last, own[0].start if own else last))
         for moment, end, alive, most in own:
             start, stop = max(moment, first), min(end, last)
@@ -175,7 +175,7 @@ class Fronts:
     """
 
     def __init__(self, graph: StepGraph):
-        """Create an empty cache for one step."""
+        """Create an empty cache of keep-sets for one step."""
         self._graph = graph
         # Storages are numbered within their block, so that equal blocks match.
         self._known: dict[Hashable, list[KeepSet]] = {}

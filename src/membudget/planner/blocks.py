@@ -3,13 +3,13 @@
 `module_blocks` cuts at module calls, because a region wraps a module, and considers
 only modules that are called once per step. From the whole model downwards, a module
 call with more than a given share of the saved bytes is replaced by its child calls if
-they hold most of its saved bytes; layers are found whatever their names.
+these account for most of its saved bytes, so layers are found whatever their names.
 
 `segments` cuts one module call into a chain of segments for nested recomputation.
 Recomputation that starts at a cut needs all storages that are made before the cut and
-read after it. A skip connection crosses every cut between its two ends. Each cut splits
-the segment with the most saved bytes, within its middle three fifths, where the fewest
-bytes cross; identical layers are therefore cut identically.
+read after it. A skip connection crosses every cut between its two ends. Each new cut
+splits the segment with the most saved bytes, at the point of its middle three fifths
+that the fewest bytes cross; identical layers are therefore cut identically.
 
     operators    0   1 │ 2   3   4 │ 5        crossing the first cut: b, the skip
     b                ├─┼───┤       │
@@ -176,7 +176,7 @@ class _Cuts:
         return self._saved_before[end] - self._saved_before[start]
 
     def best(self, start: int, end: int) -> int | None:
-        """Return the best cut between two op indices; `None` if no cut is possible."""
+        """Return the cut in an op range that the fewest bytes cross, or `None`."""
         first = self._block.start
         places = [p for p in range(start + 1, end) if self._is_open[p - first]]
         operators = self._graph.operators
@@ -197,7 +197,7 @@ class _Cuts:
         return min(inner or places, key=cost)
 
     def crossing(self, place: int) -> frozenset[int]:
-        """Return the storages that cross a cut."""
+        """Return the storages that are made before a cut and read after it."""
         if place == self._block.end:
             return frozenset()
         return frozenset(

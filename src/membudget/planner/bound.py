@@ -12,8 +12,8 @@ schedule, has room for some of the storages needed later; the *excess* is recomp
     live at t   │ fixed │ wanted 1 │ wanted 2 │ wanted 3 │
     budget      ├───────────────────────┤                        excess: what is beyond
 
-The minimum is a fractional knapsack (Dantzig 1957): recompute the storages with the
-lowest price per byte first, and the last one in part. Sorting the storages by price
+The minimum is that of a fractional knapsack (Dantzig 1957): recompute the storages with
+the lowest price per byte first, and the last one in part. Sorting the storages by price
 once serves every op index t. Recomputing a fraction of a storage is impossible, but
 allowing it can only lower the bound. The time of an operator is divided among all the
 storages that it writes, in proportion to their bytes, so that it is not counted twice:
@@ -39,8 +39,8 @@ from membudget.planner.simulate import Interval, live_bytes
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     """Return a lower bound on the time of the step within a budget.
 
-    The bound holds for all choices of blocks, nested recomputation included, under
-    these assumptions:
+    The bound holds for every schedule, whatever its blocks keep and with or without
+    nested recomputation, under these assumptions:
 
     * an operator takes the time given in the graph each time it runs;
     * all operators of the original step run in their original order, and tensors that
@@ -52,7 +52,7 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     The bound ignores the memory that recomputation itself needs for inputs and
     intermediates, so it is loose where little else is live.
 
-    The result is infinity if the bytes live under every schedule exceed the budget.
+    The bound is infinity if the bytes live under every schedule exceed the budget.
 
     Raises:
         OptionError: If the budget is negative.

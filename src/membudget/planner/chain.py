@@ -18,20 +18,20 @@ nest's backward pass is:
         Σ pass_s(i .. c - 1) + D(c, j, m - crossing(i, c)) + D(i, c - 1, m)
                                                              retain what crosses c
 
-Each run of operators must fit in the bytes left free. The recurrence is the persistent
-schedule, known as rotor, of Beaumont, Eyraud-Dubois, Herrmann, Joly and Shilova,
-"Optimal checkpointing for heterogeneous chains: how to train deep neural networks with
-limited memory" (2019). Rotor recomputes whole segments; here only the operators needed
-to recompute saved tensors run again (the *region transition*), which saves 2 to 7 % of
-the step time. If the forward retains h bytes and the budget is B, the least time E of
-the first segments is:
+The peak of each run of operators must fit in the bytes that are free. The recurrence is
+that of the persistent schedules, known as rotor, of Beaumont, Eyraud-Dubois, Herrmann,
+Joly and Shilova, "Optimal checkpointing for heterogeneous chains: how to train deep
+neural networks with limited memory" (2019). Rotor recomputes whole segments; here only
+the operators needed to recompute saved tensors run again (the *region transition*),
+which saves 2 to 7 % of the step time. If the forward retains h bytes and the budget is
+B, the least time E of the chain's first segments is:
 
     E(0, 0) = 0
     E(i + 1, h + retained(o)) = E(i, h) + seconds(o)                 choices o of i
     E(j + 1, h + crossing(i, j + 1)) = E(i, h) + D(i, j, B - h)      nests i..j
 
-The times D of nests do not depend on the budget, so one table suffices. The quantum of
-bytes is chosen so that most sizes are multiples of it and rounding loses little.
+The times D of nests do not depend on the budget, so one table serves all budgets. Bytes
+are counted in quanta, of which most sizes are multiples, so rounding loses little.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class Chain:
         self._size = self._quantum.room(most_bytes) + 1
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
-        """Return the fastest choices that fit the budget; `None` if nothing fits."""
+        """Return the fastest choice per segment that fits; `None` if nothing fits."""
         best, taken = self._forward_table(budget_bytes)
         if not np.isfinite(best[-1]).any():
             return None
@@ -123,7 +123,7 @@ class Chain:
     # The forward: E, by segment and retained quanta.
 
     def _forward_table(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the least time of each prefix of the chain, and its last choice."""
+        """Return each chain prefix's least time and the choice for its last segment."""
         size = max(1, min(self._size, self._quantum.room(budget_bytes) + 1))
         count = len(self._segments)
         best = np.full((count + 1, size), np.inf)
@@ -231,8 +231,8 @@ class Chain:
     ) -> None:
         """Update a nest's least times wherever the given split of the nest is faster.
 
-        Recomputing a checkpoint takes `seconds` and peaks at `need_bytes`. The nest's
-        later part runs its backward pass first, while the checkpoint is live.
+        Recomputing a checkpoint takes `seconds` and has a peak of `need_bytes`. The
+        nest's later part runs its backward pass first, while the checkpoint is live.
         """
         best, how = entry
         retained = self._quantum.need(retained_bytes)
@@ -247,7 +247,7 @@ class Chain:
         how[least:][better] = number
 
     def _checkpoints(self, i: int, j: int, m: int) -> dict[int, tuple[Checkpoint, ...]]:
-        """Return the checkpoints that the stage of each segment of a nest retains."""
+        """Return, per segment of a nest, the checkpoints that its stage retains."""
         found: dict[int, tuple[Checkpoint, ...]] = {}
         pending: list[tuple[int, int, int, tuple[Checkpoint, ...]]] = [(i, j, m, ())]
         while pending:

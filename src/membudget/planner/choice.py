@@ -1,8 +1,8 @@
 """Blocks of the forward, choices of what they keep, and recompute slices.
 
 Dropped saved tensors are recomputed by a *recompute slice* of the block, a backward
-program slice (Weiser 1981). A scan from the last operator to the first adds to the
-slice every operator that writes a needed storage, and marks its inputs as needed.
+program slice (Weiser 1981). A scan from the last operator to the first adds every
+writer of a needed storage to the slice, and marks the writer's inputs as needed.
 
     operator   0        1        2        3            saved: c, dropped: a, b, c
     writes     a        b        d        c
@@ -57,8 +57,8 @@ class Choice(Block):
 
     Attributes:
         kept: Indices of the storages that the block allocates and the forward keeps.
-        stages: Stages of the block's backward pass, in forward order, the first
-            beginning at `start`; empty for a single stage.
+        stages: Stages of the block's backward pass, in forward order, the first of
+            which begins at the block's `start`; empty for a single stage.
     """
 
     kept: frozenset[int] = frozenset()
@@ -97,7 +97,7 @@ def _saved_at(saved: Saved) -> int:
 
 
 def storages_of(graph: StepGraph, values: Iterable[int]) -> list[int]:
-    """Return the distinct storages of the given values, in order."""
+    """Return the distinct storages of the given tensor values, in order."""
     return list(dict.fromkeys(graph.values[value].storage for value in values))
 
 

@@ -73,7 +73,7 @@ class Front:
     def __init__(
         self, graph: StepGraph, block: Block, always: frozenset[int] = frozenset()
     ):
-        """Group operators that must run together; keep the storages in `always`."""
+        """Group operators that must run together; keep-sets always include `always`."""
         made = {
             storage
             for storage in made_in(graph, block) - always
@@ -93,7 +93,7 @@ class Front:
         return self._producers[self._producer_of[storage]].reads
 
     def droppable(self) -> list[int]:
-        """Return the storages whose producers may run again."""
+        """Return the block's storages that a keep-set may leave out."""
         of = self._producer_of
         return [s for s in of if not math.isinf(self._producers[of[s]].seconds)]
 
@@ -104,7 +104,7 @@ class Front:
         )
 
     def cheapest(self, costs: Mapping[int, float]) -> KeepSet:
-        """Return the cheapest keep-set; `costs` prices each kept storage in seconds."""
+        """Return the cheapest keep-set; `costs` are the storages' prices in seconds."""
         # Nodes: source, sink, then the storages, then the producers.
         node = {storage: 2 + i for i, storage in enumerate(self.bytes)}
         first = 2 + len(node)
@@ -181,7 +181,7 @@ def _ordered(found: Mapping[frozenset[int], KeepSet]) -> list[KeepSet]:
 
 
 def outlives_forward(graph: StepGraph, storage: Storage) -> bool:
-    """Return whether user code holds a storage into the backward pass."""
+    """Return whether user code still holds a storage when the backward pass begins."""
     return storage.released is None and storage.death > graph.backward_start
 
 

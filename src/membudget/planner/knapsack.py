@@ -1,4 +1,4 @@
-"""Solver: one choice per module call, as a multiple-choice knapsack.
+"""Solve for one choice per module call, as a multiple-choice knapsack problem.
 
 The forward is partitioned into module calls at several granularities, from few large
 calls to many small ones, and each partition has its own solver. On a GPT with 12 layers
@@ -19,8 +19,8 @@ A dynamic programme over (blocks, retained bytes) therefore finds the least time
                                    where h + peak_r(c) ≤ budget
 
 The problem is the multiple-choice knapsack (Kellerer, Pferschy and Pisinger 2004,
-chapter 11) with an additional constraint at every block. Bytes are rounded up to a
-quantum, so rounding never exceeds the budget.
+chapter 11) with an additional constraint at every block. Bytes are rounded up to
+multiples of a quantum, so rounding never hides bytes over the budget.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class Quantum:
         return -(-size_bytes // self.bytes)
 
     def room(self, left_bytes: int) -> int:
-        """Return how many quanta fit in the free bytes; negative if `left_bytes` is."""
+        """Return how many quanta fit in `left_bytes`; negative if `left_bytes` is."""
         return left_bytes // self.bytes
 
 
@@ -131,7 +131,7 @@ def best_quantum(sizes: Sequence[int], finest: int, coarsest: int) -> Quantum:
 def cheapest_choices(
     blocks: Sequence[Sequence[ChoiceCost]], budget_bytes: int
 ) -> list[int] | None:
-    """Return the index of one choice per block, with the least total time.
+    """Return, per block, the index of its choice in the fastest fitting combination.
 
     The blocks are in forward order; the result is `None` if nothing fits.
 
@@ -178,8 +178,8 @@ def relax(
     """Relax one row of a dynamic programme from the row before it.
 
     Args:
-        before: Least seconds for each number of retained quanta, without the block.
-        after: Least seconds including the block; updated in place.
+        before: Least time for each number of retained quanta, without the block.
+        after: Least time including the block; updated in place.
         by: Label of the choice behind each entry of `after`; updated in place.
         need: Number of quanta that the block retains.
         room: Number of quanta that earlier blocks may retain.

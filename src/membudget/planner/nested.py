@@ -1,8 +1,8 @@
-"""Solver: nested recomputation of the largest module call, cut into a chain.
+"""Solve for nested recomputation of the largest module call, cut into a chain.
 
 `ChainNumbers` derives the costs that the dynamic programme (`chain`) needs.
-Recomputation from a segment needs every storage that crosses the segment's start.
-Outputs of operators that must not run again are kept in every choice. Nested
+Recomputation that begins at a segment needs every storage that crosses the segment's
+start. Outputs of operators that must not run again are kept in every choice. Nested
 recomputation is no faster than recomputing a module call in one stage but fits smaller
 budgets, because it recomputes one part of the call at a time.
 """
@@ -125,7 +125,7 @@ class ChainNumbers:
         )
 
     def _with_crossing(self, i: int, cost: ChoiceCost) -> ChoiceCost:
-        """Return the cost, counting bytes that cross a segment's end as retained."""
+        """Return a cost that counts bytes crossing the segment's end as retained."""
         until, storages = self._graph.backward_start, self._graph.storages
         dies = [s for s in self._crossing(i, i) if storages[s].death <= until]
         more = bytes_of(self._graph, dies)
@@ -151,7 +151,7 @@ class ChainNumbers:
         return table
 
     def _forward_bytes(self) -> list[list[int]]:
-        """Return table[i][j]: segment j's forward peak if nothing is kept from i on."""
+        """Return table[i][j]: segment j's forward peak if segments ≥ i keep nothing."""
         graph, outside = self._graph, self._costs.outside_bytes
         table = []
         for first in self._chain:

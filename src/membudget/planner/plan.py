@@ -1,4 +1,4 @@
-"""Plans: a schedule as JSON data, in terms of a model's modules and operators.
+"""Plans: schedules as JSON data, in terms of a model's modules and operators.
 
 A plan lists modules and, for each module, the outputs to keep; an output is named by
 its operator's number within the module's call. A plan is valid for one model,
@@ -30,10 +30,10 @@ class KeptOutput:
     """One operator output to keep.
 
     Attributes:
-        number: The operator's number within the module's call, from 1.
+        number: The operator's position within the module's call, counted from 1.
         output: Index of the output; tensors that the operator writes in place are
             numbered after its outputs.
-        operator: The operator's overload, checked against the one that actually runs.
+        operator: Name of the operator's overload; must match the operator that runs.
     """
 
     number: int
@@ -46,7 +46,7 @@ class StagePlan:
     """One stage of a region's backward pass; see `planner.choice.Stage`.
 
     Attributes:
-        first_saved: Number of the first saved tensor that the stage recomputes, counted
+        first_saved: Index of the first saved tensor that the stage recomputes, counted
             from 0 within the module's call.
         held: Outputs that stay live for the stages that run later.
     """
@@ -180,7 +180,7 @@ def _field(data: Any, name: str, kind: Any, where: str) -> Any:
 
 
 def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
-    """Express a choice in terms of the operators of one module's call.
+    """Express a block's choice in terms of the operators of one module's call.
 
     A kept storage is identified by the last operator of the block that writes it.
     """

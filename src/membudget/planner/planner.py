@@ -1,9 +1,9 @@
-"""Find the fastest schedule that fits a budget, over all solvers.
+"""Find the fastest schedule that fits a budget, among those of all solvers.
 
 Three kinds of solver propose schedules: one choice per module call (`knapsack`), nested
-recomputation of the largest call (`nested`), and minimum cuts under memory prices
-(`prices`). Local search (`search`) improves the proposed schedules, and the simulation
-decides which of them fit.
+recomputation of the largest module call (`nested`), and minimum cuts under memory
+prices (`prices`). Local search (`search`) improves the proposed schedules, and the
+simulation decides which of them fit.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Planner:
         return [s for kind in self._kinds for solver in kind for s in solver.least]
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
-        """Return a schedule that counts the engine's overhead in `overhead_s` alone."""
+        """Return a schedule that counts the engine's overhead only in `overhead_s`."""
         again = schedule.simulation.recomputed
         again_s = sum(self.graph.operators[index].seconds for index in again)
         overhead_s = schedule.overhead_s + self._overheads.again_s(self.graph, again)

@@ -1,4 +1,4 @@
-"""Solver: a price for memory at each op index, and a minimum cut at these prices.
+"""Solve for a minimum cut at memory prices, one price for each op index.
 
 Memory is short only at some operators, and keeping a storage adds live bytes only
 between its last use in the forward and its first use in the backward pass. Each op
@@ -12,11 +12,11 @@ the budget and fall where it stays below.
     s ├──uses──┤ · · · · · · · · ├──needed──┤        the gap is dotted
     λ ▁▁▁▁▁▁▂▂▃▅▇█▇▆▅▃▂▁▁▁
 
-Identical layers have identical prices and would all be kept or dropped at once, so
-later rounds multiply each size by a random factor, from a generator with a fixed seed.
-The prices ignore the memory that recomputation itself needs, so a solution that
-recomputes much at once may not fit, however little it keeps, but is still a useful
-starting point for local search (`search`).
+The storages of identical layers often have equal prices and would all be kept or
+dropped at once, so later rounds multiply each size by a random factor, from a generator
+with a fixed seed. The prices ignore the memory that recomputation itself needs, so a
+solution that recomputes much at once may not fit, however little it keeps, but is still
+a useful starting point for local search (`search`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _LOW_PRICE = 1e-3
 
 
 def priced(simulator: Simulator) -> list[Solver]:
-    """Return a solver for the largest module call, unless the step is too large."""
+    """Return a solver for the largest module call; none if the step is too large."""
     graph = simulator.graph
     call = largest_call(graph)
     if call is None or len(graph.operators) > MOST_OPERATORS:
@@ -131,7 +131,7 @@ class _Priced(Solver):
     def _follow(
         self, prices: list[float], found: Simulation, budget_bytes: int, rate: float
     ) -> None:
-        """Scale each price by the excess at its op index, by at most a factor of e."""
+        """Scale each price by its op index's excess over the budget, at most e-fold."""
         for moment, alive in enumerate(found.alive_bytes):
             most = alive + self._workspaces[moment]
             # The peak may lie inside a recomputation, above the bytes live after it.

@@ -28,9 +28,9 @@ class Overheads:
     operators again, all in Python. The replay engine takes about 12 µs per operator
     while its code stays in the CPU cache. A kernel that moves more bytes than the cache
     holds evicts the engine's code, which makes the overhead of that operator ten times
-    as large. The overheads are fitted to whole steps of the models in
-    `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an accelerator,
-    kernels mostly hide the host's time, so no overhead is counted.
+    as large. The overheads are fitted to the measured times of whole steps of the
+    models in `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an
+    accelerator, kernels mostly hide the host's time, so no overhead is counted.
     """
 
     warm_s: float  # After a kernel that leaves the engine's code in the cache.
@@ -111,7 +111,7 @@ class Simulator:
         self._known: dict[tuple[Choice, ...], Simulation] = {}
 
     def simulate(self, choices: Iterable[Choice]) -> Simulation:
-        """Return the simulated timeline and time of the step under some choices."""
+        """Return the simulated timeline and duration for a given set of choices."""
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
@@ -134,7 +134,7 @@ class Simulator:
         return self._overheads.recording_s(self.graph, block)
 
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
-        """Return the schedule with new choices for the same module calls."""
+        """Return a schedule with new choices for the same module calls."""
         found = self.simulate(choices)
         # The overhead of recording depends on the calls alone, so it stays.
         return replace(schedule, choices=tuple(choices), simulation=found)
@@ -163,8 +163,8 @@ class Solver(ABC):
         """Yield ever tighter schedules until the simulated peak of one fits the budget.
 
         Solvers round bytes and estimate peaks, so the simulated peak may exceed the
-        budget. Each attempt lowers the target by the last one's excess over the budget;
-        while the solver returns the same solution, the reduction doubles.
+        budget. Each attempt lowers the target by the previous schedule's excess over
+        the budget; while the solver returns the same solution, the reduction doubles.
         """
         target, reduction, previous = budget_bytes, 0, None
         for _ in range(MAX_ATTEMPTS):

@@ -1,11 +1,11 @@
 """Improve schedules by local search, with peaks and times from the simulation.
 
 Solvers add up peaks that need not coincide, so their schedules may leave memory unused,
-and they value each storage as if no others were kept. Two local searches evaluate
-complete schedules by simulation instead:
+and they value each storage as if no others were kept. Two local searches, by contrast,
+evaluate complete schedules by simulation:
 
-* `fill` tries to keep recomputed storages one by one, most seconds per byte first; a
-  storage stays kept if the step then fits and is faster;
+* `fill` tries to keep recomputed storages one by one, most seconds saved per byte
+  first; a storage stays kept if the step then fits and is faster;
 * `anneal` is simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983, "Optimization by
   simulated annealing"): it flips one or two random storages between kept and dropped,
   accepts every improvement, and accepts a deterioration d with probability exp(-d /
@@ -16,14 +16,14 @@ complete schedules by simulation instead:
 
 Annealing replaced an integer programme, which took a minute for a hundred operators,
 was out of reach for a thousand, and gave steps at most 2.2 % faster than annealing.
-Only steps of up to 500 operators are annealed: for larger ones, too few schedules can
-be simulated per second to find better ones.
+Only steps of up to 500 operators are annealed: for larger steps, too few schedules can
+be simulated per second to find a better one.
 
 The best schedules are improved first. Simulations saved by pruning candidates that
 cannot pay off and by abandoning hopeless runs are then spent on the best schedule of
 each kind of solver. Adding a solver therefore rarely makes the final schedule slower,
-and takes no more simulations. On twelve profiles (`benchmarks/solvers.py`), pruning and
-abandoning runs made no schedule slower.
+and takes no more simulations. On twelve profiles (`benchmarks/solvers.py`), neither
+pruning nor abandoning runs made any schedule slower.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def improved(
 ) -> list[Schedule]:
     """Return schedules that fit; the fastest is no slower than any given one that fits.
 
-    `kinds` holds each kind of solver's initial schedules, which need not fit. With
-    `quickly`, `fill` improves only the fastest fitting schedule, without annealing.
+    `kinds` holds each kind of solver's initial schedules, which may exceed the budget.
+    If `quickly`, fill only the fastest schedule that fits, and skip annealing.
     """
     fitting = [[s for s in of if s.peak_bytes <= budget_bytes] for of in kinds]
     fastest = sorted((s for of in fitting for s in of), key=_seconds)
@@ -101,7 +101,7 @@ def _filled(
     others: Sequence[Schedule],
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Run `fill` on `first`, then on `others` with simulations saved by pruning."""
+    """Fill the schedules in `first`, then `others` with the simulations left over."""
     each = len(simulator.graph.operators)
     # As many operators as filling `first` would run without pruning.
     most = sum(len(_by_worth(simulator.graph, schedule)) for schedule in first)
@@ -117,7 +117,7 @@ def _annealed(
     nearest: Sequence[Schedule],
     budget_bytes: int,
 ) -> list[Schedule]:
-    """Anneal the best schedule, also without stages, and the one nearest to fitting."""
+    """Anneal the best schedule with and without stages, and the nearest to fitting."""
     flat = [
         simulator.changed(s, [replace(choice, stages=()) for choice in s.choices])
         for s in found
@@ -149,7 +149,7 @@ def _penalised(schedule: Schedule, budget_bytes: int) -> float:
 def fill(
     simulator: Simulator, schedule: Schedule, budget_bytes: int, limit: float = math.inf
 ) -> Schedule:
-    """Keep more storages of a fitting schedule while it still fits and gets faster.
+    """Keep more storages in a fitting schedule as long as it fits and gets faster.
 
     The search stops when the simulator has run `limit` operators in total.
     """
@@ -182,7 +182,7 @@ def _may_pay(
 
 
 def _by_worth(graph: StepGraph, schedule: Schedule) -> list[tuple[int, int]]:
-    """Return pairs (choice, recomputed storage), most seconds per byte first."""
+    """Return pairs (choice, recomputed storage), most seconds saved per byte first."""
     times = Counter(schedule.simulation.recomputed)
     found = []
     for place, choice in enumerate(schedule.choices):
@@ -207,7 +207,7 @@ def anneal(
 ) -> Schedule | None:
     """Return the fastest fitting schedule that annealing finds; `None` if none fits.
 
-    `start` may exceed the budget, and `known_s` is the least time found within it.
+    `start` may exceed the budget; `known_s` is the time of the best schedule that fits.
     """
     graph = simulator.graph
     if is_too_large(graph) or not graph.seconds:
@@ -243,7 +243,7 @@ def _flipped(
     free: Sequence[tuple[int, int]],
     generator: random.Random,
 ) -> list[Choice]:
-    """Return the choices with one or two random storages kept or dropped instead."""
+    """Return the choices with one or two random storages flipped (kept or dropped)."""
     flipped = list(choices)
     for _ in range(generator.choice((1, 2))):
         place, storage = generator.choice(free)

@@ -1,6 +1,6 @@
 """Definition of a step's live bytes, peak and time, with or without recomputation.
 
-The memory at operator t is the sum of all storages with birth ≤ t < death, which
+The memory at operator t is the total size of all storages with birth ≤ t < death, which
 include the operator's outputs, plus the operator's workspace. Memory in use before the
 step is counted separately (`StepGraph.static`), so the results equal those of a meter
 of the step's own allocations.
@@ -11,10 +11,10 @@ of the step's own allocations.
     live_bytes      4    6    6    2    0
 
 Tests compare every solver with this simulation, and the simulation with the memory
-meter. A tensor that a block makes and autograd saves is dropped unless the choice keeps
-it; the replay engine (`engine.replay`) recomputes a dropped tensor when the backward
-pass first unpacks it (see `backward`). The simulation follows the same rules as the
-replay engine:
+meter. A tensor that a block makes and autograd saves is dropped unless the block's
+choice keeps it; the replay engine (`engine.replay`) recomputes a dropped tensor when
+the backward pass first unpacks it (see `backward`). The simulation follows the same
+rules as the replay engine:
 
 1. A storage is live while user code holds it, while autograd holds a saved tensor in it
    that is not dropped, or while it is the source (a kept storage or an input of the
@@ -26,9 +26,8 @@ replay engine:
    until the next stage begins.
 4. Views cost no memory. A storage that is written in place is recomputed by all
    operators that write it.
-5. Autograd may overwrite an unpacked tensor, so it gets a copy if an operator of the
-   stage has yet to read the tensor, or if the stage retains the tensor for another
-   stage that reads it.
+5. Autograd may overwrite an unpacked tensor, so autograd gets a copy if an operator of
+   the stage has yet to read the tensor, or if the stage retains it for another to read.
 """
 
 from __future__ import annotations
@@ -98,7 +97,7 @@ def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
 
 
 def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
-    """Return the peak of a run of operators, workspaces included, and its position."""
+    """Return the peak of a run of operators with workspaces, and where it occurs."""
     peak_bytes, place = 0, 0
     for index, (operator, live) in enumerate(zip(operators, alive, strict=True)):
         if live + operator.workspace_bytes > peak_bytes:
@@ -131,7 +130,7 @@ def peak_of_run(
 
 @dataclass(frozen=True)
 class Simulation(Timeline):
-    """The simulated timeline and time of a step under some choices.
+    """The simulated timeline and duration of a step for a given set of choices.
 
     Attributes:
         seconds: Time of the step, including recomputation.
@@ -159,7 +158,7 @@ BlockTimeline = list[BlockStep]
 
 
 def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
-    """Simulate a step under the choices of disjoint blocks.
+    """Simulate a step for given choices of disjoint blocks.
 
     Raises:
         OptionError: If blocks overlap or extend beyond the forward.

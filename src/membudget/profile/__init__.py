@@ -1,8 +1,8 @@
 """Profile a training step: saved tensors, cost of each operator, peak memory.
 
-`profiling` defines `profile`. `step_recorder` and `lifetimes` observe the step, and
-`result` assembles its graph; `fake` runs a step without memory; `workspace`, `cost` and
-`devices` measure or estimate memory and time; `live_ranges` analyses the graph.
+`profiling` defines `profile`. `step_recorder` and `lifetimes` observe the step;
+`result` assembles its graph; `fake` runs a step on fake tensors; `workspace`, `cost`
+and `devices` measure or estimate memory and time; `live_ranges` analyses the graph.
 
 `sweep`, in this module, profiles a step at several sizes and extrapolates. The live
 bytes at one op index are usually a polynomial in the size: linear in the batch size,
@@ -75,11 +75,11 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest size of a sweep that fits in a byte budget.
+    """The largest size in a sweep at which the step fits in a byte budget.
 
     Attributes:
-        size: The largest size that fits in the budget; 0 if no size fits.
-        total_bytes: Total bytes at `size`, measured or predicted; 0 if no size fits.
+        size: The largest size at which the step fits; 0 if there is none.
+        total_bytes: Total bytes at `size`, measured or predicted; 0 if `size` is 0.
         is_extrapolated: Whether `size` lies outside the range of measured sizes.
     """
 
@@ -99,8 +99,8 @@ class Sweep:
         saved: Polynomial fitted to `saved_bytes`.
         static: Polynomial fitted to `static_bytes`.
         total: Polynomial for `total_bytes`: the sum of `static` and `peak`.
-        moments: One polynomial for each op index at which the peak can occur, with
-            ascending powers; only that of `peak` if the operators vary with the size.
+        moments: Polynomials (coefficients in ascending powers), one per op index at
+            which the peak can occur; only `peak` if the operators vary with the size.
     """
 
     name: str
@@ -126,8 +126,8 @@ class Sweep:
         larger budget never gives a smaller size.
 
         Args:
-            budget: Budget for the total bytes, as a number or text such as `"80GiB"`;
-                parameters and optimizer state count.
+            budget: Budget for the total bytes, parameters and optimizer state included,
+                as a number or text such as `"80GiB"`.
 
         Raises:
             OptionError: If the budget is not a number of bytes, or if every size fits
@@ -202,7 +202,7 @@ def sweep(
         make: Function that takes the size as a keyword argument and returns `(model,
             batch)` or `(model, batch, loss_fn)`.
         fake: Whether to run on fake tensors, as in `profile`, but `True` by default.
-        device: Device whose roofline estimates the seconds, as in `profile`.
+        device: Device whose roofline gives the operator times, as in `profile`.
         optimizer: Optimizer whose memory is counted, as in `profile`.
         **sizes: One keyword with the sizes to profile, such as `batch=[1, 2, 4, 8]`.
 
@@ -211,8 +211,8 @@ def sweep(
 
     Raises:
         OptionError: If `sizes` is not one keyword with at least two different positive
-            integers, if `make` rejects the keyword or returns something else, or if
-            `profile` raises an `OptionError`.
+            integers, if `make` rejects the keyword or does not return a tuple of two or
+            three items, or if `profile` raises an `OptionError`.
 
     Example:
         >>> import torch
@@ -247,7 +247,7 @@ def sweep(
 def of_points(
     name: str, points: Sequence[Point], curves: Sequence[Sequence[tuple[str, int]]]
 ) -> Sweep:
-    """Fit polynomials to the measured points and to the live bytes at each operator."""
+    """Fit polynomials to measured bytes and to the live bytes at each operator."""
     sizes = [point.size for point in points]
     peak = fitted(sizes, [point.peak_bytes for point in points])
     static = fitted(sizes, [point.static_bytes for point in points])

@@ -1,10 +1,10 @@
-"""The cost of each operator: floating-point operations (FLOPs) and seconds.
+"""The cost of each operator: floating-point operations (FLOPs) and time.
 
 FLOPs are counted as in `torch.utils.flop_counter`: a multiply-add counts as two, and
 only matrix products, convolutions and attention count; all other operators are treated
 as memory-bound. This module adds formulas for kernels that torch omits or overcounts.
 
-Seconds are measured, or estimated by a device's roofline. To measure seconds, the step
+Times are measured, or estimated from a device's roofline. To measure times, the step
 runs a few times without the recorder, and a clock is read only where a block begins or
 ends. The median time between two block boundaries is distributed over the operators in
 between, in proportion to their recorded times:
@@ -14,7 +14,7 @@ between, in proportion to their recorded times:
     timed         │      1 µs       │   2 µs   │      1 µs       │   medians
     result        │ a .5    b .5    │  c 2     │  d .25   e .75  │
 
-The seconds of a block's operators thus add up to the block's time without recording.
+A block's operator times thus add up to the block's time without recording.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class TimerEvents:
     """
 
     def __init__(self, clock: Callable[[], Any]):
-        """Start with no events; `clock` returns seconds or an op index."""
+        """Start with no events; each call of `clock` returns seconds or an op index."""
         self.labels: list[Label] = []
         self.readings: list[Any] = []
         self._clock = clock
@@ -65,7 +65,7 @@ class TimerEvents:
 
     @contextmanager
     def on(self, blocks: dict[str, Module]) -> Iterator[None]:
-        """Record the events of `blocks` while the context is open."""
+        """Record when `blocks` begin and end while the context is open."""
         handles = []
         for name, block in blocks.items():
             handles.append(block.register_forward_pre_hook(self._entering(name)))
@@ -111,7 +111,7 @@ def synchronised_clock() -> Callable[[], float]:
 def share_out(
     graph: StepGraph, recorded: TimerEvents, timed: Sequence[TimerEvents]
 ) -> StepGraph:
-    """Return the graph with operator seconds scaled to match the timed runs."""
+    """Return the graph with operator times scaled to match the timed runs."""
     same = _alike(recorded, timed)
     if not same:
         # Each run took another path through the model: time the step as a whole.
@@ -159,13 +159,13 @@ def _scaled(operators: Sequence[Operator], seconds: float) -> list[Operator]:
 
 
 def roofline(graph: StepGraph, device: Device) -> StepGraph:
-    """Return the graph with operator seconds estimated by a device's roofline."""
+    """Return the graph with operator times estimated from a device's roofline."""
     operators = tuple(_at_best(graph, operator, device) for operator in graph.operators)
     return dataclasses.replace(graph, operators=operators)
 
 
 def roofline_of_optimizer(graph: StepGraph) -> StepGraph:
-    """Return the graph with optimizer seconds estimated by this CPU's roofline."""
+    """Return the graph with optimizer times estimated from this CPU's roofline."""
     # The optimizer is recorded on fake tensors, so its time cannot be measured.
     operators = list(graph.operators)
     for index in range(graph.optimizer_start, len(operators)):
@@ -209,7 +209,7 @@ def _attention_backward(
 
 
 def _lstm_layer(x: Any, weight: Any, recurrent: Any, *rest: Any, **kwargs: Any) -> int:
-    """Count two matrix products per time step: of the input and of the hidden state."""
+    """Count two matrix products per time step: with the input and the hidden state."""
     rows = x.shape[0] * x.shape[1]
     return 2 * int(rows) * int(weight.numel() + recurrent.numel())
 

@@ -1,4 +1,4 @@
-"""Look up devices and optimizers by name: peak rates of GPUs and of this CPU.
+"""Look up optimizers, and the peak rates of GPUs and of this CPU, by name.
 
 `DEVICES` lists the vendors' figures for dense matrices at boost clock:
 
@@ -10,8 +10,8 @@
   single-precision accumulation).
 * MI300X: AMD Instinct MI300X accelerator data sheet.
 
-Host links are 16 PCI Express lanes in one direction: 31.5 GB/s for generation 4, and
-63 GB/s for generation 5 (PCI-SIG).
+Each host link is taken to be 16 PCI Express lanes, in one direction: 31.5 GB/s for
+generation 4, and 63 GB/s for generation 5 (PCI-SIG).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Device:
                 )
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
-        """Return a lower bound on the seconds of one operator.
+        """Return a lower bound on the duration of one operator in seconds.
 
         The roofline (Williams, Waterman and Patterson 2009) is the larger of compute
         time and memory time, without launch overhead.
@@ -79,7 +79,7 @@ _TERA, _GIGA, _GIB = 1e12, 1e9, 1 << 30
 
 
 def _nvidia(half: float, tf32: float, single: float) -> dict[str, float]:
-    """Return rates by dtype; torch multiplies float32 without TF32 by default."""
+    """Return a GPU's rates by dtype; by default, torch uses no TF32 for float32."""
     return {
         "float16": half * _TERA,
         "bfloat16": half * _TERA,

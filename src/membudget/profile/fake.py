@@ -221,7 +221,7 @@ def without_meta(model: Module, batch: Any) -> Iterator[Any]:
 
 
 def twin(tensor: Tensor) -> Tensor:
-    """Return an uninitialised CPU tensor like `tensor`, fake under a fake mode."""
+    """Return an uninitialised CPU tensor like `tensor`, or a fake one in fake mode."""
     made = torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
     )

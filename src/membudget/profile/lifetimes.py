@@ -2,7 +2,7 @@
 
 Weak references to each tensor and its storage record the op index at which they die,
 without keeping them alive. Several tensors can share a storage. A storage is *released*
-when the last tensor on the storage dies, and *dies* when autograd drops it too:
+when the last tensor that uses it dies, and *dies* when autograd drops it too:
 
     birth ── tensors on it live ── released ── only autograd holds it ── death
 """
@@ -68,7 +68,7 @@ class Lifetimes:
         values: Values recorded so far; each is a tensor's content between two writes.
         storages: The storages recorded so far.
         moment: The current op index: the number of operators that have started.
-        is_forward: Whether the forward is running; releases are recorded only then.
+        is_forward: Whether the forward runs; only then are released storages recorded.
     """
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Lifetimes:
         return index
 
     def _same_content(self, tensor: Tensor, storage: int) -> int | None:
-        """Return the newest value in a storage that has the tensor's shape."""
+        """Return the newest value with the tensor's shape in a storage."""
         # `detach` creates a tensor without an operator that could be recorded.
         for index in reversed(self._values_on.get(storage, [])):
             if self.values[index].shape == tuple(tensor.shape):
@@ -147,7 +147,7 @@ class Lifetimes:
         return None
 
     def new_value(self, tensor: Tensor, operator: int, output: int) -> int:
-        """Record a value that an operator created or overwrote; return its index."""
+        """Record the value that an operator has written; return the value's index."""
         storages = [self.storage(part, operator) for part in plain_parts(tensor)]
         index = self._append(tensor, storages[0], operator, output)
         if id(tensor) not in self._value_of:
@@ -165,7 +165,7 @@ class Lifetimes:
         return self._append(tensor, storage, -1, 0) if index is None else index
 
     def know_alias(self, alias: Tensor, value: int) -> None:
-        """Register a saved alias, which does not delay the release of its storage."""
+        """Register autograd's alias, which does not delay its storage's release."""
         key = id(alias)
         self._value_of[key] = value
         self.watch(alias, lambda: self._forget(key))

@@ -1,10 +1,10 @@
-"""Find the storages that autograd saves in a recorded step, and those live at its peak.
+"""Find the storages that autograd saves in a recorded step, and those live at the peak.
 
     birth                 drop_start                last
       ├─ the forward holds it ─┼─ only autograd holds it ─┤ freed
 
-From `drop_start` on, only autograd holds a saved storage, so a region can free it. All
-functions are pure functions of a `StepGraph` and do not need torch.
+From the op index `drop_start` on, only autograd holds a saved storage, so a region can
+free it. The functions in this file are pure and do not need torch.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ class LiveItem:
     Attributes:
         storage: Index of the storage; -1 for the workspace.
         bytes: Size of the storage or workspace.
-        group: Reason why the item is live. Autograd retains "saved activations" at the
-            peak; "temporaries" are all items that fit no other group, such as the
-            gradients of activations.
+        group: Reason why the item is live. The group "saved activations" contains what
+            autograd retains at the peak; "temporaries" contains all items that fit no
+            other group, such as the gradients of activations.
         module_path: Path of the module that allocated the storage; for the gradient of
             a parameter, path of the module that owns the parameter.
         line: Line of the user's code that allocated the storage.
@@ -169,14 +169,14 @@ class PeakContents:
         return sum(item.bytes for item in self.items if item.phase == "optimizer")
 
     def by_group(self) -> dict[Group, int]:
-        """Return the bytes of each group, largest first."""
+        """Return the bytes live at the peak for each group, largest group first."""
         sizes: defaultdict[Group, int] = defaultdict(int)
         for item in self.items:
             sizes[item.group] += item.bytes
         return dict(sorted(sizes.items(), key=lambda pair: -pair[1]))
 
     def by_module(self) -> dict[str, int]:
-        """Return the bytes of each module path, without the optimizer's allocations."""
+        """Return bytes live at the peak for each module, without the optimizer's."""
         sizes: defaultdict[str, int] = defaultdict(int)
         for item in self.items:
             if item.phase != "optimizer":

@@ -58,7 +58,7 @@ class Fit:
 def fitted(
     sizes: Sequence[int], measured: Sequence[int], close: Fraction = CLOSE
 ) -> Fit:
-    """Fit a line, or a parabola if the line is not close to all measurements.
+    """Fit a line, or a parabola if any measurement lies too far from the line.
 
     A parabola that opens downwards is rejected: bytes do not fall as sizes grow.
     """
@@ -125,8 +125,8 @@ def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
     """Return the largest size at which a polynomial is at most `budget`.
 
     Returns:
-        The size; 0 if no size fits; `None` if the polynomial does not grow, so that
-        there is no largest size.
+        The largest size; 0 if no size fits; `None` if the polynomial does not grow, so
+        that there is no largest size.
     """
     if not any(c > 0 for c in coefficients[2:]) and coefficients[1] <= 0:
         return None if evaluate(coefficients, _FARTHEST) <= budget else 0
@@ -154,7 +154,7 @@ def largest_root(coefficients: Sequence[Fraction], budget: int) -> int | None:
 def envelope(
     sizes: Sequence[int], curves: Iterable[Sequence[int]]
 ) -> tuple[tuple[Fraction, ...], ...]:
-    """Fit a polynomial to each curve, and drop those that are never the largest."""
+    """Fit a polynomial to each curve, and drop polynomials that another dominates."""
     fits = (
         fitted(sizes, curve, close=Fraction(0)) for curve in set(map(tuple, curves))
     )

@@ -61,10 +61,10 @@ def profile(
     state and the random number generators are restored.
 
     On fake tensors, the step runs once and takes only the time of its Python code.
-    Operators on integer tensors still run on real memory. Code that needs the value of
-    an activation (`loss.item()`, a branch, a loop over the chosen experts) raises an
-    error that names the user's line. Operators dispatch as on the model's device, CPU
-    or CUDA; a `meta` model is treated as on the CPU.
+    Operators on integer tensors still run on real memory. In a fake step, code that
+    needs the value of an activation (`loss.item()`, a branch, a loop over experts)
+    raises an error that names the user's line. Fake operators dispatch as on the
+    model's device, CPU or CUDA; a `meta` model is treated as on the CPU.
 
     Args:
         model: The module to train, whose parameters may be fake or on `meta`; or a step
@@ -81,7 +81,7 @@ def profile(
             `torch.optim.AdamW`.
         fake: Whether to run on fake tensors; by default, only if a parameter is fake or
             on `meta`.
-        device: Device whose roofline estimates the seconds: a name in
+        device: Device whose roofline gives the operator times: a name in
             `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default, real
             steps are timed, and fake steps use the roofline of this machine's CPU.
 

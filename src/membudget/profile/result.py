@@ -29,9 +29,9 @@ class Profile:
         graph: Graph of the recorded step.
         model: Class name of the model.
         tensors: Kind of tensors that the step ran on, `"real"` or `"fake"`.
-        cost: Source of the seconds: `"measured"`, or the name of a device.
+        cost: Source of the operator times: `"measured"`, or the name of a device.
         loss_from: Where the loss comes from, such as `"the model's output"`.
-        notes: Caveats about bytes and seconds that are omitted or approximate.
+        notes: Caveats about bytes and times that are omitted or approximate.
     """
 
     graph: StepGraph
@@ -120,7 +120,7 @@ class Profile:
 
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
-    """Assemble the recorded step into a graph, with the seconds of the recorded run."""
+    """Assemble the recorded step into a graph with the recorded operator times."""
     _add_in_place(recorder)
     count = len(recorder.operators)
     values = recorder.lifetimes.values
@@ -153,8 +153,8 @@ def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
 def _add_in_place(recorder: StepRecorder) -> None:
     """Move accumulated gradients to the storages that an unrecorded step would use.
 
-    Without a dispatch mode, autograd works in place in two cases: it adds a gradient
-    into another one whose storage nothing else holds, and it writes the gradient of
+    Without a dispatch mode, autograd works in place in two cases: it adds a gradient to
+    another one whose storage nothing else holds, and it writes the gradient of
     `x[index]` into new zeros. Under the recorder's dispatch mode, autograd allocates a
     new tensor instead. The result of an addition or indexed write therefore moves to
     its first operand's storage, if the operand is not a view and dies at the operator.

@@ -216,7 +216,7 @@ class StepRecorder(Observer):
             recorded.outputs.append(lifetimes.new_value(tensor, index, position))
 
     def _place(self, node: int | None) -> tuple[str, str]:
-        """Return an operator's module and line; in backward, the forward call's."""
+        """Return an operator's module and line; in backward, its forward operator's."""
         if node is not None and node in self._places:
             return self._places[node]
         if self.phase != "forward":

@@ -95,9 +95,9 @@ def try_kernels(recorder: StepRecorder) -> int:
     """Set the workspaces of a fake step on the CPU by running its kernels on zeros.
 
     Returns:
-        Number of operators that are too large to run, or fail on zeros. The workspace
-        of an unmeasured operator is taken as 0, or for a matrix product as the size of
-        all operands that BLAS cannot read in place.
+        The number of operators not measured: those too large to run, or that fail on
+        zeros. The workspace of an unmeasured operator is taken as 0, or for a matrix
+        product as the size of all operands that BLAS cannot read in place.
     """
     calls = [call for call in recorder.distinct.values() if _may_need_more(call)]
     small = [call for call in calls if _is_small(recorder, call)]
@@ -281,7 +281,7 @@ def _set_gradient(recorder: StepRecorder, fake: Tensor, parameter: Tensor) -> No
 def _double(
     optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Tensor]
 ) -> Optimizer:
-    """Return an optimizer with the same class and options over the fake parameters."""
+    """Return an optimizer like the user's, but over the fake parameters."""
     if isinstance(optimizer, type):
         return optimizer(list(twins.values()))  # type: ignore[call-arg]
     groups: list[dict[str, Any]] = []

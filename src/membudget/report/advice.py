@@ -71,7 +71,7 @@ def advise(graph: StepGraph, peak: PeakContents) -> Advice:
 
 
 def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
-    """Return the logits, and tensors of the loss of similar size, live at the peak.
+    """Return the logits, and similarly large loss tensors, that are live at the peak.
 
     Of the tensors made by the last module, by the code after it and by the backward
     pass of both, those at least half as large as the largest are returned.

@@ -41,7 +41,7 @@ class Figures:
     """Bytes, operations and times of one or several modules.
 
     Attributes:
-        parameter_bytes: Parameter bytes; a shared one counts only under its first name.
+        parameter_bytes: Parameter bytes; shared parameters count under one name only.
         saved_bytes: Bytes of activations saved for the backward pass.
         peak_bytes: Bytes live at the peak.
         flops: Floating-point operations, forward and backward.
@@ -126,7 +126,7 @@ def summarise(graph: StepGraph, model: str = "model") -> Summary:
 def _own_figures(
     graph: StepGraph, saved: Iterable[SavedActivation], peak: PeakContents
 ) -> dict[str, Figures]:
-    """Return the figures of each module without its children, in forward order."""
+    """Return bytes, FLOPs and times per module without children, in forward order."""
     own: defaultdict[str, Figures] = defaultdict(Figures)
     for operator in graph.operators:
         if operator.phase != "optimizer":

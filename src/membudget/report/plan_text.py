@@ -1,4 +1,4 @@
-"""Text reports of plans: one plan, the differences of two, and a region table."""
+"""Text reports of plans: one plan, the differences between two, and a region table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_FITS = "the plain step fits: no region is needed"
 
 
 def described(plan: Plan) -> str:
-    """Return a plan's predictions and the outputs that each of its regions keeps."""
+    """Describe a plan's predictions and the outputs that each of its regions keeps."""
     if not plan.regions:
         return f"{head(plan)}\n\n{PLAIN_FITS}"
     rows = [
@@ -36,7 +36,7 @@ def described(plan: Plan) -> str:
 
 
 def head(plan: Plan, measured_bytes: int | None = None) -> str:
-    """Return a plan's predictions, with the measured peak if given.
+    """Format a plan's predictions, with the measured peak if given.
 
     Example:
         >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
@@ -190,7 +190,7 @@ def _bytes(size: int) -> str:
 
 
 def region_table(graph: StepGraph, schedule: Schedule) -> str:
-    """Return a table of the operators that each region keeps and recomputes."""
+    """Return a table of the operators whose outputs each region keeps or recomputes."""
     pairs = zip(schedule.calls, schedule.choices, strict=True)
     again = schedule.simulation.recomputed
     regions = [_region_line(graph, call.path, choice, again) for call, choice in pairs]

@@ -250,7 +250,7 @@ def _origins(items: Sequence[SavedActivation | LiveItem], total: int) -> Table:
 
 
 def _origin(item: SavedActivation | LiveItem) -> tuple[str, ...]:
-    """Return an item's module path (numbers as `*`), line, operator and tensor."""
+    """Return the module path (numbers as `*`), line, operator and tensor of an item."""
     names = item.module_path.split(".")
     path = ".".join("*" if name.isdigit() else name for name in names)
     operator = item.operator.removeprefix("aten.").removesuffix(".default")

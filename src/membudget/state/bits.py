@@ -40,7 +40,7 @@ def has_bits(tensor: Tensor) -> bool:
 
 
 def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the component tensors of a sparse tensor or subclass, else the tensor."""
+    """Yield the parts of a sparse tensor or subclass, or the plain tensor itself."""
     if tensor.layout is torch.sparse_coo:
         detached = tensor.detach()
         yield from (detached._indices(), detached._values())

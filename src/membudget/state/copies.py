@@ -10,7 +10,7 @@ from membudget._torch import detach_with_version, is_fake, negative_view
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """Return a trainable leaf itself, and a detached alias of any other tensor."""
+    """Return a detached alias of a tensor, or the tensor itself if a trainable leaf."""
     # `is_leaf` of a view would rebuild the view's history, although the operator that
     # just wrote the base may not have told autograd yet.
     if (
@@ -24,7 +24,7 @@ def alias(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_of(tensor: Tensor) -> Tensor:
-    """Copy a tensor, with strides and offset, so that the same view operators apply."""
+    """Copy a tensor with its strides and offset, so that view operators still apply."""
     tensor = tensor.detach()
     # `clone` would materialise the conjugate, and a product of it rounds differently.
     if tensor.is_conj():

@@ -1,4 +1,4 @@
-"""Detect changes of a tensor by version, by storage, or by a copy of its bytes.
+"""Detect changes to a tensor by version, by storage, or by a copy of its bytes.
 
 Copies are compared bytewise: a NaN equals the same NaN and -0.0 differs from 0.0,
 whereas `torch.equal` returns the opposite in both cases. Copies are stored on the host,
@@ -75,7 +75,7 @@ class SavedVersion:
         self._counter.data = _nothing(tensor.dtype, tensor.device)
 
     def has_moved(self) -> bool:
-        """Return whether the tensor was written after this object was created."""
+        """Return whether the tensor was written to after this object was created."""
         return version_of(self._counter) != self._version
 
 
@@ -119,7 +119,7 @@ class BitDifference:
 
 
 def host_copy(tensor: Tensor, same: TensorCopy | None = None) -> TensorCopy:
-    """Copy a tensor's content to the host; return `same` if that is an equal copy."""
+    """Copy a tensor's content to the host, or return `same` if it is an equal copy."""
     parts = tuple(part.to("cpu", copy=True) for part in dense_parts(tensor))
     copy = TensorCopy(_about(tensor), parts)
     return same if same is not None and is_same(copy, same) else copy

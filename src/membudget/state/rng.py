@@ -1,14 +1,14 @@
-"""Read and restore every random generator that a training step may draw from.
+"""Save and restore the state of every random generator that a step may draw from.
 
 Global generators are torch's default generators (for the CPU and each accelerator in
 use), Python's `random`, and NumPy's legacy generator if NumPy is imported. Private
 generators are attributes of a model or a batch; `walk` finds them.
 
 A `Stream` reads and writes a generator's state through its public functions. A `Source`
-reads and writes the state only if it has changed, which makes capturing cheap: the
-engine captures all generator states before every region, because a region may draw or
-reseed. Before a `Source` reads a state, it asks `rng_memory` whether the state has
-changed. An audit uses only `Stream` objects, so that it can detect a faulty `Source`.
+accesses a state only if the state has changed, which makes capturing cheap: the engine
+captures all generator states before every region, because a region may draw or reseed.
+Before a `Source` reads a state, it asks `rng_memory` whether the state has changed. An
+audit uses only `Stream` objects, so that it can detect a faulty `Source`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Source(Stream):
         self._last: tuple[Any, Any] | None = None
 
     def note(self) -> tuple[Any, Any]:
-        """Return a token and the state; the same tuple while the state is unchanged."""
+        """Return (token, state); the same tuple as long as the state is unchanged."""
         mark = self._mark()
         last = self._last
         if last is None or last[0] != mark:
@@ -80,7 +80,7 @@ def note(sources: Iterable[Source]) -> Noted:
 
 
 def bring_back(noted: Noted, scope: Scope) -> None:
-    """Restore recorded generator states until `scope` ends, then the current ones."""
+    """Restore recorded generator states; return to the current ones after `scope`."""
     for source, state in noted:
         now = source.note()
         # Even if nothing needs restoring now: the code in `scope` may draw or reseed.
@@ -165,7 +165,7 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
 
 
 def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, ...]:
-    """Return a `Source` for the CPU and, once CUDA is in use, for each given GPU."""
+    """Return a `Source` for torch's CPU generator and, with CUDA in use, each GPU's."""
     if not _cuda_is_in_use():
         return _CPU
     return *_CPU, *map(_cuda_source, sorted(set(device_indices())))

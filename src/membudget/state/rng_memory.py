@@ -1,4 +1,4 @@
-"""Detect draws from a random generator by reading its state memory directly.
+"""Detect draws from a random generator by reading the memory that holds its state.
 
 Reading a generator's state through public functions takes 1 µs (torch), 13 µs (Python)
 or 42 µs (NumPy), while a whole region may take only 20 µs. Reading the raw bytes of a
@@ -131,14 +131,14 @@ def _torch_reader(generator: Any) -> Reader:
 
 
 def _torch_address(generator: Generator) -> int:
-    """Return the address of the C++ generator, the sole field of `torch.Generator`."""
+    """Return the address of the C++ generator, `torch.Generator`'s only field."""
     member = ctypes.c_void_p.from_address(id(generator) + _HEADER_BYTES)
     return int(member.value or 0)
 
 
 @cache
 def _torch_engine() -> tuple[int, int]:
-    """Find the state in the C++ generator by content; return its offset and size.
+    """Find the state in the C++ generator's memory by content; return offset and size.
 
     seed and position │ 624 words   │ two spare Gaussians, each with a flag
     24 bytes          │ 2,496 bytes │ 24 bytes

@@ -93,7 +93,7 @@ class State:
         }
 
     def content(self, name: str) -> TensorCopy | None:
-        """Return the captured content of the tensor called `name`, if there is one."""
+        """Return the captured content of the tensor called `name`, or `None`."""
         state = self._tensors.get(name)
         return None if state is None else state.content
 

@@ -20,12 +20,12 @@ Rule 4. An in-place write creates a new value on the tape. Values that were save
     read before the write keep their content, and a replay never overwrites memory that
     is still to be read.
 Rule 5. Tensors from outside the region are referenced, not copied; their version and
-    storage are recorded. If a parameter, an input or a closed-over tensor is written,
-    or its storage replaced, after the forward, the backward pass raises an error that
-    names the tensor. Some writes do not bump the version counter, so the 1st, 2nd, 4th,
-    8th, ... call with a given signature also compares contents: all elements if
-    verification retains the original tensors, otherwise 256 elements of each tensor.
-Rule 6. Running statistics, i.e. outside tensors that the region itself writes, are
+storage are recorded. If a parameter, an input or a closed-over tensor is written to, or
+its storage replaced, after the forward, the backward pass raises an error that names
+the tensor. Some writes do not bump the version counter, so the 1st, 2nd, 4th, 8th, ...
+call with a given signature also compares tensor contents: all elements if verification
+retains the originals, otherwise 256 elements of each tensor.
+Rule 6. Running statistics, i.e. outside tensors that the region itself updates, are
     copied, because the region's next call overwrites them.
 Rule 7. Tensors that no recorded operator can recompute stay in memory: tensors filled
     by unobserved code, outputs of opaque or higher-order operators, and tensors of

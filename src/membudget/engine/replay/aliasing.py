@@ -9,8 +9,8 @@ Each write gives the storage a new *root*, the tape value of its whole content, 
 increments its *epoch*, a write counter. A tensor last used before a write gets a new
 tape value at its next use; for a view, the tracker re-applies the view operators to the
 storage's new root value. Tensors from outside the region, or kept by the policy, are
-*sources*: the tape references them instead of recomputing them. If a replay may read a
-referenced tensor, the tensor is copied before an operator overwrites it.
+*sources*: the tape references them instead of recomputing them. A tensor that a replay
+may read is copied before an operator overwrites it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Tracker:
     Attributes:
         table: Tape value and storage of each live tensor, keyed by `id(tensor)`.
         sources: Values that a replay may read but not recompute, in order of first use.
-            A rerun uses the same tensors in the same order, so an enclosing rerun
-            region can match the tensors by position.
+            A repeated forward yields the same order, so an enclosing rerun region can
+            match the values by position.
         writes: Callback that receives the address of a storage before each write to it.
         clock: Number of recorded operations, including re-applied view operators.
     """
@@ -86,7 +86,7 @@ class Tracker:
         self._places.clear()
 
     def entry(self, tensor: Tensor) -> LiveTensor:
-        """Return a tensor's tracking record, updated if its memory has changed."""
+        """Return a tensor's tracking record, updated if the tensor was overwritten."""
         entry = self.table.get(id(tensor))
         if (
             entry is None
@@ -191,7 +191,7 @@ class Tracker:
         self.enter(tensor, value, memory, address_of(tensor))
 
     def hold_memory(self, tensor: Tensor, entry: LiveTensor) -> LiveTensor:
-        """Keep a tensor's current content in memory; old content can be recomputed."""
+        """Keep a tensor's current content in memory; recompute only older content."""
         memory = entry.memory
         memory.root = None
         memory.epoch += 1
@@ -208,7 +208,7 @@ class Tracker:
     def before_write(
         self, written: Iterable[Tensor], is_needed: bool
     ) -> list[RecordedMemory]:
-        """Copy kept tensors before a write; return their storages' write histories.
+        """Copy kept tensors before a write; return the write histories affected.
 
         Set `is_needed` if a replay of the writing operator reads the old content.
         """
@@ -285,6 +285,6 @@ class Tracker:
 
 
 def is_empty(value: TapeValue) -> bool:
-    """Return whether no observed operator has written a value's memory yet."""
+    """Return whether no observed operator has written to a value's memory yet."""
     operation = (value.root or value).operation
     return operation is not None and operation.operator is EMPTY

@@ -1,8 +1,8 @@
-"""Check that a call of a replay region runs verified operators; verify new ones.
+"""Check that calls of a replay region run verified operators; verify new sequences.
 
 A *path* is the operator sequence of a verified call. A call is verified from the first
-operator at which it deviates from all known paths (Rule 8): `verify` compares the
-original tensors, and also corrects the current step; `fingerprinted` compares
+operator at which it deviates from all verified sequences (Rule 8): `verify` compares
+the original tensors, and also corrects the current step; `fingerprinted` compares
 fingerprints. Other checks detect saved tensors that are overwritten before the backward
 pass, and replay inputs that change between forward and replay (Rule 5).
 """
@@ -79,7 +79,7 @@ class Checks:
             self._verify_from_here(recorder, self._verify is not True)
 
     def _leave_path(self) -> None:
-        """Follow another verified sequence, or verify from the current operator on."""
+        """Follow another verified operator sequence, or verify the rest of the call."""
         recorder, verified = self.recorder, self._verified
         assert recorder is not None
         assert verified is not None
@@ -150,8 +150,8 @@ class Checks:
     ) -> Callable[[Tensor], Fingerprint] | None:
         """Verify dropped tensors, or schedule verification for the backward pass.
 
-        Return the function that fingerprints replay inputs: all elements if original
-        tensors were retained, else a sample; `None` if contents are not compared.
+        Return a function that fingerprints replay inputs (all elements if originals
+        were retained, else a sample), or `None` if contents are not compared.
         """
         verified = self._verified
         self.recorder = None
@@ -238,9 +238,9 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 def settle_source(
     source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
-    """Record the version and address of a replay's input, or pack it with hooks.
+    """Record the version and address of a replay's input, or pack the input.
 
-    An input that is a running statistic is copied first. If saved-tensor hooks surround
+    A replay input that is a running statistic is copied. If saved-tensor hooks surround
     the region, they pack every input of a replay except parameters and inference
     tensors. The function `take`, if given, fingerprints the input's content, because
     some writes do not bump the version counter.

@@ -1,11 +1,11 @@
 """Re-run recorded operators, and contain side effects that schemas do not declare.
 
-A custom operator, registered through `torch.library`, may write arguments that its
-schema does not declare, or draw from NumPy's generator. The first replay of a custom
-operator therefore runs on copies of its arguments. An operator that writes an argument
-without declaring it is *faulty*: it runs on copies for the rest of the step, and later
-recordings keep its outputs. Every replay of a custom operator restores the global
-random generators; outputs of an operator that draws from them are kept.
+A custom operator, registered through `torch.library`, may write to arguments against
+its schema, or draw from NumPy's generator. The first replay of a custom operator
+therefore runs on copies of its arguments. An operator whose schema omits a write to an
+argument is *faulty*: it runs on copies for the rest of the step, and later recordings
+keep its outputs. Every replay of a custom operator restores the global random
+generators; outputs of an operator that draws from them are kept.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _TRUSTED: set[Any] = set()
 def call_noting_draws(
     operator: Any, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, bool]:
-    """Return an operator's output, and whether the operator drew random numbers."""
+    """Run an operator; return its output and whether it drew random numbers."""
     before = note(global_sources())
     output = operator(*args, **kwargs)
     after = note(global_sources())
@@ -90,7 +90,7 @@ def derived(value: TapeValue, bases: dict[TapeValue, Tensor]) -> Tensor:
 
 
 def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """Re-run a random operator from its recorded generator state; undo the draw."""
+    """Re-run a random operator from its recorded RNG state; restore the RNG."""
     assert operation.drawn is not None
     source, noted = operation.drawn
     # No other thread may draw while the generator is rewound.
@@ -106,7 +106,7 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
 def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
     """Return whether recomputing the values `wanted` may read the memory of `owner`.
 
-    Values that a stage of the backward retains for later stages are not recomputed.
+    Values that an earlier stage of the backward pass has retained are not recomputed.
     """
     pending = list(wanted)
     seen: set[int] = set()
@@ -196,7 +196,7 @@ class Executor:
                 self._memoised[value] = None
 
     def _bases(self, operation: Operation) -> dict[TapeValue, Tensor]:
-        """Choose a tensor to overwrite for each tape value that an operator writes."""
+        """Choose a tensor to write to, for each tape value to be overwritten."""
         bases = {}
         for root, _ in operation.targets:
             if root.operation is None:
@@ -226,8 +226,8 @@ class Executor:
     def _source(self, value: TapeValue) -> Tensor:
         """Return a tensor that a replay reads, after checking it for changes (Rule 5).
 
-        If the `.data` of a parameter was replaced, only a replay raises: autograd
-        itself reads the new storage, as in the plain step.
+        Replacing a parameter's `.data` raises only in a replay: autograd itself reads
+        the new storage, as it would without the region.
         """
         tensor = self._content(value)
         if value.address is not None and address_of(tensor) != value.address:

@@ -1,11 +1,11 @@
 """Verify a recording by fingerprints, without retaining the original tensors.
 
-Fingerprinting is the low-memory alternative to `verify`, with these rules:
+Fingerprinting is the low-memory alternative to `verify`, and follows four rules:
 
 1. Each saved tensor is fingerprinted as late as possible: before an operator overwrites
-   it, before the next operator once only the engine references its storage, or at the
-   end of the forward. The fingerprint thus covers hidden writes and content filled in
-   after saving, and the tensor is freed before the next operator allocates.
+   it, before the next operator if only the engine still references its storage, or at
+   the end of the forward. The fingerprint thus covers unobserved writes and content
+   computed after saving, and the tensor is freed before the next operator runs.
 2. Fingerprints are compared when the backward pass recomputes the tensors, so that
    verification needs no extra replay.
 3. If a fingerprint differs, gradients of the current step are already wrong, so the
@@ -42,7 +42,7 @@ from membudget.state.identity import address_of
 
 
 class Fingerprinter:
-    """Fingerprints the tensors that a forward drops, and counts them in `taken`."""
+    """Fingerprints the tensors that a forward drops; `taken` counts them."""
 
     __slots__ = ("_held", "taken")
 
@@ -109,7 +109,7 @@ class BackwardComparison:
         self._is_ending = False
 
     def compare(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
-        """Check a recomputed tensor; mark the operators verified after the backward."""
+        """Check a recomputed tensor; when the backward ends, mark the call verified."""
         self.check(handle, tensor, replayer)
         if not self._is_ending and current_graph_task_id() >= 0:
             self._is_ending = True

@@ -40,7 +40,7 @@ class ForwardRecord:
             recorder sees the operator; if that operator deviates from the verified
             sequence, these inputs are verified too.
         taken: The operators of this call so far, if they follow no verified sequence.
-        left_path: Callback that looks for another verified sequence to follow.
+        left_path: Callback for a call that deviates from its verified sequence.
         kept: Number of outputs that the policy kept.
     """
 
@@ -100,7 +100,7 @@ class ForwardRecord:
     def record_tensors(
         self, positions: tuple[int, ...], recorded: list[Any]
     ) -> list[int]:
-        """Replace tensors by their tape values; return their storage addresses."""
+        """Replace tensors by their tape values; return the storage addresses."""
         tracker = self.tracker
         addresses = []
         for position in positions:

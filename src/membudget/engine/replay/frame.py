@@ -56,7 +56,7 @@ class ReplayFrame:
         options: RegionOptions,
         statistics: Statistics | None,
     ):
-        """Create the frame of one region call, before the region's function runs."""
+        """Prepare one call of a replay region, before the region's function runs."""
         self._function: Callable[..., Any] | None = function
         self._named = _weakly(function)
         self._statistics = statistics
@@ -106,7 +106,7 @@ class ReplayFrame:
             raise
 
     def is_on_top(self) -> bool:
-        """Return whether this frame's recorder and hooks are the innermost."""
+        """Return whether this call's recorder and hooks are the innermost ones."""
         hooks = top_saved_tensors_hooks()
         return (
             self._recorder is not None
@@ -126,7 +126,7 @@ class ReplayFrame:
         recorder.recording.tracker.clear()
 
     def end(self) -> None:
-        """Stop recording, verify, and prepare the tensors that a replay may read."""
+        """Stop and verify the recording; prepare the tensors that a replay may read."""
         recorder = self._recorder
         assert recorder is not None
         tracker = recorder.recording.tracker

@@ -34,7 +34,7 @@ class Recorder(Observer):
 
     Attributes:
         recording: The record of the forward, filled by the recorder.
-        is_suspended: Whether operators run unrecorded, like those of the engine itself.
+        is_suspended: Whether operators run unrecorded, like the engine's own operators.
         opaque_depth: The nesting depth of `opaque()` blocks.
         fingerprinter: Object that fingerprints dropped tensors; `None` if not in use.
     """
@@ -207,7 +207,7 @@ class Recorder(Observer):
     def _run_opaque(
         self, func: Any, facts: OperatorFacts | None, args: Any, kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operator that cannot be replayed; keep what it returns or writes."""
+        """Run an operator that cannot be replayed; keep outputs and written tensors."""
         written = [] if facts is None else list(written_by(facts, args, kwargs))
         if facts is not None and facts.is_gather:
             self._hold_living()
@@ -246,7 +246,7 @@ def _recorders() -> list[Recorder]:
 def name(tensor: Tensor, label: str) -> Tensor:
     """Name a tensor, so that a policy can keep it.
 
-    Outside a replay region, the function only returns `tensor`.
+    Outside a replay region, this function just returns `tensor`.
 
     Args:
         tensor: The tensor to name.
@@ -270,13 +270,13 @@ def name(tensor: Tensor, label: str) -> Tensor:
 
 @contextmanager
 def opaque(*written: Tensor) -> Iterator[None]:
-    """Mark code that writes tensors without going through the dispatcher.
+    """Mark code that writes to tensors without going through the dispatcher.
 
     Use this context manager around raw Triton kernels, ctypes, or NumPy on shared
     memory. The tensors in `written` and all operator outputs in the block are kept.
 
     Args:
-        *written: Tensors that the code writes.
+        *written: Tensors that the code writes to.
 
     Example:
         >>> import membudget as mb, torch

@@ -34,13 +34,13 @@ class TapeValue:
             before that, and for tensors packed by hooks.
         address: Storage address of a stored tensor, compared to detect a new `.data`;
             `None` if the address may change.
-        content: Function that fingerprints a stored tensor, and its result in the
-            forward; `None` once compared, or if contents are never compared.
+        content: A function that fingerprints a stored tensor, and the fingerprint from
+            the forward; `None` once compared, or if contents are never compared.
         is_used: Whether a replay may read the value, so that writes must preserve it.
         is_state: Whether the value is a running statistic, which is copied because
             every call of the region overwrites it.
         packed: The stored tensor, packed by saved-tensor hooks around the region.
-        plan: Number of the replay plan for which uses of the value were counted.
+        plan: Index of the replay plan for which uses of the value were counted.
         uses: Number of handles and operations that still need the value.
         view_uses: Number of remaining uses of the value's views.
         reads: Number of operations, other than views, that have yet to read the value
@@ -97,17 +97,17 @@ class Operation:
         args: Positional arguments, with tape values in place of tensors.
         kwargs: Keyword arguments, with tape values in place of tensors.
         number: Position of the operation on the tape.
-        call: Number of the operator call within the region, counted from 1; 0 for view
+        call: Index of the operator call within the region, counted from 1; 0 for view
             operators that the engine re-applied.
         grad_enabled: Grad mode in the forward, which some kernels depend on.
         default_dtype: Default dtype in the forward, used by factory functions.
-        decides: Whether to keep all outputs, because a recompute could select another
-            index or branch.
+        decides: Whether to keep all outputs, because a recompute could select a
+            different index or branch.
         drawn: For a random operator, the generator and its state before the draw.
         outputs: Weak references to the produced values, each with its output index.
         targets: Each value that the operator overwrites, with the output index of the
             new content; -1 if a replay does not recompute the new content.
-        plan: Number of the last replay plan that includes the operation.
+        plan: Index of the last replay plan that includes the operation.
         is_foreign: Whether the operator is custom and so may violate its schema.
         is_view: Whether all outputs are views, so that a replay launches no kernel.
     """
@@ -144,7 +144,7 @@ class Operation:
         self.is_view = True  # Until an output with memory of its own is added.
 
     def output(self, index: int, root: TapeValue | None = None) -> TapeValue:
-        """Create the value for one of the operation's outputs."""
+        """Create the tape value for one of the operation's outputs."""
         self.is_view = self.is_view and root is not None
         value = TapeValue(self, index, root)
         self.outputs.append((index, ref(value)))
@@ -175,10 +175,10 @@ class ReplayHandle:
 
     Attributes:
         value: The saved tensor's value on the tape.
-        served: Number of the replay plan that last supplied the handle's tensor.
+        served: Index of the replay plan that last supplied the handle's tensor.
         stage: Stage of the backward pass that unpacks the handle; -1 without stages.
         fingerprint: Fingerprint of the saved tensor, if taken and not yet compared.
-        saved_version: Detector of writes after the tensor was saved; `None` if unused.
+        saved_version: Detects writes after the tensor was saved; `None` if unused.
     """
 
     __slots__ = (
@@ -188,7 +188,7 @@ class ReplayHandle:
     value: TapeValue
 
     def __init__(self) -> None:
-        """Create a handle; the recorder assigns `value` once it is known."""
+        """Create a handle; the recorder assigns `value`, its tape value, later."""
         self.served = 0
         self.stage = -1
         self.fingerprint: Fingerprint | None = None
@@ -215,9 +215,9 @@ class RecordedMemory:
         dtype: Dtype of the tape value `root`.
         epoch: Counter, incremented by each write, that invalidates older values.
         is_external: Whether the storage was created outside the region.
-        is_state: Whether the region wrote a storage created outside, as for running
-            statistics.
-        sources: Weak references to values set since the last write and not recomputed.
+        is_state: Whether the region wrote to a storage created outside it, such as
+            running statistics.
+        sources: Weak references to the values stored in memory since the last write.
     """
 
     __slots__ = (

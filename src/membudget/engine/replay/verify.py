@@ -1,11 +1,11 @@
 """Verify a recording: replay each dropped tensor once and compare it bit for bit.
 
-Raw kernels, NumPy and device libraries can write tensors without going through the
-dispatcher. Such hidden writes are not recorded, so a replay would silently compute
-different values. In the first step with each new signature, the original tensors
-therefore stay in memory until the region's forward ends; then each dropped tensor is
-replayed and compared. An output that differs is *unrepeatable*: it is kept in this step
-and in all later steps.
+Raw kernels, NumPy and device libraries can write to tensors without going through the
+dispatcher. Writes outside the dispatcher are *hidden*: they are not recorded, so a
+replay would silently compute different values. In the first step with each new
+signature, the original tensors therefore stay in memory until the region's forward
+ends; then each dropped tensor is replayed and compared. An output that differs is
+*unrepeatable*: it is kept in this step and in all later steps.
 
 A signature comprises everything that a recording depends on: the function, the shapes,
 dtypes and devices of its arguments, the modes, and the policy. Later calls with the
@@ -76,7 +76,7 @@ class Verified:
     )
 
     def __init__(self) -> None:
-        """Create the results for a signature that has not been called yet."""
+        """Create an empty record for a signature with no calls so far."""
         self.unrepeatable: OutputIndices = set()
         self.paths: list[OperatorPath] = []
         self.is_pending = False
@@ -91,7 +91,7 @@ class Verified:
             del self.paths[:-_MOST_PATHS]
 
     def along(self, path: Sequence[Any]) -> OperatorPath | None:
-        """Return the newest verified path that starts with `path`, if any."""
+        """Return the newest verified operator sequence that begins with `path`."""
         for known in reversed(self.paths):
             if known[: len(path)] == tuple(path):
                 return known
@@ -187,8 +187,8 @@ class Originals:
         """Copy the original tensors in a storage that is about to be overwritten.
 
         A handle represents the tensor's content at the time of saving. Only observed
-        writes trigger a copy, so a *hidden* write changes the original, as it would in
-        the plain step.
+        writes trigger a copy, so a *hidden* write changes the original tensor, as it
+        would without the region.
         """
         for place in self._at.pop(address, ()):
             handle, original = self._pairs[place]
@@ -199,10 +199,10 @@ class Originals:
     def compare(
         self, replayer: Replayer, tracker: Tracker, unrepeatable: OutputIndices
     ) -> None:
-        """Replay the dropped tensors; keep the originals of tensors that differ.
+        """Replay the dropped tensors; keep the originals of those that differ.
 
         Warns:
-            UnrepeatableWarning: For each tensor that differs.
+            UnrepeatableWarning: A replayed tensor differs from its original.
         """
         dropped = [p for p in self._pairs if p[0].value.operation is not None]
         # The user's modes must not see the comparison, but fake tensors need their
@@ -247,7 +247,7 @@ class Originals:
 
 
 def is_recomputed(value: TapeValue) -> bool:
-    """Return whether the backward pass obtains the value by recomputation."""
+    """Return whether the backward pass recomputes a tape value."""
     root = value.root or value
     # No backward reads the statistics that a normalisation has updated, and a view of a
     # source computes nothing.

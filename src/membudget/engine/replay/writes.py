@@ -1,9 +1,9 @@
-"""Record operators that write arguments, draw random numbers, or take tensor lists.
+"""Record operators that write to arguments, are random, or take tensor lists.
 
 In-place writes are recorded as functional operations: each write gives the storage a
-new tape value. A replay writes to a copy of the old tensor, or to the old tensor itself
-if nothing else needs it. A tensor that stays in memory already contains the written
-data, which a replay does not recompute.
+new tape value. To repeat an in-place write, a replay writes to a copy of the old
+tensor, or to the old tensor itself if nothing else needs it. A tensor that stays in
+memory already contains the written data, which a replay does not recompute.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def run_special(
     args: Any,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Run and record an operator that writes, is random, or takes lists of tensors."""
+    """Run and record an operator that writes to arguments, is random or takes lists."""
     written = list(written_by(facts, args, kwargs))
     scratch = _statistics(facts, args)
     roles = _OperandRoles(facts.is_view, written, scratch)
@@ -153,7 +153,7 @@ def _recorded(recording: ForwardRecord, argument: Any, roles: _OperandRoles) -> 
 
 
 class _OperandRoles:
-    """The arguments that an operator views, writes, or uses as scratch memory."""
+    """The arguments that an operator views, writes to, or uses as scratch memory."""
 
     __slots__ = ("is_view", "scratch", "written")
 
@@ -166,7 +166,7 @@ class _OperandRoles:
 def written_by(
     facts: OperatorFacts, args: Any, kwargs: dict[str, Any]
 ) -> Iterator[Tensor]:
-    """Yield the tensors that an operator writes."""
+    """Yield the tensors that an operator writes to."""
     yield from tensors_in(args[i] for i in facts.written if i < len(args))
     yield from tensors_in(kwargs.get(name) for name in facts.written_names)
 
