@@ -89,7 +89,7 @@ def apply_file(text: str, path: Path, model: nn.Module, words: str) -> None:
 
 def test_a_plan_of_another_model_is_refused(tmp_path):
     wider = nn.Sequential(nn.Linear(64, 65), nn.GELU(), nn.Linear(65, 64))
-    words = "is for a Sequential with other parameters .* make a plan for this model"
+    words = r"0\.0\.weight, float32\[128,64\], is only in the first; .* and 25 more"
     apply_file(plan_text(), tmp_path / "plan.json", wider, words)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.nn import Module
 
-from membudget.apply import Applied, apply, model_fingerprint
+from membudget.apply import Applied, apply, model_parameters
 from membudget.budget import Budget
 from membudget.errors import BudgetError, RecomputeMismatchError, UnrepeatableWarning
 from membudget.graph import StepGraph
@@ -223,7 +223,7 @@ def make_plan(
     graph = profile.graph
     return Plan(
         model=type(model).__name__,
-        fingerprint=model_fingerprint(model),
+        parameters=model_parameters(model),
         budget_bytes=budget_bytes,
         plain_peak_bytes=profile.peak_bytes,
         peak_bytes=schedule.peak_bytes,
