@@ -31,7 +31,7 @@ FLOORS = (
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
     ("a step and its state", "step selection state scope ops observer graph"),
-    ("records", "callsite text"),
+    ("records", "callsite text progress"),
     (
         "torch, errors",
         "_torch _torch_observing _torch_settings errors",

@@ -209,7 +209,7 @@ def fit_recorded(
     while True:
         schedule = next_schedule(plain, budget, mode, attempts)
         plan = make_plan(plain, schedule, step.model, budget.step_bytes)
-        found, applied = try_plan(step, plan, schedule)
+        found, applied = try_plan(step, plan, schedule, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return Fitted(mode, step, plain, attempts, applied)

@@ -31,6 +31,7 @@ from membudget.planner.schedule import (
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.profile.profiling import state_kept
+from membudget.progress import stage
 from membudget.step import Step
 
 MOST_PLANS = 4
@@ -55,7 +56,9 @@ class Attempt:
     peak_bytes: int
 
 
-def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Applied]:
+def try_plan(
+    step: Step, plan: Plan, schedule: Schedule, number: int = 1
+) -> tuple[Attempt, Applied]:
     """Apply a plan, verify one step under the plan, and measure the peak of another.
 
     Returns:
@@ -66,7 +69,8 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
     """
     applied = apply(step.model, plan) if plan.regions else Applied({}, {})
     try:
-        return Attempt(plan, schedule, measured_peak(step, applied)), applied
+        with stage(f"trying plan {number} of at most {MOST_PLANS}"):
+            return Attempt(plan, schedule, measured_peak(step, applied)), applied
     except BaseException:
         applied.remove()
         raise
@@ -158,7 +162,8 @@ def next_schedule(
         target_bytes = last.schedule.peak_bytes - over_bytes
     if len(attempts) < MOST_PLANS:
         try:
-            return planner_of(profile).fastest(target_bytes)
+            with stage("planning"):
+                return planner_of(profile).fastest(target_bytes)
         except BudgetError as error:
             cause = error
     if cause is not None and not attempts:
