@@ -24,7 +24,7 @@ FLOORS = (
     ("the package", "__init__"),
     ("the command line", "cli cli_plan cli_options"),
     ("ways in beside fit", "compat tradeoff"),
-    ("fit", "fit planning modes budget"),
+    ("fit", "fit planning modes refusal budget"),
     ("text for people", "report"),
     ("proof", "audit"),
     ("regions on a model", "apply spans attach policies"),

@@ -115,7 +115,8 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         required=True,
         help="8GiB: in all, parameters and optimizer state included; 40%%: of the "
-        "plain step's peak above what is in use before it",
+        "plain step's peak above what is in use before it; '40%% of activations': the "
+        "gradients of parameters, and 40%% of the rest of that peak",
     )
     parser.add_argument(
         "--mode",

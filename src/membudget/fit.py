@@ -149,8 +149,8 @@ def fit(
         batch: A batch of the size used in training; see `profile`.
         budget: Total bytes, as a number or `"8GiB"`, including the memory in use before
             the step (parameters, buffers, optimizer state, the batch). `"40%"` means
-            40 % of the bytes that the plain step allocates at its peak. `None` means
-            the memory now free on the model's CUDA device, minus 5 %.
+            40 % of the plain step's peak above that, `"40% of activations"` its
+            gradients plus 40 % of the rest. `None` means the free CUDA memory less 5 %.
         loss_fn: Computes the loss from `(output, batch)`; see `profile`.
         mode: `"auto"` searches for the fastest plan. All other modes are fixed rules:
             `"none"` has no regions, `"full"` keeps nothing inside blocks, `"selective"`
