@@ -95,4 +95,5 @@ def _peak_text(graph: StepGraph, schedule: Schedule) -> str:
     held = "; ".join(f"{size:,} are {what}" for size, what in parts if size)
     where = operator_text(graph.operators[moment])
     what = "smallest plan" if schedule.choices else "plain step"
-    return f"The {what} takes its {schedule.peak_bytes:,} bytes in {where}: {held}."
+    size = schedule.peak_bytes
+    return f"The {what} is predicted to take {size:,} bytes in {where}: {held}."
