@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from functools import cache
 from typing import Any
 
@@ -21,7 +22,7 @@ from membudget.fit import Fitted, fit, fit_recorded
 from membudget.memory import peak
 from membudget.planning import plan_for, planner_of
 from membudget.step import Step
-from tests.planner.models import MODELS
+from tests.planner.models import MODELS, gpt
 
 NAMES = ("mlp", "lstm_tagger", "shared_modules")
 
@@ -89,6 +90,15 @@ def test_the_least_does_not_depend_on_what_was_timed(name, factors):
     least = planners[0].least_bytes()
     assert planners[1].least_bytes() == least
     assert planners[1].fastest(least).peak_bytes <= least
+
+
+def test_the_least_of_a_transformer_is_one_on_every_machine():
+    torch.manual_seed(0)
+    found = mb.profile(*gpt(blocks=2), fake=True)
+    generator = random.Random(1)
+    draws = [[8 ** generator.uniform(-1, 1) for _ in range(37)] for _ in range(4)]
+    least = {planner_of(with_factors(found, draw)).least_bytes() for draw in draws}
+    assert len(least) == 1
 
 
 @pytest.mark.parametrize("slow", [1e-3, 1e3])
