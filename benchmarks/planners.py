@@ -164,7 +164,9 @@ def _planned(
     try:
         chosen = planner.fastest(budget)
     except mb.BudgetError as error:
-        return None, {"least_share": _share_of(found, error.least_bytes)}
+        return None, {
+            "least_share": _share_of(found, error.least_bytes - error.before_bytes)
+        }
     plan = make_plan(found, chosen, model, budget)
     plan_s = time.process_time() - start
     return plan, {

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.apply import model_fingerprint
+from membudget.apply import model_parameters
 from membudget.errors import BudgetError, MembudgetError, PlanError, SelectionError
 from membudget.planner.choice import Choice, made_in
 from membudget.planner.plan import Plan, region_plan
@@ -219,11 +219,11 @@ def test_no_difference_is_shown_where_none_was():
     assert "planned" not in str(applied.status())
 
 
-def test_the_fingerprint_is_of_names_shapes_and_dtypes_alone():
+def test_a_plan_knows_a_model_by_names_shapes_and_dtypes_alone():
     model, _ = MODELS["mlp"]()
     same, _ = MODELS["mlp"]()
-    assert model_fingerprint(model) == model_fingerprint(same)
-    assert model_fingerprint(model) != model_fingerprint(same.double())
+    assert model_parameters(model) == model_parameters(same)
+    assert model_parameters(model) != model_parameters(same.double())
 
 
 class Routed(nn.Module):
@@ -249,9 +249,7 @@ def test_what_the_engine_keeps_anyway_is_not_in_a_plan():
     kept = frozenset(made_in(graph, region))
     everything = region_plan(graph, "", Choice(region.start, region.end, kept))
     assert not any("topk" in output.operator for output in everything.kept)
-    plan = Plan(
-        "Sequential", model_fingerprint(model), 0, 0, 0, 1, 1, "", (everything,)
-    )
+    plan = Plan("Sequential", model_parameters(model), 0, 0, 0, 1, 1, "", (everything,))
     routed = copy.deepcopy(model)
     applied = mb.apply(routed, plan)
     check_same(facts_of_step(model, batch), facts_of_step(routed, batch))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget.apply import model_fingerprint
+from membudget.apply import model_parameters
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, Stage, made_in, saved_in, storages_of
 from membudget.planner.frontier import Front
@@ -65,7 +65,7 @@ def test_stages_change_no_bit_and_cost_what_is_simulated(name, seed):
     staged = copy.deepcopy(model)
     regions = (region_plan(graph, "", region),)
     plan = Plan(
-        type(model).__name__, model_fingerprint(model), 0, 0, 0, 1, 1, "", regions
+        type(model).__name__, model_parameters(model), 0, 0, 0, 1, 1, "", regions
     )
     applied = mb.apply(staged, plan)
     for _ in range(2):

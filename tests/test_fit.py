@@ -117,7 +117,8 @@ def test_a_budget_below_what_is_there_before_is_refused_with_the_least():
     before = state_of(model)
     with pytest.raises(BudgetError, match="no plan fits in") as raised:
         fit(model, batch, 1000, fake=True)
-    assert raised.value.asked_bytes < 0 < raised.value.least_bytes
+    assert raised.value.asked_bytes == 1000 < raised.value.before_bytes
+    assert raised.value.before_bytes < raised.value.least_bytes
     assert state_of(model) == before
 
 
@@ -125,10 +126,9 @@ def test_the_least_that_an_error_names_is_enough():
     model, batch = made("mlp")
     with pytest.raises(BudgetError, match="smallest plan needs") as raised:
         fit(model, batch, "1%", fake=True)
-    least = raised.value.least_bytes
-    static = mb.profile(model, batch, fake=True).graph.static.total
-    with fit(model, batch, static + least, fake=True) as fitted:
-        check_fitted(fitted, least)
+    error = raised.value
+    with fit(model, batch, error.least_bytes, fake=True) as fitted:
+        check_fitted(fitted, error.least_bytes - error.before_bytes)
 
 
 def test_more_than_the_plain_step_takes_needs_no_regions():

@@ -46,7 +46,7 @@ def check_refused(
         ("8G", "has the unit 'G'; write GiB for 1024³ bytes"),
         ("GiB", "a size is a number of bytes, such as '8GiB'; got 'GiB'"),
         ("1e300GiB", "'1e300GiB' is more than any memory has"),
-        ("140%", "a budget in percent is more than 0 and at most 100; got '140%'"),
+        ("140%", "a budget in percent is more than 0 and at most 100, .* got '140%'"),
     ],
 )
 def test_a_nonsense_budget_is_refused_before_a_step_runs(budget, words):
@@ -58,15 +58,16 @@ def test_a_nonsense_budget_is_refused_before_a_step_runs(budget, words):
     assert isinstance(error, OptionError)
 
 
-@pytest.mark.parametrize("budget", ["0.001%", 0, "1KiB"])
+@pytest.mark.parametrize("budget", ["0.001%", 1000, "1KiB"])
 def test_an_impossible_budget_is_refused_with_what_is_there_and_the_least(budget):
     model, batch = made()
     error = check_refused(model, batch, "no plan fits in", budget, fake=True)
     assert isinstance(error, BudgetError)
     static = mb.profile(model, batch, fake=True).graph.static.total
     assert f"of which {static:,} are in use before the step" in str(error)
-    least = f"needs {error.least_bytes:,}. Smallest feasible budget: "
-    least += f"{error.least_bytes + static:,} bytes"
+    assert error.before_bytes == static
+    least = f"needs {error.least_bytes - static:,}. Smallest feasible budget: "
+    least += f"{error.least_bytes:,} bytes"
     assert least in str(error)
 
 
@@ -89,7 +90,7 @@ def apply_file(text: str, path: Path, model: nn.Module, words: str) -> None:
 
 def test_a_plan_of_another_model_is_refused(tmp_path):
     wider = nn.Sequential(nn.Linear(64, 65), nn.GELU(), nn.Linear(65, 64))
-    words = "is for a Sequential with other parameters .* make a plan for this model"
+    words = r"0\.0\.weight, float32\[128,64\], is only in the first; .* and 25 more"
     apply_file(plan_text(), tmp_path / "plan.json", wider, words)
 
 
@@ -206,7 +207,7 @@ def test_a_model_of_which_nothing_can_be_dropped_is_refused_with_the_least():
     error = check_refused(model, torch.ones(4, 16), "no plan fits in", "90%")
     assert isinstance(error, BudgetError)
     plain = mb.profile(model, torch.ones(4, 16)).peak_bytes
-    assert plain <= error.least_bytes <= 1.01 * plain
+    assert error.least_bytes == error.before_bytes + plain
 
 
 @pytest.mark.parametrize("fake", [True, False])

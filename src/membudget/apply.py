@@ -26,10 +26,18 @@ from membudget.attach import (
 from membudget.engine.options import Statistics, checked_options
 from membudget.engine.policy import Stages
 from membudget.errors import PlanError, SelectionError
-from membudget.planner.plan import Plan, RegionPlan, fingerprint_of
+from membudget.planner.plan import (
+    Plan,
+    RegionPlan,
+    parameter_differences,
+    parameter_text,
+)
 from membudget.policies import Planned
 from membudget.selection import select_modules
 from membudget.spans import put_spans
+
+MOST_NAMED = 3
+"""How many parameters an error names, of those that a plan and a model do not share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,12 +216,14 @@ def _apply_plan(
 ) -> Applied:
     if not isinstance(plan, Plan):
         plan = Plan.from_json(plan)
-    found = model_fingerprint(model)
-    if found != plan.fingerprint:
+    differ = parameter_differences(plan.parameters, model_parameters(model))
+    if differ:
+        named = "; ".join(differ[:MOST_NAMED])
+        more = len(differ) - MOST_NAMED
         raise PlanError(
-            f"the plan is for a {plan.model} with other parameters (fingerprint "
-            f"{plan.fingerprint[:12]}) than this {type(model).__name__} (fingerprint "
-            f"{found[:12]}): make a plan for this model"
+            f"the plan (first) was made for a {plan.model} with other parameters than "
+            f"this {type(model).__name__} (second): {named}"
+            f"{f'; and {more} more' if more > 0 else ''}. Make a plan for this model"
         )
     known = dict(model.named_modules())
     modules: dict[str, Module] = {}
@@ -271,9 +281,9 @@ def _policy(region: RegionPlan) -> Planned:
     )
 
 
-def model_fingerprint(model: Module) -> str:
-    """Return a hash of the names, shapes and dtypes of a model's parameters."""
-    return fingerprint_of(
-        (name, tuple(p.shape), str(p.dtype).removeprefix("torch."))
+def model_parameters(model: Module) -> tuple[str, ...]:
+    """Return the names, shapes and dtypes of a model's parameters, as plans do."""
+    return tuple(
+        parameter_text(name, p.shape, str(p.dtype).removeprefix("torch."))
         for name, p in model.named_parameters()
     )

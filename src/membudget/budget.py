@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch.nn import Module
 
 from membudget._torch import tree_iter
 from membudget.errors import BudgetError, OptionError
-from membudget.graph import StaticBytes
+from membudget.graph import StaticBytes, StepGraph
 from membudget.memory.peak import storage_bytes
+from membudget.planner.simulate import live_bytes
 from membudget.profile import Profile
 from membudget.text import parse_bytes
 
@@ -38,8 +41,10 @@ class Budget:
         """Create a budget from the user's setting.
 
         Args:
-            asked: Total bytes, such as `"8GiB"`, or a percentage, such as `"40%"`,
-                of the bytes that the plain step allocates at its peak.
+            asked: Total bytes, such as `"8GiB"`; or a share, such as `"40%"`, of the
+                bytes that the plain step allocates at its peak; or a share such as
+                `"40% of activations"`: all gradients of parameters, and 40 % of what
+                the peak of the plain step exceeds them by.
             plain: Profile of the plain step, without regions.
 
         Raises:
@@ -48,9 +53,11 @@ class Budget:
         before_bytes = plain.graph.static.total
         share = share_of(asked)
         if share is not None:
-            return cls(int(share * plain.peak_bytes), before_bytes)
+            whole = gradient_bytes(plain.graph) if share.is_of_activations else 0
+            step_bytes = whole + int(share.part * (plain.peak_bytes - whole))
+            return cls(step_bytes, before_bytes)
         # May be negative: the planner then refuses, and names the smallest budget.
-        return cls(parse_bytes(asked) - before_bytes, before_bytes)
+        return cls(_bytes_of(asked) - before_bytes, before_bytes)
 
     @property
     def bytes_in_all(self) -> int:
@@ -84,8 +91,9 @@ class Budget:
             f"{found} {self}: {max(self.step_bytes, 0):,} are left for the step, and "
             f"the smallest {what} needs {least_bytes:,}. Smallest feasible budget: "
             f"{least_bytes + self.before_bytes:,} bytes",
-            asked_bytes=self.step_bytes,
-            least_bytes=least_bytes,
+            asked_bytes=self.bytes_in_all,
+            least_bytes=least_bytes + self.before_bytes,
+            before_bytes=self.before_bytes,
         )
 
 
@@ -96,27 +104,68 @@ def check_budget(asked: int | str) -> None:
         OptionError: If the budget is neither a number of bytes nor a percentage.
     """
     if share_of(asked) is None:
-        parse_bytes(asked)
+        _bytes_of(asked)
 
 
-def share_of(asked: int | str) -> float | None:
-    """Return a percentage budget as a fraction; `None` for a budget in bytes.
+def _bytes_of(asked: int | str) -> int:
+    """Return a budget in bytes; reject at most 1 byte, which is surely a share."""
+    found = parse_bytes(asked)
+    if found > 1:
+        return found
+    share = "40%"
+    with suppress(ValueError):  # It has a unit, such as "0.4B".
+        share = f"{100 * float(asked):g}%" if float(asked) else share
+    raise OptionError(
+        f"a budget of {asked!r} bytes cannot be meant: write a share of the plain "
+        f"step's peak, such as {share!r}, or bytes in all, such as '8GiB'"
+    )
+
+
+class Share(NamedTuple):
+    """A budget relative to the plain step: of its peak, or of its activations alone."""
+
+    part: float
+    is_of_activations: bool
+
+
+_SHARE = re.compile(r"([^%]*)%\s*(of\s+activations)?", re.IGNORECASE)
+
+
+def share_of(asked: int | str) -> Share | None:
+    """Return a percentage budget as a share; `None` for a budget in bytes.
 
     Example:
-        >>> share_of("40%"), share_of("8GiB")
-        (0.4, None)
+        >>> share_of("40% of activations")
+        Share(part=0.4, is_of_activations=True)
+        >>> share_of("8GiB")
     """
-    if not isinstance(asked, str) or not asked.strip().endswith("%"):
+    if not isinstance(asked, str) or "%" not in asked:
         return None
+    found = _SHARE.fullmatch(asked.strip())
     try:
-        share = float(asked.strip()[:-1]) / 100
+        part = float(found[1]) / 100 if found else 0.0
     except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
+        part = 0.0
+    if found is None or not 0 < part <= 1:
         raise OptionError(
-            f"a budget in percent is more than 0 and at most 100; got {asked!r}"
+            "a budget in percent is more than 0 and at most 100, such as '40%' or "
+            f"'40% of activations'; got {asked!r}. Write more than the plain step's "
+            "peak in bytes, such as '8GiB'"
         )
-    return share
+    return Share(part, found[2] is not None)
+
+
+def gradient_bytes(graph: StepGraph) -> int:
+    """Return the most bytes of parameter gradients that a step holds at once.
+
+    No plan lowers them, because regions drop nothing that the backward pass makes.
+    """
+    made = (
+        (storage.birth, storage.death, storage.bytes)
+        for storage in graph.storages
+        if storage.kind == "gradient" and storage.birth >= graph.backward_start
+    )
+    return max(live_bytes(len(graph.operators), made), default=0)
 
 
 # Without a budget, a step may use all free memory of its device.

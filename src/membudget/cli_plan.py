@@ -20,6 +20,7 @@ from membudget.cli_options import (
     write_json,
 )
 from membudget.errors import OptionError, PlanError
+from membudget.progress import stage
 from membudget.text import format_bytes
 
 if TYPE_CHECKING:
@@ -115,7 +116,8 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES",
         required=True,
         help="8GiB: in all, parameters and optimizer state included; 40%%: of the "
-        "plain step's peak above what is in use before it",
+        "plain step's peak above what is in use before it; '40%% of activations': the "
+        "gradients of parameters, and 40%% of the rest of that peak",
     )
     parser.add_argument(
         "--mode",
@@ -161,11 +163,13 @@ def _fit(options: argparse.Namespace) -> int:
     }
     with fit(model, batch, options.budget, loss, **keywords) as fitted:
         step = Step(model, batch, loss)
-        trial = try_steps(fitted, step, options.steps, plain=not options.fake)
+        with stage(f"running {options.steps} steps"):
+            trial = try_steps(fitted, step, options.steps, plain=not options.fake)
         print(fitted.report())
         # Without regions the two steps are the same code.
         can_differ = bool(fitted.plan.regions) and not options.fake
-        audited = fitted.audit() if can_differ else None
+        with stage("comparing with the plain step"):
+            audited = fitted.audit() if can_differ else None
     print(f"\n{_beside(options, fitted, trial)}\n\n{_verdict(options, audited)}")
     _write_plan(options.output, fitted.plan)
     is_over = trial.peak_bytes > fitted.plan.budget_bytes
@@ -212,7 +216,8 @@ def _tradeoff(options: argparse.Namespace) -> int:
     from membudget.profile import profile
 
     found = profile(model, batch, loss, **profiling_of(options))
-    curve = tradeoff(found, options.budgets)
+    with stage("planning each budget"):
+        curve = tradeoff(found, options.budgets)
     print(curve)
     if options.png:
         curve.save_png(options.png)

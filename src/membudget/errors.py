@@ -65,16 +65,23 @@ class PlanError(MembudgetError, ValueError):
 class BudgetError(MembudgetError, ValueError):
     """No plan fits in the budget.
 
+    All three are bytes in all, like a budget in bytes: `fit` accepts `least_bytes`.
+
     Attributes:
-        asked_bytes: Bytes that the budget leaves for the step itself.
-        least_bytes: Bytes that the smallest known plan needs for the step itself.
+        asked_bytes: The budget.
+        least_bytes: The smallest budget that is known to suffice for mode `"auto"`. It
+            depends on bytes alone, not on measured times.
+        before_bytes: Bytes in use before the step, included in the other two.
     """
 
-    def __init__(self, message: str, *, asked_bytes: int, least_bytes: int) -> None:
-        """Store the message, the step's budget and the smallest plan's bytes."""
+    def __init__(
+        self, message: str, *, asked_bytes: int, least_bytes: int, before_bytes: int
+    ) -> None:
+        """Store the message and the byte counts."""
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.least_bytes = least_bytes
+        self.before_bytes = before_bytes
 
 
 class CheckpointError(MembudgetError, RuntimeError):

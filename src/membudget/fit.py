@@ -152,8 +152,8 @@ def fit(
             a module or of `torch.nn.functional`, or if the model takes one argument.
         budget: Total bytes, as a number or `"8GiB"`, including the memory in use before
             the step (parameters, buffers, optimizer state, the batch). `"40%"` means
-            40 % of the bytes that the plain step allocates at its peak. `None` means
-            the memory now free on the model's CUDA device, minus 5 %.
+            40 % of the plain step's peak above that, `"40% of activations"` its
+            gradients plus 40 % of the rest. `None` means the free CUDA memory less 5 %.
         loss_fn: Computes the loss from `(output, batch)`, or for a pair from `(output,
             targets)`. By default, the loss is what the model's `training_step` returns
             (Lightning), or found in the output; see `profile`.
@@ -228,7 +228,7 @@ def fit_recorded(
     while True:
         schedule = next_schedule(plain, budget, mode, attempts)
         plan = make_plan(plain, schedule, step.model, budget.step_bytes)
-        found, applied = try_plan(step, plan, schedule)
+        found, applied = try_plan(step, plan, schedule, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return Fitted(mode, step, plain, attempts, applied)

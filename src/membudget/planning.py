@@ -9,11 +9,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from torch.nn import Module
 
-from membudget.apply import Applied, apply, model_fingerprint
+from membudget.apply import Applied, apply, model_parameters
 from membudget.budget import Budget
 from membudget.errors import BudgetError, RecomputeMismatchError, UnrepeatableWarning
 from membudget.graph import StepGraph
@@ -21,7 +23,12 @@ from membudget.memory import peak
 from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.planner.bound import least_seconds
 from membudget.planner.plan import Plan, region_plan
-from membudget.planner.planner import Planner, check_seconds, smoothed
+from membudget.planner.planner import (
+    Planner,
+    check_seconds,
+    plain_schedule,
+    smoothed,
+)
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
     NO_OVERHEADS,
@@ -31,6 +38,8 @@ from membudget.planner.schedule import (
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.profile.profiling import state_kept
+from membudget.progress import stage
+from membudget.refusal import cannot_fit, predicted_least, refused
 from membudget.step import Step
 
 MOST_PLANS = 4
@@ -55,7 +64,9 @@ class Attempt:
     peak_bytes: int
 
 
-def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Applied]:
+def try_plan(
+    step: Step, plan: Plan, schedule: Schedule, number: int = 1
+) -> tuple[Attempt, Applied]:
     """Apply a plan, verify one step under the plan, and measure the peak of another.
 
     Returns:
@@ -66,7 +77,9 @@ def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Appli
     """
     applied = apply(step.model, plan) if plan.regions else Applied({}, {})
     try:
-        return Attempt(plan, schedule, measured_peak(step, applied)), applied
+        what = f"plan {number} of at most {MOST_PLANS}"
+        with stage(f"trying {'the smallest plan' if schedule.is_smallest else what}"):
+            return Attempt(plan, schedule, measured_peak(step, applied)), applied
     except BaseException:
         applied.remove()
         raise
@@ -130,6 +143,9 @@ def plan_for(
     check_mode(mode)
     limit = Budget.of(budget, profile)
     schedule = next_schedule(profile, limit, mode)
+    if schedule.peak_bytes > limit.step_bytes and schedule.is_smallest:
+        least_bytes = predicted_least(profile, schedule)
+        raise refused(profile, limit, schedule, least_bytes)
     if schedule.peak_bytes > limit.step_bytes:
         raise _mode_is_over(profile, limit, mode, schedule.peak_bytes, "predicted")
     return make_plan(profile, schedule, model, limit.step_bytes)
@@ -140,48 +156,56 @@ def next_schedule(
 ) -> Schedule:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
-    After a plan has exceeded the budget, `auto` lowers its target by the measured
-    excess; all other modes have only one schedule. The planner is not kept between
-    calls, because its tables occupy host memory.
+    After an attempt over budget, `auto` lowers its target by the measured excess, while
+    all other modes have only one schedule. Before `auto` refuses a budget, it returns
+    the smallest schedule, whatever its prediction; on fake tensors, only if that is
+    near the budget, because trying it may need more memory than there is.
+
+    The planner is not kept between calls, because its tables occupy host memory, too.
 
     Raises:
         BudgetError: If no schedule fits; the error states the smallest feasible budget.
     """
     if mode != AUTO:
         return _schedule_of_mode(profile, budget, mode, attempts)
-    target_bytes, cause = budget.step_bytes, None
+    target_bytes = budget.step_bytes
     if attempts:
         # The prediction was too low; the next one may be too low by as much.
         last = attempts[-1]
-        over_bytes = last.peak_bytes - budget.step_bytes
-        target_bytes = last.schedule.peak_bytes - over_bytes
-    if len(attempts) < MOST_PLANS:
-        try:
-            return planner_of(profile).fastest(target_bytes)
-        except BudgetError as error:
-            cause = error
-    if cause is not None and not attempts:
-        least_bytes = with_margin(cause.least_bytes)
-        raise budget.refused("no plan fits in", least_bytes) from cause
-    took = [a.peak_bytes for a in attempts]
-    raise budget.refused(
-        f"plans predicted to fit took {', '.join(f'{n:,}' for n in took)} bytes; none "
-        "fits in",
-        min(took),
-    ) from cause
+        if last.schedule.is_smallest:
+            return _after_smallest(profile, budget, attempts)
+        target_bytes = last.schedule.peak_bytes - (last.peak_bytes - target_bytes)
+    with stage("planning"):
+        planner = planner_of(profile)
+        if len(attempts) < MOST_PLANS and not cannot_fit(profile.graph, budget):
+            with suppress(BudgetError):
+                return planner.fastest(target_bytes)
+        # No search helps: try the smallest plan, whose prediction may be too high.
+        smallest = planner.smallest()
+    has_run = profile.tensors == "real"  # The plain step has, which takes more.
+    if has_run or smallest.peak_bytes <= FAR_OVER * budget.step_bytes:
+        return smallest
+    took = [attempt.peak_bytes for attempt in attempts]
+    least_bytes = predicted_least(profile, smallest)
+    raise refused(profile, budget, smallest, least_bytes, took)
+
+
+def _after_smallest(
+    profile: Profile, budget: Budget, attempts: Sequence[Attempt]
+) -> Schedule:
+    """Return the plain schedule if the smallest took more; else raise."""
+    last = attempts[-1]
+    if last.plan.regions and last.peak_bytes >= profile.peak_bytes:
+        return replace(plain_schedule(profile.graph), is_smallest=True)
+    tried = [a for a in attempts if a.schedule.is_smallest]
+    least = min(tried, key=attrgetter("peak_bytes"))
+    took = [a.peak_bytes for a in attempts if not a.schedule.is_smallest]
+    raise refused(profile, budget, least.schedule, least.peak_bytes, took)
 
 
 def planner_of(profile: Profile) -> Planner:
     """Create a planner for a profile's step."""
     return Planner(profile.graph, overheads_of(profile))
-
-
-def with_margin(least_bytes: int) -> int:
-    """Return the smallest feasible budget plus 1 %, as a margin for prediction errors.
-
-    A user who retries with the budget that an error stated must not be refused again.
-    """
-    return least_bytes + least_bytes // 100
 
 
 def _schedule_of_mode(
@@ -204,7 +228,7 @@ def _mode_is_over(
     """Return an error that states a mode's peak and the smallest budget for `auto`."""
     return budget.refused(
         f"mode={mode!r} is {how} to allocate {peak_bytes:,} bytes, too many for",
-        with_margin(planner_of(profile).least_bytes()),
+        predicted_least(profile, planner_of(profile).smallest()),
         f"plan of mode={AUTO!r}",
     )
 
@@ -222,7 +246,7 @@ def make_plan(
     graph = profile.graph
     return Plan(
         model=type(model).__name__,
-        fingerprint=model_fingerprint(model),
+        parameters=model_parameters(model),
         budget_bytes=budget_bytes,
         plain_peak_bytes=profile.peak_bytes,
         peak_bytes=schedule.peak_bytes,

@@ -1,10 +1,14 @@
-"""Parse and format byte sizes, and write files atomically."""
+"""Parse and format byte sizes, read JSON, and write files atomically."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import secrets
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from membudget.errors import OptionError
 
@@ -75,20 +79,53 @@ def format_bytes(size: int) -> str:
     return f"{value:.1f} {unit}"
 
 
+def read_json(source: str | Path) -> Any:
+    """Return the data of JSON text, or of a JSON file given by its path.
+
+    Text is recognized by its first brace: all that membudget writes are JSON objects.
+
+    Raises:
+        ValueError: If the file cannot be read, or the text is not JSON.
+    """
+    text = source if isinstance(source, str) else ""
+    if isinstance(source, str) and not source.strip():
+        raise ValueError("it is an empty text, neither JSON nor a path")
+    try:
+        if not text.lstrip("\ufeff \n\r\t").startswith("{"):
+            text = Path(source).read_text(encoding="utf-8")
+        if not text.strip():
+            raise ValueError(f"the file {str(source)!r} is empty")
+        if text.startswith("\ufeff"):
+            raise ValueError("it begins with a byte order mark: save it as plain UTF-8")
+        return json.loads(text)
+    except OSError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("its lists or objects are nested too deeply") from error
+
+
 def write_whole(path: Path, content: str | bytes, what: str) -> None:
-    """Write a file atomically, by writing a temporary file and renaming it.
+    """Write a file atomically: to a unique temporary name first, then rename it.
+
+    The content reaches the disk before the rename, so that a crash leaves either the
+    old file or the new one.
 
     Raises:
         OptionError: If the file cannot be written.
     """
-    partial = path.with_name(path.name + ".partial")
+    data = content.encode() if isinstance(content, str) else content
+    # Not `tempfile`, whose files only their owner can read.
+    partial = path.with_name(f".membudget-{secrets.token_hex(8)}.partial")
     try:
-        if isinstance(content, str):
-            partial.write_text(content)
-        else:
-            partial.write_bytes(content)
-        partial.replace(path)
-    except OSError as error:
+        try:
+            with partial.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
         raise OptionError(f"{what} cannot be written: {error}") from error
 
 

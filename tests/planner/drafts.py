@@ -23,7 +23,7 @@ from membudget.planner.simulate import simulate
 
 PLAN = Plan(
     model="Sequential",
-    fingerprint="0" * 64,
+    parameters=("0.weight float32[4,4]",),
     budget_bytes=1000,
     plain_peak_bytes=2000,
     peak_bytes=900,

@@ -19,7 +19,8 @@ from membudget.planner.plan import (
     Plan,
     RegionPlan,
     StagePlan,
-    fingerprint_of,
+    parameter_differences,
+    parameter_text,
     region_plan,
 )
 from tests.planner.drafts import PLAN, Draft
@@ -35,7 +36,16 @@ regions = st.builds(
 floats = st.floats(allow_nan=False, allow_infinity=False)
 plans = st.builds(
     Plan,
-    *(texts, texts, sizes, sizes, sizes, floats, floats, texts),
+    *(
+        texts,
+        st.lists(texts, max_size=2).map(tuple),
+        sizes,
+        sizes,
+        sizes,
+        floats,
+        floats,
+        texts,
+    ),
     st.lists(regions, max_size=3).map(tuple),
 )
 
@@ -215,18 +225,20 @@ def test_a_storage_is_kept_as_its_last_writer_leaves_it():
     assert [k.number for k in found.kept] == [2]
 
 
-def test_fingerprints_tell_names_shapes_dtypes_and_order_apart():
-    first = [("a", (2, 3), "float32"), ("b", (1,), "float32")]
+def test_names_shapes_dtypes_and_order_of_parameters_are_told_apart():
+    first = [("a", (2, 3), "float32"), ("b c", (1,), "float32")]
     others = [
-        [("c", (2, 3), "float32"), ("b", (1,), "float32")],
-        [("a", (3, 2), "float32"), ("b", (1,), "float32")],
-        [("a", (2, 3), "float16"), ("b", (1,), "float32")],
+        [("d", (2, 3), "float32"), ("b c", (1,), "float32")],
+        [("a", (3, 2), "float32"), ("b c", (1,), "float32")],
+        [("a", (2, 3), "float16"), ("b c", (1,), "float32")],
         first[::-1],
         first[:1],
         [],
     ]
-    found = {fingerprint_of(of) for of in [first, *others]}
-    assert len(found) == 7
+    texts = [parameter_text(*parameter) for parameter in first]
+    assert parameter_differences(texts, texts) == []
+    for other in others:
+        assert parameter_differences(texts, [parameter_text(*p) for p in other])
 
 
 def test_a_stage_is_named_by_the_first_tensor_that_it_serves():

@@ -8,20 +8,20 @@ identified by its parameters, and includes the predicted peak and slowdown.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Block, Choice, saved_in
-from membudget.text import write_whole
+from membudget.text import read_json, write_whole
 
-VERSION = 2
+VERSION = 3
 """Version of the JSON; it rises when an older reader would misread a newer plan."""
 
 
@@ -78,7 +78,7 @@ class Plan:
 
     Attributes:
         model: Class name of the model.
-        fingerprint: Hash of the names, shapes and dtypes of the model's parameters.
+        parameters: Parameters of the model, such as `"0.weight float32[64,32]"`.
         budget_bytes: Budget in bytes, excluding memory in use before the step.
         plain_peak_bytes: Peak of the step without regions, excluding memory in use
             before it.
@@ -90,7 +90,7 @@ class Plan:
     """
 
     model: str
-    fingerprint: str
+    parameters: tuple[str, ...]
     budget_bytes: int
     plain_peak_bytes: int
     peak_bytes: int
@@ -128,7 +128,7 @@ class Plan:
         if version != VERSION:
             raise PlanError(
                 f"this membudget reads plans of version {VERSION}; this one has "
-                f"version {version}"
+                f"version {version}: make the plan again"
             )
         plan: Plan = _read(data, cls, "plan")
         return plan
@@ -140,11 +140,9 @@ class Plan:
         Raises:
             PlanError: If the file cannot be read or is not a valid plan.
         """
-        # A plan is a JSON object, so its text starts with a brace; a path does not.
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
-            data = json.loads(str(source) if is_text else Path(source).read_text())
-        except (OSError, ValueError) as error:
+            data = read_json(source)
+        except ValueError as error:
             raise PlanError(f"the plan cannot be read: {error}") from error
         return cls.from_dict(data)
 
@@ -159,16 +157,28 @@ def _read(data: Any, kind: Any, where: str) -> Any:
         return kind(*(_field(data, name, of, where) for name, of in fields))
     if get_origin(kind) is tuple:
         if not isinstance(data, list | tuple):
-            raise PlanError(f"{where} must be list; it is {data!r:.40}")
+            raise PlanError(f"{where} must be list; it is {_shown(data)}")
         of = get_args(kind)[0]
         return tuple(_read(x, of, f"{where}[{i}]") for i, x in enumerate(data))
+    if type(data) is int and kind in (int, float) and abs(data) >= _MOST:
+        raise PlanError(f"{where} must be less than 2**63; it has more digits")
     if kind is float and type(data) is int:
         return float(data)
     if type(data) is not kind:
-        raise PlanError(f"{where} must be {kind.__name__}; it is {data!r:.40}")
+        raise PlanError(f"{where} must be {kind.__name__}; it is {_shown(data)}")
     if kind is float and not math.isfinite(data):
         raise PlanError(f"{where} must be a finite number; it is {data!r}")
     return data
+
+
+_MOST = 1 << 63
+
+
+def _shown(data: Any) -> str:
+    try:
+        return f"{data!r:.40}"
+    except (RecursionError, ValueError):  # Nested too deeply, or too many digits.
+        return f"a huge {type(data).__name__}"
 
 
 def _field(data: Any, name: str, kind: Any, where: str) -> Any:
@@ -218,12 +228,40 @@ def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput]
     return found, len(operators)
 
 
-def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
-    """Return a hash of the names, shapes and dtypes of a model's parameters.
+def parameter_text(name: str, shape: Iterable[int], dtype: str) -> str:
+    """Describe a parameter as plans do.
 
     Example:
-        >>> fingerprint_of([("weight", (2, 3), "float32")])[:8]
-        'e4b949cd'
+        >>> parameter_text("0.weight", (2, 3), "float32")
+        '0.weight float32[2,3]'
     """
-    text = json.dumps([[name, list(shape), dtype] for name, shape, dtype in parameters])
-    return hashlib.sha256(text.encode()).hexdigest()
+    return f"{name} {dtype}[{','.join(map(str, shape))}]"
+
+
+def parameter_differences(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """Return one line for each parameter that two models do not share.
+
+    Example:
+        >>> one, other = ("0.weight float32[2,3]",), ("0.weight float32[2,4]",)
+        >>> parameter_differences(one, other)
+        ['0.weight is float32[2,3] in the first and float32[2,4] in the second']
+    """
+    tables = [dict(_halves(text) for text in of) for of in (first, second)]
+    found = []
+    for name in dict.fromkeys([*tables[0], *tables[1]]):
+        one, other = (table.get(name) for table in tables)
+        if one is None or other is None:
+            which, what = ("second", other) if one is None else ("first", one)
+            found.append(f"{name}, {what}, is only in the {which}")
+        elif one != other:
+            found.append(f"{name} is {one} in the first and {other} in the second")
+    if not found and tuple(first) != tuple(second):
+        pairs = zip_longest(first, second)
+        place = next(n for n, pair in enumerate(pairs) if pair[0] != pair[1])
+        found.append(f"the parameters are in another order, from number {place} on")
+    return found
+
+
+def _halves(text: str) -> tuple[str, str]:
+    name, _, shape = text.rpartition(" ")
+    return name, shape

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from operator import attrgetter
 
 from membudget.errors import BudgetError, OptionError
@@ -30,7 +31,7 @@ from membudget.planner.simulate import timeline
 
 SolverMaker = Callable[[Simulator], list[Solver]]
 
-_seconds = attrgetter("seconds")
+_seconds, _peak_bytes = attrgetter("seconds"), attrgetter("peak_bytes")
 
 SOLVERS: tuple[SolverMaker, ...] = (by_block, nested, priced)
 
@@ -61,6 +62,7 @@ class Planner:
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
         self.simulator = Simulator(self.graph, overheads)
+        self._solvers = solvers
         self._kinds = [make(self.simulator) for make in solvers]
         self._found: list[Schedule] = []
 
@@ -75,16 +77,16 @@ class Planner:
                 budget.
         """
         if self.plain_peak_bytes <= budget_bytes:
-            # No regions, hence no overhead on the forward.
-            return Simulator(self.graph).schedule((), ())
+            return plain_schedule(self.graph)
         fitting = self._fitting(budget_bytes, quickly)
         if not fitting:
-            least_bytes = self.least_bytes()
+            least_bytes, before_bytes = self.least_bytes(), self.graph.static.total
             raise BudgetError(
                 f"no plan fits in {budget_bytes:,} bytes above what is in use before "
                 f"the step; the smallest feasible budget is {least_bytes:,} bytes",
-                asked_bytes=budget_bytes,
-                least_bytes=least_bytes,
+                asked_bytes=budget_bytes + before_bytes,
+                least_bytes=least_bytes + before_bytes,
+                before_bytes=before_bytes,
             )
         self._found.append(min(fitting, key=_seconds))
         # What fits a smaller budget fits this one, too, and may be faster.
@@ -100,9 +102,18 @@ class Planner:
             kinds.append(self._least)  # To anneal until they fit.
         return improved(self.simulator, kinds, budget_bytes, quickly)
 
-    @property
+    @cached_property
     def _least(self) -> list[Schedule]:
-        return [s for kind in self._kinds for solver in kind for s in solver.least]
+        """The smallest schedules of each solver, found from bytes alone.
+
+        Each operator counts as one second, so that they do not depend on what was
+        measured.
+        """
+        operators = tuple(replace(o, seconds=1.0) for o in self.graph.operators)
+        timeless = Simulator(replace(self.graph, operators=operators))
+        solvers = (solver for make in self._solvers for solver in make(timeless))
+        found = (schedule for solver in solvers for schedule in solver.least)
+        return [self.simulator.schedule(s.calls, s.choices) for s in found]
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""
@@ -115,9 +126,21 @@ class Planner:
             schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
         )
 
+    def smallest(self) -> Schedule:
+        """Return the schedule with the smallest peak that is found from bytes alone."""
+        found = min(self._least, key=_peak_bytes, default=None)
+        if found is None or found.peak_bytes >= self.plain_peak_bytes:
+            return replace(plain_schedule(self.graph), is_smallest=True)
+        return replace(self._with_plain_times(found), is_smallest=True)
+
     def least_bytes(self) -> int:
         """Return the smallest budget for which a schedule is known."""
-        return min([self.plain_peak_bytes, *(s.peak_bytes for s in self._least)])
+        return self.smallest().peak_bytes
+
+
+def plain_schedule(graph: StepGraph) -> Schedule:
+    """Return the schedule without regions, hence without overhead on the forward."""
+    return Simulator(graph).schedule((), ())
 
 
 def check_seconds(graph: StepGraph) -> None:

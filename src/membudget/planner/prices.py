@@ -79,6 +79,11 @@ class _Priced(Solver):
         choice = Choice(self._call.start, self._call.end, solution)
         return self._simulator.schedule([self._call], [choice])
 
+    @property
+    def least(self) -> list[Schedule]:
+        """Nothing: the prices ignore what recomputation itself needs."""
+        return []
+
     def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
         """Yield the fastest schedule that fits, and a faster one that nearly fits."""
         fitting = self.solve(budget_bytes)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 from membudget.graph import ModuleCall, Operator, StepGraph
@@ -77,6 +76,7 @@ class Schedule:
     simulation: Simulation
     overhead_s: float  # The engine's own time.
     plain_s: float  # The time of the plain step.
+    is_smallest: bool = False  # Whether no schedule with a smaller peak was found.
 
     @property
     def peak_bytes(self) -> int:
@@ -178,7 +178,7 @@ class Solver(ABC):
                     return
             target, reduction, previous = target - reduction, 2 * reduction, solution
 
-    @cached_property
+    @property
     def least(self) -> list[Schedule]:
         """The schedules with the smallest peaks that the solver can find."""
         solution = self.smallest()

@@ -33,6 +33,7 @@ from membudget.profile.workspace import (
     record_optimizer,
     try_kernels,
 )
+from membudget.progress import stage
 from membudget.selection import default_names
 from membudget.state.snapshot import State
 from membudget.step import ABSENT, CallableStep, LossFunction, Step, step_of
@@ -117,7 +118,8 @@ def profile_step(
     if fake is None:
         fake = not has_memory
     if fake:
-        return _fake_profile(step, optimizer, target)
+        with stage("recording the step, without memory"):
+            return _fake_profile(step, optimizer, target)
     if not has_memory:
         raise OptionError(
             "the model's parameters are fake or on `meta`, so no real step can run: "
@@ -128,7 +130,8 @@ def profile_step(
             "a profiler is running, whose events and those of membudget.profile cannot "
             "be told apart; leave it first"
         )
-    return _real_profile(step, optimizer, target)
+    with stage("recording the step"):
+        return _real_profile(step, optimizer, target)
 
 
 def _real_profile(

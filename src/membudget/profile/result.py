@@ -18,7 +18,7 @@ from membudget.ops import decides, facts_of
 from membudget.planner.simulate import Timeline, timeline
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
 from membudget.profile.step_recorder import StepRecorder
-from membudget.text import write_whole
+from membudget.text import read_json, write_whole
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,9 @@ class Profile:
         Raises:
             OptionError: If the file cannot be read, or the JSON is not a profile.
         """
-        is_text = isinstance(source, str) and source.lstrip().startswith("{")
         try:
-            text = str(source) if is_text else Path(source).read_text()
-            data = json.loads(text)
-        except (OSError, ValueError) as error:
+            data = read_json(source)
+        except ValueError as error:
             raise OptionError(f"the profile cannot be read: {error}") from error
         if not isinstance(data, dict):
             raise OptionError(

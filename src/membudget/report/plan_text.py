@@ -9,7 +9,7 @@ from itertools import groupby
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, saved_storages, storages_of
-from membudget.planner.plan import KeptOutput, Plan, RegionPlan
+from membudget.planner.plan import KeptOutput, Plan, RegionPlan, parameter_differences
 from membudget.planner.schedule import Schedule
 from membudget.report import rendered
 from membudget.text import format_bytes
@@ -39,7 +39,7 @@ def head(plan: Plan, measured_bytes: int | None = None) -> str:
     """Format a plan's predictions, with the measured peak if given.
 
     Example:
-        >>> plan = Plan("GPT", "0f" * 32, 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
+        >>> plan = Plan("GPT", (), 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
         >>> print(head(plan, 1990))
         GPT: 0 regions, seconds cpu
         budget         2.0 KiB  above what is in use before the step
@@ -109,7 +109,7 @@ def differences(first: Plan, second: Plan) -> list[str]:
 
     Example:
         >>> import dataclasses
-        >>> plan = Plan("GPT", "0f" * 32, 1024, 4096, 1000, 1.25, 1.0, "cpu", ())
+        >>> plan = Plan("GPT", (), 1024, 4096, 1000, 1.25, 1.0, "cpu", ())
         >>> differences(plan, dataclasses.replace(plan, budget_bytes=2048))
         ['budget: 1.0 KiB (1,024 bytes) -> 2.0 KiB (2,048 bytes)']
         >>> differences(plan, plan)
@@ -125,11 +125,8 @@ def differences(first: Plan, second: Plan) -> list[str]:
 def _models(first: Plan, second: Plan) -> Iterator[str]:
     if first.model != second.model:
         yield f"model: {first.model} -> {second.model}"
-    if first.fingerprint != second.fingerprint:
-        yield (
-            "parameters: the plans are for different models (fingerprints "
-            f"{first.fingerprint[:12]} -> {second.fingerprint[:12]})"
-        )
+    for line in parameter_differences(first.parameters, second.parameters):
+        yield f"parameters: {line}"
 
 
 def _predictions(first: Plan, second: Plan) -> Iterator[str]:
