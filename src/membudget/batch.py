@@ -83,7 +83,7 @@ def _is_functional(loss_fn: Any) -> bool:
 
 
 def pair_error(batch: Any, taken_as_pair: bool, error: Exception) -> OptionError:
-    """Return the error for a batch of two whose meaning may have been mistaken."""
+    """Return the error for a pair taken for two arguments, or the other way round."""
     first, second = map(_described, batch)
     calls = "model(inputs) and loss_fn(output, targets)"
     if not taken_as_pair:

@@ -1,7 +1,7 @@
 """Say what is being done: one line on a terminal, and a record in the logger.
 
 The line is drawn on standard error and erased when its stage ends, with an error, too.
-Nothing is drawn where standard error is no terminal. The logger is called `membudget`
+Nothing is drawn if standard error is not a terminal. The logger is called `membudget`
 and prints nothing unless the program configures it.
 """
 

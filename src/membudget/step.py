@@ -148,7 +148,7 @@ class Step:
                 yield tensor
 
     def batch_tensors(self) -> dict[str, Tensor]:
-        """Return the tensors of the batch, by the expression that leads to each."""
+        """Return the tensors in the batch, keyed by expressions such as `batch[0]`."""
         found = walk([("batch", self.batch)]).tensors
         return {name: tensor for name, (_, tensor) in found.items()}
 

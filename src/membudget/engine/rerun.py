@@ -184,7 +184,7 @@ class Rerun:
             self._stop()
 
     def _stop(self) -> None:
-        """End the recompute, unless an operator has yet to compute what it saved."""
+        """End the recompute, unless an operator has yet to fill a tensor it saved."""
         if self._fingerprints is not None and not self._fingerprints.is_filled():
             self._site = self._site or self._site_now()
             return

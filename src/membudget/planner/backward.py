@@ -166,7 +166,7 @@ class BlockBackward:
             self._drop(storage, copy)
 
     def _begin(self, stage: int) -> None:
-        """Begin a stage: count how often it has yet to use each storage."""
+        """Begin a stage: count its remaining uses of each storage."""
         self._stage = stage
         self._ran: set[int] = set()
         unserved = [i for i in self._by_stage.get(stage, ()) if i not in self._served]

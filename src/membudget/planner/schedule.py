@@ -152,7 +152,7 @@ class Solver(ABC):
         """Return the solver's estimate of the best solution; `None` if none fits."""
 
     def smallest(self) -> Any:
-        """Return the solution that retains the fewest bytes; `None` if unsupported."""
+        """Return the solution with the fewest bytes; `None` if the solver has none."""
         return None
 
     @abstractmethod

@@ -2,8 +2,8 @@
 
 The memory at operator t is the total size of all storages with birth ≤ t < death, which
 include the operator's outputs, plus the operator's workspace. Memory in use before the
-step is counted separately (`StepGraph.static`), so the results equal those of a meter
-of the step's own allocations.
+step is counted separately (`StepGraph.static`), so the results match those of a meter
+that counts only the step's own allocations.
 
     op index        0    1    2    3    4
     storage a (4)   ├────┼────┼────┤                birth 0, death 3

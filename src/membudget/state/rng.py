@@ -41,10 +41,10 @@ class Stream:
 
 
 class Source(Stream):
-    """The state of one generator, read and written only if the state has changed.
+    """The state of one generator; a cheap token tells whether the state has changed.
 
-    The last state read is cached, so consecutive regions share one copy if no random
-    number is drawn in between.
+    The state is read again only after a random number was drawn, so consecutive regions
+    share one copy, and restored only if the generator has advanced.
     """
 
     __slots__ = ("_last", "_mark")

@@ -217,7 +217,7 @@ class RecordedMemory:
         is_external: Whether the storage was created outside the region.
         is_state: Whether the region wrote to a storage created outside it, such as
             running statistics.
-        sources: Weak references to the values stored in memory since the last write.
+        sources: Weak references to the values to copy before the next write.
     """
 
     __slots__ = (
