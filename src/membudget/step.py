@@ -19,6 +19,7 @@ from torch.nn import Module
 from membudget.allocation import is_out_of_memory
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
+from membudget.state.autocast import outside_autocast
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
@@ -84,10 +85,12 @@ class Step:
         Raises:
             OptionError: As `forward` does.
         """
+        torch.clear_autocast_cache()  # Each step casts the parameters anew.
         loss = self.forward()
-        if before_backward is not None:
-            before_backward()
-        loss.backward()
+        with outside_autocast():
+            if before_backward is not None:
+                before_backward()
+            loss.backward()
         return loss
 
     def forward(self, on_output: Callable[[Any], None] | None = None) -> Tensor:

@@ -34,6 +34,7 @@ from membudget.engine.options import RegionOptions
 from membudget.engine.reach import Reached, reach
 from membudget.engine.reads import Externals, Reads
 from membudget.scope import Scope
+from membudget.state.autocast import Autocast, enter_autocast
 from membudget.state.rng import (
     Noted,
     bring_back,
@@ -42,43 +43,6 @@ from membudget.state.rng import (
     private_sources,
     torch_sources,
 )
-
-
-class Autocast:
-    """Autocast state: enabled flag and dtype per device type, and the cache flag."""
-
-    __slots__ = ("_by_device", "_cache")
-
-    def __init__(self) -> None:
-        """Record the current autocast state."""
-        self._cache = torch.is_autocast_cache_enabled()
-        self._by_device = {
-            device: (
-                torch.is_autocast_enabled(device),
-                torch.get_autocast_dtype(device),
-            )
-            for device in _device_types()
-        }
-
-    def enter(self, scope: Scope) -> None:
-        """Restore the recorded autocast state until `scope` ends."""
-        for device, (enabled, dtype) in self._by_device.items():
-            context = torch.autocast(device, dtype, enabled, self._cache)
-            scope.enter_context(context)
-
-
-def enter_autocast(state: Autocast | None, scope: Scope) -> None:
-    """Restore an autocast state (`None` means disabled) until `scope` ends."""
-    if state is not None:
-        state.enter(scope)
-    else:
-        for device in _device_types():
-            scope.enter_context(torch.autocast(device, enabled=False))
-
-
-def _device_types() -> tuple[str, ...]:
-    accelerator = torch.accelerator.current_accelerator()
-    return ("cpu",) if accelerator is None else ("cpu", accelerator.type)
 
 
 class Ambient:
