@@ -123,15 +123,15 @@ def test_a_container_that_grew_is_named_with_both_lengths():
 
     reads = Reads(reach(function))
     cache += [2, 3]
-    reads.finish()
+    reads.finish(function, [], None)
     first, *_ = likely_causes(function, reads.grown, RegionOptions(), None, None)
     assert first.startswith("the list 'cache' grew from 1 to 3")
     table["a"] = 1
-    reads.finish()
+    reads.finish(function, [], None)
     found = likely_causes(function, reads.grown, RegionOptions(), None, None)
     assert found[1].startswith("the dict 'table' grew from 0 to 1")
     cache.clear()
-    reads.finish()
+    reads.finish(function, [], None)
     assert (
         "grew"
         not in likely_causes(

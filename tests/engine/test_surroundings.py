@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget import _torch_settings
-from membudget.engine.surroundings import Ambient, Autocast, enter_autocast
+from membudget.engine.surroundings import Ambient
 from membudget.scope import Scope
+from membudget.state.autocast import Autocast, enter_autocast
 from tests.settings import EXPRESSIONS, change, kept
 
 

@@ -40,15 +40,17 @@ class Owner:
         adds_gradients: Whether a backward pass inside the function adds to the `.grad`
             of reachable tensors. All calls to a function that adds to `.grad` are
             verified, because a recompute hides `.grad` from it.
+        binds: Whether a forward made further tensors reachable, such as a cache.
         replays: Whether a rerun of the function was found inexact, so that regions with
             engine `"auto"` replay the function from then on.
     """
 
-    __slots__ = ("_refs", "adds_gradients", "differentiates", "replays")
+    __slots__ = ("_refs", "adds_gradients", "binds", "differentiates", "replays")
 
     def __init__(self, key: Signature, parts: list[Any]):
         """Create a record with no flags set, dropped when an object in `parts` dies."""
-        self.differentiates = self.adds_gradients = self.replays = False
+        self.differentiates = self.adds_gradients = False
+        self.binds = self.replays = False
         self._refs = _held_weakly(parts, _OWNERS, key)
 
 

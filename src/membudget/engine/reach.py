@@ -17,6 +17,7 @@ import functools
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -233,6 +234,8 @@ _VISITORS: dict[type, Visitor] = {
     list: Reached._sequence,
     tuple: Reached._sequence,
     set: Reached._sequence,
+    deque: Reached._sequence,
+    types.SimpleNamespace: Reached._object,
     dict: Reached._mapping,
     functools.partial: Reached._partial,
     types.FunctionType: Reached._function,

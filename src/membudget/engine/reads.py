@@ -10,7 +10,8 @@ Buffers, module attributes and other tensors are restored or checked differently
   classes (a counter, a lazily built mask), are reset to their pre-forward values during
   the recompute. List and dict attributes are rebound, but their items are not restored.
 * *All other tensors* must have the version and storage that they had at the end of the
-  forward; a changed one is an error if the recompute reads it (see `comparison`).
+  forward; a changed one is an error if the recompute reads it (see `comparison`). So is
+  a tensor to which other code has bound a name since (`weights[0] = ...`).
 
 BatchNorm's kernel writes its running statistics without a version bump, so BatchNorm's
 buffers are always restored, as are all small buffers. A large buffer outside BatchNorm
@@ -31,6 +32,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
+from membudget.engine.bindings import namespaces_of, rebind
 from membudget.engine.calls import Calls
 from membudget.engine.comparison import Contents, Watch
 from membudget.engine.messages import (
@@ -39,7 +41,7 @@ from membudget.engine.messages import (
     rewritten_error,
     silently_written_error,
 )
-from membudget.engine.reach import Reached
+from membudget.engine.reach import Reached, reach
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
@@ -68,7 +70,7 @@ class Reads:
     __slots__ = (
         *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
         *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_training", "_versions", "_written", "grown"),
+        *("_known", "_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -82,7 +84,8 @@ class Reads:
         self._addresses = [address_of(t) for t in self._tensors]
         self._modules = reached.modules
         self._training = [module.training for module in reached.modules]
-        self._namespaces = _namespaces(reached)
+        self._namespaces = namespaces_of(reached)
+        self._known = set(self._addresses)
         self._silent = reached.silent
         self._containers = reached.containers
         self.grown: list[tuple[Any, int, int]] = []
@@ -111,7 +114,7 @@ class Reads:
         """Return the ids of the buffers that a recompute restores."""
         return {id(buffer) for buffer, _ in self._snapshots}
 
-    def finish(self, calls: Calls | None = None) -> None:
+    def finish(self, function: Any, others: list[Any], calls: Calls | None) -> None:
         """Detect, at the end of the forward, which state the function changed."""
         contents, self._contents = self._contents, None
         written = set(map(id, contents.silently_written())) if contents else None
@@ -125,6 +128,8 @@ class Reads:
             for held, before in self._containers
             if len(held) > before
         ]
+        if self.grown or contents or (calls and calls.owner.binds):
+            self._note_bound(function, others, calls)
         if self._snapshots:
             if calls is not None and (written or calls.writes_silently):
                 self._silent |= self._note_buffers(written or set(), calls)
@@ -137,6 +142,15 @@ class Reads:
             ]
         if written:
             self._written = [t for t in self.not_restored() if id(t) in written]
+
+    def _note_bound(
+        self, function: Any, others: list[Any], calls: Calls | None
+    ) -> None:
+        """Note the tensors that the forward itself made reachable, such as a cache."""
+        now = {address_of(tensor) for tensor in reach(function, others).tensors}
+        if calls is not None and not now <= self._known:
+            calls.owner.binds = True
+        self._known |= now
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
@@ -197,13 +211,13 @@ class Reads:
             now = namespace.copy()
             # Names that the recompute binds are unbound afterwards, even if nothing had
             # to be restored.
-            scope.callback(_rebind, namespace, now)
-            _rebind(namespace, before)
+            scope.callback(rebind, namespace, now)
+            rebind(namespace, before)
 
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
         """If a storage was changed, return an observer that raises when it is read."""
         moved = arguments.changed()
-        changed = self._changed()
+        changed = self._changed() + self._rebound(function, arguments)
         if not (changed or self._rewritten or moved):
             return None
         state = self._restored()
@@ -222,6 +236,21 @@ class Reads:
         for address in watched.keys() & rewritten.keys():
             del rewritten[address]
         return Watch(watched, rewritten) if watched or rewritten else None
+
+    def _rebound(self, function: Any, arguments: HeldArguments) -> list[Tensor]:
+        """Return the tensors to which other code has bound a name since the forward."""
+        now = reach(function, arguments.others).tensors
+        addresses = [address_of(tensor) for tensor in now]
+        if addresses == self._addresses:
+            return []
+        given = [held.given() for held in arguments.tensors]
+        known = self._known.union(address_of(t) for t in given if t is not None)
+        before = self._addresses if len(now) == len(self._addresses) else addresses
+        return [
+            tensor
+            for tensor, address, old in zip(now, addresses, before, strict=True)
+            if address and (address not in known or address != old)
+        ]
 
     def _changed(self) -> list[Tensor]:
         """Return the tensors that other code changed after the forward ended."""
@@ -242,38 +271,6 @@ class Reads:
             if i not in self._rewritten
             or self._rewritten[i] not in (None, content_of(self._tensors[i]))
         ]
-
-
-_ABSENT = object()
-
-
-def _rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Make the dict `namespace` equal to `wanted`, in place."""
-    for key in namespace.keys() - wanted.keys():
-        del namespace[key]
-    for key, value in wanted.items():
-        if namespace.get(key, _ABSENT) is not value:
-            namespace[key] = value
-
-
-def _namespaces(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each module attribute dict that a forward may modify, with a copy.
-
-    Activations stored on a module are detached in the copy, which would otherwise keep
-    their graph alive, and with it the regions of the previous step.
-    """
-    pairs = []
-    for module in reached.modules:
-        buffers = module.__dict__["_buffers"]
-        if buffers:
-            pairs.append((buffers, buffers.copy()))
-    for module in reached.stateful_modules:
-        bound = module.__dict__.copy()
-        for key, value in module.__dict__.items():
-            if isinstance(value, Tensor) and value.grad_fn is not None:
-                bound[key] = value.detach()
-        pairs.append((module.__dict__, bound))
-    return pairs
 
 
 def _hide_gradients(scope: Scope, tensors: list[Tensor]) -> None:

@@ -201,7 +201,7 @@ class Surroundings:
         if self._ambient is None:
             return
         if self.reads is not None:
-            self.reads.finish(calls)
+            self.reads.finish(self._function, self.arguments.others, calls)
         for held in self.arguments.tensors:
             held.note_forward_end()
         if self._is_checked:

@@ -1,0 +1,163 @@
+"""A name that other code binds between a forward and its recompute is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.errors import ChangedSinceForwardError
+
+CALLS = 11  # The last is none of the calls 1, 2, 4 and 8, which are verified.
+WEIGHT = torch.tensor(2.0)
+
+
+class Block(nn.Module):
+    """Reads a parameter of a child, and an item of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(5, 5, bias=False)
+        self.items = [torch.tensor(2.0)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.child(x) * self.items[0]).sin()
+
+
+class Places:
+    """Where a region's function finds its weight, and how other code binds it."""
+
+    def __init__(self) -> None:
+        self.block = Block()
+        self.object = SimpleNamespace(weight=torch.tensor(2.0))
+        self.list = [torch.tensor(2.0)]
+        self.dict = {"weight": torch.tensor(2.0)}
+        weight = torch.tensor(2.0)
+
+        def cell(x: Tensor) -> Tensor:
+            return (x * weight).sin()
+
+        def bind(value: Tensor) -> None:
+            nonlocal weight
+            weight = value
+
+        self.functions: dict[str, Callable[[Tensor], Tensor]] = {
+            "cell": cell,
+            "global": lambda x: (x * WEIGHT).sin(),
+            "object": lambda x: (x * self.object.weight).sin(),
+            "list": lambda x: (x * self.list[0]).sin(),
+            "dict": lambda x: (x * self.dict["weight"]).sin(),
+            "item-of-a-module": self.block,
+            "child": self.block,
+        }
+        self.bindings: dict[str, Callable[[], Any]] = {
+            "cell": lambda: bind(torch.tensor(3.0)),
+            "global": lambda: globals().update(WEIGHT=torch.tensor(3.0)),
+            "object": lambda: setattr(self.object, "weight", torch.tensor(3.0)),
+            "list": lambda: self.list.__setitem__(0, torch.tensor(3.0)),
+            "dict": lambda: self.dict.update(weight=torch.tensor(3.0)),
+            "item-of-a-module": lambda: self.block.items.__setitem__(
+                0, torch.tensor(3.0)
+            ),
+            "child": lambda: setattr(self.block, "child", nn.Linear(5, 5, bias=False)),
+        }
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto"])
+@pytest.mark.parametrize("place", list(Places().functions))
+def test_rule8_a_name_that_other_code_binds_is_an_error_if_it_is_read(place, engine):
+    places = Places()
+    function = places.functions[place]
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    for _ in range(CALLS - 1):
+        mb.checkpoint(function, x, engine=engine).sum().backward()
+    output = mb.checkpoint(function, x, engine=engine)
+    places.bindings[place]()
+
+    with pytest.raises(ChangedSinceForwardError, match="was changed after the forward"):
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("place", list(Places().functions))
+def test_rule8_a_replay_reads_what_the_forward_read(place):
+    places = Places()
+    function = places.functions[place]
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    output = mb.checkpoint(function, x, engine="replay")
+    places.bindings[place]()
+
+    assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+def test_rule8_a_name_that_is_bound_anew_and_not_read_is_no_error():
+    log = [torch.tensor(0.0)]
+
+    def function(x: Tensor) -> Tensor:
+        if not x.requires_grad:
+            log.append(x)
+        return x.sin().exp()
+
+    for _ in range(CALLS):
+        x = torch.linspace(0, 1, 5, requires_grad=True)
+        output = mb.checkpoint(function, x, engine="rerun")
+        log[0] = output.detach()
+        output.sum().backward()
+
+
+@pytest.mark.parametrize("holder", ["dict", "object"])
+def test_rule8_a_cache_that_the_forward_fills_is_read_by_the_recompute(holder):
+    cached: dict[int, Tensor] = {}
+    kept = SimpleNamespace(mask=None, size=0)
+
+    def mask(size: int) -> Tensor:
+        if holder == "dict":
+            if size not in cached:
+                cached[size] = torch.arange(5.0) * size
+            return cached[size]
+        if kept.size != size:
+            kept.mask, kept.size = torch.arange(5.0) * size, size
+        assert kept.mask is not None
+        return kept.mask
+
+    def function(x: Tensor, size: int) -> Tensor:
+        return (x * mask(size)).sin()
+
+    for size in range(1, 2 * CALLS):
+        x = torch.linspace(0, 1, 5, requires_grad=True)
+        (expected,) = torch.autograd.grad(
+            (x * (torch.arange(5.0) * size)).sin().sum(), x
+        )
+        output = mb.checkpoint(function, x, size, engine="rerun")
+        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("engine", ["rerun", "auto", "replay"])
+def test_rule5_parameters_that_functional_call_swaps_in_are_recomputed_with(engine):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(8, 4)
+
+    def gradients(scale: float) -> list[Tensor]:
+        model.zero_grad()
+        weights: dict[str, Tensor] = dict(model.named_parameters())
+        if scale != 1:
+            weights = {name: value * scale for name, value in weights.items()}
+        torch.func.functional_call(model, weights, (x,)).square().mean().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = gradients(1.5)
+    model.requires_grad_()
+    mb.apply(model, names="*", engine=engine)
+    for _ in range(CALLS - 1):
+        gradients(1)
+    found = gradients(1.5)
+
+    assert len(found) == len(expected) == 4
+    assert all(map(torch.equal, found, expected))
+    assert all(isinstance(p, nn.Parameter) for p in model.parameters())
