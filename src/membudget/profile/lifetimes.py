@@ -125,8 +125,16 @@ class Lifetimes:
         """Tell whether the tensor was seen."""
         return id(tensor) in self._value_of
 
-    def value(self, tensor: Tensor, birth: int) -> int:
-        """Return the index of a tensor's content, born at `birth` if it is new."""
+    def is_new(self, tensor: Tensor) -> bool:
+        """Tell whether an unseen tensor lies in memory that torch allocated.
+
+        Memory that NumPy lends is not the step's.
+        """
+        part = next(iter(plain_parts(tensor)))
+        return not self.is_known(tensor) and part.untyped_storage().resizable()
+
+    def value(self, tensor: Tensor) -> int:
+        """Return the index of a tensor's content; what is new is from outside."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -134,7 +142,7 @@ class Lifetimes:
         storage = self._storage_of.get(part.untyped_storage()._cdata, -1)
         index = self._same_content(tensor, storage)
         if index is None:
-            return self.new_value(tensor, birth, 0)
+            return self.new_value(tensor, -1, 0)
         self._watch_tensor(tensor, self.storages[storage])
         self._value_of[id(tensor)] = index
         return index

@@ -163,8 +163,9 @@ class StepRecorder(Observer):
         self.operators.append(recorded)
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         is_import = getattr(operator, "_opname", "") == "lift_fresh"
-        birth = index if is_import else -1
-        recorded.inputs = [self.lifetimes.value(tensor, birth) for tensor in inputs]
+        # The operator hands over a tensor that no operator made.
+        if not (is_import and self.lifetimes.is_new(inputs[0])):
+            recorded.inputs = [self.lifetimes.value(tensor) for tensor in inputs]
         self.lifetimes.moment = index + 1
         if self._is_fake:
             self._note_call(index, operator, args, kwargs)
