@@ -230,11 +230,14 @@ class StepRecorder(Observer):
     # Saved tensors.
 
     def _pack(self, tensor: Tensor) -> _SavedAlias:
-        if self._is_suspended or self.phase != "forward":
-            return _SavedAlias(tensor, -1)
+        is_noted = self.phase == "forward" and not self._is_suspended
+        number = len(self.saved) if is_noted else -1
         with self._suspended():
             is_leaf = tensor.is_leaf and tensor.requires_grad
-            kept = _SavedAlias(tensor if is_leaf else tensor.detach(), len(self.saved))
+            # A node that saved its own output with its history would hold itself.
+            kept = _SavedAlias(tensor if is_leaf else tensor.detach(), number)
+        if not is_noted:
+            return kept
         value = self.lifetimes.saved_value(tensor)
         if not is_leaf:
             self.lifetimes.know_alias(kept.tensor, value)
