@@ -179,12 +179,14 @@ def _field(data: Any, name: str, kind: Any, where: str) -> Any:
 def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
     """Return a choice in terms of the operators of a module's call.
 
-    A storage is kept as the last operator of the block that writes it leaves it.
+    A storage is kept as the last operator of the block leaves it that writes it before
+    autograd saves some of it. The region holds what is written into it later, too: the
+    other parts of a split.
     """
-    last_writers, count = _last_writers(graph, choice)
+    writers, count = _writers(graph, choice)
 
     def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
-        found = [last_writers[s] for s in storages if s in last_writers]
+        found = [writers[s] for s in storages if s in writers]
         return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
 
     first = saved_in(graph, choice).start
@@ -198,23 +200,38 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
     return RegionPlan(path, count, outputs(choice.kept), stages)
 
 
-def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
-    """Return what writes each storage last, and the number of operators.
+def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
+    """Return what makes the content of each storage, and the number of operators.
 
     Storages without bytes are left out, and those that the engine keeps anyway.
     """
     found: dict[int, KeptOutput] = {}
+    saved_from = _saved_from(graph)
     operators = graph.operators[block.start : block.end]
     for number, operator in enumerate(operators, start=1):
         if operator.is_view:
             continue
         for value in (graph.values[index] for index in operator.outputs):
+            if saved_from.get(value.storage, block.end) < block.start + number:
+                continue
             if operator.must_keep or not graph.storages[value.storage].bytes:
                 found.pop(value.storage, None)
             else:
                 kept = KeptOutput(number, value.output, operator.name)
                 found[value.storage] = kept
     return found, len(operators)
+
+
+def _saved_from(graph: StepGraph) -> dict[int, int]:
+    """Return the first op index at which each storage has content that is saved."""
+    found: dict[int, int] = {}
+    for saved in graph.saved:
+        value = graph.values[saved.value]
+        # An operator's inputs are saved before it runs, its outputs afterwards.
+        moment = saved.moment + (value.operator == saved.moment)
+        if saved.asked:
+            found[value.storage] = min(moment, found.get(value.storage, moment))
+    return found
 
 
 def fingerprint_of(parameters: Iterable[tuple[str, tuple[int, ...], str]]) -> str:
