@@ -121,7 +121,8 @@ class StepRecorder(Observer):
 
         def leave(module: Module, args: Any, output: Any) -> None:
             path = self._names.get(id(module))
-            while self.phase == "forward" and open_calls:
+            # A module that the model does not name may wrap one that it does.
+            while path is not None and self.phase == "forward" and open_calls:
                 left, index = open_calls.pop()
                 call = self.calls[index]
                 self.calls[index] = replace(call, end=len(self.operators))
