@@ -27,7 +27,7 @@ from membudget.errors import OptionError
 from membudget.memory import peak
 from membudget.modes import AUTO, check_mode
 from membudget.planner.plan import Plan
-from membudget.planning import Attempt, make_plan, next_schedule, try_plan
+from membudget.planning import Attempt, make_plan, next_schedule, try_plan, unseen_bytes
 from membudget.profile import Device, Profile, profile
 from membudget.profile.cost import synchronised_clock
 from membudget.profile.profiling import state_kept
@@ -87,7 +87,7 @@ class Fitted:
     def report(self) -> str:
         """Return predicted beside measured, and what each region keeps."""
         *before, last = self.attempts
-        lines = [head(self.plan, self.peak_bytes)]
+        lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if before:
@@ -205,9 +205,10 @@ def fit_recorded(
         BudgetError: If no plan fits, or none of several was measured to fit.
     """
     attempts: list[Attempt] = []
+    unseen = unseen_bytes(step, plain)
     while True:
-        schedule = next_schedule(plain, budget, mode, attempts)
-        plan = make_plan(plain, schedule, step.model, budget.step_bytes)
+        schedule = next_schedule(plain, budget, mode, attempts, unseen)
+        plan = make_plan(plain, schedule, step.model, budget.step_bytes, unseen)
         found, applied = try_plan(step, plan, schedule)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:

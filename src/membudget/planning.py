@@ -40,6 +40,10 @@ FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
 
 
+MOST_UNMETERED = 0.005
+"""A profile may differ from the meter by this share of the plain step's peak."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """One plan, and what a step under it takes.
@@ -53,6 +57,20 @@ class Attempt:
     plan: Plan
     schedule: Schedule
     peak_bytes: int
+
+
+def unseen_bytes(step: Step, profile: Profile) -> int:
+    """Return how many bytes the plain step was measured to take beyond its profile.
+
+    It is 0 if the two agree, and for a profile on fake tensors, whose step may not fit.
+    """
+    if profile.tensors == "fake":
+        return 0
+    with state_kept(step, has_values=True):
+        step.prepare()
+        found = peak(step.run).peak_bytes
+    unseen = found - profile.peak_bytes
+    return unseen if abs(unseen) > MOST_UNMETERED * found else 0
 
 
 def try_plan(step: Step, plan: Plan, schedule: Schedule) -> tuple[Attempt, Applied]:
@@ -136,12 +154,17 @@ def plan_for(
 
 
 def next_schedule(
-    profile: Profile, budget: Budget, mode: str, attempts: Sequence[Attempt] = ()
+    profile: Profile,
+    budget: Budget,
+    mode: str,
+    attempts: Sequence[Attempt] = (),
+    unseen: int = 0,
 ) -> Schedule:
     """Return the schedule to try next: of a mode, or the fastest predicted to fit.
 
-    An `auto` plan after an attempt aims lower by what that took too much. A rule has
-    one schedule.
+    What the plain step takes beyond its profile (`unseen`), a plan takes, too. An
+    `auto` plan after an attempt aims lower by what that took too much. A rule has one
+    schedule.
 
     The planner is gone when this returns: its tables take the host's memory, too.
 
@@ -150,7 +173,7 @@ def next_schedule(
     """
     if mode != AUTO:
         return _schedule_of_mode(profile, budget, mode, attempts)
-    target_bytes, cause = budget.step_bytes, None
+    target_bytes, cause = budget.step_bytes - unseen, None
     if attempts:
         # The prediction was too low; the next one may be too low by as much.
         last = attempts[-1]
@@ -162,7 +185,7 @@ def next_schedule(
         except BudgetError as error:
             cause = error
     if cause is not None and not attempts:
-        least_bytes = with_margin(cause.least_bytes)
+        least_bytes = with_margin(cause.least_bytes + unseen)
         raise budget.refused("no plan fits in", least_bytes) from cause
     took = [a.peak_bytes for a in attempts]
     raise budget.refused(
@@ -217,7 +240,11 @@ def overheads_of(profile: Profile) -> Overheads:
 
 
 def make_plan(
-    profile: Profile, schedule: Schedule, model: Module, budget_bytes: int
+    profile: Profile,
+    schedule: Schedule,
+    model: Module,
+    budget_bytes: int,
+    unseen: int = 0,
 ) -> Plan:
     """Return the plan that realises a schedule on a model."""
     graph = profile.graph
@@ -225,8 +252,8 @@ def make_plan(
         model=type(model).__name__,
         fingerprint=model_fingerprint(model),
         budget_bytes=budget_bytes,
-        plain_peak_bytes=profile.peak_bytes,
-        peak_bytes=schedule.peak_bytes,
+        plain_peak_bytes=profile.peak_bytes + unseen,
+        peak_bytes=schedule.peak_bytes + unseen,
         slowdown=schedule.slowdown,
         bound=_bound(smoothed(graph), budget_bytes),
         cost=profile.cost,

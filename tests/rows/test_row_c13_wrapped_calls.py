@@ -1,4 +1,4 @@
-"""Row C13: solvers that wrap the module that they call often in modules of their own."""
+"""Row C13: solvers that wrap what they call often in modules of their own."""
 
 from __future__ import annotations
 
