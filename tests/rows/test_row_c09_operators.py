@@ -114,6 +114,18 @@ def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(profiling, name, 1)
 
 
+@pytest.mark.parametrize("size", [0, 200])
+def test_row_c09_an_output_that_its_operator_enlarges_counts_once(size: int) -> None:
+    x = torch.randn(200, 200)
+
+    def sorted_into(size: int) -> Tensor:
+        out = torch.empty(size, 200)
+        torch.msort(x, out=out)
+        return out
+
+    check_planned(Case("msort", lambda: Call(sorted_into, (size,))))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_row_c09_a_case_of_the_zoo_is_planned(case: Case) -> None:
     check_planned(case)

@@ -40,7 +40,11 @@ class RecordedOperator:
 
 @dataclass(slots=True)
 class RecordedStorage:
-    """A storage with its number of live tensors; becomes a `graph.Storage`."""
+    """A storage with its number of live tensors; becomes a `graph.Storage`.
+
+    Attributes:
+        grown: Bytes by which operators enlarged it, as `out=` does, by op index.
+    """
 
     bytes: int
     kind: Kind
@@ -49,6 +53,7 @@ class RecordedStorage:
     death: int | None = None
     released: int | None = None
     tensors: int = 0
+    grown: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -217,8 +222,10 @@ class Lifetimes:
             record = RecordedStorage(storage.nbytes(), kind, "", birth)
             self.storages.append(record)
             self.watch(storage, lambda: self._died(key, record))
-        elif storage.nbytes() > self.storages[index].bytes:
-            self.storages[index].bytes = storage.nbytes()  # Grown by `resize_`.
+        elif (more := storage.nbytes() - self.storages[index].bytes) > 0:
+            self.storages[index].bytes += more
+            if birth >= 0:
+                self.storages[index].grown[birth] = more
         return index
 
     def lies_in(self, tensor: Tensor, index: int) -> None:
