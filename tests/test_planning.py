@@ -90,7 +90,9 @@ def test_a_difference_that_keeping_does_not_cure_is_an_error(monkeypatch):
         raise RecomputeMismatchError("on purpose")
 
     found = mb.profile(model, batch)
-    monkeypatch.setattr(sys.modules["membudget.fit"], "profile", lambda *_, **__: found)
+    fitting = sys.modules["membudget.fit"]
+    monkeypatch.setattr(fitting, "profile", lambda *_, **__: found)
+    monkeypatch.setattr(fitting, "unseen_bytes", lambda *_: 0)
     monkeypatch.setattr(Step, "run", run)
     with (
         pytest.warns(UnrepeatableWarning, match="on purpose"),

@@ -25,7 +25,7 @@ from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
 from membudget.errors import OptionError
 from membudget.modes import AUTO, check_mode
 from membudget.planner.plan import Plan
-from membudget.planning import Attempt, make_plan, next_schedule, try_plan
+from membudget.planning import Attempt, make_plan, next_schedule, try_plan, unseen_bytes
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
@@ -84,7 +84,7 @@ class Fitted:
     def report(self) -> str:
         """Return predicted and measured values, and what each region keeps, as text."""
         *before, last = self.attempts
-        lines = [head(self.plan, self.peak_bytes)]
+        lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if before:
@@ -225,9 +225,10 @@ def fit_recorded(
         BudgetError: If no plan fits, by prediction or by measurement.
     """
     attempts: list[Attempt] = []
+    unseen = unseen_bytes(step, plain)
     while True:
-        schedule = next_schedule(plain, budget, mode, attempts)
-        plan = make_plan(plain, schedule, step.model, budget.step_bytes)
+        schedule = next_schedule(plain, budget, mode, attempts, unseen)
+        plan = make_plan(plain, schedule, step.model, budget.step_bytes, unseen)
         found, applied = try_plan(step, plan, schedule, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:

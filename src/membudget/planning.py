@@ -49,6 +49,10 @@ FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
 
 
+MOST_UNMETERED = 0.005
+"""A profile may differ from the meter by this share of the plain step's peak."""
+
+
 @dataclass(frozen=True)
 class Attempt:
     """A plan that was tried, with its measured peak.
@@ -62,6 +66,20 @@ class Attempt:
     plan: Plan
     schedule: Schedule
     peak_bytes: int
+
+
+def unseen_bytes(step: Step, profile: Profile) -> int:
+    """Return the bytes that the plain step was measured to take beyond its profile.
+
+    It is 0 if the two agree, and for a profile on fake tensors, whose step may not fit.
+    """
+    if profile.tensors == "fake":
+        return 0
+    with state_kept(step, has_values=True):
+        step.prepare()
+        found = peak(step.run).peak_bytes
+    unseen = found - profile.peak_bytes
+    return unseen if abs(unseen) > MOST_UNMETERED * found else 0
 
 
 def try_plan(
@@ -152,7 +170,11 @@ def plan_for(
 
 
 def next_schedule(
-    profile: Profile, budget: Budget, mode: str, attempts: Sequence[Attempt] = ()
+    profile: Profile,
+    budget: Budget,
+    mode: str,
+    attempts: Sequence[Attempt] = (),
+    unseen: int = 0,
 ) -> Schedule:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
@@ -160,6 +182,7 @@ def next_schedule(
     all other modes have only one schedule. Before `auto` refuses a budget, it returns
     the smallest schedule, whatever its prediction; on fake tensors, only if that is
     near the budget, because trying it may need more memory than there is.
+    What the plain step takes beyond its profile (`unseen`) is assumed of plans, too.
 
     The planner is not kept between calls, because its tables occupy host memory, too.
 
@@ -168,13 +191,14 @@ def next_schedule(
     """
     if mode != AUTO:
         return _schedule_of_mode(profile, budget, mode, attempts)
-    target_bytes = budget.step_bytes
+    target_bytes = budget.step_bytes - unseen
     if attempts:
         # The prediction was too low; the next one may be too low by as much.
         last = attempts[-1]
         if last.schedule.is_smallest:
-            return _after_smallest(profile, budget, attempts)
-        target_bytes = last.schedule.peak_bytes - (last.peak_bytes - target_bytes)
+            return _after_smallest(profile, budget, attempts, unseen)
+        over_bytes = last.peak_bytes - budget.step_bytes
+        target_bytes = last.schedule.peak_bytes - over_bytes
     with stage("planning"):
         planner = planner_of(profile)
         if len(attempts) < MOST_PLANS and not cannot_fit(profile.graph, budget):
@@ -191,11 +215,11 @@ def next_schedule(
 
 
 def _after_smallest(
-    profile: Profile, budget: Budget, attempts: Sequence[Attempt]
+    profile: Profile, budget: Budget, attempts: Sequence[Attempt], unseen: int
 ) -> Schedule:
     """Return the plain schedule if the smallest took more; else raise."""
     last = attempts[-1]
-    if last.plan.regions and last.peak_bytes >= profile.peak_bytes:
+    if last.plan.regions and last.peak_bytes >= profile.peak_bytes + unseen:
         return replace(plain_schedule(profile.graph), is_smallest=True)
     tried = [a for a in attempts if a.schedule.is_smallest]
     least = min(tried, key=attrgetter("peak_bytes"))
@@ -240,7 +264,11 @@ def overheads_of(profile: Profile) -> Overheads:
 
 
 def make_plan(
-    profile: Profile, schedule: Schedule, model: Module, budget_bytes: int
+    profile: Profile,
+    schedule: Schedule,
+    model: Module,
+    budget_bytes: int,
+    unseen: int = 0,
 ) -> Plan:
     """Return the plan that implements a schedule on a model."""
     graph = profile.graph
@@ -248,8 +276,8 @@ def make_plan(
         model=type(model).__name__,
         parameters=model_parameters(model),
         budget_bytes=budget_bytes,
-        plain_peak_bytes=profile.peak_bytes,
-        peak_bytes=schedule.peak_bytes,
+        plain_peak_bytes=profile.peak_bytes + unseen,
+        peak_bytes=schedule.peak_bytes + unseen,
         slowdown=schedule.slowdown,
         bound=_bound(smoothed(graph), budget_bytes),
         cost=profile.cost,

@@ -257,3 +257,12 @@ def test_a_lazy_module_is_rejected_before_anything_runs():
 
     with pytest.raises(mb.SelectionError, match="run one forward first"):
         audit(model, torch.randn(5, 4))
+
+
+def test_a_tensor_of_one_element_is_restored_whatever_its_stride():
+    tensor = torch.arange(4.0)[::2][:1]
+    state = State([("batch", [tensor])])
+    state.restore()
+    tensor.add_(1)
+    state.restore()
+    assert tensor.tolist() == [0.0]

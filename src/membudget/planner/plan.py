@@ -192,12 +192,14 @@ def _field(data: Any, name: str, kind: Any, where: str) -> Any:
 def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
     """Express a block's choice in terms of the operators of one module's call.
 
-    A kept storage is identified by the last operator of the block that writes it.
+    A kept storage is identified by the block's last operator that writes to it before
+    autograd saves some of it. The region also retains what is written to it later, such
+    as the other parts of a split.
     """
-    last_writers, count = _last_writers(graph, choice)
+    writers, count = _writers(graph, choice)
 
     def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
-        found = [last_writers[s] for s in storages if s in last_writers]
+        found = [writers[s] for s in storages if s in writers]
         return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
 
     first = saved_in(graph, choice).start
@@ -211,14 +213,17 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
     return RegionPlan(path, count, outputs(choice.kept), stages)
 
 
-def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
-    """Return each storage's last writer in a block, and the number of operators."""
+def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
+    """Return each storage's last writer before it is saved, and the operator count."""
     found: dict[int, KeptOutput] = {}
+    saved_from = _saved_from(graph)
     operators = graph.operators[block.start : block.end]
     for number, operator in enumerate(operators, start=1):
         if operator.is_view:
             continue
         for value in (graph.values[index] for index in operator.outputs):
+            if saved_from.get(value.storage, block.end) < block.start + number:
+                continue
             # The engine keeps outputs of `must_keep` operators without being told.
             if operator.must_keep or not graph.storages[value.storage].bytes:
                 found.pop(value.storage, None)
@@ -226,6 +231,18 @@ def _last_writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput]
                 kept = KeptOutput(number, value.output, operator.name)
                 found[value.storage] = kept
     return found, len(operators)
+
+
+def _saved_from(graph: StepGraph) -> dict[int, int]:
+    """Return the first op index at which each storage has content that is saved."""
+    found: dict[int, int] = {}
+    for saved in graph.saved:
+        value = graph.values[saved.value]
+        # An operator's inputs are saved before it runs, its outputs afterwards.
+        moment = saved.moment + (value.operator == saved.moment)
+        if saved.asked:
+            found[value.storage] = min(moment, found.get(value.storage, moment))
+    return found
 
 
 def parameter_text(name: str, shape: Iterable[int], dtype: str) -> str:

@@ -39,7 +39,12 @@ class RecordedOperator:
 
 @dataclass(slots=True)
 class RecordedStorage:
-    """A storage of the step being recorded; becomes a `graph.Storage`."""
+    """A storage of the step being recorded; becomes a `graph.Storage`.
+
+    Attributes:
+        grown: Bytes by which operators enlarged the storage, as `out=` does, keyed by
+            op index.
+    """
 
     bytes: int
     kind: Kind
@@ -48,6 +53,7 @@ class RecordedStorage:
     death: int | None = None
     released: int | None = None
     tensors: int = 0
+    grown: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,8 +130,16 @@ class Lifetimes:
         """Return whether the tensor has a recorded value."""
         return id(tensor) in self._value_of
 
-    def value(self, tensor: Tensor, birth: int) -> int:
-        """Return the index of a tensor's value, which is recorded if it is new."""
+    def is_new(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is unseen, in memory that torch allocated.
+
+        Memory that NumPy shares with a tensor is not allocated by the step.
+        """
+        part = next(iter(plain_parts(tensor)))
+        return not self.is_known(tensor) and part.untyped_storage().resizable()
+
+    def value(self, tensor: Tensor) -> int:
+        """Return the index of a tensor's value; a new tensor comes from outside."""
         index = self._value_of.get(id(tensor))
         if index is not None:
             return index
@@ -133,7 +147,7 @@ class Lifetimes:
         storage = self._storage_of.get(part.untyped_storage()._cdata, -1)
         index = self._same_content(tensor, storage)
         if index is None:
-            return self.new_value(tensor, birth, 0)
+            return self.new_value(tensor, -1, 0)
         self._watch_tensor(tensor, self.storages[storage])
         self._value_of[id(tensor)] = index
         return index
@@ -206,8 +220,10 @@ class Lifetimes:
             record = RecordedStorage(storage.nbytes(), kind, "", birth)
             self.storages.append(record)
             self.watch(storage, lambda: self._died(key, record))
-        elif storage.nbytes() > self.storages[index].bytes:
-            self.storages[index].bytes = storage.nbytes()  # Grown by `resize_`.
+        elif (more := storage.nbytes() - self.storages[index].bytes) > 0:
+            self.storages[index].bytes += more
+            if birth >= 0:
+                self.storages[index].grown[birth] = more
         return index
 
     def lies_in(self, tensor: Tensor, index: int) -> None:

@@ -124,7 +124,10 @@ def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
     values = recorder.lifetimes.values
     phases = [operator.phase for operator in recorder.operators]
     return StepGraph(
-        operators=tuple(_operator(values, o) for o in recorder.operators),
+        operators=tuple(
+            _operator(recorder.lifetimes, i, o)
+            for i, o in enumerate(recorder.operators)
+        ),
         values=tuple(values),
         storages=tuple(_storage(s, count) for s in recorder.lifetimes.storages),
         saved=tuple(
@@ -211,12 +214,18 @@ def _merge(lifetimes: Lifetimes, target: int, made: int) -> None:
             lifetimes.values[index] = replace(value, storage=target)
 
 
-def _operator(values: Sequence[Value], recorded: RecordedOperator) -> Operator:
+def _operator(lifetimes: Lifetimes, index: int, recorded: RecordedOperator) -> Operator:
     facts = facts_of(recorded.operator)
-    inputs = [values[index] for index in recorded.inputs]
-    outputs = [values[index] for index in recorded.outputs]
+    inputs = [lifetimes.values[i] for i in recorded.inputs]
+    outputs = [lifetimes.values[i] for i in recorded.outputs]
+    is_import = (
+        facts is not None
+        and facts.is_view
+        and any(lifetimes.storages[value.storage].birth == index for value in outputs)
+    )
     is_view = facts is not None and (
-        facts.is_view or _makes_nothing(recorded.operator, inputs, outputs)
+        (facts.is_view and not is_import)
+        or _makes_nothing(recorded.operator, inputs, outputs)
     )
     return Operator(
         name=str(recorded.operator),
@@ -234,6 +243,7 @@ def _operator(values: Sequence[Value], recorded: RecordedOperator) -> Operator:
         is_view=is_view,
         is_random=facts is not None and facts.is_random,
         must_keep=facts is None
+        or is_import
         or facts.is_opaque
         or facts.is_routing
         or decides(facts, _dtypes(inputs), _dtypes(outputs)),

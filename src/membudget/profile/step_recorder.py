@@ -121,7 +121,8 @@ class StepRecorder(Observer):
 
         def leave(module: Module, args: Any, output: Any) -> None:
             path = self._names.get(id(module))
-            while self.phase == "forward" and open_calls:
+            # A module that the model does not name may wrap one that it does.
+            while path is not None and self.phase == "forward" and open_calls:
                 left, index = open_calls.pop()
                 call = self.calls[index]
                 self.calls[index] = replace(call, end=len(self.operators))
@@ -164,9 +165,8 @@ class StepRecorder(Observer):
         inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
         # `lift_fresh` makes a tensor from Python data, so its input is new.
         is_import = getattr(operator, "_opname", "") == "lift_fresh"
-        birth = index if is_import else -1
-        recorded.inputs = [self.lifetimes.value(tensor, birth) for tensor in inputs]
-        # A tensor that dies during the call is still live at this op index.
+        if not (is_import and self.lifetimes.is_new(inputs[0])):
+            recorded.inputs = [self.lifetimes.value(tensor) for tensor in inputs]
         self.lifetimes.moment = index + 1
         if self._is_fake:
             self._note_call(index, operator, args, kwargs)
@@ -231,11 +231,14 @@ class StepRecorder(Observer):
     # Saved tensors.
 
     def _pack(self, tensor: Tensor) -> _SavedAlias:
-        if self._is_suspended or self.phase != "forward":
-            return _SavedAlias(tensor, -1)
+        is_noted = self.phase == "forward" and not self._is_suspended
+        number = len(self.saved) if is_noted else -1
         with self._suspended():
             is_leaf = tensor.is_leaf and tensor.requires_grad
-            kept = _SavedAlias(tensor if is_leaf else tensor.detach(), len(self.saved))
+            # A node that saved its own output with its history would hold itself.
+            kept = _SavedAlias(tensor if is_leaf else tensor.detach(), number)
+        if not is_noted:
+            return kept
         value = self.lifetimes.saved_value(tensor)
         if not is_leaf:
             self.lifetimes.know_alias(kept.tensor, value)

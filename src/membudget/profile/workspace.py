@@ -86,7 +86,9 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
         if storage.birth >= 0:
-            made[storage.birth] += storage.bytes
+            made[storage.birth] += storage.bytes - sum(storage.grown.values())
+            for operator, more in storage.grown.items():
+                made[operator] += more
     for index, more in table.items():
         recorder.operators[index].workspace_bytes = max(0, more - made[index])
 

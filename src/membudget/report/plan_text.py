@@ -35,8 +35,12 @@ def described(plan: Plan) -> str:
     return f"{head(plan)}\n\n{rendered(('region', 'operators', 'keeps'), rows, left=3)}"
 
 
-def head(plan: Plan, measured_bytes: int | None = None) -> str:
+def head(
+    plan: Plan, measured_bytes: int | None = None, profile_bytes: int | None = None
+) -> str:
     """Format a plan's predictions, with the measured peak if given.
+
+    Where the profile counts other bytes than the plain step takes, it says so.
 
     Example:
         >>> plan = Plan("GPT", (), 2048, 4096, 2000, 1.25, 1.01, "cpu", ())
@@ -52,7 +56,8 @@ def head(plan: Plan, measured_bytes: int | None = None) -> str:
     lines = [
         f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
         f"budget    {_bytes(plan.budget_bytes)}  above what is in use before the step",
-        f"plain     {_bytes(plan.plain_peak_bytes)}  peak of the plain step",
+        f"plain     {_bytes(plan.plain_peak_bytes)}  peak of the plain step"
+        f"{_unlike(plan.plain_peak_bytes, profile_bytes)}",
         f"predicted {_bytes(plan.peak_bytes)}  peak under the plan",
     ]
     if measured_bytes is not None:
@@ -67,6 +72,13 @@ def head(plan: Plan, measured_bytes: int | None = None) -> str:
         f"{plan.bound:.3f}"
     )
     return "\n".join(lines)
+
+
+def _unlike(plain_bytes: int, profile_bytes: int | None) -> str:
+    if profile_bytes in (None, 0, plain_bytes):
+        return ""
+    ratio = plain_bytes / profile_bytes
+    return f", measured: {ratio:.4f} of its profile; predictions are corrected"
 
 
 def kept_text(kept: Iterable[KeptOutput]) -> str:

@@ -43,6 +43,32 @@ def copy_of(tensor: Tensor) -> Tensor:
     )
 
 
+def are_apart(one: Tensor, other: Tensor) -> bool:
+    """Return whether two views of a storage surely share no element: parts of a split.
+
+    Example:
+        >>> left, right = torch.zeros(2, 6).split(3, dim=1)
+        >>> are_apart(left, right), are_apart(left, left[:, 2:])
+        (True, False)
+    """
+    strides = one.stride() if is_plain(one) and is_plain(other) else ()
+    if other.dtype is not one.dtype or 0 in strides or other.stride() != strides:
+        return False
+    first, last = sorted((one, other), key=Tensor.storage_offset)
+    gap = int(last.storage_offset()) - int(first.storage_offset())
+    room, is_apart = None, False
+    # Both are boxes of one array, unless a row reaches into the next one.
+    for stride, size, of_last in sorted(
+        zip(strides, first.shape, last.shape, strict=True), reverse=True
+    ):
+        steps, gap = divmod(gap, stride)
+        if room is not None and max(size, steps + of_last) * stride > room:
+            return False
+        is_apart = is_apart or steps >= size
+        room = stride
+    return is_apart and not gap
+
+
 def is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is strided, not a subclass, and has no conj/neg bit."""
     return (

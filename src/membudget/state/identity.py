@@ -163,7 +163,8 @@ def _without_repeats(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 def _bytes(part: Tensor) -> Tensor:
     """Return the bytes of a dense tensor, one row per element."""
-    flat = part.contiguous().reshape(-1)
+    # A tensor of one element is contiguous whatever its stride is.
+    flat = part.contiguous().as_strided((part.numel(),), (1,))
     return flat.view(torch.uint8).reshape(flat.numel(), flat.element_size())
 
 

@@ -31,7 +31,7 @@ from membudget.engine.replay.tape import (
     RecordedMemory,
     TapeValue,
 )
-from membudget.state.copies import alias, copy_of, is_plain
+from membudget.state.copies import alias, are_apart, copy_of, is_plain
 from membudget.state.identity import address_of, storage_of
 
 # Whichever factory made it, uninitialised memory is recorded as this operator.
@@ -212,7 +212,7 @@ class Tracker:
 
         Set `is_needed` if a replay of the writing operator reads the old content.
         """
-        memories: list[RecordedMemory] = []
+        parts: dict[RecordedMemory, list[Tensor]] = {}
         for tensor in written:
             entry = self.entry(tensor)
             memory = entry.memory
@@ -220,16 +220,10 @@ class Tracker:
                 self.writes(entry.address)
             if memory.root is None and is_needed:
                 self.mark_read(tensor, entry)
-            if memory not in memories:
-                memories.append(memory)
-        for memory in memories:
-            for reference in memory.sources:
-                source = reference()
-                if source is not None and source.is_used and source.tensor is not None:
-                    source.tensor = copy_of(source.tensor)
-                    source.address = None  # The copy has another storage.
-            memory.sources.clear()
-        return memories
+            parts.setdefault(memory, []).append(tensor)
+        for memory, tensors in parts.items():
+            memory.sources = [s for s in memory.sources if _survives(s(), tensors)]
+        return list(parts)
 
     def after_write(self, memory: RecordedMemory, root: TapeValue | None) -> None:
         """Record a write; `root` is the new tape value, `None` if not recomputed."""
@@ -282,6 +276,15 @@ class Tracker:
         )
         memory.sources.append(ref(source))
         return source
+
+
+def _survives(source: TapeValue | None, written: Iterable[Tensor]) -> bool:
+    """Return whether a write leaves a source as it is; copy what it would destroy."""
+    if source is None or not source.is_used or (held := source.tensor) is None:
+        return False
+    if not (survives := all(are_apart(held, tensor) for tensor in written)):
+        source.tensor, source.address = copy_of(held), None
+    return survives
 
 
 def is_empty(value: TapeValue) -> bool:

@@ -50,8 +50,8 @@ def run_in_place(
     # Not a view: the tensor spans its memory, so it can take the new root at once.
     if value.root is None:
         entry.value, entry.epoch = root, memory.epoch
-        if recording.keeps(operation, facts, args, target, 1):
-            tracker.hold_value(target, entry)
+    if recording.keeps(operation, facts, args, target, 1):
+        tracker.hold_value(target, tracker.entry(target))
     return output
 
 
@@ -117,24 +117,14 @@ def _run_writing(
         value = tracker.entry(tensor).value
         (value.root or value).is_state = True
         tracker.after_write(tracker.entry(tensor).memory, None)
-    _keep_written(recording, operation, facts, args, written)
-    return output
-
-
-def _keep_written(
-    recording: ForwardRecord,
-    operation: Operation,
-    facts: OperatorFacts,
-    args: Any,
-    written: list[Tensor],
-) -> None:
     for tensor in written:
-        entry = recording.tracker.entry(tensor)
-        value = entry.value
-        if value.operation is operation and recording.keeps(
-            operation, facts, args, tensor, value.index
+        entry = tracker.entry(tensor)
+        made = entry.memory.root
+        if made is not None and recording.keeps(
+            operation, facts, args, tensor, made.index
         ):
-            recording.tracker.hold_value(tensor, entry)
+            tracker.hold_value(tensor, entry)
+    return output
 
 
 def _recorded(recording: ForwardRecord, argument: Any, roles: _OperandRoles) -> Any:
