@@ -229,7 +229,7 @@ def test_a_peak_over_the_budget_gives_1(step, capsys, monkeypatch):
     class More:
         peak_bytes = 1 << 40
 
-    module = import_module("membudget.fit")
+    module = import_module("membudget.trial")
     monkeypatch.setattr(module, "peak", lambda run: (run(), More)[1])
     arguments = ["fit", f"{step}:make", "--budget", "60%", "--steps", "1"]
     assert main(arguments) == DIFFERENT

@@ -91,7 +91,7 @@ def test_a_difference_that_keeping_does_not_cure_is_an_error(monkeypatch):
 
     found = mb.profile(model, batch)
     fitting = sys.modules["membudget.fit"]
-    monkeypatch.setattr(fitting, "profile", lambda *_, **__: found)
+    monkeypatch.setattr(fitting, "profile_step", lambda *_, **__: found)
     monkeypatch.setattr(fitting, "unseen_bytes", lambda *_: 0)
     monkeypatch.setattr(Step, "run", run)
     with (
