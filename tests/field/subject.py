@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable
 from functools import cached_property
@@ -131,8 +132,8 @@ class Subject:
             outcome[f"buffer {name}"] = buffer.detach().clone()
         outcome["torch's random stream"] = torch.get_rng_state()
         outcome["Python's random stream"] = random.getstate()
-        outcome["NumPy's random stream"] = torch.from_numpy(
-            numpy.random.get_state(legacy=False)["state"]["key"].astype("int64")
+        outcome["NumPy's random stream"] = pickle.dumps(
+            numpy.random.get_state()  # noqa: NPY002
         )
         self.reset()
         return outcome
@@ -150,4 +151,3 @@ def _equal(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         return False
     return bool(left == right)
-

@@ -7,7 +7,6 @@ with the plain step bit for bit, and peaks are counted by an allocator of our ow
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -43,8 +42,8 @@ class Examination:
 
 
 @pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
-def architecture(request: pytest.FixtureRequest) -> Iterator[Examination]:
-    yield Examination(request.param)
+def architecture(request: pytest.FixtureRequest) -> Examination:
+    return Examination(request.param)
 
 
 @pytest.fixture

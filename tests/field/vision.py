@@ -213,9 +213,7 @@ class UNet(nn.Module):
         self.up = nn.ModuleList(
             nn.ConvTranspose2d(2 * w, w, 2, stride=2) for w in widths[-2::-1]
         )
-        self.merge = nn.ModuleList(
-            DoubleConvolution(2 * w, w) for w in widths[-2::-1]
-        )
+        self.merge = nn.ModuleList(DoubleConvolution(2 * w, w) for w in widths[-2::-1])
         self.head = nn.Conv2d(width, CLASSES, 1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
