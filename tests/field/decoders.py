@@ -197,5 +197,5 @@ def llama_lora() -> Made:
     config = LoraConfig(
         r=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj", "down_proj"]
     )
-    model: nn.Module = get_peft_model(plain.model, config).train()  # type: ignore[arg-type]
+    model: nn.Module = get_peft_model(plain.model, config).train()
     return Made(model, plain.batch)

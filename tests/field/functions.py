@@ -136,6 +136,8 @@ def nerf() -> Made:
 class Recommender(nn.Module):
     """A DLRM: bags of embeddings, a bottom and a top network, all their products."""
 
+    pairs: Tensor
+
     def __init__(self, tables: int = 8, width: int = 32) -> None:
         super().__init__()
         self.tables = nn.ModuleList(
@@ -172,6 +174,9 @@ def dlrm() -> Made:
 
 class Codebook(nn.Module):
     """An autoencoder with codes in buffers that follow their mean (VQ-VAE)."""
+
+    codes: Tensor
+    counts: Tensor
 
     def __init__(self, width: int = 24, codes: int = 64) -> None:
         super().__init__()

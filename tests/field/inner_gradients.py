@@ -94,7 +94,7 @@ class MAML(nn.Module):
         self.rate = nn.Parameter(torch.tensor(0.05))
 
     def forward(self, x: Tensor, y: Tensor, x_after: Tensor, y_after: Tensor) -> Tensor:
-        weights = dict(self.learner.named_parameters())
+        weights: dict[str, Tensor] = dict(self.learner.named_parameters())
         for _ in range(2):
             with torch.enable_grad():
                 guess = torch.func.functional_call(self.learner, weights, (x,))
@@ -146,6 +146,8 @@ def energy_langevin() -> Made:
 
 class Forces(nn.Module):
     """Energies of atoms by passed messages (SchNet), and forces as their gradient."""
+
+    centres: Tensor
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

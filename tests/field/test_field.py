@@ -41,7 +41,7 @@ class Examination:
         self.in_way = cache(lambda way: examine(self.subject, way))
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(scope="module", params=CASES.values(), ids=list(CASES))
 def architecture(request: pytest.FixtureRequest) -> Examination:
     return Examination(request.param)
 

@@ -6,6 +6,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import membudget as mb
@@ -63,7 +64,7 @@ def examine(subject: Subject, way: str) -> Examined:
         try:
             examined.note("peak", subject.peak_bytes)
             for run in RUNS:
-                examined.note(run, lambda run=run: _compared(subject, run))
+                examined.note(run, partial(_compared, subject, run))
                 if run == FIRST:  # Another batch may take another path.
                     examined.results["status"] = applied.status()
         finally:
