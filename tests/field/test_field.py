@@ -12,6 +12,7 @@ from functools import cache
 import pytest
 
 from tests.field.case import Case
+from tests.field.known import KNOWN, matches
 from tests.field.registry import CASES
 from tests.field.subject import (
     EVALUATION,
@@ -95,6 +96,15 @@ def test_the_budget_holds_or_the_least_that_its_refusal_names(examined: Examined
 
 
 @every_budget
+def test_a_refusal_names_no_more_than_the_plain_step_takes(
+    architecture: Examination, examined: Examined
+):
+    budget_bytes = examined["applied"].plan.budget_bytes
+    # Leasts that are named have a hundredth for what a prediction leaves out.
+    assert budget_bytes <= 1.02 * architecture.subject.plain_peak_bytes
+
+
+@every_budget
 def test_the_predicted_peak_is_the_measured_one(examined: Examined, record_property):
     error = examined["applied"].plan.peak_bytes / examined["peak"] - 1
     record_property("error of the predicted peak", abs(error))
@@ -111,3 +121,10 @@ def test_there_are_forty_architectures_and_half_of_them_are_held_out():
     assert len(CASES) >= 40
     halves = Counter(case.half for case in CASES.values())
     assert abs(halves["tuned"] - halves["held out"]) <= len(CASES) // 5
+
+
+def test_every_known_failure_is_one_of_a_test_here(request: pytest.FixtureRequest):
+    names = [item.name for item in request.session.items]
+    unmatched = [p for p in KNOWN if not any(matches(name, p) for name in names)]
+    if len(names) > len(CASES) * len(WAYS):  # Else only some tests were asked for.
+        assert unmatched == []
