@@ -93,18 +93,23 @@ class MAML(nn.Module):
         )  # fmt: skip
         self.rate = nn.Parameter(torch.tensor(0.05))
 
+    @torch.enable_grad()
+    def descended(
+        self, weights: dict[str, Tensor], x: Tensor, y: Tensor
+    ) -> dict[str, Tensor]:
+        guess = torch.func.functional_call(self.learner, weights, (x,))
+        slopes = torch.autograd.grad(
+            F.mse_loss(guess, y), list(weights.values()), create_graph=True
+        )
+        return {
+            name: weight - self.rate * slope
+            for (name, weight), slope in zip(weights.items(), slopes, strict=True)
+        }
+
     def forward(self, x: Tensor, y: Tensor, x_after: Tensor, y_after: Tensor) -> Tensor:
         weights: dict[str, Tensor] = dict(self.learner.named_parameters())
         for _ in range(2):
-            with torch.enable_grad():
-                guess = torch.func.functional_call(self.learner, weights, (x,))
-                slopes = torch.autograd.grad(
-                    F.mse_loss(guess, y), list(weights.values()), create_graph=True
-                )
-            weights = {
-                name: weight - self.rate * slope
-                for (name, weight), slope in zip(weights.items(), slopes, strict=True)
-            }
+            weights = self.descended(weights, x, y)
         guess = torch.func.functional_call(self.learner, weights, (x_after,))
         return F.mse_loss(guess, y_after)
 
@@ -129,13 +134,16 @@ class EnergyModel(nn.Module):
             nn.Linear(width, 1),
         )  # fmt: skip
 
+    @torch.enable_grad()
+    def walked(self, x: Tensor) -> Tensor:
+        total = self.energy(x).sum()
+        (slope,) = torch.autograd.grad(total, x, create_graph=True)
+        return x - 0.1 * slope + 0.01 * torch.randn_like(x)
+
     def forward(self, real: Tensor) -> Tensor:
         x = torch.randn_like(real).requires_grad_()
         for _ in range(3):
-            with torch.enable_grad():
-                total = self.energy(x).sum()
-                (slope,) = torch.autograd.grad(total, x, create_graph=True)
-            x = x - 0.1 * slope + 0.01 * torch.randn_like(x)
+            x = self.walked(x)
         return self.energy(real).mean() - self.energy(x).mean() + x.square().mean()
 
 
