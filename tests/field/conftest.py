@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.field.known import known_reasons
+from tests.field.registry import CASES
 
 MEDIAN_ERROR_IS_WITHIN = 0.001
 
@@ -38,7 +39,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail where predicted peaks are off by too much in the median."""
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     errors = list(_errors(reporter)) if reporter else []
-    if errors and statistics.median(errors) > MEDIAN_ERROR_IS_WITHIN:
+    is_whole = len(errors) >= len(CASES)  # A median of some says nothing of all.
+    if is_whole and statistics.median(errors) > MEDIAN_ERROR_IS_WITHIN:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
