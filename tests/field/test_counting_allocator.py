@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 
-from tests.field import counting_allocator
-from tests.field.counting_allocator import NoCompilerError, peak_bytes
+from tests.field.counting_allocator import NoCompilerError, _compiled, peak_bytes
 
 pytestmark = [pytest.mark.field, pytest.mark.slow]
 
@@ -39,6 +40,6 @@ def test_a_backward_pass_in_another_thread_counts():
 
 
 def test_without_a_compiler_the_suite_fails_with_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setattr(counting_allocator.shutil, "which", lambda name: None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(NoCompilerError, match=r"neither g\+\+ nor clang\+\+"):
-        counting_allocator._compiled(tmp_path)
+        _compiled(tmp_path)
