@@ -2,6 +2,7 @@
 
     python3 run.py demo              train a small GPT plain and under regions, compare
     python3 run.py test [--all] ...  lint, types, tests; --all adds the slow ones
+    python3 run.py test --field ...  models of other libraries, which it installs first
     python3 run.py check             lint and types only
     python3 run.py bench NAME ...    one benchmark, such as region_cost
     python3 run.py mutants ...       plant faults at random, print what the tests miss
@@ -33,11 +34,8 @@ LOCK = ROOT / ".venv.lock"
 OLDEST = (3, 11)
 # More test processes than this would spend their time on importing torch.
 MOST_WORKERS = 8
-NEEDED = {
-    "mutants": ("coverage", "libcst", "mutmut"),
-    "peaks": ("transformers",),
-    "planners": ("transformers",),
-}
+# The extra of pyproject.toml that a command needs beside the tests' own.
+EXTRAS = {"field": "field", "mutants": "mutants", "peaks": "hf", "planners": "hf"}
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -71,14 +69,24 @@ def demo(arguments: Sequence[str]) -> int:
 
 def test(arguments: Sequence[str]) -> int:
     """Run lint, types and tests; the exit code is the first that is not 0."""
-    rest = [argument for argument in arguments if argument != "--all"]
-    markers = [] if "--all" in arguments else ["-m", "not slow"]
+    rest = [argument for argument in arguments if argument not in {"--all", "--field"}]
     workers = ["-n", str(min(max(2, usable_cores()), MOST_WORKERS))]
+    if "--field" in arguments:
+        return field([*workers, *rest])
+    markers = ["-m", "not field" if "--all" in arguments else "not slow"]
     failed = failed_checks()
     # pytest is last, so that its closing line is, too: it says what failed before it.
     os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
     tested = run_python("-m", "pytest", "-q", *workers, *markers, *rest)
     return next(iter(failed.values()), tested)
+
+
+def field(arguments: Sequence[str]) -> int:
+    """Train models of other libraries; all tests of one share what it cost to make."""
+    install_for("field")
+    os.environ["HF_HUB_OFFLINE"] = "1"  # Every weight is random: nothing to download.
+    options = ["-q", "-m", "field", "--dist", "loadgroup", "tests/field"]
+    return run_python("-m", "pytest", *options, *arguments)
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -131,11 +139,17 @@ def sentences(arguments: Sequence[str]) -> int:
 
 
 def install_for(name: str) -> None:
-    """Install what a benchmark or tool needs beside the rest, unless it is there."""
-    needed = NEEDED.get(name, ())
-    check = [venv_python(), "-c", f"import {', '.join(needed)}"]
-    if needed and subprocess.call(check, stderr=subprocess.DEVNULL):
-        print(f"Installing {', '.join(needed)} ...")
+    """Install the extra of a benchmark or tool, unless its packages are there."""
+    if name not in EXTRAS:
+        return
+    import tomllib  # Here, so that an older Python reaches the line that refuses it.
+
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    needed = tomllib.loads(text)["project"]["optional-dependencies"][EXTRAS[name]]
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in needed]
+    find = f"from importlib.metadata import version as v; list(map(v, {names}))"
+    if subprocess.call([venv_python(), "-c", find], stderr=subprocess.DEVNULL):
+        print(f"Installing {', '.join(names)} ...")
         command = [venv_python(), "-m", "pip", "install", "-q", *needed]
         subprocess.call([*command, "-c", str(ROOT / "constraints.txt")])
 

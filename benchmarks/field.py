@@ -1,0 +1,197 @@
+"""The field suite as a table: each architecture, what works, peaks, slowdowns.
+
+    python3 run.py bench field [--only NAME ...] [--seconds S]
+
+Each architecture of `tests/field` runs under regions of both engines and within two
+budgets: 60 and 30 % of what its plain step takes above the gradients. The slowdown that
+the plan predicts stands beside the measured one: medians of interleaved steps. Peaks
+are counted by the suite's own allocator, so a C++ compiler is needed.
+
+A run of all architectures writes docs/field.md; one of some prints the table only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # The architectures stand in `tests.field`.
+
+from harness import in_turns, machine  # noqa: E402
+
+from tests.field.registry import CASES  # noqa: E402
+from tests.field.subject import FIRST, RUNS, Subject, differences  # noqa: E402
+from tests.field.ways import (  # noqa: E402
+    ENGINES,
+    PERCENTS,
+    WAYS,
+    Examined,
+    examine,
+    fit_or_least,
+)
+
+DOCS = ROOT / "docs" / "field.md"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was seen of one architecture.
+
+    Attributes:
+        name: Its name.
+        half: Whether the library may be tuned on it.
+        cells: The cells of the table after those two, as text.
+        errors: Of each success, predicted ÷ measured peak - 1, without its sign.
+        works: Whether every check of every way succeeded.
+    """
+
+    name: str
+    half: str
+    cells: tuple[str, ...]
+    errors: tuple[float, ...]
+    works: bool
+
+
+def fault(examined: Examined) -> str:
+    """Return what is wrong in one way, in a few words; empty if nothing is."""
+    for check in ("applied", *RUNS, "structure", "removed"):
+        try:
+            found = examined[check]
+        except Exception as error:
+            return f"{check}: {type(error).__name__}"
+        if found is False or (isinstance(found, list) and found):
+            return f"{check} differs"
+    applied = examined["applied"]
+    if hasattr(applied, "plan"):
+        if examined["peak"] > applied.plan.budget_bytes:
+            return "over its budget"
+        if any(region.differences for region in examined["status"].regions):
+            return "other operators than planned"
+    return ""
+
+
+def measured_slowdown(subject: Subject, percent: int, seconds: float) -> str:
+    """Return the median step under a plan ÷ the median plain step."""
+    step, torch_step = subject.steps[FIRST], Subject(CASES[subject.name]).steps[FIRST]
+    subject.reset()
+    fitted = fit_or_least(subject, percent, Examined())
+    subject.reset()
+
+    def planned() -> None:
+        step.run()
+        step.prepare()
+
+    def plain() -> None:
+        torch_step.run()
+        torch_step.prepare()
+
+    found, _ = in_turns({"planned": planned, "plain": plain}, seconds=seconds)
+    fitted.remove()
+    return f"{found['planned'].ratio(found['plain'])[0]:.2f}"
+
+
+def examined_row(name: str, seconds: float) -> Row:
+    """Examine one architecture."""
+    subject = Subject(CASES[name])
+    stable = all(
+        differences(subject.plain[run], subject.outcome(run)) == [] for run in RUNS
+    )
+    plain_bytes = subject.plain_peak_bytes
+    cells = [f"{plain_bytes / 2**20:.1f}"]
+    faults, errors = [] if stable else ["the plain step differs"], []
+    for way in WAYS:
+        examined = examine(subject, way)
+        found = fault(examined)
+        if found:
+            faults.append(f"{way}: {found}")
+        if way in ENGINES:
+            cells.append(found or "✓")
+            continue
+        cells.append(found or budget_cell(examined))
+        if found:
+            cells += ["", ""]
+            continue
+        plan = examined["applied"].plan
+        errors.append(abs(plan.peak_bytes / examined["peak"] - 1))
+        slowdown = measured_slowdown(subject, PERCENTS[way], seconds)
+        cells += [f"{plan.slowdown:.2f} / {slowdown}", seconds_cell(examined)]
+    half = CASES[name].half
+    return Row(name, half, tuple(cells), tuple(errors), not faults)
+
+
+def budget_cell(examined: Examined) -> str:
+    """Return the share of the budget that was taken; a star for the least budget."""
+    share = examined["peak"] / examined["applied"].plan.budget_bytes
+    return f"{share:.3f}" + (" *" if "refused" in examined.results else "")
+
+
+def seconds_cell(examined: Examined) -> str:
+    """Return what `fit` took."""
+    return f"{examined.results['seconds of fit']:.1f}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """Return the page of the docs."""
+    where = ", ".join(f"{key} {value}" for key, value in machine().items())
+    head = ["model", "half", "plain, MiB", *ENGINES]
+    for way in PERCENTS:
+        head += [f"{way}: peak ÷ budget", "slowdown", "fit, s"]
+    errors = [error for row in rows for error in row.errors]
+    lines = [
+        "# The field suite",
+        "",
+        "Models of other libraries, from configurations, with random weights and all "
+        "dropout on. Each step under regions is compared with the plain one bit for "
+        "bit, on its batch, on a second one, on another shape, in evaluation, and "
+        "after the regions are removed; peaks are counted by an allocator that "
+        "shares nothing with membudget. `fit 60%` is a budget of the gradients and "
+        "60 % of what the plain step takes above them; where it is refused (*), the "
+        "least that the refusal names. Slowdowns are predicted / measured. The half "
+        "*held out* is what nothing was tuned on. `python3 run.py bench field` makes "
+        f"this page again ({where}).",
+        "",
+        f"{sum(row.works for row in rows)} of {len(rows)} work in every way.",
+    ]
+    if errors:
+        lines += [
+            "",
+            f"Predicted ÷ measured peak is off by {median(errors):.4%} in the median "
+            f"of {len(errors)}, and by {max(errors):.2%} at worst.",
+        ]
+    lines += ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    lines += [
+        "| " + " | ".join((row.name, row.half, *row.cells)) + " |" for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine, print the table, write it if it is of all; 1 if something fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing, each")
+    options: Any = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    rows = []
+    for name in options.only or CASES:
+        rows.append(examined_row(name, options.seconds))
+        print(name, "works" if rows[-1].works else "fails", *rows[-1].cells, flush=True)
+    page = markdown(rows)
+    print(page)
+    if not options.only:
+        DOCS.write_text(page, encoding="utf-8")
+    return int(not all(row.works for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""The ways that each architecture is trained in, and all that is seen of each."""
+
+from __future__ import annotations
+
+import re
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import membudget as mb
+from membudget.errors import BudgetError
+from membudget.fit import Fitted
+from membudget.selection import default_names
+from tests.field.subject import FIRST, RUNS, Subject, differences
+
+ENGINES = ("rerun", "replay")
+PERCENTS = {"fit 60%": 60, "fit 30%": 30}
+WAYS = (*ENGINES, *PERCENTS)
+
+
+class Examined:
+    """What was seen of one architecture in one way: results, or exceptions.
+
+    Attributes:
+        results: By the name of a check.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self.results: dict[str, Any] = {}
+
+    def note(self, check: str, function: Callable[[], Any]) -> None:
+        """Call a function; keep what it returns or raises."""
+        try:
+            self.results[check] = function()
+        except Exception as error:
+            self.results[check] = error
+
+    def __getitem__(self, check: str) -> Any:
+        """Return a result, or raise what came in its place.
+
+        A model on which nothing could be applied fails every check with that.
+        """
+        found = self.results.get(check, self.results["applied"])
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def examine(subject: Subject, way: str) -> Examined:
+    """Train in one way; compare each step with the plain one; measure the peak."""
+    examined, structure = Examined(), subject.structure()
+    plain, _ = subject.plain, subject.plain_peak_bytes
+    subject.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        examined.note("applied", lambda: _put(subject, way, examined))
+        applied = examined.results["applied"]
+        if isinstance(applied, Exception):
+            subject.reset()
+            return examined
+        try:
+            examined.note("peak", subject.peak_bytes)
+            for run in RUNS:
+                examined.note(run, partial(_compared, subject, run))
+                if run == FIRST:  # Another batch may take another path.
+                    examined.results["status"] = applied.status()
+        finally:
+            applied.remove()
+        examined.note("structure", lambda: subject.structure() == structure)
+        examined.note(
+            "removed", lambda: differences(plain[FIRST], subject.outcome(FIRST))
+        )
+    return examined
+
+
+def _compared(subject: Subject, run: str) -> list[str]:
+    try:
+        return differences(subject.plain[run], subject.outcome(run))
+    finally:
+        subject.reset()
+
+
+def _put(subject: Subject, way: str, examined: Examined) -> Any:
+    if way in ENGINES:
+        names = default_names(subject.model)
+        return mb.apply(subject.model, names=names, engine=way)
+    start_s = time.process_time()
+    try:
+        return fit_or_least(subject, PERCENTS[way], examined)
+    finally:
+        examined.results["seconds of fit"] = time.process_time() - start_s
+
+
+def fit_or_least(subject: Subject, percent: float, examined: Examined) -> Fitted:
+    """Fit a step into a share of what is above its gradients, or into the least.
+
+    The least is the number of bytes that the error tells its reader.
+    """
+    plain, gradients = subject.plain_peak_bytes, subject.gradient_bytes
+    budget_bytes = gradients + percent / 100 * (plain - gradients)
+    step = subject.steps[FIRST]
+    subject.reset()
+    try:
+        share = f"{100 * budget_bytes / plain:.9f}%"
+        return mb.fit(step.model, step.batch, share, step.loss_fn)
+    except BudgetError as error:
+        examined.results["refused"] = error
+        found = re.search(r"Smallest feasible budget: ([\d,]+) bytes", str(error))
+        if found is None:
+            raise
+    subject.reset()
+    least = int(found[1].replace(",", ""))
+    return mb.fit(step.model, step.batch, least, step.loss_fn)
