@@ -70,7 +70,7 @@ class Reads:
     __slots__ = (
         *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
         *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_known", "_training", "_versions", "_written", "grown"),
+        *("_bound", "_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -85,7 +85,7 @@ class Reads:
         self._modules = reached.modules
         self._training = [module.training for module in reached.modules]
         self._namespaces = namespaces_of(reached)
-        self._known = set(self._addresses)
+        self._bound = self._addresses
         self._silent = reached.silent
         self._containers = reached.containers
         self.grown: list[tuple[Any, int, int]] = []
@@ -147,10 +147,9 @@ class Reads:
         self, function: Any, others: list[Any], calls: Calls | None
     ) -> None:
         """Note the tensors that the forward itself made reachable, such as a cache."""
-        now = {address_of(tensor) for tensor in reach(function, others).tensors}
-        if calls is not None and not now <= self._known:
+        self._bound = [address_of(t) for t in reach(function, others).tensors]
+        if calls is not None and self._bound != self._addresses:
             calls.owner.binds = True
-        self._known |= now
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
@@ -241,11 +240,13 @@ class Reads:
         """Return the tensors to which other code has bound a name since the forward."""
         now = reach(function, arguments.others).tensors
         addresses = [address_of(tensor) for tensor in now]
-        if addresses == self._addresses:
+        if addresses == self._bound:
             return []
         given = [held.given() for held in arguments.tensors]
-        known = self._known.union(address_of(t) for t in given if t is not None)
-        before = self._addresses if len(now) == len(self._addresses) else addresses
+        known = {address_of(tensor) for tensor in given if tensor is not None}
+        known.update(self._addresses, self._bound)
+        # Names that were exchanged are told by their places in the walk.
+        before = self._bound if len(now) == len(self._bound) else addresses
         return [
             tensor
             for tensor, address, old in zip(now, addresses, before, strict=True)
