@@ -25,6 +25,9 @@ from membudget.engine.region import run_region
 from membudget.errors import SelectionError
 
 _KEY = "_membudget_region"
+_REPLACED = "_membudget_replaced_forward"
+"""Where a forward waits that was set on the instance: it would hide the region."""
+
 _CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
 
 
@@ -71,6 +74,8 @@ def put(module: Module, carried: Carried, name: str) -> None:
     check_can_carry(name, module)
     if not has_region(module):
         module.__class__ = _class_with_region(type(module))
+    if "forward" in module.__dict__:
+        module.__dict__[_REPLACED] = module.__dict__.pop("forward")
     module.__dict__[_KEY] = carried
 
 
@@ -83,6 +88,10 @@ def carried_by(module: Module) -> Carried | None:
 def remove_region(module: Module) -> None:
     """Remove the region or other object attached to a module, if there is one."""
     module.__dict__.pop(_KEY, None)
+    replaced = module.__dict__.pop(_REPLACED, None)
+    if replaced is not None:
+        # Unless other code has replaced the forward again.
+        module.__dict__.setdefault("forward", replaced)
     # FSDP2 may have subclassed the class since. Then it stays, and its forward finds no
     # region and runs the module's own.
     plain = vars(type(module)).get("_membudget_plain_class")
@@ -120,7 +129,7 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
     @functools.wraps(plain.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
         carried: Carried | None = self.__dict__.get(_KEY)
-        function = super(made, self).forward
+        function = self.__dict__.get(_REPLACED) or super(made, self).forward
         if carried is None:
             return function(*args, **kwargs)
         return carried.run(function, args, kwargs)
@@ -145,7 +154,8 @@ def _without_region(
         parts[:2] = copyreg._reconstructor, (plain, object, None)  # type: ignore[attr-defined]
     parts[1] = tuple(plain if item is made else item for item in parts[1])
     if len(parts) > 2 and isinstance(parts[2], dict):
-        parts[2] = {key: item for key, item in parts[2].items() if key != _KEY}
+        names = {_REPLACED: "forward"}
+        parts[2] = {names.get(k, k): v for k, v in parts[2].items() if k != _KEY}
     return tuple(parts)
 
 
@@ -157,11 +167,6 @@ def check_can_carry(name: str, module: Module) -> None:
         why = (
             "it is a lazy module, which changes its class in its first forward and so "
             "would lose the region; run one forward first"
-        )
-    elif "forward" in module.__dict__:
-        why = (
-            "its forward was replaced on the instance (by an offloading or device "
-            "hook?), so a region would never run; remove that first"
         )
     else:
         return

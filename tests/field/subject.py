@@ -12,7 +12,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from membudget.step import Step, call_model, find_loss
+from membudget.batch import call_model
+from membudget.step import Step, find_loss
 from tests.field.case import Case, seed_everything
 from tests.field.counting_allocator import peak_bytes
 
