@@ -161,3 +161,42 @@ def test_rule5_parameters_that_functional_call_swaps_in_are_recomputed_with(engi
     assert len(found) == len(expected) == 4
     assert all(map(torch.equal, found, expected))
     assert all(isinstance(p, nn.Parameter) for p in model.parameters())
+
+
+class Averaged(nn.Module):
+    """Binds an attribute to a new tensor in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(5)
+        self.other = torch.ones(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach()
+        return (x - self.mean) * x * self.other
+
+
+def test_rule5_an_attribute_that_each_forward_binds_is_restored():
+    plain, region = Averaged(), Averaged()
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    for _ in range(CALLS):
+        (expected,) = torch.autograd.grad(plain(x).sum(), x)
+        output = mb.checkpoint(region, x, engine="rerun")
+        assert torch.equal(torch.autograd.grad(output.sum(), x)[0], expected)
+        assert torch.equal(region.mean, plain.mean)
+
+
+def test_rule8_two_names_that_exchange_their_tensors_are_noticed():
+    pair = [torch.full((5,), 2.0), torch.full((5,), 3.0)]
+
+    def function(x: Tensor) -> Tensor:
+        return (x * pair[0] + pair[1]).sin()
+
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    for _ in range(CALLS - 1):
+        mb.checkpoint(function, x, engine="rerun").sum().backward()
+    output = mb.checkpoint(function, x, engine="rerun")
+    pair.reverse()
+
+    with pytest.raises(ChangedSinceForwardError, match="was changed after the forward"):
+        output.sum().backward()

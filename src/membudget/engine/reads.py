@@ -240,13 +240,15 @@ class Reads:
         """Return the tensors to which other code has bound a name since the forward."""
         now = reach(function, arguments.others).tensors
         addresses = [address_of(tensor) for tensor in now]
-        if addresses == self._bound:
+        if addresses in (self._bound, self._addresses):
             return []
         given = [held.given() for held in arguments.tensors]
         known = {address_of(tensor) for tensor in given if tensor is not None}
         known.update(self._addresses, self._bound)
-        # Names that were exchanged are told by their places in the walk.
-        before = self._bound if len(now) == len(self._bound) else addresses
+        # Two names that exchanged their tensors are told by their places in the walk,
+        # unless the forward itself bound names, some of which are restored now.
+        is_alike = self._bound == self._addresses and len(now) == len(self._bound)
+        before = self._bound if is_alike else addresses
         return [
             tensor
             for tensor, address, old in zip(now, addresses, before, strict=True)
