@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import membudget as mb
 
@@ -77,6 +78,9 @@ def what_a_reader_has() -> dict[str, Any]:
         "Block": Block,
         "block": model[0],
         "layers": model,
+        "inputs": batch,
+        "targets": batch.clone(),
+        "loader": DataLoader(TensorDataset(batch, batch.clone()), len(batch)),
         "x": batch.clone().requires_grad_(),
     }
 
