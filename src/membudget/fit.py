@@ -24,6 +24,7 @@ from membudget.audit import AuditReport, audit
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
 from membudget.errors import OptionError
 from membudget.modes import AUTO, check_mode
+from membudget.outcome import check_against_plain
 from membudget.planner.plan import Plan
 from membudget.planning import Attempt, make_plan, next_schedule, try_plan, unseen_bytes
 from membudget.profile import Device, Profile, profile_step
@@ -174,7 +175,8 @@ def fit(
         BudgetError: If no plan fits; the message states the smallest feasible budget.
         OptionError: If the budget is neither bytes nor a share, the mode is unknown, or
             the model already has regions that `fit` did not attach.
-        RecomputeMismatchError: If a recompute differs even with more outputs kept.
+        RecomputeMismatchError: If recomputed values differ even with more outputs kept,
+            or loss, gradients or buffers differ from those of the plain step.
 
     Warns:
         UnrepeatableWarning: If an output is kept because its recompute differed.
@@ -232,8 +234,20 @@ def fit_recorded(
         found, applied = try_plan(step, plan, schedule, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
+            _check_fitted(step, plain, plan, applied)
             return Fitted(mode, step, plain, attempts, applied)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
+
+
+def _check_fitted(step: Step, plain: Profile, plan: Plan, applied: Applied) -> None:
+    """Compare a fitted step with the plain one, unless that one may not fit."""
+    if plain.tensors == "fake" or not plan.regions:
+        return
+    try:
+        check_against_plain(step)
+    except BaseException:
+        applied.remove()
+        raise
 
 
 DOES_NOT_FIT = (
