@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,3 +128,20 @@ def test_what_an_operator_declares_to_write_it_may_write(library):
     assert torch.equal(found, torch.full((2,), 6.0))
     assert torch.equal(x, torch.full((2,), 2.0))
     assert known() == (set(), set())
+
+
+def test_an_operator_that_is_the_first_to_import_numpys_generators_counts_as_drawing(
+    library: torch.library.Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numpy_random = sys.modules["numpy.random"]
+
+    def run(x: Tensor) -> Tensor:
+        sys.modules["numpy.random"] = numpy_random
+        return x * float(numpy_random.rand())
+
+    imports = operator(library, "imports_numpy", run)
+    monkeypatch.delitem(sys.modules, "numpy.random")
+    output, drew = call_noting_draws(imports, (torch.ones(2),), {})
+
+    assert drew
+    assert output.shape == (2,)
