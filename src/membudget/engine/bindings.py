@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from membudget.engine.reach import Reached
+from membudget.scope import Scope
 
 _ABSENT = object()
 
@@ -32,10 +34,9 @@ def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
     """
     pairs = []
     for module in reached.modules:
-        for name in ("_buffers", "_parameters"):
-            held = module.__dict__[name]
-            if held:
-                pairs.append((held, _without_graphs(held)))
+        buffers = module.__dict__["_buffers"]
+        if buffers:
+            pairs.append((buffers, buffers.copy()))
     for module in reached.stateful_modules:
         bound = module.__dict__.copy()
         for key, value in module.__dict__.items():
@@ -45,10 +46,46 @@ def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
     return pairs
 
 
-def _without_graphs(held: dict[str, Any]) -> dict[str, Any]:
-    """Copy a dict of parameters or buffers; `functional_call` swaps in non-leaves."""
-    copied = held.copy()
-    for key, tensor in held.items():
-        if tensor is not None and tensor.grad_fn is not None:
-            copied[key] = tensor.detach().requires_grad_()
-    return copied
+def parameters_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return each module's dict of parameters, with a copy that holds no graph."""
+    pairs = []
+    for module in reached.modules:
+        held = module.__dict__["_parameters"]
+        if held:
+            copied = held.copy()
+            for key, tensor in held.items():
+                # `functional_call` swaps in what was computed from parameters.
+                if tensor is not None and tensor.grad_fn is not None:
+                    copied[key] = tensor.detach().requires_grad_()
+            pairs.append((held, copied))
+    return pairs
+
+
+def enter_parameters(
+    scope: Scope, pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+) -> None:
+    """Bind the parameters that a forward saw, until `scope` ends.
+
+    Parameters that FSDP has gathered or sharded since are left as they are.
+    """
+    for held, before in pairs:
+        for key, tensor in before.items():
+            now = held.get(key)
+            if now is not tensor and _are_alike(now, tensor):
+                scope.callback(held.__setitem__, key, now)
+                held[key] = tensor
+
+
+def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
+    return (
+        one is not None
+        and other is not None
+        and (one.shape, one.dtype) == (other.shape, other.dtype)
+        and is_ordinary(one)
+        and is_ordinary(other)
+    )
+
+
+def is_ordinary(tensor: Tensor) -> bool:
+    """Return whether a tensor is no subclass such as a DTensor, which FSDP shards."""
+    return type(tensor) in (Tensor, Parameter)

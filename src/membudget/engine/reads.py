@@ -30,9 +30,16 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from membudget.engine.arguments import HeldArguments
-from membudget.engine.bindings import namespaces_of, rebind
+from membudget.engine.bindings import (
+    enter_parameters,
+    is_ordinary,
+    namespaces_of,
+    parameters_of,
+    rebind,
+)
 from membudget.engine.calls import Calls
 from membudget.engine.comparison import Contents, Watch
 from membudget.engine.messages import (
@@ -70,7 +77,7 @@ class Reads:
     __slots__ = (
         *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
         *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_bound", "_training", "_versions", "_written", "grown"),
+        *("_bound", "_parameters", "_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -85,6 +92,7 @@ class Reads:
         self._modules = reached.modules
         self._training = [module.training for module in reached.modules]
         self._namespaces = namespaces_of(reached)
+        self._parameters = parameters_of(reached)
         self._bound = self._addresses
         self._silent = reached.silent
         self._containers = reached.containers
@@ -206,6 +214,7 @@ class Reads:
             if module.training != training:
                 scope.callback(setattr, module, "training", module.training)
                 module.training = training
+        enter_parameters(scope, self._parameters)
         for namespace, before in self._namespaces:
             now = namespace.copy()
             # Names that the recompute binds are unbound afterwards, even if nothing had
@@ -249,10 +258,14 @@ class Reads:
         # unless the forward itself bound names, some of which are restored now.
         is_alike = self._bound == self._addresses and len(now) == len(self._bound)
         before = self._bound if is_alike else addresses
+        # FSDP exchanges a DTensor for the gathered parameter.
+        is_sharded = not all(map(is_ordinary, self._tensors))
         return [
             tensor
             for tensor, address, old in zip(now, addresses, before, strict=True)
-            if address and (address not in known or address != old)
+            if (address not in known or address != old)
+            and not (is_sharded and isinstance(tensor, Parameter))
+            and address
         ]
 
     def _changed(self) -> list[Tensor]:
