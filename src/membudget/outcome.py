@@ -15,7 +15,7 @@ from membudget.profile.profiling import state_kept
 from membudget.state.bits import Fingerprint, content_of
 from membudget.step import Step
 
-Outcome = dict[str, Fingerprint | None]
+Prints = dict[str, Fingerprint | None]
 
 
 def check_against_plain(step: Step) -> None:
@@ -41,7 +41,7 @@ def check_against_plain(step: Step) -> None:
         )
 
 
-def _outcome(step: Step) -> Outcome:
+def _outcome(step: Step) -> Prints:
     """Run the step once; return fingerprints of all it computes, by name."""
     with state_kept(step, has_values=True):
         step.prepare()
