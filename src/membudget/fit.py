@@ -88,6 +88,8 @@ class Fitted:
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
+        if DOES_NOT_FIT in self.profile.notes:
+            lines.append(f"profile   {'fake':>12}  {DOES_NOT_FIT}")
         if before:
             more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
             lines.append(
