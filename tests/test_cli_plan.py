@@ -240,7 +240,7 @@ def test_a_peak_over_the_budget_gives_1(step, capsys, monkeypatch):
 
 def test_an_audit_that_differs_gives_1(step, capsys, monkeypatch):
     from membudget.audit import AuditReport, Difference
-    from membudget.fit import Fitted
+    from membudget.fitted import Fitted
 
     report = AuditReport((Difference("gradient", "0.weight", "3 of 4 bytes"),))
     monkeypatch.setattr(Fitted, "audit", lambda self: report)

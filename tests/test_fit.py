@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import planning
+from membudget import attempt
 from membudget.errors import BudgetError, OptionError
-from membudget.fit import Fitted, fit
+from membudget.fit import fit
+from membudget.fitted import Fitted
+from membudget.outcome import Metered
 from membudget.report.plan_text import head, region_table
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
@@ -229,15 +233,15 @@ def test_the_report_of_a_step_that_fits_plain_says_so():
 
 def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypatch):
     model, batch = made("mlp")
-    honest = planning.measured_peak
+    honest = attempt.planned_run
     found: list[int] = []
 
-    def more_at_first(*step: Any) -> int:
-        peak = honest(*step)
-        found.append(peak + (20_000 if not found else 0))
-        return found[-1]
+    def more_at_first(*step: Any) -> Metered:
+        run = honest(*step)
+        found.append(run.peak_bytes + (20_000 if not found else 0))
+        return dataclasses.replace(run, peak_bytes=found[-1])
 
-    monkeypatch.setattr(planning, "measured_peak", more_at_first)
+    monkeypatch.setattr(attempt, "planned_run", more_at_first)
     budget = int(0.7 * mb.profile(model, batch, fake=True).peak_bytes)
     with fit(model, batch, "70%", fake=True) as fitted:
         assert fitted.peak_bytes <= budget
@@ -250,7 +254,8 @@ def test_a_prediction_that_is_too_low_is_corrected_by_what_was_measured(monkeypa
 def test_a_budget_that_no_try_keeps_is_an_error_and_leaves_the_model(monkeypatch):
     model, batch = mlp()
     before = state_of(model)
-    monkeypatch.setattr(planning, "measured_peak", lambda *step: 1 << 40)
+    too_much = Metered(1 << 40, Mock())
+    monkeypatch.setattr(attempt, "planned_run", lambda *step: too_much)
     with pytest.raises(BudgetError, match="predicted to fit took"):
         fit(model, batch, "90%", fake=True)
     assert state_of(model) == before

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from membudget.errors import BudgetError
-from membudget.fit import Fitted, fit
+from membudget.fit import fit
+from membudget.fitted import Fitted
 from membudget.memory import peak
 from membudget.step import Step
 from tests.planner.models import measured_peak

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import planning
+from membudget import attempt, planning
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.modes import MODES, check_mode, schedule_of_mode
+from membudget.outcome import Metered
 from membudget.planner.schedule import NO_OVERHEADS, Overheads
 from membudget.planning import plan_for
 from tests.planner.models import MODELS, gpt
@@ -199,16 +202,19 @@ def test_what_is_measured_decides_where_the_prediction_is_near(monkeypatch):
     found = mb.profile(model, batch, fake=True)
     peak = schedule_of_mode("full", found.graph, NO_OVERHEADS).simulation.peak_bytes
     budget = found.graph.static.total + peak
-    honest = planning.measured_peak
+    honest = attempt.planned_run
     classes = [type(module) for module in model.modules()]
 
-    monkeypatch.setattr(
-        planning, "measured_peak", lambda *step: honest(*step) - peak // 50
-    )
+    def less(*step: Any) -> Metered:
+        run = honest(*step)
+        return dataclasses.replace(run, peak_bytes=run.peak_bytes - peak // 50)
+
+    monkeypatch.setattr(attempt, "planned_run", less)
     with fit(model, batch, budget - peak // 50, mode="full", fake=True) as fitted:
         assert fitted.plan.peak_bytes > fitted.plan.budget_bytes >= fitted.peak_bytes
 
-    monkeypatch.setattr(planning, "measured_peak", lambda *step: peak + 1)
+    more = Metered(peak + 1, Mock())
+    monkeypatch.setattr(attempt, "planned_run", lambda *step: more)
     with pytest.raises(
         BudgetError, match=f"is measured to allocate {peak + 1:,} bytes"
     ):

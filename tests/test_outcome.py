@@ -1,67 +1,76 @@
-"""A fitted step is compared with the plain one, as a whole."""
+"""What a step takes and computes, and which regions make it compute something else."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
-import membudget as mb
-from membudget.engine.controls import SWITCHES
 from membudget.errors import RecomputeMismatchError
-from membudget.outcome import check_against_plain
+from membudget.memory import peak
+from membudget.outcome import at_fault, check_equal, plain_run
+from membudget.state.identity import digest, is_same
 from membudget.step import Step
 
 
-class Unlike(nn.Module):
-    """Computes something else where no region can run."""
+class Varying(nn.Module):
+    """Computes something else once `changes` names it."""
 
-    def __init__(self, changes: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            *(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))
-        )
-        self.bias = nn.Parameter(torch.zeros(()))
+        self.linear = nn.Linear(8, 8)
         self.register_buffer("count", torch.zeros(()))
         self.count: Tensor
-        self.changes = changes
+        self.cache = torch.zeros(2)
+        self.changes = ""
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layers(x)
-        differs = not SWITCHES.disabled
-        if self.changes == "loss" and differs:
+        output: Tensor = self.linear(x).mean()
+        if self.changes == "loss":
             output = output + 1
-        if self.changes == "buffer" and differs:
-            self.count.add_(1)
         if self.changes == "gradient":
-            output = output + (self.bias if differs else self.bias * 2)
-        return output.square().mean()
+            output = output + (output - output.detach())
+        if self.changes == "buffer":
+            self.count.add_(1)
+        if self.changes == "attribute":
+            self.cache += 1
+        if self.changes == "stream":
+            torch.rand(())
+        return output
 
 
-@pytest.fixture
-def batch() -> Tensor:
-    return torch.randn(1024, 32)
+def step_of(model: nn.Module) -> Step:
+    return Step(model, torch.ones(4, 8), None)
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ("loss", r"the loss and \d+ more differs"),
-        ("gradient", "the gradient of 'bias' differs"),
-        ("buffer", "the buffer 'count' differs"),
+        ("loss", "the loss differs"),
+        (
+            "gradient",
+            r"gradient linear.weight differs from the plain step's, as do \d",
+        ),
+        ("buffer", "the buffer count differs"),
+        ("attribute", "the attribute cache differs"),
+        ("stream", "the stream torch.* differs"),
     ],
 )
-def test_what_a_fitted_step_computes_otherwise_is_an_error_that_names_it(
-    changes, named, batch
-):
-    model = Unlike(changes)
-    classes = [type(module) for module in model.modules()]
+def test_what_a_step_computes_otherwise_is_an_error_that_names_it(changes, named):
+    model = Varying()
+    step = step_of(model)
+    plain = plain_run(step)
+    model.changes = changes
+    other = plain_run(step)
+    model.changes = ""
+    check_equal(step, plain, plain_run(step))
     with pytest.raises(RecomputeMismatchError, match=named):
-        mb.fit(model, batch, "60%")
-
-    assert [type(module) for module in model.modules()] == classes
-    assert all(p.grad is None for p in model.parameters())
+        check_equal(step, plain, other)
 
 
 def test_what_the_plain_step_does_not_repeat_is_not_compared():
@@ -71,14 +80,41 @@ def test_what_the_plain_step_does_not_repeat_is_not_compared():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) * (1 + next(calls))
 
-    check_against_plain(Step(Counts(4, 4), torch.ones(2, 4), None))
+    step = step_of(Counts(8, 8))
+    check_equal(step, plain_run(step), plain_run(step))
 
 
-def test_an_equal_step_passes_and_leaves_no_trace(batch):
-    model = Unlike("nothing")
-    state = torch.get_rng_state()
-    with mb.fit(model, batch, "60%") as fitted:
-        check_against_plain(Step(model, batch, None))
-        assert fitted.plan.regions
-    assert torch.equal(torch.get_rng_state(), state)
-    assert all(p.grad is None for p in model.parameters())
+def test_a_metered_step_is_the_second_one_and_leaves_no_trace():
+    model = Varying()
+    model.changes = "buffer"
+    before = torch.get_rng_state()
+    step = step_of(model)
+    found = plain_run(step)
+
+    assert model.count.item() == 0
+    assert torch.equal(torch.get_rng_state(), before)
+    model.count.fill_(2)
+    count = found.outcome.of("buffer")["count"]
+    assert count is not None
+    assert is_same(count, digest(model.count))
+    step.prepare()
+    assert found.peak_bytes == peak(step.run).peak_bytes
+
+
+@given(st.integers(1, 40), st.sets(st.integers(0, 39)))
+def test_bisecting_finds_every_region_that_is_at_fault_alone(count, faults):
+    regions = list(range(count))
+    faults &= set(regions)
+
+    def wrong(some: Sequence[int]) -> str:
+        return ", ".join(str(region) for region in some if region in faults)
+
+    if faults:
+        found = at_fault(regions, "all", wrong)
+        assert {region for region, _ in found} == faults
+        assert all(why in ("all", str(region)) for region, why in found)
+
+
+def test_regions_that_only_go_wrong_together_are_all_at_fault():
+    found = at_fault("abcd", "why", lambda some: "why" if {*"bc"} <= {*some} else "")
+    assert found == [(region, "why") for region in "abcd"]

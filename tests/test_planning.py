@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget import planning
+from membudget import attempt
 from membudget.attach import has_region
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.fit import fit
@@ -82,17 +83,18 @@ def test_a_write_that_nobody_sees_is_kept_by_a_fitted_plan(percent):
     assert state_of(model) == before
 
 
-def test_a_difference_that_keeping_does_not_cure_is_an_error(monkeypatch):
+def test_a_difference_that_keeping_does_not_cure_is_an_error_if_plain_does_not_fit(
+    monkeypatch,
+):
     model, batch = unseen(4)
     classes = [type(module) for module in model.modules()]
 
     def run(self: Step) -> Tensor:
         raise RecomputeMismatchError("on purpose")
 
-    found = mb.profile(model, batch)
+    found = dataclasses.replace(mb.profile(model, batch), tensors="fake")
     fitting = sys.modules["membudget.fit"]
     monkeypatch.setattr(fitting, "profile_step", lambda *_, **__: found)
-    monkeypatch.setattr(fitting, "unseen_bytes", lambda *_: 0)
     monkeypatch.setattr(Step, "run", run)
     with (
         pytest.warns(UnrepeatableWarning, match="on purpose"),
@@ -110,11 +112,11 @@ def test_what_interrupts_the_measuring_leaves_no_plan_on_the_model(
     model, batch = mlp()
     regions: list[int] = []
 
-    def interrupted(step: Any, applied: Any) -> int:
+    def interrupted(step: Any, applied: Any) -> None:
         regions.append(len(applied.status().regions))
         raise kind("in the middle")
 
-    monkeypatch.setattr(planning, "measured_peak", interrupted)
+    monkeypatch.setattr(attempt, "planned_run", interrupted)
     with pytest.raises(kind, match="in the middle"):
         fit(model, batch, "60%", mode=mode, fake=True)
     assert regions[0] > 0

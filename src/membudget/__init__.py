@@ -40,7 +40,8 @@ if TYPE_CHECKING:
         SelectionError,
         UnrepeatableWarning,
     )
-    from membudget.fit import Fitted, fit
+    from membudget.fit import fit
+    from membudget.fitted import Fitted
     from membudget.graph import StepGraph
     from membudget.memory import (
         Peak,
@@ -117,7 +118,8 @@ _HOMES = {
     "membudget.errors": tuple(
         name for name in __all__ if name.endswith(("Error", "Warning"))
     ),
-    "membudget.fit": ("Fitted", "fit"),
+    "membudget.fit": ("fit",),
+    "membudget.fitted": ("Fitted",),
     "membudget.graph": ("StepGraph",),
     "membudget.memory": (
         "Peak",

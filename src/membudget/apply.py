@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -69,13 +69,16 @@ class Status:
 
     Attributes:
         regions: One entry per region, in order of attachment.
+        left_out: Why `fit` put no region on a module, keyed by the module's name.
     """
 
     regions: tuple[RegionStatus, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return a table with one line per region."""
-        width = max([len("region"), *(len(region.name) for region in self.regions)])
+        """Return a table with one line per region, or module without one."""
+        names = [*(region.name for region in self.regions), *self.left_out]
+        width = max(map(len, ["region", *names]))
         lines = [f"{'region':{width}}  forwards  recomputes  skipped"]
         for r in self.regions:
             note = "" if r.forwards or r.skipped else "  (did not run)"
@@ -87,6 +90,8 @@ class Status:
                 f"{r.name:{width}}  {r.forwards:8d}  {r.recomputes:10d}  "
                 f"{r.skipped:7d}{note}"
             )
+        for name, why in self.left_out.items():
+            lines.append(f"{name:{width}}  (no region, under which {why})")
         return "\n".join(lines)
 
 
@@ -103,6 +108,7 @@ class Applied:
         self._modules = modules
         self._statistics = statistics
         self._policies = policies
+        self.left_out: Mapping[str, str] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,7 +128,8 @@ class Applied:
                     self._differences(name),
                 )
                 for name, s in self._statistics.items()
-            )
+            ),
+            self.left_out,
         )
 
     def _differences(self, name: str) -> int:
@@ -249,8 +256,8 @@ def _apply_plan(
 
 
 @contextmanager
-def without_plan(model: Module) -> Iterator[None]:
-    """Remove the regions of a plan from a model; put them back after an exception."""
+def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
+    """Remove a plan's regions; put them back if asked to, or after an exception."""
     planned = {
         name: (module, carried)
         for name, module in model.named_modules()
@@ -262,9 +269,11 @@ def without_plan(model: Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        for name, (module, carried) in planned.items():
-            put(module, carried, name)
+        put_back = True
         raise
+    finally:
+        for name, (module, carried) in planned.items() if put_back else ():
+            put(module, carried, name)
 
 
 def _policy(region: RegionPlan) -> Planned:

@@ -25,7 +25,7 @@ from membudget.text import format_bytes
 
 if TYPE_CHECKING:
     from membudget.audit import AuditReport
-    from membudget.fit import Fitted
+    from membudget.fitted import Fitted
     from membudget.planner.plan import Plan
     from membudget.trial import Trial
 

@@ -2,128 +2,40 @@
 
 record the plain step  ──>  choose a schedule  ──>  apply its plan  ──>  verify, measure
                             ^                                               │
-                            └──────── lower the target by the excess <──────┤
+                            ├─ lower the target by the excess <─ too large ─┤
+                            ├─ leave out the regions at fault <─ not equal ─┤
                                                                             v
                                                                     a `Fitted` model
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from inspect import signature
-from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory
-from membudget.apply import Applied, Status, without_plan
+from membudget.apply import Applied, without_plan
 from membudget.attach import has_region
-from membudget.audit import AuditReport, audit
+from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
-from membudget.errors import OptionError
+from membudget.errors import BudgetError, OptionError, UnrepeatableWarning
+from membudget.fitted import DOES_NOT_FIT, Fitted
 from membudget.modes import AUTO, check_mode
-from membudget.outcome import check_against_plain
-from membudget.planner.plan import Plan
-from membudget.planning import Attempt, make_plan, next_schedule, try_plan, unseen_bytes
+from membudget.outcome import Metered, plain_run
+from membudget.planning import (
+    make_plan,
+    next_schedule,
+    unseen_bytes,
+    without_calls,
+)
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
-from membudget.report.plan_text import PLAIN_FITS, head, region_table
-from membudget.step import ABSENT, CallableStep, LossFunction, Step, step_of
-
-
-class Fitted:
-    """A model whose step fits its budget; as a context manager, undoes `fit` on exit.
-
-    Attributes:
-        plan: The plan applied to the model.
-        mode: The `mode` that was passed to `fit`, such as `"auto"`.
-        profile: Profile of the plain step, without regions.
-        attempts: Every plan that was measured; the last one is applied.
-    """
-
-    def __init__(
-        self,
-        mode: str,
-        step: Step,
-        profile: Profile,
-        attempts: Sequence[Attempt],
-        applied: Applied,
-    ):
-        """Store the results of fitting; called by `fit`."""
-        self.mode = mode
-        self._step = step
-        self.profile = profile
-        self.attempts = tuple(attempts)
-        self._applied = applied
-
-    @property
-    def plan(self) -> Plan:
-        """The plan applied to the model."""
-        return self.attempts[-1].plan
-
-    @property
-    def peak_bytes(self) -> int:
-        """Measured peak bytes that a step allocates."""
-        return self.attempts[-1].peak_bytes
-
-    def status(self) -> Status:
-        """Return the counters of every region."""
-        return self._applied.status()
-
-    def audit(self, batch: Any = None) -> AuditReport:
-        """Compare a step under the plan with the plain step bitwise, on any batch."""
-        step = self._step
-        if batch is not None:
-            step = Step(step.model, batch, step.loss_fn)
-        is_own = isinstance(step, CallableStep)
-        if is_own or not self.plan.regions:  # Without regions both runs are plain.
-            return audit(plain=step.run, budgeted=step.run, modules=step.model)
-        return audit(step.model, step.batch, step.loss_fn)
-
-    def report(self) -> str:
-        """Return predicted and measured values, and what each region keeps, as text."""
-        *before, last = self.attempts
-        lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
-        if self.mode != AUTO:
-            lines.append(f"mode      {self.mode:>12}  a rule, without planning")
-        if DOES_NOT_FIT in self.profile.notes:
-            lines.append(f"profile   {'fake':>12}  {DOES_NOT_FIT}")
-        if before:
-            more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
-            lines.append(
-                f"plans     {len(self.attempts):12}  the earlier ones took {more} bytes"
-            )
-        other = [r.name for r in self.status().regions if r.differences]
-        if other:
-            lines.append(
-                f"differs   {len(other):12}  regions ran other operators than planned, "
-                f"and keep less: {other[0] or 'the model'!r} first"
-            )
-        regions = PLAIN_FITS
-        if self.plan.regions:
-            regions = region_table(self.profile.graph, last.schedule)
-        return "\n".join([*lines, "", regions])
-
-    __str__ = report
-
-    def remove(self) -> None:
-        """Remove the plan and restore the original model."""
-        self._applied.remove()
-
-    def __enter__(self) -> Fitted:
-        """Return the fitted model itself."""
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Remove the plan from the model."""
-        self.remove()
+from membudget.step import ABSENT, LossFunction, Step, step_of
 
 
 def fit(
@@ -141,9 +53,11 @@ def fit(
     """Apply the fastest plan found under which a training step fits the budget.
 
     Gradients, buffers and random streams stay bitwise equal to those of the plain step,
-    and the training loop needs no change. `fit` runs two steps under each plan that it
-    tries, and restores the model's state afterwards: the first step compares
-    fingerprints of recomputed and dropped values, the second measures memory.
+    and the training loop needs no change. `fit` runs two plain steps, and two under
+    each plan that it tries, and restores the model's state afterwards: the first of two
+    compares fingerprints of recomputed and dropped values, the second measures memory
+    and is compared with the plain step. Where they differ, a plan without the regions
+    at fault is made.
 
     Args:
         model: Any module; the plan's regions are attached in place, and replace those
@@ -178,10 +92,12 @@ def fit(
         OptionError: If the budget is neither bytes nor a share, the mode is unknown, or
             the model already has regions that `fit` did not attach.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
-            or loss, gradients or buffers differ from those of the plain step.
+            and the plain step does not fit, so that fewer regions may not, either.
 
     Warns:
-        UnrepeatableWarning: If an output is kept because its recompute differed.
+        UnrepeatableWarning: If an output is kept because its recompute differed, or a
+            module gets no region because the step went wrong under it; `status()`
+            names both.
 
     Example:
         >>> import torch
@@ -221,41 +137,46 @@ def _profiled(
 
 
 def fit_recorded(
-    step: Step, plain: Profile, budget: Budget, mode: str = AUTO
+    step: Step, profile: Profile, budget: Budget, mode: str = AUTO
 ) -> Fitted:
-    """Fit an already profiled step: plan, apply and measure until a plan fits.
+    """Fit an already profiled step; see `fit` for what is raised and warned of."""
+    plain = None if profile.tensors == "fake" else plain_run(step)
+    left_out: dict[str, str] = {}
+    while True:
+        plannable = without_calls(profile, left_out)
+        try:
+            attempts, applied = _attempts(step, plannable, plain, budget, mode)
+        except RegionsAtFaultError as error:
+            left_out |= error.reasons
+            warnings.warn(str(error), UnrepeatableWarning, stacklevel=3)
+        except BudgetError as error:
+            if left_out:
+                error.add_note(str(RegionsAtFaultError(left_out)))
+            raise
+        else:
+            applied.left_out = left_out
+            return Fitted(mode, step, profile, attempts, applied)
+
+
+def _attempts(
+    step: Step, profile: Profile, plain: Metered | None, budget: Budget, mode: str
+) -> tuple[list[Attempt], Applied]:
+    """Try plans until one is within the budget; return all, and its regions.
 
     Raises:
         BudgetError: If no plan fits, by prediction or by measurement.
+        RegionsAtFaultError: If the step goes wrong under some regions of a plan.
     """
     attempts: list[Attempt] = []
-    unseen = unseen_bytes(step, plain)
+    unseen = unseen_bytes(profile, plain)
     while True:
-        schedule = next_schedule(plain, budget, mode, attempts, unseen)
-        plan = make_plan(plain, schedule, step.model, budget.step_bytes, unseen)
-        found, applied = try_plan(step, plan, schedule, len(attempts) + 1)
+        schedule = next_schedule(profile, budget, mode, attempts, unseen)
+        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
-            _check_fitted(step, plain, plan, applied)
-            return Fitted(mode, step, plain, attempts, applied)
+            return attempts, applied
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
-
-
-def _check_fitted(step: Step, plain: Profile, plan: Plan, applied: Applied) -> None:
-    """Compare a fitted step with the plain one, unless that one may not fit."""
-    if plain.tensors == "fake" or not plan.regions:
-        return
-    try:
-        check_against_plain(step)
-    except BaseException:
-        applied.remove()
-        raise
-
-
-DOES_NOT_FIT = (
-    "the plain step ran out of memory, so it was recorded on fake tensors: the seconds "
-    "are estimated"
-)
 
 
 def _check_step(step: Step) -> None:

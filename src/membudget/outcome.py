@@ -1,61 +1,109 @@
-"""Compare what a step computes under its plan with what the plain step computes.
+"""What one run of a step takes and computes: the plain step beside a planned one.
 
-The regions of a plan compare recomputed values with those that they dropped, which says
-nothing of what is computed differently while a region records. So `fit` compares the
-whole step once, by fingerprints, from one state and with the same random numbers.
+Regions compare recomputed values with those that they dropped, which says nothing of
+what is computed differently while a region records. So each plan's measured step is
+also compared with the plain step, as a whole. Each is the second step from one state
+and draws the same random numbers; the first fills caches, and verifies the plan.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from membudget.engine.controls import disable_checkpointing
+from membudget.apply import without_plan
+from membudget.audit.differences import Outcome, Results, compare
 from membudget.errors import RecomputeMismatchError
+from membudget.memory import peak
 from membudget.profile.profiling import state_kept
-from membudget.state.bits import Fingerprint, content_of
+from membudget.state.identity import digest
+from membudget.state.snapshot import State
 from membudget.step import Step
 
-Prints = dict[str, Fingerprint | None]
+R = TypeVar("R")
 
 
-def check_against_plain(step: Step) -> None:
-    """Run the step under its plan and plain, and compare loss, gradients and buffers.
+@dataclass(frozen=True)
+class Metered:
+    """One run of a step.
 
-    What two plain steps compute differently is not compared.
+    Attributes:
+        peak_bytes: Peak bytes that the step allocated.
+        outcome: Fingerprints of all that it computed or changed.
+    """
+
+    peak_bytes: int
+    outcome: Outcome
+
+
+def metered(step: Step, start: State) -> Metered:
+    """Meter one run of the step, and take fingerprints of what it computed.
+
+    Args:
+        step: The step, inside of `state_kept`.
+        start: What `state_kept` yields.
+    """
+    step.prepare()
+    found = peak(step.run)
+    results = Results(digest)
+    results.add("loss", found.result)
+    return Metered(found.peak_bytes, Outcome(step.roots(), start, results))
+
+
+def plain_run(step: Step) -> Metered:
+    """Run a step without a plan twice, and meter the second run."""
+    with state_kept(step, has_values=True) as start:
+        step.run()
+        return metered(step, start)
+
+
+def check_equal(step: Step, plain: Metered, planned: Metered) -> None:
+    """Compare loss, gradients, buffers, attributes and random numbers of two runs.
+
+    What two plain runs compute differently is not compared.
 
     Raises:
         RecomputeMismatchError: If anything differs; the error names it.
     """
-    planned = _outcome(step)
-    with disable_checkpointing():
-        plain = _outcome(step)
-        found = [name for name in plain if planned.get(name) != plain[name]]
-        again = _outcome(step) if found else plain
-    wrong = [name for name in found if again[name] == plain[name]]
+    found = _different(plain, planned)
+    if not found:
+        return
+    with without_plan(step.model, put_back=True):
+        unrepeatable = _different(plain, plain_run(step))
+    wrong = [name for name in found if name not in unrepeatable]
     if wrong:
-        more = f" and {len(wrong) - 1} more" if wrong[1:] else ""
-        raise RecomputeMismatchError(
-            f"under the plan, {wrong[0]}{more} differs from the plain step, whose two "
-            "runs are equal. Please report this; until then, leave out the block at "
-            "fault: membudget.audit names every difference"
-        )
+        more = f", as do {len(wrong) - 1} more" if wrong[1:] else ""
+        raise RecomputeMismatchError(f"{wrong[0]} differs from the plain step's{more}")
 
 
-def _outcome(step: Step) -> Prints:
-    """Run the step once; return fingerprints of all it computes, by name."""
-    with state_kept(step, has_values=True):
-        step.prepare()
-        loss = step.run()
-        found = {"the loss": _print(loss)} if isinstance(loss, Tensor) else {}
-        for name, parameter in step.model.named_parameters():
-            found[f"the gradient of {name!r}"] = _print(parameter.grad)
-        for name, tensor in step.batch_tensors().items():
-            if tensor.is_leaf:
-                found[f"the gradient of {name}"] = _print(tensor.grad)
-        for name, buffer in step.model.named_buffers():
-            found[f"the buffer {name!r}"] = _print(buffer)
-        return found
+def _different(one: Metered, other: Metered) -> list[str]:
+    found = compare(one.outcome, other.outcome, "the other").differences
+    return [f"the {d.kind} {d.name}".replace("loss loss", "loss") for d in found]
 
 
-def _print(tensor: Tensor | None) -> Fingerprint | None:
-    return None if tensor is None else content_of(tensor.detach())
+def at_fault(
+    regions: Sequence[R], why: str, wrong: Callable[[Sequence[R]], str]
+) -> list[tuple[R, str]]:
+    """Bisect regions under which a step goes wrong; return those at fault, with why.
+
+    Args:
+        regions: Regions that are wrong together.
+        why: What is wrong with them, in words.
+        wrong: Says what is wrong with some of the regions alone; empty if nothing is.
+
+    Example:
+        >>> at_fault("abcdefg", "?", lambda some: "f is wrong" if "f" in some else "")
+        [('f', 'f is wrong')]
+    """
+    if len(regions) == 1:
+        return [(regions[0], why)]
+    middle = len(regions) // 2
+    found = [
+        fault
+        for half in (regions[:middle], regions[middle:])
+        if (reason := wrong(half))
+        for fault in at_fault(half, reason, wrong)
+    ]
+    # Perhaps only regions of both halves together go wrong.
+    return found or [(region, why) for region in regions]

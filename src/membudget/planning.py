@@ -1,26 +1,22 @@
-"""Turn a recorded step into a schedule and a plan within a budget; measure the plan.
-
-Planning itself runs no step and needs only a profile. `try_plan` then applies the plan,
-verifies one step under the plan, and measures the peak of another.
-"""
+"""Turn a recorded step into a schedule and a plan within a budget; no step runs."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 
 from torch.nn import Module
 
-from membudget.apply import Applied, apply, model_parameters
+from membudget.apply import model_parameters
+from membudget.attempt import MOST_PLANS, Attempt
 from membudget.budget import Budget
-from membudget.errors import BudgetError, RecomputeMismatchError, UnrepeatableWarning
+from membudget.errors import BudgetError
 from membudget.graph import StepGraph
-from membudget.memory import peak
 from membudget.modes import AUTO, check_mode, schedule_of_mode
+from membudget.outcome import Metered
 from membudget.planner.bound import least_seconds
 from membudget.planner.plan import Plan, region_plan
 from membudget.planner.planner import (
@@ -37,13 +33,8 @@ from membudget.planner.schedule import (
 )
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
-from membudget.profile.profiling import state_kept
 from membudget.progress import stage
 from membudget.refusal import cannot_fit, predicted_least, refused
-from membudget.step import Step
-
-MOST_PLANS = 4
-"""The first plan, and three with lower targets after measured excesses."""
 
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
@@ -53,90 +44,22 @@ MOST_UNMETERED = 0.005
 """A profile may differ from the meter by this share of the plain step's peak."""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """A plan that was tried, with its measured peak.
-
-    Attributes:
-        plan: The plan that was applied.
-        schedule: The schedule that the plan implements.
-        peak_bytes: Measured peak bytes that a step under the plan allocates.
-    """
-
-    plan: Plan
-    schedule: Schedule
-    peak_bytes: int
-
-
-def unseen_bytes(step: Step, profile: Profile) -> int:
+def unseen_bytes(profile: Profile, plain: Metered | None) -> int:
     """Return the bytes that the plain step was measured to take beyond its profile.
 
-    It is 0 if the two agree, and for a profile on fake tensors, whose step may not fit.
+    It is 0 if the two agree, and if no plain step ran, because it may not fit.
     """
-    if profile.tensors == "fake":
+    if plain is None:
         return 0
-    with state_kept(step, has_values=True):
-        step.prepare()
-        found = peak(step.run).peak_bytes
-    unseen = found - profile.peak_bytes
-    return unseen if abs(unseen) > MOST_UNMETERED * found else 0
+    unseen = plain.peak_bytes - profile.peak_bytes
+    return unseen if abs(unseen) > MOST_UNMETERED * plain.peak_bytes else 0
 
 
-def try_plan(
-    step: Step, plan: Plan, schedule: Schedule, number: int = 1
-) -> tuple[Attempt, Applied]:
-    """Apply a plan, verify one step under the plan, and measure the peak of another.
-
-    Returns:
-        The plan with its measured peak, and the regions, which stay attached.
-
-    Raises:
-        RecomputeMismatchError: If recomputed values stay wrong with more outputs kept.
-    """
-    applied = apply(step.model, plan) if plan.regions else Applied({}, {})
-    try:
-        what = f"plan {number} of at most {MOST_PLANS}"
-        with stage(f"trying {'the smallest plan' if schedule.is_smallest else what}"):
-            return Attempt(plan, schedule, measured_peak(step, applied)), applied
-    except BaseException:
-        applied.remove()
-        raise
-
-
-def measured_peak(step: Step, applied: Applied) -> int:
-    """Verify one step, return the measured peak of another, and restore all state.
-
-    Measurement excludes the verification step, which needs no more memory but would
-    flood the meter with its many small fingerprints.
-    """
-    with state_kept(step, has_values=True):
-        _verify(step, applied)
-        step.prepare()
-        return peak(step.run).peak_bytes
-
-
-def _verify(step: Step, applied: Applied) -> None:
-    """Run steps until every recomputed value matches the dropped original.
-
-    Raises:
-        RecomputeMismatchError: If a recompute differs and no more outputs can be kept.
-
-    Warns:
-        UnrepeatableWarning: For each step in which a recomputed value differed.
-    """
-    kept = -1
-    while True:
-        try:
-            step.run()
-        except RecomputeMismatchError as error:
-            kept, before = sum(r.unrepeatable for r in applied.status().regions), kept
-            if kept <= before:
-                raise
-            text = f"in a step that was run to verify the plan, {error}"
-        else:
-            return
-        warnings.warn(text, UnrepeatableWarning, stacklevel=2)
-        step.prepare()
+def without_calls(profile: Profile, paths: Container[str]) -> Profile:
+    """Return a profile whose plans put no region on the modules at these paths."""
+    graph = profile.graph
+    calls = tuple(call for call in graph.calls if call.path not in paths)
+    return replace(profile, graph=replace(graph, calls=calls))
 
 
 def plan_for(

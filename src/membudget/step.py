@@ -150,6 +150,10 @@ class Step:
             if tensor.is_leaf and tensor.requires_grad:
                 yield tensor
 
+    def roots(self) -> dict[str, Any]:
+        """Return the objects that the step may change, keyed by name."""
+        return {"": self.model, "loss_fn": self.loss_fn, "batch": self.batch}
+
     def batch_tensors(self) -> dict[str, Tensor]:
         """Return the tensors in the batch, keyed by expressions such as `batch[0]`."""
         found = walk([("batch", self.batch)]).tensors

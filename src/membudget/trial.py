@@ -7,7 +7,7 @@ from statistics import median
 
 from membudget.engine.controls import disable_checkpointing
 from membudget.errors import OptionError
-from membudget.fit import Fitted
+from membudget.fitted import Fitted
 from membudget.memory import peak
 from membudget.profile.cost import synchronised_clock
 from membudget.profile.profiling import state_kept

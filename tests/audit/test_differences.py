@@ -32,7 +32,8 @@ def outcome(
 
 
 def compared(plain: Outcome, other: Outcome, start: Any = None) -> RunDifferences:
-    return compare(plain, other, start or {}, "fitted")
+    plain.streams_before = start or {}
+    return compare(plain, other, "fitted")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 
 import membudget as mb
 from membudget.errors import BudgetError
-from membudget.fit import Fitted
+from membudget.fitted import Fitted
 from membudget.selection import default_names
 from tests.field.subject import FIRST, RUNS, Subject, differences
 

@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import membudget as mb
-from membudget import planning
+from membudget import attempt
 from membudget.budget import Budget
 from membudget.engine.controls import disable_checkpointing
 from membudget.errors import BudgetError
-from membudget.fit import Fitted, fit, fit_recorded
+from membudget.fit import fit, fit_recorded
+from membudget.fitted import Fitted
 from membudget.memory import peak
+from membudget.outcome import Metered
 from membudget.planning import plan_for, planner_of
 from membudget.step import Step
 from tests.planner.models import MODELS, gpt
@@ -112,14 +114,14 @@ def test_a_refusal_names_the_same_least_however_slow_the_machine(slow):
 
 def measures(monkeypatch: pytest.MonkeyPatch, factor: float) -> list[int]:
     """Let a step under regions take more, or less, than it does; return its peaks."""
-    honest, peaks = planning.measured_peak, []
+    honest, peaks = attempt.planned_run, []
 
-    def measured(step: Step, applied: Any) -> int:
-        size = honest(step, applied)
-        peaks.append(int(size * factor) if applied.names else size)
-        return peaks[-1]
+    def measured(step: Step, applied: Any) -> Metered:
+        run = honest(step, applied)
+        peaks.append(int(run.peak_bytes * (factor if applied.names else 1)))
+        return dataclasses.replace(run, peak_bytes=peaks[-1])
 
-    monkeypatch.setattr(planning, "measured_peak", measured)
+    monkeypatch.setattr(attempt, "planned_run", measured)
     return peaks
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 import membudget as mb
 from membudget.budget import Budget
 from membudget.fit import fit_recorded
+from membudget.outcome import plain_run
 from membudget.planning import unseen_bytes
 from membudget.profile import Profile
 from membudget.step import Step
@@ -37,7 +39,7 @@ def with_workspace(plain: Profile, more_bytes: int) -> Profile:
 
 def test_row_c14_a_profile_that_is_right_is_not_corrected() -> None:
     step, plain = step_and_profile()
-    assert unseen_bytes(step, plain) == 0
+    assert unseen_bytes(plain, plain_run(step)) == 0
     fitted = fit_recorded(step, plain, Budget.of("70%", plain))
     assert "corrected" not in fitted.report()
     assert fitted.plan.plain_peak_bytes == plain.peak_bytes
@@ -49,7 +51,8 @@ def test_row_c14_a_plan_is_made_from_what_the_plain_step_was_measured_to_take(
 ) -> None:
     step, right = step_and_profile()
     wrong = with_workspace(right, more_bytes)
-    assert unseen_bytes(step, wrong) == right.peak_bytes - wrong.peak_bytes
+    unseen = unseen_bytes(wrong, plain_run(step))
+    assert unseen == right.peak_bytes - wrong.peak_bytes
     budget = Budget.of(right.graph.static.total + int(0.7 * right.peak_bytes), right)
     fitted = fit_recorded(step, wrong, budget)
     assert len(fitted.attempts) == 1
@@ -60,6 +63,15 @@ def test_row_c14_a_plan_is_made_from_what_the_plain_step_was_measured_to_take(
     assert fitted.audit()
 
 
-def test_row_c14_a_profile_on_fake_tensors_is_not_metered() -> None:
+def test_row_c14_a_profile_on_fake_tensors_is_not_metered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     step, plain = step_and_profile(is_fake=True)
-    assert unseen_bytes(step, with_workspace(plain, 40_000)) == 0
+    monkeypatch.setattr(sys.modules["membudget.fit"], "plain_run", not_called)
+    fit_recorded(step, with_workspace(plain, 40_000), Budget.of("70%", plain))
+    assert unseen_bytes(with_workspace(plain, 40_000), None) == 0
+
+
+def not_called(step: Step) -> None:
+    """Stand for what must not run."""
+    raise AssertionError("the plain step ran, and it may not fit")

@@ -242,7 +242,7 @@ def _check_same_start(plain: Run, budgeted: Run) -> None:
     state_kinds = ("parameter", "buffer", "stream")
     unequal = [
         difference
-        for difference in compare(left, right, left.streams, "budgeted").differences
+        for difference in compare(left, right, "budgeted").differences
         if difference.kind in state_kinds
     ]
     if unequal:

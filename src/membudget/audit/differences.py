@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -69,10 +69,12 @@ class Results:
     Attributes:
         tensors: Copies of the returned tensors, keyed by kind and name.
         values: The returned Python values, keyed by name.
+        copy: Copies a tensor, or returns a given equal copy: `host_copy` or `digest`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copy: Callable[..., TensorCopy] = host_copy) -> None:
         """Create an empty collection of step results."""
+        self.copy = copy
         self.tensors: TensorCopies = {}
         self.values: dict[str, Any] = {}
 
@@ -87,7 +89,7 @@ class Results:
         """Copy the tensors and the Python values in `value`."""
         found = walk([(kind, value)], "output")
         for name, (_, tensor) in found.tensors.items():
-            self.tensors[kind, name] = host_copy(tensor)
+            self.tensors[kind, name] = self.copy(tensor)
             self.values[f"{name}.requires_grad"] = tensor.requires_grad
         self.values |= found.values
 
@@ -99,6 +101,7 @@ class Outcome:
         tensors: Copies of all tensors, keyed by kind and name; `None` for the gradient
             of a leaf that received no gradient.
         streams: State of each random number generator, keyed by name.
+        streams_before: The same before the run.
         results: Python values that the step returned, keyed by name.
         values: Python values in the objects that the step may change, keyed by name.
     """
@@ -116,22 +119,22 @@ class Outcome:
             state: State before the run. Tensors that the run did not change share the
                 copies in `state`. Gradients are copied only for leaves that `state`
                 captured, not for tensors that a region attached to a module.
-            results: Values that the run returned.
+            results: Values that the run returned; its `copy` copies the state, too.
         """
         found = walk(roots.items())
         results = results or Results()
+        copy = results.copy
         self.tensors: dict[tuple[DifferenceKind, str], TensorCopy | None] = {
             **results.tensors
         }
         for name, (kind, tensor) in found.tensors.items():
-            self.tensors[kind, name] = host_copy(tensor, state.content(name))
+            self.tensors[kind, name] = copy(tensor, state.content(name))
             if state.had_leaf(tensor):
                 grad = tensor.grad
-                self.tensors["gradient", name] = (
-                    None if grad is None else host_copy(grad)
-                )
+                self.tensors["gradient", name] = None if grad is None else copy(grad)
         streams = global_streams() | found.streams
         self.streams = {name: frozen(stream.read()) for name, stream in streams.items()}
+        self.streams_before = state.stream_states()
         self.values = found.values
         self.results = results.values
 
@@ -154,17 +157,12 @@ class RunDifferences:
     side_effects: tuple[Difference, ...]
 
 
-def compare(
-    plain: Outcome,
-    other: Outcome,
-    start_streams: Mapping[str, Any],
-    label: str,
-) -> RunDifferences:
-    """Compare the outcomes of two runs."""
+def compare(plain: Outcome, other: Outcome, label: str) -> RunDifferences:
+    """Compare the outcomes of two runs from one state."""
     differences = [
         *_tensor_differences(plain, other, label),
         *_value_differences("output", plain.results, other.results, label),
-        *_stream_differences(plain, other, start_streams, label),
+        *_stream_differences(plain, other, label),
     ]
     side_effects = [
         *_one_sided_attributes(plain, other, label),
@@ -258,8 +256,9 @@ def _shortened(text: str, limit: int = 60) -> str:
 
 
 def _stream_differences(
-    plain: Outcome, other: Outcome, start: Mapping[str, Any], label: str
+    plain: Outcome, other: Outcome, label: str
 ) -> Iterator[Difference]:
+    start = plain.streams_before
     for name in plain.streams | other.streams:
         left, right = plain.streams.get(name), other.streams.get(name)
         if left == right:

@@ -129,20 +129,19 @@ class Run:
 def compare_runs(plain: Run, budgeted: Run) -> AuditReport:
     """Run the plain step twice and the budgeted step once, each from the same state."""
     state = State([*plain.roots.items(), *budgeted.roots.items()])
-    start = state.stream_states()
     try:
         state.restore()  # Sets the gradients aside.
         with disable_checkpointing():
             first = run_once(plain, state)
             second = run_once(replace(plain, label="the second plain run"), state)
-        unrepeatable = compare(first, second, start, "the second run").differences
+        unrepeatable = compare(first, second, "the second run").differences
         del second  # Free its copies before the next run.
         with budgeted.regions() as counts:
             other = run_once(budgeted, state)
             regions = counts.since() or None
     finally:
         state.restore_gradients()
-    compared = compare(first, other, start, "budgeted")
+    compared = compare(first, other, "budgeted")
     loss = first.of("loss").get("loss")
     gradients = [copy for copy in first.of("gradient").values() if copy is not None]
     return AuditReport(

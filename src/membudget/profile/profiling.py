@@ -250,25 +250,28 @@ def _blocks(model: Module) -> dict[str, Module]:
 
 
 @contextmanager
-def state_kept(step: Step, has_values: bool) -> Iterator[None]:
+def state_kept(step: Step, has_values: bool) -> Iterator[State]:
     """Restore the step's state on exit; inside, runs begin with one state of the batch.
 
     With `has_values`, `step.prepare()` restores the batch and the random number
-    generators as they are now, so that each run of the step draws the same numbers.
+    generators as they are now, so that each run of the step draws the same numbers. It
+    leaves the model as the last run did: what the first run made, such as tables of
+    positions, later steps find.
+
+    Yields:
+        The state of model, loss function and batch, without gradients.
     """
-    model = State([("", step.model), ("loss_fn", step.loss_fn)], contents=has_values)
+    whole = State(step.roots().items(), contents=has_values)
     batch = State([("batch", step.batch)], contents=has_values)
     try:
-        model.restore()
-        batch.restore()
+        whole.restore()
         step.start = batch if has_values else None
         with torch.inference_mode(False), torch.enable_grad():
-            yield
+            yield whole
     finally:
         step.start = None
-        for state in (model, batch):
-            state.restore()
-            state.restore_gradients()
+        whole.restore()
+        whole.restore_gradients()
 
 
 def _profile(

@@ -1,0 +1,156 @@
+"""Try a plan: verify one step under it, meter another, compare that with the plain one.
+
+Where a step goes wrong under a plan, the regions at fault are found, so that the next
+plan does without them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from membudget.apply import Applied, apply
+from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
+from membudget.outcome import Metered, at_fault, check_equal, metered
+from membudget.planner.plan import Plan, RegionPlan
+from membudget.planner.schedule import Schedule
+from membudget.profile.profiling import state_kept
+from membudget.progress import stage
+from membudget.state.snapshot import State
+from membudget.step import Step
+
+MOST_PLANS = 4
+"""The first plan, and three with lower targets after measured excesses."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A plan that was tried, with its measured peak.
+
+    Attributes:
+        plan: The plan that was applied.
+        schedule: The schedule that the plan implements.
+        peak_bytes: Measured peak bytes that a step under the plan allocates.
+    """
+
+    plan: Plan
+    schedule: Schedule
+    peak_bytes: int
+
+
+class RegionsAtFaultError(RecomputeMismatchError):
+    """A step goes wrong under a plan, because of some of its regions.
+
+    Attributes:
+        reasons: Why each region at fault goes wrong, keyed by its module's path.
+    """
+
+    def __init__(self, reasons: Mapping[str, str]) -> None:
+        """Store the regions at fault."""
+        super().__init__(
+            "; ".join(
+                f"there is no region on {path or 'the model'!r}, under which {why}"
+                for path, why in reasons.items()
+            )
+        )
+        self.reasons = reasons
+
+
+def try_plan(
+    step: Step,
+    plan: Plan,
+    schedule: Schedule,
+    plain: Metered | None = None,
+    number: int = 1,
+) -> tuple[Attempt, Applied]:
+    """Apply a plan, verify one step under the plan, and measure the peak of another.
+
+    Returns:
+        The plan with its measured peak, and the regions, which stay attached.
+
+    Raises:
+        RegionsAtFaultError: If the step goes wrong under some regions.
+        RecomputeMismatchError: If it does, and no plain step ran, so that it is not
+            known whether fewer regions fit.
+    """
+    what = f"plan {number} of at most {MOST_PLANS}"
+    with stage(f"trying {'the smallest plan' if schedule.is_smallest else what}"):
+        try:
+            found, applied = run_under(step, plan, plain)
+        except RecomputeMismatchError as error:
+            if plain is None:
+                raise
+            raise RegionsAtFaultError(_reasons(step, plan, plain, error)) from error
+    return Attempt(plan, schedule, found.peak_bytes), applied
+
+
+def run_under(step: Step, plan: Plan, plain: Metered | None) -> tuple[Metered, Applied]:
+    """Apply a plan, verify one step, meter another and compare it with the plain one.
+
+    Raises:
+        RecomputeMismatchError: If recomputed values stay wrong with more outputs kept,
+            or the step computes something else than the plain one, if that ran.
+    """
+    applied = apply(step.model, plan) if plan.regions else Applied({}, {})
+    try:
+        found = planned_run(step, applied)
+        if plain is not None and plan.regions:
+            check_equal(step, plain, found)
+    except BaseException:
+        applied.remove()
+        raise
+    return found, applied
+
+
+def planned_run(step: Step, applied: Applied) -> Metered:
+    """Verify one step, meter another, and restore all state.
+
+    Measurement excludes the verification step, which needs no more memory but would
+    flood the meter with its many small fingerprints.
+    """
+    with state_kept(step, has_values=True) as start:
+        _verify(step, applied, start)
+        return metered(step, start)
+
+
+def _verify(step: Step, applied: Applied, start: State) -> None:
+    """Run steps until every recomputed value matches the dropped original.
+
+    Raises:
+        RecomputeMismatchError: If a recompute differs and no more outputs can be kept.
+
+    Warns:
+        UnrepeatableWarning: For each step in which a recomputed value differed.
+    """
+    kept = -1
+    while True:
+        try:
+            step.run()
+        except RecomputeMismatchError as error:
+            kept, before = sum(r.unrepeatable for r in applied.status().regions), kept
+            if kept <= before:
+                raise
+            text = f"in a step that was run to verify the plan, {error}"
+        else:
+            return
+        warnings.warn(text, UnrepeatableWarning, stacklevel=2)
+        start.restore()
+
+
+def _reasons(
+    step: Step, plan: Plan, plain: Metered, error: RecomputeMismatchError
+) -> dict[str, str]:
+    """Return why each region at fault for an error goes wrong, keyed by its path."""
+
+    def wrong(regions: Sequence[RegionPlan]) -> str:
+        try:
+            run_under(step, replace(plan, regions=tuple(regions)), plain)[1].remove()
+        except RecomputeMismatchError as error:
+            return str(error)
+        return ""
+
+    with stage("looking for the region at fault"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UnrepeatableWarning)
+        found = at_fault(plan.regions, str(error), wrong)
+    return {region.path: why for region, why in found}

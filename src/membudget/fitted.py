@@ -1,0 +1,117 @@
+"""The result of `fit`: a model whose step fits its budget, its plan and its report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+from membudget.apply import Applied, Status
+from membudget.attempt import Attempt
+from membudget.audit import AuditReport, audit
+from membudget.modes import AUTO
+from membudget.planner.plan import Plan
+from membudget.profile import Profile
+from membudget.report.plan_text import PLAIN_FITS, head, region_table
+from membudget.step import CallableStep, Step
+
+DOES_NOT_FIT = (
+    "the plain step ran out of memory, so it was recorded on fake tensors: the seconds "
+    "are estimated"
+)
+
+
+class Fitted:
+    """A model whose step fits its budget; as a context manager, undoes `fit` on exit.
+
+    Attributes:
+        plan: The plan applied to the model.
+        mode: The `mode` that was passed to `fit`, such as `"auto"`.
+        profile: Profile of the plain step, without regions.
+        attempts: Every plan that was measured; the last one is applied.
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        step: Step,
+        profile: Profile,
+        attempts: Sequence[Attempt],
+        applied: Applied,
+    ):
+        """Store the results of fitting; called by `fit`."""
+        self.mode = mode
+        self._step = step
+        self.profile = profile
+        self.attempts = tuple(attempts)
+        self._applied = applied
+
+    @property
+    def plan(self) -> Plan:
+        """The plan applied to the model."""
+        return self.attempts[-1].plan
+
+    @property
+    def peak_bytes(self) -> int:
+        """Measured peak bytes that a step allocates."""
+        return self.attempts[-1].peak_bytes
+
+    def status(self) -> Status:
+        """Return the counters of every region."""
+        return self._applied.status()
+
+    def audit(self, batch: Any = None) -> AuditReport:
+        """Compare a step under the plan with the plain step bitwise, on any batch."""
+        step = self._step
+        if batch is not None:
+            step = Step(step.model, batch, step.loss_fn)
+        is_own = isinstance(step, CallableStep)
+        if is_own or not self.plan.regions:  # Without regions both runs are plain.
+            return audit(plain=step.run, budgeted=step.run, modules=step.model)
+        return audit(step.model, step.batch, step.loss_fn)
+
+    def report(self) -> str:
+        """Return predicted and measured values, and what each region keeps, as text."""
+        *before, last = self.attempts
+        lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
+        if self.mode != AUTO:
+            lines.append(f"mode      {self.mode:>12}  a rule, without planning")
+        if DOES_NOT_FIT in self.profile.notes:
+            lines.append(f"profile   {'fake':>12}  {DOES_NOT_FIT}")
+        if before:
+            more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
+            lines.append(
+                f"plans     {len(self.attempts):12}  the earlier ones took {more} bytes"
+            )
+        other = [r.name for r in self.status().regions if r.differences]
+        if other:
+            lines.append(
+                f"differs   {len(other):12}  regions ran other operators than planned, "
+                f"and keep less: {other[0] or 'the model'!r} first"
+            )
+        if self.status().left_out:
+            paths = ", ".join(repr(p or "the model") for p in self.status().left_out)
+            lines.append(f"left out  {paths}: no region, under which values differ")
+        regions = PLAIN_FITS
+        if self.plan.regions:
+            regions = region_table(self.profile.graph, last.schedule)
+        return "\n".join([*lines, "", regions])
+
+    __str__ = report
+
+    def remove(self) -> None:
+        """Remove the plan and restore the original model."""
+        self._applied.remove()
+
+    def __enter__(self) -> Fitted:
+        """Return the fitted model itself."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Remove the plan from the model."""
+        self.remove()

@@ -1,0 +1,94 @@
+"""A plan whose regions change what a step computes is made anew without them."""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.errors import BudgetError, UnrepeatableWarning
+from tests.model_state import state_of
+
+
+def is_in_region() -> bool:
+    """Return whether the caller runs in a region; a model sees it nowhere else."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if "/membudget/engine/" in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Telling(nn.Module):
+    """A block that computes something else while a region records or replays it."""
+
+    def __init__(self, changes: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+        self.register_buffer("count", torch.zeros(()))
+        self.count: Tensor
+        self.changes = changes
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.linear(x).tanh()
+        if not is_in_region():
+            return output.sin()
+        if self.changes == "loss":
+            output = output + 1
+        if self.changes == "gradient":
+            output = output + (output - output.detach())
+        if self.changes == "buffer":
+            self.count.add_(1)
+        return output.sin()
+
+
+def telling(changes: dict[int, str], blocks: int = 8) -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Telling(changes.get(n, "")) for n in range(blocks)))
+    return model, torch.randn(1024, 32)
+
+
+def gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:
+    model.zero_grad()
+    model(batch).square().mean().backward()
+    found = [p.grad for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("changes", ["loss", "gradient", "buffer"])
+def test_a_module_that_computes_otherwise_under_a_region_gets_none(changes):
+    model, batch = telling({2: changes, 5: changes})
+    plain, before = gradients(model, batch), state_of(model)
+    with pytest.warns(UnrepeatableWarning, match="there is no region on"):
+        fitted = mb.fit(model, batch, "80%", lambda output, _: output.square().mean())
+
+    status = fitted.status()
+    assert {*status.left_out} >= {"2", "5"}
+    assert status.regions
+    assert not {*status.left_out} & {region.name for region in status.regions}
+    assert fitted.peak_bytes <= fitted.plan.budget_bytes
+    assert f"2       (no region, under which the {changes}" in str(status)
+    assert "no region, under which values differ" in fitted.report()
+    for one, other in zip(plain, gradients(model, batch), strict=True):
+        assert torch.equal(one, other)
+    fitted.remove()
+    assert state_of(model) == before
+
+
+def test_where_no_module_may_have_a_region_the_budget_is_refused():
+    model, batch = telling(dict.fromkeys(range(4), "loss"), blocks=4)
+    before = state_of(model)
+    with (
+        pytest.warns(UnrepeatableWarning, match="there is no region on"),
+        pytest.raises(BudgetError, match="no plan fits") as caught,
+    ):
+        mb.fit(model, batch, "60%")
+    assert any("there is no region on" in note for note in caught.value.__notes__)
+    assert state_of(model) == before
+    assert mb.fit(model, batch, caught.value.least_bytes).plan.regions == ()
