@@ -27,6 +27,19 @@ def sized(batch: int, length: int, other: bool) -> dict[str, Any]:
     return tokens(VOCABULARY, batch, length)
 
 
+def sizes(**changed: Any) -> dict[str, Any]:
+    """Return what configurations of most transformers take, with some of it changed."""
+    small = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 96,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "attention_dropout": 0.1,
+    }
+    return small | changed
+
+
 @family("decoder")
 def gpt2() -> Made:
     from transformers import GPT2Config
@@ -41,15 +54,7 @@ def gpt_neox() -> Made:
     from transformers import GPTNeoXConfig
 
     return language_model(
-        GPTNeoXConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=96,
-            intermediate_size=384,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            hidden_dropout=0.1,
-            attention_dropout=0.1,
-        )
+        GPTNeoXConfig(**sizes(intermediate_size=384), hidden_dropout=0.1)
     )
 
 
@@ -57,16 +62,7 @@ def llama_config(**changed: Any) -> Any:
     """Return a small Llama's configuration."""
     from transformers import LlamaConfig
 
-    return LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=256,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        attention_dropout=0.1,
-        **changed,
-    )
+    return LlamaConfig(**sizes(), num_key_value_heads=2, **changed)
 
 
 @family("decoder")
@@ -83,18 +79,7 @@ def llama_eager_attention() -> Made:
 def qwen3() -> Made:
     from transformers import Qwen3Config
 
-    return language_model(
-        Qwen3Config(
-            vocab_size=VOCABULARY,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=24,
-            attention_dropout=0.1,
-        )
-    )
+    return language_model(Qwen3Config(**sizes(), num_key_value_heads=2, head_dim=24))
 
 
 @family("decoder")
@@ -103,15 +88,7 @@ def gemma3() -> Made:
 
     return language_model(
         Gemma3TextConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=96,
-            intermediate_size=256,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=1,
-            head_dim=24,
-            sliding_window=32,
-            attention_dropout=0.1,
+            **sizes(), num_key_value_heads=1, head_dim=24, sliding_window=32
         )
     )
 
@@ -155,15 +132,10 @@ def mixtral() -> Made:
 
     return language_model(
         MixtralConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
+            **sizes(hidden_size=64, intermediate_size=128, num_hidden_layers=2),
             num_key_value_heads=2,
             num_local_experts=4,
             output_router_logits=True,
-            attention_dropout=0.1,
         )
     )
 
@@ -174,17 +146,12 @@ def qwen2_moe() -> Made:
 
     return language_model(
         Qwen2MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            intermediate_size=128,
+            **sizes(hidden_size=64, intermediate_size=128, num_hidden_layers=2),
             moe_intermediate_size=64,
             shared_expert_intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
             num_key_value_heads=2,
             num_experts=4,
             num_experts_per_tok=2,
-            attention_dropout=0.1,
         )
     )
 
