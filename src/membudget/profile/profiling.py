@@ -202,6 +202,7 @@ def _record(
     recorder: StepRecorder, step: Step, events: TimerEvents, blocks: dict[str, Module]
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer."""
+    recorder.lifetimes.know_freed()
     for name, parameter in step.model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
     for name, buffer in step.model.named_buffers():
