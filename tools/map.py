@@ -30,7 +30,10 @@ FLOORS = (
     ("regions on a model", "apply spans attach policies"),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
-    ("a step and its state", "step batch selection state scope ops observer graph"),
+    (
+        "a step and its state",
+        "step batch selection sharding state scope ops observer graph",
+    ),
     ("records", "callsite text progress"),
     (
         "torch, errors",

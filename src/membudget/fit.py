@@ -35,6 +35,7 @@ from membudget.planning import (
 )
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
+from membudget.sharding import sharding_of
 from membudget.step import ABSENT, LossFunction, Step, step_of
 
 
@@ -89,8 +90,9 @@ def fit(
 
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
-        OptionError: If the budget is neither bytes nor a share, the mode is unknown, or
-            the model already has regions that `fit` did not attach.
+        OptionError: If the budget is neither bytes nor a share, the mode is unknown,
+            the model already has regions that `fit` did not attach, or its parameters
+            are sharded over processes (DTensor, FSDP).
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
             and the plain step does not fit, so that fewer regions may not, either.
 
@@ -180,8 +182,16 @@ def _attempts(
 
 
 def _check_step(step: Step) -> None:
-    """Reject a model with regions, or a batch that lacks arguments."""
+    """Reject a model with regions or shards, or a batch that lacks arguments."""
     model, batch = step.model, step.batch
+    sharding = sharding_of(model)
+    if sharding is not None:
+        raise OptionError(
+            f"{type(model).__name__} is sharded: {sharding}. Each rank would plan from "
+            "its own times, and ranks whose steps differ wait for each other forever. "
+            "Give every rank the same rule, as in apply(model, blocks=Block); "
+            "profile(model, batch) tells a rank's bytes"
+        )
     carrying = [name for name, module in model.named_modules() if has_region(module)]
     if carrying:
         raise OptionError(

@@ -101,7 +101,9 @@ class Storage:
     Attributes:
         bytes: Size in bytes.
         kind: Role of the storage; `"activation"` covers everything that the step
-            creates except final parameter gradients and optimizer tensors.
+            creates except final parameter gradients and optimizer tensors. `"outside"`
+            is other memory from before the step; if it has a birth, it was emptied then
+            and allocated again in the step, as FSDP does with parameters.
         name: Name of the parameter, buffer or input; for a gradient, of its parameter.
         birth: First op index at which the storage is live; -1 if it predates the step.
         death: First op index at which the storage is no longer live.

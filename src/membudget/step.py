@@ -20,6 +20,7 @@ from membudget.allocation import is_out_of_memory
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
 from membudget.state.autocast import outside_autocast
+from membudget.state.identity import is_leaf
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
 
@@ -147,7 +148,7 @@ class Step:
         """Yield the parameters, and the batch's leaves that require a gradient."""
         yield from self.model.parameters()
         for tensor in self.batch_tensors().values():
-            if tensor.is_leaf and tensor.requires_grad:
+            if is_leaf(tensor) and tensor.requires_grad:
                 yield tensor
 
     def roots(self) -> dict[str, Any]:

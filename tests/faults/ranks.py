@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 WORLD_SIZE = 2
-_ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 900  # Met by a deadlock alone, however busy the machine is.
 
 
@@ -33,7 +33,7 @@ def run_ranks(script: Path, folder: Path) -> list[Any]:
     Returns:
         Each rank's report.
     """
-    paths = [str(_ROOT), str(_ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

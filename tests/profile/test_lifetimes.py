@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from membudget.graph import ModuleCall, Saved, StepGraph, Storage
 from membudget.profile import profile
+from membudget.profile.live_ranges import saved_activations
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
@@ -393,3 +394,52 @@ def test_the_tensors_of_a_dataclass_are_inputs(fake):
     found = profile(Product(), pair, fake=fake, device="h100")
 
     assert found.graph.static.inputs == 32
+
+
+def test_memory_that_is_emptied_before_and_filled_in_a_step_counts_while_filled() -> (
+    None
+):
+    gathered = torch.zeros(1000)
+    gathered.untyped_storage().resize_(0)
+
+    def between(w: Tensor, x: Tensor) -> Tensor:
+        x = x * w
+        gathered.untyped_storage().resize_(4000)
+        gathered.fill_(1)
+        x = x + gathered[:100]
+        gathered.untyped_storage().resize_(0)
+        return x.sin().exp()
+
+    graph = graph_of(Of(between), torch.ones(100), fake=False)
+
+    storage = next(s for s in graph.storages if s.kind == "outside" and s.bytes == 4000)
+    assert storage.birth == at(graph, "aten.fill_.Scalar")
+    assert storage.death == at(graph, "aten.sin.default")
+
+
+def test_saved_memory_that_is_emptied_is_no_saved_activation() -> None:
+    gathered = torch.zeros(1000)
+    gathered.untyped_storage().resize_(0)
+
+    def resize(size: int) -> None:
+        gathered.untyped_storage().resize_(size)
+
+    def between(w: Tensor, x: Tensor) -> Tensor:
+        resize(4000)
+        with torch.no_grad():
+            gathered.fill_(1)
+        copy = w * 1
+        y = copy * gathered  # Saved for the gradient of `copy`.
+        y.register_hook(lambda _: resize(4000))
+        copy.register_hook(lambda _: resize(0))
+        resize(0)
+        return y
+
+    graph = graph_of(Of(between, 1000), torch.ones(1), fake=False)
+
+    filled = [s for s in graph.storages if s.kind == "outside" and s.birth >= 0]
+    assert [s.bytes for s in filled] == [4000, 4000]
+    assert filled[0].death < graph.backward_start <= filled[1].birth
+    assert all(
+        graph.storages[a.storage].kind != "outside" for a in saved_activations(graph)
+    )

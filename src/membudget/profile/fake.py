@@ -31,6 +31,7 @@ from membudget._torch import (
 from membudget.callsite import user_line
 from membudget.errors import OptionError
 from membudget.ops import facts_of
+from membudget.state.bits import plain_parts
 
 MOST_REAL_BYTES = 1 << 26
 """Larger integer tensors are fake too."""
@@ -221,9 +222,14 @@ def without_meta(model: Module, batch: Any) -> Iterator[Any]:
 
 
 def twin(tensor: Tensor) -> Tensor:
-    """Return an uninitialised CPU tensor like `tensor`, or a fake one in fake mode."""
+    """Return an uninitialised CPU tensor like `tensor`, or a fake one in fake mode.
+
+    The twin of a `DTensor` is like the local tensor, which is all that a rank holds.
+    """
+    parts = tuple(plain_parts(tensor))
+    like = parts[0] if len(parts) == 1 else tensor
     made = torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+        like.shape, like.stride(), dtype=like.dtype, device="cpu"
     )
     if isinstance(tensor, Parameter):
         return Parameter(made, requires_grad=tensor.requires_grad)

@@ -5,10 +5,16 @@ without keeping them alive. Several tensors can share a storage. A storage is *r
 when the last tensor that uses it dies, and *dies* when autograd drops it too:
 
     birth ── tensors on it live ── released ── only autograd holds it ── death
+
+FSDP resizes the storages of gathered parameters to 0 bytes and back, without an
+operator, while their tensors live on. A storage that is empty when the step begins is
+therefore looked at before each operator: it dies when it is emptied, and is born as
+another one when it is filled.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +25,7 @@ import torch
 from torch import Tensor
 
 from membudget.graph import Kind, Phase, Value
-from membudget.state.bits import plain_parts
+from membudget.state.bits import PLAIN_CLASSES, has_bits, is_freed, plain_parts
 
 
 @dataclass(slots=True)
@@ -87,6 +93,7 @@ class Lifetimes:
         self._value_of: dict[int, int] = {}
         self._values_on: dict[int, list[int]] = {}
         self._watched: dict[int, Any] = {}
+        self._resized: dict[int, Any] = {}
 
     def stop(self) -> None:
         """Stop tracking; tensors that are still live count as outliving the step."""
@@ -111,6 +118,14 @@ class Lifetimes:
             storage = self.storages[self.storage(part, -1)]
             if storage.kind == "outside":
                 storage.kind, storage.name = kind, name
+
+    def know_freed(self) -> None:
+        """Register the storages of living tensors that are empty now."""
+        for thing in gc.get_objects():
+            # Not `isinstance`, which asks a proxy for the class of what it stands for.
+            if type(thing) in PLAIN_CLASSES and has_bits(thing) and is_freed(thing):
+                storage = thing.untyped_storage()
+                self._resized[storage._cdata] = ref(storage)
 
     def know_as(self, tensor: Tensor, other: Tensor) -> None:
         """Register `tensor` as a stand-in that shares the storage of `other`."""
@@ -212,19 +227,40 @@ class Lifetimes:
     def storage(self, part: Tensor, birth: int) -> int:
         """Return the index of a tensor's storage; record the storage if it is new."""
         storage = part.untyped_storage()
-        key = storage._cdata
-        index = self._storage_of.get(key)
+        index = self._storage_of.get(storage._cdata)
         if index is None:
-            index = self._storage_of[key] = len(self.storages)
-            kind: Kind = "outside" if birth < 0 else "activation"
-            record = RecordedStorage(storage.nbytes(), kind, "", birth)
-            self.storages.append(record)
-            self.watch(storage, lambda: self._died(key, record))
-        elif (more := storage.nbytes() - self.storages[index].bytes) > 0:
+            return self._new_storage(
+                storage, birth, "outside" if birth < 0 else "activation"
+            )
+        if (more := storage.nbytes() - self.storages[index].bytes) > 0:
             self.storages[index].bytes += more
             if birth >= 0:
                 self.storages[index].grown[birth] = more
         return index
+
+    def _new_storage(self, storage: Any, birth: int, kind: Kind) -> int:
+        key = storage._cdata
+        index = self._storage_of[key] = len(self.storages)
+        record = RecordedStorage(storage.nbytes(), kind, "", birth)
+        self.storages.append(record)
+        self.watch(storage, lambda: self._died(key, record))
+        return index
+
+    def note_resized(self) -> None:
+        """Note which registered empty storages were filled, and emptied, by now."""
+        for key, reference in self._resized.items():
+            storage, index = reference(), self._storage_of.get(key)
+            # A storage that died may have left its address to another one.
+            if storage is None:
+                continue
+            if index is None and storage.nbytes():
+                self._new_storage(storage, self.moment, "outside")
+            elif index is not None and not storage.nbytes():
+                self._died(key, self.storages[index])
+                # What the tensors hold when it is filled again is another value.
+                gone = self._values_on.pop(index, [])
+                known = self._value_of.items()
+                self._value_of = {k: value for k, value in known if value not in gone}
 
     def lies_in(self, tensor: Tensor, index: int) -> None:
         """Register a tensor as an alias of a recorded storage."""
@@ -239,7 +275,7 @@ class Lifetimes:
     def _died(self, key: int, record: RecordedStorage) -> None:
         # A later storage may get the same address.
         self._storage_of.pop(key, None)
-        record.death = self.moment
+        record.death = self.moment if record.death is None else record.death
 
 
 def _stored_bytes(tensor: Tensor) -> int:

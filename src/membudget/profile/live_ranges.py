@@ -55,8 +55,8 @@ def saved_activations(graph: StepGraph) -> tuple[SavedActivation, ...]:
     for saved in graph.saved:
         value = graph.values[saved.value]
         storage = graph.storages[value.storage]
-        is_for_backward = saved.freed > graph.backward_start
-        if storage.birth < 0 or not is_for_backward or value.storage in found:
+        is_for_backward = min(saved.freed, storage.death) > graph.backward_start
+        if not _is_made(storage) or not is_for_backward or value.storage in found:
             continue
         found[value.storage] = SavedActivation(
             storage=value.storage,
@@ -90,8 +90,14 @@ def saved_ranges(graph: StepGraph) -> dict[int, SavedRange]:
     return {
         index: _saved_range(graph, index, [graph.saved[i] for i in indices])
         for index, indices in graph.saved_on.items()
-        if 0 <= graph.storages[index].birth < graph.backward_start
+        if _is_made(graph.storages[index])
+        and graph.storages[index].birth < graph.backward_start
     }
+
+
+def _is_made(storage: Storage) -> bool:
+    """Return whether an operator of the step made what the storage holds."""
+    return storage.birth >= 0 and storage.kind != "outside"
 
 
 def _saved_range(graph: StepGraph, index: int, records: Sequence[Saved]) -> SavedRange:

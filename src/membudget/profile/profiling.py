@@ -35,6 +35,8 @@ from membudget.profile.workspace import (
 )
 from membudget.progress import stage
 from membudget.selection import default_names
+from membudget.sharding import check_replaceable
+from membudget.state.identity import is_leaf
 from membudget.state.snapshot import State
 from membudget.step import ABSENT, CallableStep, LossFunction, Step, step_of
 
@@ -57,9 +59,10 @@ def profile(
 
     A step starts with all gradients set to `None` and runs the forward pass, the loss,
     the backward pass and, if given, the optimizer. On real tensors, the step runs once
-    to warm up, 3 to 15 times to be timed (until half a second has passed), and once to
-    be recorded. After profiling, parameters, buffers, gradients, the modules' Python
-    state and the random number generators are restored.
+    to warm up, 3 to 15 times to be timed (until half a second has passed; 3 times in a
+    process group, where all ranks must run as many steps), and once to be recorded.
+    After profiling, parameters, buffers, gradients, the modules' Python state and the
+    random number generators are restored.
 
     On fake tensors, the step runs once and takes only the time of its Python code.
     Operators on integer tensors still run on real memory. In a fake step, code that
@@ -89,7 +92,7 @@ def profile(
     Raises:
         OptionError: If `model` is not a module or is lazy, the loss is not a scalar or
             requires no gradient, the device is unknown, a profiler is running, or a
-            fake step needs values of tensors.
+            fake step needs values of tensors or runs under FSDP or DDP.
 
     Not counted: memory outside torch's allocator, and the allocator's rounding;
     generator states (5 KiB each) that regions of the model capture; on fake tensors,
@@ -118,6 +121,7 @@ def profile_step(
     if fake is None:
         fake = not has_memory
     if fake:
+        check_replaceable(step.model)
         with stage("recording the step, without memory"):
             return _fake_profile(step, optimizer, target)
     if not has_memory:
@@ -202,6 +206,7 @@ def _record(
     recorder: StepRecorder, step: Step, events: TimerEvents, blocks: dict[str, Module]
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer."""
+    recorder.lifetimes.know_freed()
     for name, parameter in step.model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
     for name, buffer in step.model.named_buffers():
@@ -219,13 +224,16 @@ def _record(
         events.note("end")
     leaves = [*step.model.named_parameters(), *step.batch_tensors().items()]
     for name, tensor in leaves:
-        if tensor.is_leaf and tensor.grad is not None:
+        if is_leaf(tensor) and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
 
 
 def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
+    # Processes of one group wait for each other in a step's collectives, so that all
+    # must run as many steps, however fast each of them is.
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     end_s = time.monotonic() + _TIMED_S
-    for number in range(_MOST_TIMED):
+    for number in range(_FEWEST_TIMED if is_grouped else _MOST_TIMED):
         if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
             break
         step.prepare()

@@ -154,6 +154,7 @@ class StepRecorder(Observer):
             facts is not None and (facts.is_query or not facts.is_numbered)
         ):
             return operator(*args, **kwargs)
+        self.lifetimes.note_resized()
         index = len(self.operators)
         node = current_autograd_node()
         number = None if node is None else node._sequence_nr()

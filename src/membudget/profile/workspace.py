@@ -85,7 +85,8 @@ def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
     """Set each operator's workspace from the dict that `allocations` filled."""
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
-        if storage.birth >= 0:
+        # Memory from outside was allocated before the operator at its birth began.
+        if storage.birth >= 0 and storage.kind != "outside":
             made[storage.birth] += storage.bytes - sum(storage.grown.values())
             for operator, more in storage.grown.items():
                 made[operator] += more

@@ -50,8 +50,10 @@ def plain_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     elif hasattr(tensor, "__tensor_flatten__"):
         names, _ = tensor.__tensor_flatten__()
-        for name in names:
-            yield from plain_parts(getattr(tensor, name))
+        # Not every part is a tensor: a `DTensor` names its `DeviceMesh`, too.
+        for part in (getattr(tensor, name) for name in names):
+            if isinstance(part, Tensor):
+                yield from plain_parts(part)
     else:
         yield tensor
 

@@ -20,7 +20,7 @@ from membudget._torch import (
     storage_address,
     without_dispatch_modes,
 )
-from membudget.state.bits import content_of, plain_parts
+from membudget.state.bits import content_of, is_freed, plain_parts
 
 
 def version_of(tensor: Tensor) -> int:
@@ -29,6 +29,18 @@ def version_of(tensor: Tensor) -> int:
         return tensor._version
     except RuntimeError:
         return -1
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Return whether a tensor is a leaf of autograd's graph.
+
+    A view of a base that was written since, such as FSDP1 leaves on its modules, has no
+    history that autograd could rebuild; it is no leaf.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def address_of(tensor: Tensor) -> int:
@@ -150,7 +162,10 @@ def write_back(tensor: Tensor, copy: TensorCopy) -> None:
 
 
 def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield detached dense tensors with the content of a tensor, usually just one."""
+    """Yield detached dense tensors with the content of a tensor, usually just one.
+
+    A tensor whose memory is freed has no content; reading it would crash the process.
+    """
     tensor = tensor.detach()
     if tensor.layout is torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -159,7 +174,7 @@ def dense_parts(tensor: Tensor) -> Iterator[Tensor]:
             yield from part.unbind()
         elif part.is_quantized:
             yield part.int_repr()
-        else:
+        elif not is_freed(part):
             yield part.resolve_conj().resolve_neg()
 
 

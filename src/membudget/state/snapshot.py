@@ -25,6 +25,7 @@ from membudget.state.bits import has_bits
 from membudget.state.identity import (
     TensorCopy,
     host_copy,
+    is_leaf,
     is_same,
     version_of,
     write_back,
@@ -77,12 +78,12 @@ class State:
         self._gradients = [
             (tensor, tensor.grad)
             for _, tensor in found.tensors.values()
-            if not contents and tensor.is_leaf
+            if not contents and is_leaf(tensor)
         ]
         self._leaves = {
             id(state.tensor)
             for state in self._tensors.values()
-            if state.requires_grad and state.tensor.is_leaf
+            if state.requires_grad and is_leaf(state.tensor)
         }
         self._holders: list[tuple[Holder, Any]] = [
             (holder, items_of(holder)) for holder in found.holders
@@ -139,7 +140,7 @@ def _captured(name: str, tensor: Tensor) -> _TensorState:
             f"{name!r} has no shape yet, because its module is lazy; an audit needs a "
             f"model that can be put back. Run the model once, then audit it."
         )
-    grad = tensor.grad if tensor.is_leaf else None
+    grad = tensor.grad if is_leaf(tensor) else None
     return _TensorState(
         tensor,
         host_copy(tensor),
@@ -155,7 +156,7 @@ def _restore_tensor(name: str, state: _TensorState) -> None:
     if has_bits(tensor) and _layout(tensor) != _layout(state.alias):
         tensor.data = state.alias
     _write_if_changed(repr(name), tensor, state.content)
-    if tensor.is_leaf:
+    if is_leaf(tensor):
         tensor.grad = None
         if tensor.requires_grad != state.requires_grad:
             tensor.requires_grad_(state.requires_grad)
