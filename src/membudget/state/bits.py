@@ -93,7 +93,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     """
     if not has_bits(tensor):
         return SKIPPED
-    bits = bits_of(tensor)
+    bits = _bits(tensor)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     most = max(_LEAST_ELEMENTS, -(-bits.numel() // _PIECES))
     work = sums.new_empty((2, min(most, bits.numel())))
@@ -156,7 +156,7 @@ def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bytes."""
-    return torch.equal(bits_of(one), bits_of(other))
+    return torch.equal(_bits(one), _bits(other))
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -171,7 +171,7 @@ def _layout(tensor: Tensor) -> Any:
     return tensor.is_conj(), tensor.is_neg(), strides
 
 
-def bits_of(tensor: Tensor) -> Tensor:
+def _bits(tensor: Tensor) -> Tensor:
     """Return the elements' bits as integers, as a view where torch has one."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
