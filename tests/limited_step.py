@@ -1,9 +1,10 @@
 """Train two steps in an address space that is limited to what is there and some more.
 
-    python limited_step.py MEBIBYTES FILE [MODE BUDGET_MEBIBYTES]
+    python limited_step.py MEBIBYTES FILE [MODE BUDGET_MEBIBYTES [FAKE]]
 
 The limit is so much more than what is there before the first step; 0 is none. With a
 mode the model is fitted into a budget, of so much above what is there before the step.
+With FAKE "no" the plain step is tried, which runs out of memory.
 The losses are written to FILE.
 """
 
@@ -41,8 +42,9 @@ def loss_of(output: Tensor, batch: Tensor) -> Tensor:
 def load_everything() -> None:
     """Load what torch and membudget load on first use, before the limit."""
     small = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Dropout(0.1))
-    with mb.fit(small, torch.randn(2, 4), "100%", loss_of, fake=True):
-        pass
+    for fake in (True, False):
+        with mb.fit(small, torch.randn(2, 4), "100%", loss_of, fake=fake):
+            pass
 
 
 def limit(more_mib: int) -> None:
@@ -66,7 +68,9 @@ def train(model: nn.Module, batch: Tensor) -> Tensor:
     return torch.stack(losses)
 
 
-def main(more_mib: str, path: str, mode: str = "", budget_mib: str = "0") -> None:
+def main(
+    more_mib: str, path: str, mode: str = "", budget_mib: str = "0", fake: str = "yes"
+) -> None:
     """Train, and write the losses."""
     torch.set_num_threads(1)
     model, batch = make()
@@ -76,8 +80,12 @@ def main(more_mib: str, path: str, mode: str = "", budget_mib: str = "0") -> Non
     if mode:
         before = mb.storage_bytes([*model.parameters(), batch])
         budget = before + int(budget_mib) * MIB
-        fitted = mb.fit(model, batch, budget, loss_of, mode=mode, fake=True)
+        asked = fake == "yes"
+        fitted = mb.fit(model, batch, budget, loss_of, mode=mode, fake=asked)
+        sys.stdout.write(fitted.report())
         assert fitted.plan.regions
+        assert fitted.profile.tensors == "fake"
+        assert asked or "the plain step ran out of memory" in fitted.report()
         assert fitted.plan.plain_peak_bytes > int(more_mib) * MIB
     torch.save(train(model, batch), path)
 

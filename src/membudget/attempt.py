@@ -106,8 +106,10 @@ def run_under(step: Step, plan: Plan, plain: Metered | None) -> tuple[Metered, A
 def planned_run(step: Step, applied: Applied) -> Metered:
     """Verify one step, meter another, and restore all state.
 
-    Measurement excludes the verification step, which needs no more memory but would
-    flood the meter with its many small fingerprints.
+    Measurement excludes the verification step, which would flood the meter with its
+    many small fingerprints, and may need more at its peak: the 16 bytes per element
+    that a fingerprint takes for 1/32 of one tensor. Neither is the host copy of model
+    and batch counted, from which the state is restored.
     """
     with state_kept(step, has_values=True) as start:
         _verify(step, applied, start)

@@ -7,6 +7,8 @@
     ├── MissingExtraError (ImportError)   an optional dependency is not installed
     ├── PlanError (ValueError)            a plan is incomplete, or for another model
     ├── BudgetError (ValueError)          no plan fits in the budget
+    ├── OutOfMemoryError (RuntimeError)   a step that fits the budget found no memory;
+    │                                     also a `torch.OutOfMemoryError`
     └── CheckpointError (RuntimeError)    a region cannot run or recompute; also
         │                                 a `torch.utils.checkpoint.CheckpointError`
         ├── RecomputeMismatchError        the recompute differs from the forward
@@ -82,6 +84,24 @@ class BudgetError(MembudgetError, ValueError):
         self.asked_bytes = asked_bytes
         self.least_bytes = least_bytes
         self.before_bytes = before_bytes
+
+
+class OutOfMemoryError(MembudgetError, RuntimeError):
+    """A step that is within the budget found no memory: the limit lies elsewhere.
+
+    Code written for torch catches `torch.OutOfMemoryError`, so `allocation`, which
+    imports torch, makes that a base of this class.
+
+    Attributes:
+        asked_bytes: The budget, in all.
+        predicted_bytes: Predicted peak of the step under its plan, in all.
+    """
+
+    def __init__(self, message: str, *, asked_bytes: int, predicted_bytes: int) -> None:
+        """Store the message and the byte counts."""
+        super().__init__(message)
+        self.asked_bytes = asked_bytes
+        self.predicted_bytes = predicted_bytes
 
 
 class CheckpointError(MembudgetError, RuntimeError):

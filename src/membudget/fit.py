@@ -18,13 +18,13 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.allocation import is_out_of_memory
+from membudget.allocation import is_out_of_memory, map_blocks_if_limited
 from membudget.apply import Applied, without_plan
 from membudget.attach import has_region
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
 from membudget.errors import BudgetError, OptionError, UnrepeatableWarning
-from membudget.fitted import DOES_NOT_FIT, Fitted
+from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.modes import AUTO, check_mode
 from membudget.outcome import Metered, plain_run
 from membudget.planning import (
@@ -35,6 +35,7 @@ from membudget.planning import (
 )
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
+from membudget.refusal import explaining_shortage
 from membudget.sharding import sharding_of
 from membudget.step import ABSENT, LossFunction, Step, step_of
 
@@ -93,6 +94,7 @@ def fit(
         OptionError: If the budget is neither bytes nor a share, the mode is unknown,
             the model already has regions that `fit` did not attach, or its parameters
             are sharded over processes (DTensor, FSDP).
+        OutOfMemoryError: If a step finds less memory than the budget allows it.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
             and the plain step does not fit, so that fewer regions may not, either.
 
@@ -114,11 +116,13 @@ def fit(
     if budget is not None:
         check_budget(budget)
     step = step_of(model, batch, loss_fn, modules)
+    notes = (MAPS_BLOCKS,) if map_blocks_if_limited() else ()
     with without_plan(step.model):
         _check_step(step)
         # Read before profiling, which allocates memory itself.
         usable = free_bytes(step.model) if budget is None else 0
         plain = _profiled(step, optimizer, fake, device)
+        plain = replace(plain, notes=plain.notes + notes)
         if budget is None:
             budget = budget_in_all(plain.graph.static, optimizer, usable)
         return fit_recorded(step, plain, Budget.of(budget, plain), mode)
@@ -167,6 +171,7 @@ def _attempts(
 
     Raises:
         BudgetError: If no plan fits, by prediction or by measurement.
+        OutOfMemoryError: If a step finds less memory than the budget allows it.
         RegionsAtFaultError: If the step goes wrong under some regions of a plan.
     """
     attempts: list[Attempt] = []
@@ -174,7 +179,8 @@ def _attempts(
     while True:
         schedule = next_schedule(profile, budget, mode, attempts, unseen)
         plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
-        found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
+        with explaining_shortage(budget, plan):
+            found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return attempts, applied

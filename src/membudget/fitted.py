@@ -20,6 +20,11 @@ DOES_NOT_FIT = (
     "are estimated"
 )
 
+MAPS_BLOCKS = (
+    "the process's memory is limited, so malloc returns blocks of 128 KiB and more to "
+    "the system when they are freed"
+)
+
 
 class Fitted:
     """A model whose step fits its budget; as a context manager, undoes `fit` on exit.
@@ -78,6 +83,8 @@ class Fitted:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if DOES_NOT_FIT in self.profile.notes:
             lines.append(f"profile   {'fake':>12}  {DOES_NOT_FIT}")
+        if MAPS_BLOCKS in self.profile.notes:
+            lines.append(f"malloc    {'maps':>12}  {MAPS_BLOCKS}")
         if before:
             more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
             lines.append(

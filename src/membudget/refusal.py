@@ -8,11 +8,14 @@ of the plain step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
+from membudget.allocation import is_out_of_memory
 from membudget.budget import Budget, gradient_bytes
-from membudget.errors import BudgetError
+from membudget.errors import BudgetError, OutOfMemoryError
 from membudget.graph import StepGraph
 from membudget.planner.choice import made_in
+from membudget.planner.plan import Plan
 from membudget.planner.schedule import Schedule
 from membudget.profile import Profile
 from membudget.profile.live_ranges import touched_storages
@@ -58,6 +61,30 @@ def refused(
     reasons = " ".join(_reasons(profile.graph, budget, smallest))
     error.args = (f"{error}. {reasons}",)
     return error
+
+
+@contextmanager
+def explaining_shortage(budget: Budget, plan: Plan) -> Iterator[None]:
+    """Say of a failed allocation that the budget and the plan had allowed it.
+
+    Raises:
+        OutOfMemoryError: If an allocation fails in the context.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        predicted_bytes = plan.peak_bytes + budget.before_bytes
+        raise OutOfMemoryError(
+            f"an allocation failed in a step whose plan takes {predicted_bytes:,} "
+            f"bytes, although the budget is {budget}. The process or its device is "
+            f"limited to less: fit needs up to {budget.before_bytes:,} more on the "
+            "host, to restore what the step changes. Raise the limit, free memory, or "
+            "give a smaller budget",
+            asked_bytes=budget.bytes_in_all,
+            predicted_bytes=predicted_bytes,
+        ) from error
 
 
 def _reasons(graph: StepGraph, budget: Budget, smallest: Schedule) -> Iterator[str]:

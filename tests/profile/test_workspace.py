@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from membudget.profile import profile
+from membudget.profile.fake import TensorSpec
 
 
 class Of(nn.Module):
@@ -68,6 +69,18 @@ def test_a_note_counts_operators_that_are_too_large_to_be_tried():
     found = profile(model, torch.empty(64, 64, 128, 128, device="meta"), device="cpu")
 
     assert any("too large to be tried" in note for note in found.notes)
+
+
+def test_a_note_counts_operators_whose_zeros_did_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def short(spec: TensorSpec) -> Tensor:
+        raise torch.OutOfMemoryError(f"no memory for {spec}")
+
+    monkeypatch.setattr(TensorSpec, "zeros", short)
+    found = profile(Of(lambda w, x: x @ w, 64, 64), torch.randn(64, 64), fake=True)
+
+    assert "operators were too large to be tried" in found.notes[0]
 
 
 def test_a_note_counts_operators_that_failed_on_zeros():

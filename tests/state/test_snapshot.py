@@ -266,3 +266,11 @@ def test_a_tensor_of_one_element_is_restored_whatever_its_stride():
     tensor.add_(1)
     state.restore()
     assert tensor.tolist() == [0.0]
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_what_has_not_changed_is_found_so_without_a_copy(layout: torch.memory_format):
+    x = torch.randn(2, 4, 64, 64, dtype=torch.complex64).to(memory_format=layout)
+    state = State([("x", x)])
+
+    assert mb.peak(state.restore).peak_bytes < x.nbytes // 8

@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
+from membudget.allocation import let_go
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
 from membudget.profile.cost import (
@@ -276,6 +277,9 @@ def state_kept(step: Step, has_values: bool) -> Iterator[State]:
         step.start = batch if has_values else None
         with torch.inference_mode(False), torch.enable_grad():
             yield whole
+    except BaseException as error:
+        let_go(error)
+        raise
     finally:
         step.start = None
         whole.restore()

@@ -169,9 +169,9 @@ def _try(
         shape = shapes.get(next(values))
         return spec.zeros() if shape is None else torch.zeros(shape, dtype=spec.dtype)
 
-    args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))
-    known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
     try:
+        args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))
+        known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
         with record_function(f"{MARK}{number}"):
             output = call.operator(*args, **kwargs)
     except Exception:

@@ -95,7 +95,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     """
     if not has_bits(tensor):
         return SKIPPED
-    bits = _bits(tensor.detach().resolve_conj().resolve_neg())
+    bits = _bits(tensor)
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     most = max(_LEAST_ELEMENTS, -(-bits.numel() // _PIECES))
     work = sums.new_empty((2, min(most, bits.numel())))
@@ -158,7 +158,7 @@ def same_bits(original: Tensor, replayed: Tensor | None) -> bool:
 
 def same_bytes(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors of one shape and dtype have the same bytes."""
-    return torch.equal(_bytes(one), _bytes(other))
+    return torch.equal(_bits(one), _bits(other))
 
 
 def _layout(tensor: Tensor) -> Any:
@@ -173,15 +173,9 @@ def _layout(tensor: Tensor) -> Any:
     return tensor.is_conj(), tensor.is_neg(), strides
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    # Clone, because a tensor of one element may have a stride that `view` refuses.
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    tensor = tensor.clone(memory_format=torch.contiguous_format)
-    return tensor.view(-1).view(torch.uint8)
-
-
 def _bits(tensor: Tensor) -> Tensor:
-    """Reinterpret the elements' bits as integers."""
+    """Return the elements' bits as integers, as a view where torch has one."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     return tensor.view(_INTEGERS[tensor.element_size()])

@@ -20,7 +20,7 @@ from membudget._torch import (
     storage_address,
     without_dispatch_modes,
 )
-from membudget.state.bits import content_of, is_freed, plain_parts
+from membudget.state.bits import content_of, is_freed, plain_parts, same_bytes
 
 
 def version_of(tensor: Tensor) -> int:
@@ -197,9 +197,15 @@ def is_same(left: TensorCopy, right: TensorCopy) -> bool:
     """Return whether two copies agree in dtype, shape, device and every byte."""
     same_kind = left.about == right.about and len(left.parts) == len(right.parts)
     return same_kind and all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
+        a.dtype == b.dtype and a.shape == b.shape and same_bytes(a, b)
         for a, b in zip(left.parts, right.parts, strict=True)
     )
+
+
+def still_has(tensor: Tensor, copy: TensorCopy) -> bool:
+    """Return whether a tensor has the content of a copy; on the CPU, copy nothing."""
+    parts = tuple(part.to("cpu") for part in dense_parts(tensor))
+    return is_same(TensorCopy(_about(tensor), parts), copy)
 
 
 def first_value(copy: TensorCopy) -> str:

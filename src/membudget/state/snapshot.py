@@ -26,7 +26,7 @@ from membudget.state.identity import (
     TensorCopy,
     host_copy,
     is_leaf,
-    is_same,
+    still_has,
     version_of,
     write_back,
 )
@@ -167,10 +167,10 @@ def _layout(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _write_if_changed(name: str, tensor: Tensor, content: TensorCopy) -> None:
-    if is_same(host_copy(tensor), content):
+    if still_has(tensor, content):
         return
     write_back(tensor, content)
-    if not is_same(host_copy(tensor), content):
+    if not still_has(tensor, content):
         raise MembudgetError(
             f"the audited step changed {name} ({content.about}), and that cannot be "
             f"put back"
