@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.apply import model_parameters
 from membudget.errors import BudgetError, MembudgetError, PlanError, SelectionError
+from membudget.planned import model_parameters
 from membudget.planner.choice import Choice, made_in
 from membudget.planner.plan import Plan, region_plan
 from membudget.planner.planner import Planner
@@ -74,11 +75,14 @@ def test_steps_under_a_plan_are_the_plain_steps(name, percent):
     for _ in range(2):
         check_same(facts_of_step(*plain), facts_of_step(*other))
     status = applied.status()
-    assert [r.name for r in status.regions] == [r.path for r in plan.regions]
+    calls: Counter[str] = Counter()
+    for of_plan in plan.regions:
+        calls[of_plan.path] += len(of_plan.numbers) or 1
+    assert [r.name for r in status.regions] == list(calls)
     for region in status.regions:
-        assert (region.forwards, region.differences) == (2, 0)
+        assert (region.forwards, region.differences) == (2 * calls[region.name], 0)
         assert region.skipped == region.unrepeatable == 0
-    assert any(region.recomputes == 2 for region in status.regions)
+    assert any(region.recomputes >= 2 for region in status.regions)
 
 
 def test_a_plan_is_applied_from_its_file(tmp_path: Path):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget.apply import model_parameters
 from membudget.graph import StepGraph
+from membudget.planned import model_parameters
 from membudget.planner.choice import Choice, Stage, made_in, saved_in, storages_of
 from membudget.planner.frontier import Front
 from membudget.planner.plan import Plan, region_plan

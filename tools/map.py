@@ -27,7 +27,7 @@ FLOORS = (
     ("fit", "trial fit fitted planning attempt outcome modes refusal budget"),
     ("text for people", "report"),
     ("proof", "audit"),
-    ("regions on a model", "apply spans attach policies"),
+    ("regions on a model", "apply planned numbered spans attach policies"),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
     (

@@ -6,8 +6,7 @@ as spans of consecutive modules. See `membudget.attach` for how regions are atta
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -15,29 +14,14 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.attach import (
-    ModuleRegion,
-    carried_by,
-    check_can_carry,
-    put,
-    put_region,
-    remove_region,
-)
+from membudget.attach import check_can_carry, put, put_region, remove_region
 from membudget.engine.options import Statistics, checked_options
-from membudget.engine.policy import Stages
-from membudget.errors import PlanError, SelectionError
-from membudget.planner.plan import (
-    Plan,
-    RegionPlan,
-    parameter_differences,
-    parameter_text,
-)
+from membudget.errors import SelectionError
+from membudget.planned import carried_of_plan, policies_of
+from membudget.planner.plan import Plan
 from membudget.policies import Planned
 from membudget.selection import select_modules
 from membudget.spans import put_spans
-
-MOST_NAMED = 3
-"""How many parameters an error names, of those that a plan and a model do not share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +36,8 @@ class RegionStatus:
             required a gradient.
         unrepeatable: Number of outputs kept because their replay gave different bits.
         differences: Number of calls that kept fewer outputs than planned because their
-            operators differed from those in the plan.
+            operators differed from those in the plan, or because the plan knows fewer
+            calls of the module.
     """
 
     name: str
@@ -102,7 +87,7 @@ class Applied:
         self,
         modules: dict[str, Module],
         statistics: dict[str, Statistics],
-        policies: Mapping[str, Planned] = MappingProxyType({}),
+        policies: Mapping[str, Sequence[Planned]] = MappingProxyType({}),
     ):
         """Store modules, counters and policies; called by `apply`."""
         self._modules = modules
@@ -133,8 +118,7 @@ class Applied:
         )
 
     def _differences(self, name: str) -> int:
-        policy = self._policies.get(name)
-        return 0 if policy is None else policy.differences
+        return sum(policy.differences for policy in self._policies.get(name, ()))
 
     def remove(self) -> None:
         """Remove the regions and restore the original model; idempotent."""
@@ -223,76 +207,13 @@ def _apply_plan(
 ) -> Applied:
     if not isinstance(plan, Plan):
         plan = Plan.from_json(plan)
-    differ = parameter_differences(plan.parameters, model_parameters(model))
-    if differ:
-        named = "; ".join(differ[:MOST_NAMED])
-        more = len(differ) - MOST_NAMED
-        raise PlanError(
-            f"the plan (first) was made for a {plan.model} with other parameters than "
-            f"this {type(model).__name__} (second): {named}"
-            f"{f'; and {more} more' if more > 0 else ''}. Make a plan for this model"
-        )
+    carried = carried_of_plan(model, plan, options)
     known = dict(model.named_modules())
-    modules: dict[str, Module] = {}
-    policies: dict[str, Planned] = {}
-    for region in plan.regions:
-        if region.path not in known:
-            raise PlanError(f"the plan names {region.path!r}, which the model lacks")
-        modules[region.path] = known[region.path]
-        check_can_carry(region.path, known[region.path])
-        policies[region.path] = _policy(region)
-    # The user's options override these defaults, but not what the plan keeps.
-    defaults = {"engine": "replay", "verify": "fingerprints"}
     # Only now change the model: all checks above may raise.
-    statistics = {
-        name: put_region(
-            module,
-            checked_options(defaults | options | {"keep": policies[name]}),
-            name,
-        )
-        for name, module in modules.items()
-    }
-    return Applied(modules, statistics, policies)
-
-
-@contextmanager
-def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
-    """Remove a plan's regions; put them back if asked to, or after an exception."""
-    planned = {
-        name: (module, carried)
-        for name, module in model.named_modules()
-        if isinstance(carried := carried_by(module), ModuleRegion)
-        and isinstance(carried.options.keep, Planned)
-    }
-    for module, _ in planned.values():
-        remove_region(module)
-    try:
-        yield
-    except BaseException:
-        put_back = True
-        raise
-    finally:
-        for name, (module, carried) in planned.items() if put_back else ():
-            put(module, carried, name)
-
-
-def _policy(region: RegionPlan) -> Planned:
-    stages = Stages(
-        [stage.first_saved for stage in region.stages],
-        [
-            frozenset((held.number, held.output) for held in stage.held)
-            for stage in region.stages
-        ],
-    )
-    return Planned(
-        {(kept.number, kept.output): kept.operator for kept in region.kept},
-        stages if region.stages else None,
-    )
-
-
-def model_parameters(model: Module) -> tuple[str, ...]:
-    """Return the names, shapes and dtypes of a model's parameters, as plans do."""
-    return tuple(
-        parameter_text(name, p.shape, str(p.dtype).removeprefix("torch."))
-        for name, p in model.named_parameters()
+    for name, regions in carried.items():
+        put(known[name], regions, name)
+    return Applied(
+        {name: known[name] for name in carried},
+        {n: c.statistics for n, c in carried.items() if c.statistics is not None},
+        {name: policies_of(regions) for name, regions in carried.items()},
     )

@@ -19,7 +19,7 @@ from typing import Any
 from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory, map_blocks_if_limited
-from membudget.apply import Applied, without_plan
+from membudget.apply import Applied
 from membudget.attach import has_region
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
@@ -27,6 +27,7 @@ from membudget.errors import BudgetError, OptionError, UnrepeatableWarning
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.modes import AUTO, check_mode
 from membudget.outcome import Metered, plain_run
+from membudget.planned import without_plan
 from membudget.planning import (
     make_plan,
     next_schedule,

@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from membudget.apply import without_plan
 from membudget.audit.differences import Outcome, Results, compare
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
+from membudget.planned import without_plan
 from membudget.profile.profiling import state_kept
 from membudget.state.identity import digest
 from membudget.state.snapshot import State

@@ -10,21 +10,22 @@ from operator import attrgetter
 
 from torch.nn import Module
 
-from membudget.apply import model_parameters
 from membudget.attempt import MOST_PLANS, Attempt
 from membudget.budget import Budget
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.outcome import Metered
+from membudget.planned import model_parameters
 from membudget.planner.bound import least_seconds
-from membudget.planner.plan import Plan, region_plan
+from membudget.planner.plan import Plan
 from membudget.planner.planner import (
     Planner,
     check_seconds,
     plain_schedule,
     smoothed,
 )
+from membudget.planner.region_plans import region_plans
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
     NO_OVERHEADS,
@@ -56,9 +57,15 @@ def unseen_bytes(profile: Profile, plain: Metered | None) -> int:
 
 
 def without_calls(profile: Profile, paths: Container[str]) -> Profile:
-    """Return a profile whose plans put no region on the modules at these paths."""
+    """Return a profile whose plans put no region on the modules at these paths.
+
+    Their calls stay as empty ones: the numbers of others are counted from the model's.
+    """
     graph = profile.graph
-    calls = tuple(call for call in graph.calls if call.path not in paths)
+    calls = tuple(
+        replace(call, end=call.start) if call.path in paths else call
+        for call in graph.calls
+    )
     return replace(profile, graph=replace(graph, calls=calls))
 
 
@@ -204,10 +211,7 @@ def make_plan(
         slowdown=schedule.slowdown,
         bound=_bound(smoothed(graph), budget_bytes),
         cost=profile.cost,
-        regions=tuple(
-            region_plan(graph, call.path, choice)
-            for call, choice in zip(schedule.calls, schedule.choices, strict=True)
-        ),
+        regions=region_plans(graph, schedule.calls, schedule.choices),
     )
 
 

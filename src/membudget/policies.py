@@ -93,6 +93,22 @@ class Planned(Policy):
         return expected is not None and _is(candidate.operator, expected)
 
 
+class Unplanned(Planned):
+    """Keeps nothing, in calls of a module beyond those that a plan knows.
+
+    Each of these calls counts as a difference from the plan.
+    """
+
+    def __init__(self) -> None:
+        """Create a policy that keeps nothing."""
+        super().__init__({})
+
+    def begin(self) -> Policy:
+        """Count the call."""
+        self.differences += 1
+        return self
+
+
 class _PlannedCall(Policy):
     """Applies a plan to one call of a region, comparing operators with the plan."""
 

@@ -23,7 +23,7 @@ class TradeoffRow:
         budget_bytes: Bytes that the step may allocate.
         peak_bytes: Predicted peak bytes that the step allocates.
         slowdown: Predicted step time ÷ plain step time.
-        regions: Number of regions in the plan; 0 for the plain step.
+        regions: Number of modules with regions in the plan; 0 for the plain step.
     """
 
     budget_bytes: int
@@ -137,7 +137,7 @@ def tradeoff(profile: Profile, budgets: int = 20) -> Tradeoff:
     for budget in _spaced(planner.least_bytes(), planner.plain_peak_bytes, budgets):
         schedule = planner.fastest(budget, quickly=True)
         peak_bytes = schedule.peak_bytes
-        regions = len(schedule.choices)
+        regions = len({call.path for call in schedule.calls})
         rows.append(TradeoffRow(budget, peak_bytes, schedule.slowdown, regions))
     return Tradeoff(profile.model, profile.cost, graph.static.total, tuple(rows))
 

@@ -31,7 +31,9 @@ kept_outputs = st.builds(KeptOutput, sizes, sizes, texts)
 outputs = st.lists(kept_outputs, max_size=3).map(tuple)
 stages = st.builds(StagePlan, sizes, outputs)
 regions = st.builds(
-    RegionPlan, texts, sizes, outputs, st.lists(stages, max_size=3).map(tuple)
+    RegionPlan,
+    *(texts, sizes, outputs, st.lists(stages, max_size=3).map(tuple), sizes),
+    st.lists(sizes, max_size=3).map(tuple),
 )
 floats = st.floats(allow_nan=False, allow_infinity=False)
 plans = st.builds(

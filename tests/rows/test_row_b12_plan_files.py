@@ -111,8 +111,8 @@ def test_a_plan_for_another_model_names_the_layers_and_the_widths_that_differ():
 
 
 def test_a_plan_of_an_older_version_is_refused_with_the_version_expected():
-    with pytest.raises(PlanError, match=r"version 3; this one has version 2: make the"):
-        Plan.from_dict(PLAN.to_dict() | {"version": 2})
+    with pytest.raises(PlanError, match=r"version 4; this one has version 3: make the"):
+        Plan.from_dict(PLAN.to_dict() | {"version": 3})
 
 
 def test_two_writers_of_one_file_use_two_temporary_names(tmp_path, monkeypatch):

@@ -39,7 +39,7 @@ def test_row_c08_a_plan_keeps_what_a_cell_writes_in_parts(
     torch.manual_seed(0)
     with mb.fit(Cells(cell), torch.randn(6, 32, 24), share) as fitted:
         assert fitted.plan.regions
-        assert [r.differences for r in fitted.status().regions] == [0]
+        assert not any(r.differences for r in fitted.status().regions)
         assert fitted.audit()
 
 

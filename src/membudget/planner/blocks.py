@@ -1,9 +1,11 @@
 """Cut the forward into blocks: at module calls, or where few bytes cross the cut.
 
-`module_blocks` cuts at module calls, because a region wraps a module, and considers
-only modules that are called once per step. From the whole model downwards, a module
-call with more than a given share of the saved bytes is replaced by its child calls if
-these account for most of its saved bytes, so layers are found whatever their names.
+`module_blocks` cuts at module calls, because a region wraps a module. From the whole
+model downwards, a module call with more than a given share of the saved bytes is
+replaced by its child calls if these account for most of its saved bytes, so layers are
+found whatever their names. Children are the modules that are called once per step; if
+they account for too little, also those that the model calls often, such as a recurrent
+cell or the right side of a differential equation. Each of their calls is a block.
 
 `segments` cuts one module call into a chain of segments for nested recomputation.
 Recomputation that starts at a cut needs all storages that are made before the cut and
@@ -21,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -35,6 +37,9 @@ _start = attrgetter("start")
 LEAST_COVERED = 0.6
 """The share of a call's saved bytes that the calls inside must cover to replace it."""
 
+LEAST_COVERED_OFTEN = 0.3
+"""The same where modules called often count: a solver saves much between its calls."""
+
 
 def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
     """Return disjoint module calls that cover most of the forward, in forward order.
@@ -43,7 +48,7 @@ def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
     replaced by its child calls, provided that they cover most of its saved bytes.
     """
     tree = _CallTree(graph, most_share)
-    found = [block for call in tree.inside(None) for block in tree.cut(call)]
+    found = [block for call in tree.outermost() for block in tree.cut(call)]
     return [block for block in found if tree.saved_bytes(block)]
 
 
@@ -59,7 +64,10 @@ class _CallTree:
     def __init__(self, graph: StepGraph, most_share: float):
         times = Counter(call.path for call in graph.calls)
         once = [call for call in graph.calls if times[call.path] == 1]
-        self._calls = sorted(once, key=_start)
+        often = numbered_calls(graph)
+        self._often = {call.path for call in often}
+        self._once = sorted(once, key=_start)
+        self._all = sorted([*once, *often], key=_start)
         self._saved_before = _made_before(graph, graph.saved_on)
         self._most_bytes = most_share * self._saved_before[-1]
 
@@ -70,27 +78,53 @@ class _CallTree:
     def cut(self, call: ModuleCall) -> list[ModuleCall]:
         """Return a module call, or its child calls if it saves too many bytes."""
         saved = self.saved_bytes(call)
-        inner = self.inside(call)
-        covered = sum(map(self.saved_bytes, inner))
-        if saved <= self._most_bytes or covered < LEAST_COVERED * saved:
+        if saved <= self._most_bytes:
             return [call]
+        inner = _inside(self._once, call)
+        if self._covered(inner) < LEAST_COVERED * saved:
+            inner = _inside(self._all, call)
+            often = [inside for inside in inner if inside.path in self._often]
+            if self._covered(often) < LEAST_COVERED_OFTEN * saved:
+                return [call]
         return [block for inside in inner for block in self.cut(inside)]
 
-    def inside(self, outer: ModuleCall | None) -> list[ModuleCall]:
-        """Return the direct child calls of `outer`, or top-level calls for `None`."""
-        found: list[ModuleCall] = []
-        end = 0
-        first, last = 0, len(self._calls)
-        if outer is not None:
-            first = bisect_left(self._calls, outer.start, key=_start)
-            last = bisect_left(self._calls, outer.end, key=_start)
-        for call in self._calls[first:last]:
-            if outer is not None and not _is_inside(call, outer):
-                continue
-            if call.end > call.start >= end:
-                found.append(call)
-                end = call.end
-        return found
+    def _covered(self, calls: Iterable[ModuleCall]) -> int:
+        return sum(map(self.saved_bytes, calls))
+
+    def outermost(self) -> list[ModuleCall]:
+        """Return the top-level calls of modules that are called once."""
+        return _inside(self._once, None)
+
+
+def numbered_calls(graph: StepGraph) -> list[ModuleCall]:
+    """Return the calls of each module that one call of the model calls often.
+
+    Their numbers start anew when the model is called, so nothing may call the model a
+    second time, or these modules before it.
+    """
+    paths = [call.path for call in graph.calls]
+    if paths.count("") != 1:
+        return []
+    before, times = paths[: paths.index("")], Counter(paths)
+    often = {path for path, n in times.items() if n > 1} - {*before}
+    return [call for call in graph.calls if call.path in often]
+
+
+def _inside(calls: Sequence[ModuleCall], outer: ModuleCall | None) -> list[ModuleCall]:
+    """Return the direct child calls of `outer`, or top-level calls for `None`."""
+    found: list[ModuleCall] = []
+    end = 0
+    first, last = 0, len(calls)
+    if outer is not None:
+        first = bisect_left(calls, outer.start, key=_start)
+        last = bisect_left(calls, outer.end, key=_start)
+    for call in calls[first:last]:
+        if outer is not None and not _is_inside(call, outer):
+            continue
+        if call.end > call.start >= end:
+            found.append(call)
+            end = call.end
+    return found
 
 
 def _is_inside(call: ModuleCall, outer: ModuleCall) -> bool:

@@ -21,7 +21,7 @@ from membudget.graph import StepGraph
 from membudget.planner.choice import Block, Choice, saved_in
 from membudget.text import read_json, write_whole
 
-VERSION = 3
+VERSION = 4
 """Version of the JSON; it rises when an older reader would misread a newer plan."""
 
 
@@ -57,19 +57,24 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class RegionPlan:
-    """The outputs that one module keeps.
+    """The outputs that one module keeps, in all of its calls or in some.
 
     Attributes:
         path: Path of the module, as in `named_modules()`.
         operators: Number of operators in the module's call.
         kept: Outputs to keep; all other saved tensors are recomputed.
         stages: Stages of the region's backward pass; empty for a single stage.
+        times: How often the model calls the module.
+        numbers: Which of these calls keep this, counted from 0; other calls have a
+            region of their own or none. Empty if the model calls the module once.
     """
 
     path: str
     operators: int
     kept: tuple[KeptOutput, ...]
     stages: tuple[StagePlan, ...] = ()
+    times: int = 1
+    numbers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

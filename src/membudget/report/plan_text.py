@@ -29,10 +29,20 @@ def described(plan: Plan) -> str:
     if not plan.regions:
         return f"{head(plan)}\n\n{PLAIN_FITS}"
     rows = [
-        (region.path or "(the model)", str(region.operators), kept_text(region.kept))
+        (_name(region), str(region.operators), kept_text(region.kept))
         for region in plan.regions
     ]
     return f"{head(plan)}\n\n{rendered(('region', 'operators', 'keeps'), rows, left=3)}"
+
+
+def _name(region: RegionPlan) -> str:
+    """Return a region's module, with its calls if the region is for some of several."""
+    if not region.numbers:
+        return region.path or "(the model)"
+    pairs = enumerate(region.numbers)
+    runs = [[n for _, n in of] for _, of in groupby(pairs, key=lambda p: p[1] - p[0])]
+    texts = (str(r[0]) if len(r) == 1 else f"{r[0]} to {r[-1]}" for r in runs)
+    return f"{region.path}, calls {', '.join(texts)} of {region.times}"
 
 
 def head(
@@ -52,7 +62,7 @@ def head(
         measured       1.9 KiB  0.9950 of the predicted, 97.2% of the budget
         slowdown         1.250  predicted; no schedule is below 1.010
     """
-    count = len(plan.regions)
+    count = len({region.path for region in plan.regions})
     lines = [
         f"{plan.model}: {count} region{'' if count == 1 else 's'}, seconds {plan.cost}",
         f"budget    {_bytes(plan.budget_bytes)}  above what is in use before the step",
@@ -170,11 +180,10 @@ def _output(kept: KeptOutput) -> str:
 def _regions(
     first: Iterable[RegionPlan], second: Iterable[RegionPlan]
 ) -> Iterator[str]:
-    before = {region.path: region for region in first}
-    after = {region.path: region for region in second}
-    for path in dict.fromkeys([*before, *after]):
-        left, right = before.get(path), after.get(path)
-        name = f"region {path!r}"
+    before, after = ({_name(r): r for r in regions} for regions in (first, second))
+    for key in dict.fromkeys([*before, *after]):
+        left, right = before.get(key), after.get(key)
+        name = f"region {key!r}"
         if left is None or right is None:
             one, which = (right, "second") if left is None else (left, "first")
             assert one is not None
@@ -265,7 +274,10 @@ def _row(alike: list[_RegionLine], graph: StepGraph) -> tuple[str, ...]:
     first = alike[0]
     name = first.path
     if alike[1:]:
-        name = f"{first.path} to {alike[-1].path} ({len(alike)})"
+        last = alike[-1].path
+        name = f"{name} ({len(alike)} calls)"
+        if last != first.path:
+            name = f"{first.path} to {last} ({len(alike)})"
     kept = format_bytes(sum(region.kept_bytes for region in alike))
     share = _share(sum(region.seconds for region in alike), graph)
     return name, first.keeps, first.recomputes, str(first.operators), kept, share

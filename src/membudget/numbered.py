@@ -1,0 +1,65 @@
+"""Regions for the calls of a module that the model calls often, told apart by number.
+
+A recurrent cell, the right side of a differential equation or a shared layer is one
+module with many calls, and a plan may keep other outputs in one call than in the next.
+Calls are counted from the start of the model's forward, so a step with more or fewer of
+them, or one that an exception ends, shifts no later step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.region import run_region
+
+
+@dataclass(slots=True)
+class NumberedRegions:
+    """Regions attached to one module, by the number of the call.
+
+    Attributes:
+        options: Options of the region of each call that has one, by number from 0.
+        further: Options of the calls beyond those that the plan knows.
+        times: How many calls the plan knows.
+        statistics: Counters of all regions together.
+        number: Number of the next call.
+    """
+
+    options: Mapping[int, RegionOptions]
+    further: RegionOptions
+    times: int
+    statistics: Statistics
+    number: int = 0
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the module's forward, as a region if this call has one."""
+        options = self.options.get(self.number)
+        if self.number >= self.times:
+            options = self.further
+        self.number += 1
+        if options is None:
+            return function(*args, **kwargs)
+        return run_region(function, args, kwargs, options, self.statistics)
+
+
+class CountedFrom:
+    """Attached to the model: its forward starts the numbers of the calls inside."""
+
+    statistics = None
+
+    def __init__(self, inside: Sequence[NumberedRegions]):
+        """Store the regions whose calls are counted."""
+        self._inside = inside
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the model's forward."""
+        for regions in self._inside:
+            regions.number = 0
+        return function(*args, **kwargs)

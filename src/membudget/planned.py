@@ -1,0 +1,148 @@
+"""What modules carry under a plan: regions that keep the outputs that it names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn import Module
+
+from membudget.attach import (
+    Carried,
+    ModuleRegion,
+    carried_by,
+    check_can_carry,
+    put,
+    remove_region,
+)
+from membudget.engine.options import RegionOptions, Statistics, checked_options
+from membudget.engine.policy import Stages
+from membudget.errors import PlanError
+from membudget.numbered import CountedFrom, NumberedRegions
+from membudget.planner.plan import (
+    Plan,
+    RegionPlan,
+    parameter_differences,
+    parameter_text,
+)
+from membudget.policies import Planned, Unplanned
+
+MOST_NAMED = 3
+"""How many parameters an error names, of those that a plan and a model do not share."""
+
+
+def carried_of_plan(
+    model: Module, plan: Plan, options: Mapping[str, Any]
+) -> dict[str, Carried]:
+    """Return what each module of a model carries under a plan, by its name.
+
+    Raises:
+        OptionError: If an option is unknown or invalid.
+        PlanError: If the plan was made for another model.
+        SelectionError: If a module cannot have a region.
+    """
+    _check_parameters(model, plan)
+    known = dict(model.named_modules())
+    of_path: dict[str, list[RegionPlan]] = {}
+    for region in plan.regions:
+        if region.path not in known:
+            raise PlanError(f"the plan names {region.path!r}, which the model lacks")
+        check_can_carry(region.path, known[region.path])
+        of_path.setdefault(region.path, []).append(region)
+    carried = {path: _carried(path, of, options) for path, of in of_path.items()}
+    numbered = [c for c in carried.values() if isinstance(c, NumberedRegions)]
+    if numbered:
+        if "" in carried:
+            raise PlanError(
+                "the plan has a region of the whole model, and others of single calls "
+                "inside: make the plan again"
+            )
+        check_can_carry("", model)
+        carried[""] = CountedFrom(numbered)
+    return carried
+
+
+def _check_parameters(model: Module, plan: Plan) -> None:
+    differ = parameter_differences(plan.parameters, model_parameters(model))
+    if differ:
+        named = "; ".join(differ[:MOST_NAMED])
+        more = len(differ) - MOST_NAMED
+        raise PlanError(
+            f"the plan (first) was made for a {plan.model} with other parameters than "
+            f"this {type(model).__name__} (second): {named}"
+            f"{f'; and {more} more' if more > 0 else ''}. Make a plan for this model"
+        )
+
+
+def _carried(
+    path: str, regions: list[RegionPlan], options: Mapping[str, Any]
+) -> Carried:
+    statistics, times = Statistics(path), regions[0].times
+    if times == 1:
+        return ModuleRegion(_options(options, _policy(regions[-1])), statistics)
+    numbered: dict[int, RegionOptions] = {}
+    for region in regions:
+        shared = _options(options, _policy(region))
+        numbered |= dict.fromkeys(region.numbers, shared)
+    return NumberedRegions(numbered, _options(options, Unplanned()), times, statistics)
+
+
+def _options(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
+    # The user's options override these defaults, but not what the plan keeps.
+    defaults = {"engine": "replay", "verify": "fingerprints"}
+    return checked_options({**defaults, **options, "keep": policy})
+
+
+def _policy(region: RegionPlan) -> Planned:
+    stages = Stages(
+        [stage.first_saved for stage in region.stages],
+        [
+            frozenset((held.number, held.output) for held in stage.held)
+            for stage in region.stages
+        ],
+    )
+    return Planned(
+        {(kept.number, kept.output): kept.operator for kept in region.kept},
+        stages if region.stages else None,
+    )
+
+
+def policies_of(carried: Carried | None) -> tuple[Planned, ...]:
+    """Return the policies of a plan in what a module carries, each once."""
+    options: tuple[RegionOptions, ...] = ()
+    if isinstance(carried, ModuleRegion):
+        options = (carried.options,)
+    elif isinstance(carried, NumberedRegions):
+        options = (*carried.options.values(), carried.further)
+    planned = (o.keep for o in options if isinstance(o.keep, Planned))
+    return tuple(dict.fromkeys(planned))
+
+
+@contextmanager
+def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
+    """Remove a plan's regions; put them back if asked to, or after an exception."""
+    planned = {
+        name: (module, carried)
+        for name, module in model.named_modules()
+        if (carried := carried_by(module)) is not None
+        and (policies_of(carried) or isinstance(carried, CountedFrom))
+    }
+    for module, _ in planned.values():
+        remove_region(module)
+    try:
+        yield
+    except BaseException:
+        put_back = True
+        raise
+    finally:
+        for name, (module, carried) in planned.items() if put_back else ():
+            put(module, carried, name)
+
+
+def model_parameters(model: Module) -> tuple[str, ...]:
+    """Return the names, shapes and dtypes of a model's parameters, as plans do."""
+    return tuple(
+        parameter_text(name, p.shape, str(p.dtype).removeprefix("torch."))
+        for name, p in model.named_parameters()
+    )
