@@ -133,6 +133,17 @@ def test_row_b04_the_failed_step_is_freed_before_the_state_is_restored():
     assert [made() for made in MADE] == [None]
 
 
+def test_row_b04_restoring_a_step_takes_one_copy_of_model_and_batch():
+    step = Step(nn.Linear(64, 64), torch.randn(4096, 64), None)
+
+    def keep_and_restore() -> None:
+        with state_kept(step, has_values=True):
+            step.prepare()
+
+    found = mb.peak(keep_and_restore).peak_bytes
+    assert found < 1.05 * mb.storage_bytes(step.tensors())
+
+
 def test_row_b04_a_verifying_step_without_memory_says_what_the_budget_would_allow():
     model, x = layers(Short()), torch.randn(64, 16)
     before, thread = state_of(model), thread_state()

@@ -271,7 +271,7 @@ def state_kept(step: Step, has_values: bool) -> Iterator[State]:
         The state of model, loss function and batch, without gradients.
     """
     whole = State(step.roots().items(), contents=has_values)
-    batch = State([("batch", step.batch)], contents=has_values)
+    batch = State([("batch", step.batch)], contents=has_values, part_of=whole)
     try:
         whole.restore()
         step.start = batch if has_values else None

@@ -58,20 +58,28 @@ class _TensorState:
 class State:
     """A snapshot of everything that a training step can change."""
 
-    def __init__(self, roots: Iterable[tuple[str, Any]], contents: bool = True) -> None:
+    def __init__(
+        self,
+        roots: Iterable[tuple[str, Any]],
+        contents: bool = True,
+        part_of: State | None = None,
+    ) -> None:
         """Capture the state without changing it.
 
         Args:
             roots: Pairs of a name, for reports and errors, and an object to capture.
             contents: Whether to copy the tensors' contents. Pass `False` if the step
                 runs on fake tensors or the tensors are on `meta`.
+            part_of: A state captured just before, whose copies of tensors are shared.
 
         Raises:
             OptionError: If a parameter of a lazy module has no shape yet.
         """
         found = walk(roots)
-        self._tensors = {
-            name: _captured(name, tensor)
+        copied = part_of._tensors.values() if part_of else ()
+        known = {id(state.tensor): state for state in copied}
+        self._tensors: dict[str, _TensorState] = {
+            name: known.get(id(tensor)) or _captured(name, tensor)
             for name, (_, tensor) in found.tensors.items()
             if contents
         }
