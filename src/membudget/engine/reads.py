@@ -30,12 +30,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.bindings import (
+    Bindings,
     enter_parameters,
-    is_ordinary,
     namespaces_of,
     parameters_of,
     rebind,
@@ -48,7 +47,7 @@ from membudget.engine.messages import (
     rewritten_error,
     silently_written_error,
 )
-from membudget.engine.reach import Reached, reach
+from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
@@ -75,9 +74,9 @@ class Reads:
     """
 
     __slots__ = (
-        *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
-        *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_bound", "_parameters", "_training", "_versions", "_written", "grown"),
+        *("_addresses", "_bindings", "_contents", "_gradients", "_modules"),
+        *("_namespaces", "_parameters", "_rewritten", "_silent", "_snapshots"),
+        *("_tensors", "_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -93,9 +92,8 @@ class Reads:
         self._training = [module.training for module in reached.modules]
         self._namespaces = namespaces_of(reached)
         self._parameters = parameters_of(reached)
-        self._bound = self._addresses
+        self._bindings = Bindings(reached, self._tensors)
         self._silent = reached.silent
-        self._containers = reached.containers
         self.grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
         self._contents: Contents | None = None
@@ -116,7 +114,8 @@ class Reads:
     def not_restored(self) -> list[Tensor]:
         """Return the reachable tensors that a recompute does not restore."""
         state = self._restored()
-        return [tensor for tensor in self._tensors if id(tensor) not in state]
+        found = {id(tensor): tensor for tensor in self._tensors}
+        return [tensor for key, tensor in found.items() if key not in state]
 
     def _restored(self) -> set[int]:
         """Return the ids of the buffers that a recompute restores."""
@@ -131,13 +130,11 @@ class Reads:
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
-        self.grown = [
-            (held, before, len(held))
-            for held, before in self._containers
-            if len(held) > before
-        ]
+        self.grown = self._bindings.grown()
         if self.grown or contents or (calls and calls.owner.binds):
-            self._note_bound(function, others, calls)
+            binds = self._bindings.note_end(function, others)
+            if calls is not None:
+                calls.owner.binds |= binds
         if self._snapshots:
             if calls is not None and (written or calls.writes_silently):
                 self._silent |= self._note_buffers(written or set(), calls)
@@ -150,14 +147,6 @@ class Reads:
             ]
         if written:
             self._written = [t for t in self.not_restored() if id(t) in written]
-
-    def _note_bound(
-        self, function: Any, others: list[Any], calls: Calls | None
-    ) -> None:
-        """Note the tensors that the forward itself made reachable, such as a cache."""
-        self._bound = [address_of(t) for t in reach(function, others).tensors]
-        if calls is not None and self._bound != self._addresses:
-            calls.owner.binds = True
 
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
@@ -225,7 +214,7 @@ class Reads:
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
         """If a storage was changed, return an observer that raises when it is read."""
         moved = arguments.changed()
-        changed = self._changed() + self._rebound(function, arguments)
+        changed = self._changed() + self._bindings.rebound(function, arguments)
         if not (changed or self._rewritten or moved):
             return None
         state = self._restored()
@@ -244,29 +233,6 @@ class Reads:
         for address in watched.keys() & rewritten.keys():
             del rewritten[address]
         return Watch(watched, rewritten) if watched or rewritten else None
-
-    def _rebound(self, function: Any, arguments: HeldArguments) -> list[Tensor]:
-        """Return the tensors to which other code has bound a name since the forward."""
-        now = reach(function, arguments.others).tensors
-        addresses = [address_of(tensor) for tensor in now]
-        if addresses in (self._bound, self._addresses):
-            return []
-        given = [held.given() for held in arguments.tensors]
-        known = {address_of(tensor) for tensor in given if tensor is not None}
-        known.update(self._addresses, self._bound)
-        # Two names that exchanged their tensors are told by their places in the walk,
-        # unless the forward itself bound names, some of which are restored now.
-        is_alike = self._bound == self._addresses and len(now) == len(self._bound)
-        before = self._bound if is_alike else addresses
-        # FSDP exchanges a DTensor for the gathered parameter.
-        is_sharded = not all(map(is_ordinary, self._tensors))
-        return [
-            tensor
-            for tensor, address, old in zip(now, addresses, before, strict=True)
-            if (address not in known or address != old)
-            and not (is_sharded and isinstance(tensor, Parameter))
-            and address
-        ]
 
     def _changed(self) -> list[Tensor]:
         """Return the tensors that other code changed after the forward ended."""
