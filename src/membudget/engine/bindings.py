@@ -38,10 +38,12 @@ def rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each module attribute dict that a forward may modify, with a copy.
+    """Return the dicts of names that a recompute restores, each with a copy.
 
-    Activations stored on a module are detached in the copy, which would otherwise keep
-    their graph alive, and with it the regions of the previous step.
+    They are the buffers of every module, and all attributes of each module of a class
+    that the user defined. Activations stored on a module are detached in the copy,
+    which would otherwise keep their graph alive, and with it the regions of the
+    previous step.
     """
     pairs = []
     for module in reached.modules:
@@ -75,9 +77,10 @@ def parameters_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
 def enter_parameters(
     scope: Scope, pairs: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> None:
-    """Bind the parameters that a forward saw, until `scope` ends.
+    """Bind the parameters that a forward began with, until `scope` ends.
 
-    Parameters that FSDP has gathered or sharded since are left as they are.
+    A name that is bound to a tensor of another shape, dtype or class now stays bound to
+    it, as where FSDP has gathered or sharded the parameter since.
     """
     for held, before in pairs:
         for key, tensor in before.items():
