@@ -280,6 +280,16 @@ REBOUND = {
         lambda t: t.insert(0, torch.ones(5)),
     ),
     "an index whose modules moved up": (two_modules, first, lambda t: t.pop(0)),
+    "an index whose child modules moved up": (
+        lambda: nn.ModuleList(two_modules()),
+        first,
+        lambda t: t.pop(0),
+    ),
+    "an index whose child modules moved down": (
+        lambda: nn.Sequential(*two_modules()),
+        second,
+        lambda t: t.insert(0, nn.Linear(5, 5)),
+    ),
 }
 
 

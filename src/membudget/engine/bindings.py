@@ -16,7 +16,7 @@ from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleList, Parameter, Sequential
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.comparison import metadata
@@ -25,7 +25,12 @@ from membudget.scope import Scope
 from membudget.state.identity import address_of
 
 _ABSENT = object()
+# Tuples: `isinstance` takes twice as long with `list | deque`.
+_LISTS = (list, deque)
+_MODULE_LISTS = (ModuleList, Sequential)
+
 Place = tuple[Any, ...]
+Sequences = list[tuple[Any, list[int]]]
 
 
 def rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -112,13 +117,14 @@ class Bindings:
     order, so that names are compared by their places in the lists.
     """
 
-    __slots__ = ("_begun", "_containers", "_ended", "_modules", "_tensors")
+    __slots__ = ("_begun", "_ended", "_modules", "_sequences", "_tensors")
 
     def __init__(self, reached: Reached, tensors: list[Tensor]):
         """Note the names before the forward; `tensors` holds no activation's graph."""
         self._tensors = tensors
         self._modules = reached.modules
-        self._begun = self._containers = reached.containers
+        self._begun = reached.containers
+        self._sequences = _sequences_of(reached)
         self._ended: tuple[list[Place], list[Module]] | None = None
 
     def grown(self) -> list[tuple[Any, int, int]]:
@@ -133,7 +139,7 @@ class Bindings:
         """Note the names after the forward; return whether it bound any itself."""
         now = reach(function, others)
         self._ended = list(map(place_of, now.tensors)), now.modules
-        self._containers = now.containers
+        self._sequences = _sequences_of(now)
         return self._ended != (list(map(place_of, self._tensors)), self._modules)
 
     def rebound(self, function: Any, arguments: HeldArguments) -> list[Tensor]:
@@ -142,7 +148,7 @@ class Bindings:
         Names that a recompute restores have been restored before the call.
         """
         now = reach(function, arguments.others)
-        found = _shifted(self._containers)
+        found = _shifted(self._sequences)
         if not _are_same(now.tensors, self._tensors):
             places = list(map(place_of, now.tensors))
             begun = list(map(place_of, self._tensors))
@@ -190,14 +196,26 @@ def _other(
     return [i for i, one in enumerate(now) if one not in everything]
 
 
-def _shifted(containers: list[tuple[Any, list[int]]]) -> list[Tensor]:
+def _sequences_of(reached: Reached) -> Sequences:
+    """Return what is read by index and may change its length, with its items' ids."""
+    lists = [
+        (module, list(map(id, module)))
+        for module in reached.modules
+        if isinstance(module, _MODULE_LISTS)
+    ]
+    return lists + [
+        (held, items) for held, items in reached.containers if isinstance(held, _LISTS)
+    ]
+
+
+def _shifted(sequences: Sequences) -> list[Tensor]:
     """Return the tensors of sequences that may be found at another index than before.
 
     What a sequence has lost may have been read by its index from the end.
     """
     found = []
-    for held, before in containers:
-        if len(held) == len(before) or not isinstance(held, list | deque):
+    for held, before in sequences:
+        if len(held) == len(before):
             continue
         for item, was in itertools.zip_longest(held, before):
             if len(held) < len(before) or id(item) != was:
