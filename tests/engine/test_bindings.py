@@ -200,3 +200,120 @@ def test_rule8_two_names_that_exchange_their_tensors_are_noticed():
 
     with pytest.raises(ChangedSinceForwardError, match="was changed after the forward"):
         output.sum().backward()
+
+
+class Pair(nn.Module):
+    """Multiplies what two children compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(5, 5)
+        self.other = nn.Linear(5, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.one(x) * self.other(x)).sin()
+
+
+def three() -> list[Any]:
+    rows = torch.linspace(1, 2, 15).view(3, 5)
+    return [row.clone() for row in rows]
+
+
+def two_modules() -> list[Any]:
+    return [nn.Linear(5, 5), nn.Linear(5, 5)]
+
+
+def gradient_after(items: Any, read: Any, bind: Any, **options: Any) -> Tensor:
+    """Return a gradient that is taken after a name was bound to something else."""
+    x = torch.linspace(0.1, 1, 5, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        output: Tensor = read(items, x).sin()
+        return output
+
+    for _ in range(CALLS - 1):
+        torch.autograd.grad(mb.checkpoint(function, x, **options).sum(), x)
+    output = mb.checkpoint(function, x, **options)
+    bind(items)
+    return torch.autograd.grad(output.sum(), x)[0]
+
+
+def first(items: list[Any], x: Tensor) -> Tensor:
+    return items[0](x) if callable(items[0]) else items[0] * x
+
+
+def second(items: list[Any], x: Tensor) -> Tensor:
+    return items[1](x) if callable(items[1]) else items[1] * x
+
+
+def last(items: list[Any], x: Tensor) -> Tensor:
+    product: Tensor = items[-1] * x
+    return product
+
+
+def copy_item(items: list[Any], source: int, target: int) -> None:
+    items[target] = items[source]
+
+
+REBOUND = {
+    "a tensor that another index holds": (three, second, lambda t: copy_item(t, 0, 1)),
+    "a module that another index holds": (
+        two_modules,
+        second,
+        lambda t: copy_item(t, 0, 1),
+    ),
+    "a child that another name has": (
+        Pair,
+        Pair.forward,
+        lambda pair: setattr(pair, "other", pair.one),
+    ),
+    "another view of the same storage": (
+        lambda: [*torch.linspace(1, 2, 15).view(3, 5)],
+        first,
+        lambda t: copy_item(t, 1, 0),
+    ),
+    "the last of a list that was shortened": (three, last, lambda t: t.pop()),
+    "an index whose items moved up": (three, first, lambda t: t.pop(0)),
+    "an index whose items moved down": (
+        three,
+        second,
+        lambda t: t.insert(0, torch.ones(5)),
+    ),
+    "an index whose modules moved up": (two_modules, first, lambda t: t.pop(0)),
+    "an index whose child modules moved up": (
+        lambda: nn.ModuleList(two_modules()),
+        first,
+        lambda t: t.pop(0),
+    ),
+    "an index whose child modules moved down": (
+        lambda: nn.Sequential(*two_modules()),
+        second,
+        lambda t: t.insert(0, nn.Linear(5, 5)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REBOUND)
+def test_rule8_a_name_bound_to_what_the_region_knew_by_another_name_is_an_error(name):
+    make, read, bind = REBOUND[name]
+    with pytest.raises(ChangedSinceForwardError, match="was changed after the forward"):
+        gradient_after(make(), read, bind, engine="rerun")
+
+
+@pytest.mark.parametrize("name", REBOUND)
+def test_rule8_a_replay_reads_the_items_that_the_forward_read(name):
+    make, read, bind = REBOUND[name]
+    torch.manual_seed(0)
+    items = make()
+    expected = gradient_after(items, read, lambda items: None, engine="replay")
+    found = gradient_after(items, read, bind, engine="replay")
+    assert torch.equal(found, expected)
+
+
+def test_rule8_a_list_that_other_code_extends_may_be_read():
+    items = three()
+    expected = gradient_after(items, first, lambda items: None, engine="rerun")
+    found = gradient_after(
+        items, first, lambda t: t.append(torch.ones(5)), engine="rerun"
+    )
+    assert torch.equal(found, expected)

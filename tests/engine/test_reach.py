@@ -167,13 +167,13 @@ def test_a_container_too_long_to_be_walked_is_passed_over(monkeypatch):
         assert all(held is not long for held, _ in reach(Record(long)).containers)
 
 
-def test_containers_are_noted_with_their_lengths():
+def test_containers_are_noted_with_the_ids_of_their_items_or_keys():
     cache = [1, 2]
     table = {"a": cache}
     found = reach(Record(table)).containers
-    assert [(id(held), length) for held, length in found] == [
-        (id(table), 1),
-        (id(cache), 2),
+    assert [(id(held), items) for held, items in found] == [
+        (id(table), [id("a")]),
+        (id(cache), [id(1), id(2)]),
     ]
 
 
@@ -182,8 +182,13 @@ def test_what_holds_itself_is_walked_once():
     endless: list[Any] = [tensor]
     endless.append(endless)
     assert [id(t) for t in reach(Record(endless)).tensors] == [id(tensor)]
-    both = Record([tensor, tensor])
-    assert len(reach(both).tensors) == 1
+
+
+def test_a_tensor_or_module_is_listed_once_for_each_name_bound_to_it():
+    tensor, module = torch.ones(1), nn.Linear(1, 1, bias=False)
+    found = reach(Record([tensor, module, tensor, module]))
+    assert list(map(id, found.tensors)) == [id(tensor), id(module.weight), id(tensor)]
+    assert found.modules == [module, module]
 
 
 class Model(nn.Module):

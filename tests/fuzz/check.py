@@ -24,7 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import membudget as mb
 from membudget.policies import Candidate
 from tests.fuzz.program import Program, Step
-from tests.fuzz.world import Stateful, World
+from tests.fuzz.world import Stateful, World, shelf
 from tests.oracles import same_bits
 
 Word = Literal[
@@ -51,6 +51,8 @@ REFUSALS: dict[str, frozenset[str]] = {
     "counts": _RERUNS,
     "history": _RERUNS,
     "hidden": _RERUNS | {"fingerprints"},
+    "bound": _RERUNS,
+    "number": _RERUNS,
     "replaced": frozenset(ENGINES),
     "unseen": frozenset(ENGINES),
     "unseen between": frozenset(ENGINES),
@@ -134,12 +136,16 @@ def run(step: Step, seed: int, steps: int, region: Caller, trains: bool) -> Reco
 
 def _facts(m: World, n: Stateful, x: Tensor, y: Tensor, outputs: Any) -> dict[str, Any]:
     facts: dict[str, Any] = {f"output {i}": t.detach() for i, t in enumerate(outputs)}
+    facts |= {f"output {i}.grad": t.grad for i, t in enumerate(outputs) if t.is_leaf}
     facts |= {"x": x.detach(), "y": y.detach(), "x.grad": x.grad, "y.grad": y.grad}
     for name, parameter in (*m.named_parameters(), *n.named_parameters()):
         facts |= {name: parameter.detach(), f"{name}.grad": parameter.grad}
     facts |= dict(m.named_buffers()) | dict(n.named_buffers())
     # Not the counter in it: a dict on a module is not put back by a rerun.
     facts |= {f"stats {name}": m.stats[name] for name in ("mean", "var")}
+    facts |= {f"entry {i}": entry for i, entry in enumerate(m.entries)}
+    facts |= {f"shelf {name}": shelf[name] for name in ("factor", "shift")}
+    facts |= {"factor": m.factor}
     facts |= {"seen": m.seen, "generator": n.generator.get_state()}
     facts |= {"torch": torch.get_rng_state(), "python": random.getstate()}
     facts |= {"numpy": repr(np.random.get_state(legacy=False))}  # noqa: NPY002
@@ -157,14 +163,14 @@ def _of_each(
     return engines[number % len(engines)](function, *args, **kwargs)
 
 
-def engine(name: str, seed: int) -> Caller:
-    """Return what runs regions under an engine."""
+def engine(name: str, seed: int, **checks: Any) -> Caller:
+    """Return what runs regions under an engine, with options of those that rerun."""
     keep = functools.partial(_keep_some, seed)
     replay = functools.partial(mb.checkpoint, engine="replay")
     match name:
         case "rerun":
             return functools.partial(
-                mb.checkpoint, engine="rerun", **_RERUN_OPTIONS[seed % 4]
+                mb.checkpoint, engine="rerun", **(checks or _RERUN_OPTIONS[seed % 4])
             )
         case "replay":
             return replay
@@ -177,8 +183,9 @@ def engine(name: str, seed: int) -> Caller:
             return functools.partial(replay, verify="fingerprints")
         case "mixed":
             names = ["rerun", "replay", "auto", "keep", "unverified"]
-            return functools.partial(_of_each, [engine(n, seed) for n in names], seed)
-    return mb.checkpoint
+            engines = [engine(n, seed, **checks) for n in names]
+            return functools.partial(_of_each, engines, seed)
+    return functools.partial(mb.checkpoint, **checks)
 
 
 def run_program(program: Program, region: Caller) -> Record:
@@ -263,6 +270,10 @@ def _limit(program: Program, name: str, expected: Record) -> str:
         return "unseen between"
     if "counts" in program.reasons and name in _RERUNS:
         return "counter in a dict"  # The recompute moves it on, for the next step.
+    if "number" in program.reasons and name in _RERUNS:
+        verified = engine(name, program.seed, determinism_check="values")
+        if not _is_wrong(program, verified, expected):
+            return "number later"
     if written_after_saved(program):
         return "saved memory written"
     return ""

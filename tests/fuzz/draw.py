@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.fuzz.frames import BACKWARDS, BETWEEN, BLOCKS
+from tests.fuzz.frames import BACKWARDS, BETWEEN, BINDINGS, BLOCKS, Between
 from tests.fuzz.program import Block, Line, Node, Passing, Program, Region
 from tests.fuzz.statements import KINDS, Kind
 
@@ -79,6 +80,15 @@ class _Drawing:
 def draw(seed: int, kinds: Sequence[Kind] = KINDS) -> Program:
     """Draw the program of a seed."""
     rng = random.Random(seed)
+    steps = 4 if rng.random() < 0.2 else 2
+    between = _between(rng)
+    if between.reading:
+        # It is read often, and a call that is not verified comes before it.
+        kinds = [*kinds, Kind(between.reading, weight=40)]
+        steps = 4 if rng.random() < 0.6 else steps
+    text = between.text
+    if text and steps > 2 and rng.random() < 0.6:
+        text = "if n.pauses == 3:\n" + textwrap.indent(text, "    ")
     drawing = _Drawing(rng, left=rng.randint(2, 11), kinds=kinds)
     body: tuple[Node, ...] = ()
     while not drawing.regions or not drawing.names or drawing.left > 0:
@@ -86,14 +96,20 @@ def draw(seed: int, kinds: Sequence[Kind] = KINDS) -> Program:
         body += drawing.body(0, 1)
     names = [f"v{i + 1}" for i in range(drawing.names)]
     outputs = {names[-1], *rng.sample(names, min(len(names), rng.randint(0, 2)))}
-    between, reason = rng.choice(BETWEEN) if rng.random() < 0.15 else ("", "")
     return Program(
         body=body,
         outputs=tuple(sorted(outputs)),
-        between=between,
-        between_reason=reason,
+        between=text,
+        between_reason=between.reason,
         backward=rng.choice((BACKWARDS[0], *BACKWARDS)),
         seed=seed,
         trains=rng.random() < 0.5,
-        steps=4 if rng.random() < 0.2 else 2,
+        steps=steps,
     )
+
+
+def _between(rng: random.Random) -> Between:
+    chance = rng.random()
+    if chance < 0.3:
+        return rng.choice(BETWEEN if chance < 0.15 else BINDINGS)
+    return Between("")

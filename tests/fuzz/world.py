@@ -36,26 +36,38 @@ __all__ = [
     "random",
     "save_on_cpu",
     "score",
+    "shelf",
     "slope",
     "torch",
 ]
 
 
 class Stateful(nn.Module):
-    """What makes `engine="auto"` choose replay for whatever reaches it."""
+    """What makes `engine="auto"` choose replay for whatever reaches it.
+
+    Attributes:
+        pauses: How many steps have ended their forward.
+    """
 
     def __init__(self) -> None:
         """Draw every parameter from torch's global stream."""
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
         self.generator = torch.Generator().manual_seed(5)
+        self.pauses = 0
+
+
+# A global that regions read: tensors, a number, a function; each `World` puts it back.
+shelf: dict[str, Any] = {}
 
 
 class World(nn.Module):
     """Parameters, buffers and Python state.
 
     Attributes:
-        stats: Running statistics that belong to no module.
+        stats: Running statistics that belong to no module, and a number.
+        entries: Tensors in a list.
+        factor: A number.
         codebook: A buffer larger than what an engine copies without being asked.
         seen: A number that calls advance.
     """
@@ -75,7 +87,13 @@ class World(nn.Module):
         self.register_buffer("mean", torch.ones(4))
         self.register_buffer("rebound", torch.ones(4))
         self.register_buffer("codebook", torch.rand(4200, 4))
-        self.stats = {"mean": torch.zeros(4), "var": torch.ones(4)}
+        self.stats: dict[str, Any] = {"mean": torch.zeros(4), "var": torch.ones(4)}
+        self.stats["factor"] = 1.5
+        # Drawn from no stream, so that programs have the parameters that they had.
+        rows = torch.linspace(0.5, 2, 16).view(4, 4)
+        self.entries = [rows[0].clone(), rows[1].clone()]
+        self.factor = 1.5
+        shelf.update(factor=1.5, function=torch.sin, rows=rows, shift=rows[2])
         self.seen = 0
 
 
@@ -183,3 +201,4 @@ def pause(n: Stateful) -> None:
     random.random()
     np.random.random()  # noqa: NPY002 - the global stream is what is under test
     torch.rand((), generator=n.generator)
+    n.pauses += 1

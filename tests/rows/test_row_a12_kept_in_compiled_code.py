@@ -264,3 +264,18 @@ def test_row_a12_a_tensor_can_be_named_in_compiled_code() -> None:
     x = leaf()
     y = torch.compile(lambda x: mb.checkpoint(run, x), backend="eager")(x)
     assert torch.equal(y, run(x))
+
+
+def test_row_a12_what_is_kept_in_compiled_code_and_written_later_is_an_error() -> None:
+    weight = torch.eye(4)
+
+    def run(x: Tensor) -> Tensor:
+        product = x @ weight
+        return product.mul_(2).sin()
+
+    keep = policies.matmuls
+    y = torch.compile(lambda x: mb.checkpoint(run, x, keep=keep), backend="eager")(
+        leaf()
+    )
+    with pytest.raises(RuntimeError, match="selective activation checkpoint has been"):
+        y.sum().backward()

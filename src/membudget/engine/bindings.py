@@ -1,20 +1,36 @@
-"""The names that modules bind: noted before a forward, restored for a recompute.
+"""The names that a region can reach: noted in its forward, restored or compared later.
 
-A forward may set attributes of its module, and `torch.func.functional_call` swaps a
-module's parameters for the time of one call.
+A forward may set attributes of its modules, and `torch.func.functional_call` swaps the
+parameters of a module during one call: a recompute binds the attributes and parameters
+that the forward began with. All other names (variables, items of lists and dicts, child
+modules) stay as they are at the recompute; `Bindings` finds those to which other code
+has bound another tensor or module since the forward.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
+from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module, ModuleList, Parameter, Sequential
 
-from membudget.engine.reach import Reached
+from membudget.engine.arguments import HeldArguments
+from membudget.engine.comparison import metadata
+from membudget.engine.reach import Reached, reach
 from membudget.scope import Scope
+from membudget.state.identity import address_of
 
 _ABSENT = object()
+# Tuples: `isinstance` takes twice as long with `list | deque`.
+_LISTS = (list, deque)
+_MODULE_LISTS = (ModuleList, Sequential)
+
+Place = tuple[Any, ...]
+Sequences = list[tuple[Any, list[int]]]
 
 
 def rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -27,10 +43,12 @@ def rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def namespaces_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each module attribute dict that a forward may modify, with a copy.
+    """Return the dicts of names that a recompute restores, each with a copy.
 
-    Activations stored on a module are detached in the copy, which would otherwise keep
-    their graph alive, and with it the regions of the previous step.
+    They are the buffers of every module, and all attributes of each module of a class
+    that the user defined. Activations stored on a module are detached in the copy,
+    which would otherwise keep their graph alive, and with it the regions of the
+    previous step.
     """
     pairs = []
     for module in reached.modules:
@@ -64,9 +82,10 @@ def parameters_of(reached: Reached) -> list[tuple[dict[str, Any], dict[str, Any]
 def enter_parameters(
     scope: Scope, pairs: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> None:
-    """Bind the parameters that a forward saw, until `scope` ends.
+    """Bind the parameters that a forward began with, until `scope` ends.
 
-    Parameters that FSDP has gathered or sharded since are left as they are.
+    A name that is bound to a tensor of another shape, dtype or class now stays bound to
+    it, as where FSDP has gathered or sharded the parameter since.
     """
     for held, before in pairs:
         for key, tensor in before.items():
@@ -89,3 +108,116 @@ def _are_alike(one: Tensor | None, other: Tensor | None) -> bool:
 def is_ordinary(tensor: Tensor) -> bool:
     """Return whether a tensor is no subclass such as a DTensor, which FSDP shards."""
     return type(tensor) in (Tensor, Parameter)
+
+
+class Bindings:
+    """What the names that a region can reach are bound to, during its forward.
+
+    Each walk (`reach`) lists the tensors and modules of the same names in the same
+    order, so that names are compared by their places in the lists.
+    """
+
+    __slots__ = ("_begun", "_ended", "_modules", "_sequences", "_tensors")
+
+    def __init__(self, reached: Reached, tensors: list[Tensor]):
+        """Note the names before the forward; `tensors` holds no activation's graph."""
+        self._tensors = tensors
+        self._modules = reached.modules
+        self._begun = reached.containers
+        self._sequences = _sequences_of(reached)
+        self._ended: tuple[list[Place], list[Module]] | None = None
+
+    def grown(self) -> list[tuple[Any, int, int]]:
+        """Return the containers that the forward lengthened, with both lengths."""
+        return [
+            (held, len(items), len(held))
+            for held, items in self._begun
+            if len(held) > len(items)
+        ]
+
+    def note_end(self, function: Any, others: list[Any]) -> bool:
+        """Note the names after the forward; return whether it bound any itself."""
+        now = reach(function, others)
+        self._ended = list(map(place_of, now.tensors)), now.modules
+        self._sequences = _sequences_of(now)
+        return self._ended != (list(map(place_of, self._tensors)), self._modules)
+
+    def rebound(self, function: Any, arguments: HeldArguments) -> list[Tensor]:
+        """Return the tensors to which other code has bound a name since the forward.
+
+        Names that a recompute restores have been restored before the call.
+        """
+        now = reach(function, arguments.others)
+        found = _shifted(self._sequences)
+        if not _are_same(now.tensors, self._tensors):
+            places = list(map(place_of, now.tensors))
+            begun = list(map(place_of, self._tensors))
+            ended = self._ended[0] if self._ended else begun
+            given = [held.given() for held in arguments.tensors]
+            known = {place_of(tensor) for tensor in given if tensor is not None}
+            found += [now.tensors[i] for i in _other(places, begun, ended, known)]
+        if not _are_same(now.modules, self._modules):
+            last = self._ended[1] if self._ended else self._modules
+            for i in _other(now.modules, self._modules, last):
+                found += reach(now.modules[i]).tensors
+        # FSDP exchanges a DTensor for the gathered parameter.
+        is_sharded = not all(map(is_ordinary, self._tensors))
+        return [
+            tensor
+            for tensor in found
+            if address_of(tensor) and not (is_sharded and isinstance(tensor, Parameter))
+        ]
+
+
+def place_of(tensor: Tensor) -> Place:
+    """Return where a tensor's elements lie; two views of a storage may differ."""
+    address = address_of(tensor)
+    return (address, tensor.storage_offset() if address else 0, *metadata(tensor))
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))
+
+
+def _other(
+    now: list[Any], begun: list[Any], ended: list[Any], known: Collection[Any] = ()
+) -> list[int]:
+    """Return the indices of what was bound neither when the forward began nor ended.
+
+    Both count, as a recompute restores some of the names that the forward bound. Where
+    names were added or removed, only what no name was bound to is known to be another.
+    """
+    if now == ended:
+        return []
+    if len(now) == len(begun) == len(ended):
+        triples = zip(now, begun, ended, strict=True)
+        return [i for i, (a, b, c) in enumerate(triples) if a not in (b, c)]
+    everything = {*begun, *ended, *known}
+    return [i for i, one in enumerate(now) if one not in everything]
+
+
+def _sequences_of(reached: Reached) -> Sequences:
+    """Return what is read by index and may change its length, with its items' ids."""
+    lists = [
+        (module, list(map(id, module)))
+        for module in reached.modules
+        if isinstance(module, _MODULE_LISTS)
+    ]
+    return lists + [
+        (held, items) for held, items in reached.containers if isinstance(held, _LISTS)
+    ]
+
+
+def _shifted(sequences: Sequences) -> list[Tensor]:
+    """Return the tensors of sequences that may be found at another index than before.
+
+    What a sequence has lost may have been read by its index from the end.
+    """
+    found = []
+    for held, before in sequences:
+        if len(held) == len(before):
+            continue
+        for item, was in itertools.zip_longest(held, before):
+            if len(held) < len(before) or id(item) != was:
+                found += reach(item).tensors
+    return found

@@ -3,12 +3,12 @@
 A function reaches tensors, modules and random generators through its closure, its
 defaults, the globals that its code refers to, the object it is bound to, and all
 objects that these reference in turn. `reach` walks this object graph before every
-forward, so the walk must be fast: the names of globals are cached per code object and
-class, and module attributes that cannot reference any tensor are skipped.
+forward, so it must be fast: the names of globals are cached per code object and class,
+and module attributes that cannot reference a tensor are skipped.
 
-The walk over all reachable objects descends into containers, and into plain objects to
-a depth of `_MAX_DEPTH`. Finding tensors that the function never reads is harmless:
-changing a tensor is an error only if a recompute reads it (see `comparison`).
+The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
+may find tensors that the function never reads, which does no harm: a change of a tensor
+is an error only if a recompute reads it (see `comparison`).
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ _MAX_ITEMS = 4096  # A longer container is taken for data, and skipped.
 
 
 class Reached:
-    """The objects that a region's function can reach, each listed once.
+    """The objects that a region's function can reach.
+
+    A tensor or a module is listed once for each name bound to it, all else once.
 
     Attributes:
-        tensors: All tensors found: parameters, buffers, attributes, closure variables.
-        buffers: Tensors that a forward may update as state: module buffers and plain
-            tensor attributes.
+        tensors: Parameters, buffers, attributes, closure variables.
+        buffers: What a forward may update as state: buffers and attributes of modules.
         modules: All modules found.
         stateful_modules: Modules of user-defined classes, whose forward may set
             attributes.
@@ -57,7 +58,7 @@ class Reached:
         is_lazy: Whether a lazy module with uninitialised parameters was found.
         silent: Ids of the buffers that kernels write to without a version bump.
         generators: Random generators of torch, Python and NumPy created by user code.
-        containers: Containers with their lengths, to detect those that grow.
+        containers: Containers with the ids of their items, or of a dict's keys.
         names: Names of tensors and containers by `id`, recorded only on request.
         module_names: Paths of modules by `id`, recorded only on request.
     """
@@ -73,7 +74,7 @@ class Reached:
         self.modules: list[Module] = []
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
-        self.containers: list[tuple[Any, int]] = []
+        self.containers: list[tuple[Any, list[int]]] = []
         self.names: dict[int, str] | None = {} if names else None
         self.module_names: dict[int, str] = {}
         self._seen: set[int] = set()
@@ -98,6 +99,10 @@ class Reached:
             return
         visitor = _VISITORS.get(kind) or _visitor_of(kind)
         if id(value) in self._seen:
+            if visitor is Reached._tensor:
+                self.tensors.append(value)
+            elif visitor is Reached._module:
+                self.modules.append(value)
             return
         self._seen.add(id(value))
         visitor(self, value, name, depth)
@@ -129,7 +134,7 @@ class Reached:
     def _sequence(self, value: Any, name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
             return
-        self.containers.append((value, len(value)))
+        self.containers.append((value, list(map(id, value))))
         self._note(value, name)
         for i, item in enumerate(value):
             if type(item) not in INERT:
@@ -140,7 +145,7 @@ class Reached:
     def _mapping(self, value: dict[Any, Any], name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
             return
-        self.containers.append((value, len(value)))
+        self.containers.append((value, list(map(id, value))))
         self._note(value, name)
         for key, item in list(value.items()):
             if type(item) not in INERT:

@@ -1,28 +1,32 @@
 """Restore, for a recompute, the state that a region can read besides its arguments.
 
-Buffers, module attributes and other tensors are restored or checked differently:
+Buffers, module attributes and other tensors are treated differently:
 
-* *Buffers* (and plain tensor attributes of modules) may be updated by a forward:
-  BatchNorm's statistics, a router's bias, an amax history. A recompute starts from
-  copies of the buffers made before the forward; its writes to buffers and their version
-  bumps are undone afterwards, so that each step updates a buffer only once.
-* *Training flags*, and attributes that a forward sets on modules of user-defined
-  classes (a counter, a lazily built mask), are reset to their pre-forward values during
-  the recompute. List and dict attributes are rebound, but their items are not restored.
-* *All other tensors* must have the version and storage that they had at the end of the
-  forward; a changed one is an error if the recompute reads it (see `comparison`). So is
-  a tensor to which other code has bound a name since (`weights[0] = ...`).
+* *Buffers*, and plain tensor attributes of modules, may be updated by a forward:
+  BatchNorm's statistics, a router's bias, an amax history. The forward begins with a
+  copy of each, and a recompute starts from the copies that were kept. What a recompute
+  writes to those buffers is undone afterwards, with its version bumps, so that each
+  step updates a buffer only once.
+* *Names* that modules bind to training flags, parameters and buffers, and any attribute
+  of a module of a user-defined class (a counter, a lazily built mask), are bound during
+  a recompute as they were before the forward. The items of a list or dict that is an
+  attribute are not restored.
+* *All other tensors* must have the storage that they had before the forward and the
+  version that they had at its end; one that the forward wrote to may have a later
+  version if it has the same content. A changed tensor is an error if the recompute
+  reads it (see `comparison`). So is a tensor to which other code has bound a name since
+  (`weights[0] = ...`; see `bindings`).
 
-BatchNorm's kernel writes its running statistics without a version bump, so BatchNorm's
-buffers are always restored, as are all small buffers. A large buffer outside BatchNorm
-(such as a causal mask) is restored only if its version shows that the forward wrote to
-it; otherwise its copy is dropped after the forward.
+The copies of small buffers (up to 64 KiB) are kept, and so are those of statistics,
+which the kernels of normalisation layers write without a version bump. The copy of any
+other large buffer, such as a causal mask, is dropped at the end of the forward, unless
+the version shows that the forward wrote to the buffer.
 
 In a verified call, fingerprints taken before and after the forward reveal writes that
-bypass the version counters. Once a buffer was written to behind its version counter,
-later calls to the function retain the copies of all buffers. Parameters and tensors in
-dicts cannot be restored, so the recompute raises if one was written to without a
-version bump.
+bypass the version counters. Once a call wrote in this way to a large buffer that is no
+statistic, that call and all later ones with its signature keep the copies of all large
+buffers. Tensors without a copy, such as parameters and tensors in dicts, cannot be
+restored: the recompute raises if the forward wrote to one in this way.
 """
 
 from __future__ import annotations
@@ -30,12 +34,11 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.bindings import (
+    Bindings,
     enter_parameters,
-    is_ordinary,
     namespaces_of,
     parameters_of,
     rebind,
@@ -48,7 +51,7 @@ from membudget.engine.messages import (
     rewritten_error,
     silently_written_error,
 )
-from membudget.engine.reach import Reached, reach
+from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
 from membudget.state.identity import address_of, version_of
@@ -75,9 +78,9 @@ class Reads:
     """
 
     __slots__ = (
-        *("_addresses", "_containers", "_contents", "_gradients", "_modules"),
-        *("_namespaces", "_rewritten", "_silent", "_snapshots", "_tensors"),
-        *("_bound", "_parameters", "_training", "_versions", "_written", "grown"),
+        *("_addresses", "_bindings", "_contents", "_gradients", "_modules"),
+        *("_namespaces", "_parameters", "_rewritten", "_silent", "_snapshots"),
+        *("_tensors", "_training", "_versions", "_written", "grown"),
     )
 
     def __init__(self, reached: Reached):
@@ -93,9 +96,8 @@ class Reads:
         self._training = [module.training for module in reached.modules]
         self._namespaces = namespaces_of(reached)
         self._parameters = parameters_of(reached)
-        self._bound = self._addresses
+        self._bindings = Bindings(reached, self._tensors)
         self._silent = reached.silent
-        self._containers = reached.containers
         self.grown: list[tuple[Any, int, int]] = []
         self._rewritten: dict[int, Fingerprint | None] = {}
         self._contents: Contents | None = None
@@ -104,7 +106,7 @@ class Reads:
         self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
-        """Fingerprint all reachable tensors before the function runs."""
+        """Fingerprint all reachable tensors, and note their gradients."""
         self._contents = Contents(self._tensors)
         self._gradients = [
             (tensor, gradient, -1 if gradient is None else version_of(gradient))
@@ -116,14 +118,18 @@ class Reads:
     def not_restored(self) -> list[Tensor]:
         """Return the reachable tensors that a recompute does not restore."""
         state = self._restored()
-        return [tensor for tensor in self._tensors if id(tensor) not in state]
+        found = {id(tensor): tensor for tensor in self._tensors}
+        return [tensor for key, tensor in found.items() if key not in state]
 
     def _restored(self) -> set[int]:
         """Return the ids of the buffers that a recompute restores."""
         return {id(buffer) for buffer, _ in self._snapshots}
 
     def finish(self, function: Any, others: list[Any], calls: Calls | None) -> None:
-        """Detect, at the end of the forward, which state the function changed."""
+        """Detect, at the end of the forward, which state the function changed.
+
+        Copies of buffers that no recompute needs are dropped.
+        """
         contents, self._contents = self._contents, None
         written = set(map(id, contents.silently_written())) if contents else None
         if contents is not None and calls is not None:
@@ -131,13 +137,11 @@ class Reads:
         versions = [version_of(t) for t in self._tensors]
         if versions != self._versions:
             self._note_rewritten(versions)
-        self.grown = [
-            (held, before, len(held))
-            for held, before in self._containers
-            if len(held) > before
-        ]
+        self.grown = self._bindings.grown()
         if self.grown or contents or (calls and calls.owner.binds):
-            self._note_bound(function, others, calls)
+            binds = self._bindings.note_end(function, others)
+            if calls is not None:
+                calls.owner.binds |= binds
         if self._snapshots:
             if calls is not None and (written or calls.writes_silently):
                 self._silent |= self._note_buffers(written or set(), calls)
@@ -151,14 +155,6 @@ class Reads:
         if written:
             self._written = [t for t in self.not_restored() if id(t) in written]
 
-    def _note_bound(
-        self, function: Any, others: list[Any], calls: Calls | None
-    ) -> None:
-        """Note the tensors that the forward itself made reachable, such as a cache."""
-        self._bound = [address_of(t) for t in reach(function, others).tensors]
-        if calls is not None and self._bound != self._addresses:
-            calls.owner.binds = True
-
     def _has_added_gradients(self) -> bool:
         noted, self._gradients = self._gradients, []
         return any(
@@ -169,7 +165,8 @@ class Reads:
 
     def _note_buffers(self, written: set[int], calls: Calls) -> set[int]:
         """Return ids of buffers to restore although their versions are unchanged."""
-        # Small buffers and statistics are restored in any case, so they say nothing.
+        # The copies of small buffers and statistics are kept in any case, so a write to
+        # one of them is no reason to keep those of large buffers.
         large = {id(buffer) for buffer, _ in self._snapshots if not is_small(buffer)}
         large -= self._silent
         calls.writes_silently |= bool(written & large)
@@ -223,9 +220,12 @@ class Reads:
             rebind(namespace, before)
 
     def _watch(self, function: Any, arguments: HeldArguments) -> Watch | None:
-        """If a storage was changed, return an observer that raises when it is read."""
+        """Return an observer that raises when the recompute reads a changed storage.
+
+        Return `None` if neither the region nor other code has changed any.
+        """
         moved = arguments.changed()
-        changed = self._changed() + self._rebound(function, arguments)
+        changed = self._changed() + self._bindings.rebound(function, arguments)
         if not (changed or self._rewritten or moved):
             return None
         state = self._restored()
@@ -244,29 +244,6 @@ class Reads:
         for address in watched.keys() & rewritten.keys():
             del rewritten[address]
         return Watch(watched, rewritten) if watched or rewritten else None
-
-    def _rebound(self, function: Any, arguments: HeldArguments) -> list[Tensor]:
-        """Return the tensors to which other code has bound a name since the forward."""
-        now = reach(function, arguments.others).tensors
-        addresses = [address_of(tensor) for tensor in now]
-        if addresses in (self._bound, self._addresses):
-            return []
-        given = [held.given() for held in arguments.tensors]
-        known = {address_of(tensor) for tensor in given if tensor is not None}
-        known.update(self._addresses, self._bound)
-        # Two names that exchanged their tensors are told by their places in the walk,
-        # unless the forward itself bound names, some of which are restored now.
-        is_alike = self._bound == self._addresses and len(now) == len(self._bound)
-        before = self._bound if is_alike else addresses
-        # FSDP exchanges a DTensor for the gathered parameter.
-        is_sharded = not all(map(is_ordinary, self._tensors))
-        return [
-            tensor
-            for tensor, address, old in zip(now, addresses, before, strict=True)
-            if (address not in known or address != old)
-            and not (is_sharded and isinstance(tensor, Parameter))
-            and address
-        ]
 
     def _changed(self) -> list[Tensor]:
         """Return the tensors that other code changed after the forward ended."""

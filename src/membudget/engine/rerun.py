@@ -1,8 +1,8 @@
 """One recompute: run the function again, and fill each handle with its tensor.
 
 The i-th tensor that autograd saves in the recompute belongs to the i-th handle of the
-forward. A private exception ends the run as soon as the last needed handle has its
-tensor, so that the remaining operators never run.
+forward. With `early_stop`, a private exception ends the run as soon as the last needed
+handle has its tensor, so that the remaining operators never run.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Rerun:
     """One recompute of one region.
 
     As long as user code keeps a tensor of the recompute's graph, the hooks of that
-    graph keep the `Rerun` alive. A `Rerun` therefore drops its reference to the region
-    when the run ends (Rule 10).
+    graph keep the `Rerun` alive. A `Rerun` therefore drops its references to the
+    forward's recording and handles when the run ends (Rule 10).
     """
 
     _cursor = 0
@@ -217,7 +217,7 @@ class Rerun:
         return must_keep(nested, self._recording.surroundings.arguments)
 
     def _check_external(self, handle: RerunHandle, externals: Externals) -> None:
-        """Raise if other code changed a handle's storage; exempt restored buffers."""
+        """Raise if other code changed a storage; clear a restored buffer's version."""
         if handle.address in externals.changed:
             self._failure = changed_error([externals.changed[handle.address]])
             raise self._failure

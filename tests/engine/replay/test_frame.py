@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import policies
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.region import run_region
 from membudget.engine.replay.frame import ReplayFrame
 from tests.keeps import replay
 
@@ -186,6 +187,19 @@ def test_regions_and_recomputes_are_counted():
         model(x)
     found = applied.status().regions
     assert [(r.forwards, r.recomputes) for r in found] == [(2, 2), (2, 2)]
+
+
+def test_a_backward_that_asks_for_several_chains_counts_one_recompute():
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        return x.sin().exp(), x.cos().exp(), x.tanh().exp()
+
+    statistics = Statistics("block")
+    options = RegionOptions(engine="replay", verify=False)
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    outputs = run_region(function, (x,), {}, options, statistics)
+    for count in (1, 2):
+        torch.autograd.grad(sum(outputs).sum(), x, retain_graph=True)
+        assert statistics.recomputes == count
 
 
 @pytest.mark.parametrize("keep", [policies.nothing, policies.everything])

@@ -245,6 +245,21 @@ def test_fingerprints_name_the_output_that_does_not_come_back(noisy):
         assert torch.equal(gradient, gradient_of(Noisy.outputs[step]))
 
 
+def test_fingerprints_name_all_outputs_that_do_not_come_back_at_once(noisy):
+    Noisy.operator, Noisy.outputs = noisy, []
+
+    def twice(x: Tensor) -> Tensor:
+        return function(x) + function(x.cos())
+
+    region = replay(verify="fingerprints")(twice)
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    loss = region(x)
+    with pytest.raises(mb.RecomputeMismatchError, match="output 1 of operator") as seen:
+        torch.autograd.grad(loss, x)
+    assert str(seen.value).count("output 1 of operator") == 2
+    torch.autograd.grad(region(x), x)  # Both are kept from now on.
+
+
 def test_hooks_around_the_region_get_what_is_kept_because_it_did_not_come_back(noisy):
     Noisy.operator, Noisy.outputs = noisy, []
     region = replay(verify=True)(function)
