@@ -114,3 +114,20 @@ def test_what_a_stage_still_needs_is_gone_when_the_next_one_begins():
     assert len(living.results) == 5 + 3
     assert living.living[5] == []
     assert beside.requires_grad
+
+
+def test_autograd_gets_a_view_of_a_kept_output_without_a_copy():
+    weight = torch.randn(4, 6, requires_grad=True)
+
+    def gated(x: Tensor) -> Tensor:
+        value, gate = (x @ weight).chunk(2, -1)
+        return value.sin() * gate
+
+    x = torch.randn(5, 4, requires_grad=True)
+    matmuls = mb.policies.matmuls
+    y = mb.checkpoint(gated, x, engine="replay", keep=matmuls, verify=False)
+    with CountedOperators() as operators:
+        found = torch.autograd.grad(y.sum(), (x, weight))
+    expected = torch.autograd.grad(gated(x).sum(), (x, weight))
+    assert all(map(torch.equal, found, expected))
+    assert operators.counts["clone"] == 0
