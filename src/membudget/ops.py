@@ -24,6 +24,15 @@ _EMPTY = frozenset(
     )
 )
 
+# Constants in the shape of an argument, whose elements they do not read: `ones_like(x)`
+# must not keep `x` or have it recomputed.
+_CONSTANT = frozenset(
+    (
+        *("aten::zeros_like", "aten::ones_like", "aten::full_like"),
+        *("aten::new_zeros", "aten::new_ones", "aten::new_full"),
+    )
+)
+
 # In training, these write running statistics, arguments 3 and 4, and most schemas do
 # not declare it. The outputs do not depend on the old statistics, so a replay passes
 # scratch memory for them. The number is the position of `training`.
@@ -96,6 +105,7 @@ class OperatorFacts:
         is_view: Whether the operator returns views of an argument and writes nothing.
         is_random: Whether the operator draws from a random generator.
         is_empty: Whether the operator allocates uninitialised memory.
+        is_constant: Whether the operator makes a constant in the shape of its argument.
         is_copy: Whether the operator copies a tensor, possibly to another device.
         is_foreign: Whether the operator is not torch's own and may violate its schema.
         is_gather: Whether the operator gathers the sharded parameters of an FSDP layer.
@@ -114,6 +124,7 @@ class OperatorFacts:
 
     __slots__ = (
         "has_tensor_keywords",
+        "is_constant",
         "is_copy",
         "is_empty",
         "is_foreign",
@@ -152,6 +163,7 @@ class OperatorFacts:
         self.is_view = is_view_operator(operator)
         self.is_random = is_random_operator(operator)
         self.is_empty = name in _EMPTY
+        self.is_constant = name in _CONSTANT
         self.is_opaque = name in _OPAQUE or operator.namespace in _OPAQUE_NAMESPACES
         self.is_copy = name == "aten::_to_copy"
         self.is_foreign = operator.namespace not in _HONEST_NAMESPACES
@@ -165,6 +177,7 @@ class OperatorFacts:
             or self.written_names
             or self.has_tensor_keywords
             or self.is_empty
+            or self.is_constant
             or self.is_opaque
             or self.is_foreign
             or self.statistics

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-OTHER_OPERATORS = "fit: regions run other operators than planned, and keep less"
 PREDICTION = "fit: the predicted peak is off by more than a hundredth"
 WRITES_ITS_INPUT = "rerun: refuses a region that writes its own input, as documented"
 
 # By a pattern of a test's name, `CHECK[ARCHITECTURE-WAY]`: the reason.
 KNOWN: dict[str, str] = {
-    "test_every_region_runs*[mixtral-fit 30%]": OTHER_OPERATORS,
     **{
         f"test_the_predicted_peak*[{name}]": PREDICTION
         for name in (

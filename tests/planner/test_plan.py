@@ -227,6 +227,15 @@ def test_a_storage_is_kept_as_its_last_writer_leaves_it():
     assert [k.number for k in found.kept] == [2]
 
 
+def test_a_plan_does_not_name_a_later_write_to_what_the_engine_keeps_unasked():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1], must_keep=True)
+    draft.run(writes=[a])
+    graph = draft.finish()
+    found = region_plan(graph, "h", Choice(0, 2, frozenset({1})))
+    assert found.kept == ()
+
+
 def test_names_shapes_dtypes_and_order_of_parameters_are_told_apart():
     first = [("a", (2, 3), "float32"), ("b c", (1,), "float32")]
     others = [

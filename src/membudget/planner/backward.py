@@ -93,10 +93,10 @@ class BlockBackward:
         self._by_stage: dict[int, list[int]] = {}
         for index in self.dropped_saved:
             self._by_stage.setdefault(self._stage_of(index), []).append(index)
-        self._served: set[int] = set()
         self._freed: set[int] = set()
         self._live: dict[int, _Copy] = {}
         self._lent: dict[int, _Copy] = {}  # Held by autograd, by saved tensor.
+        self._moment = self._asked = -1  # Of the last tensor that was unpacked.
         self._begin(-1)  # No stage yet.
 
     def _storage(self, saved: int) -> int:
@@ -130,13 +130,19 @@ class BlockBackward:
 
     def unpack(self, saved: int) -> None:
         """Give autograd a saved tensor, recomputing the tensor if it is not live."""
-        if self._stage_of(saved) != self._stage:
+        is_other_pass = self._begins_pass(saved)
+        if is_other_pass:
+            # The end of a pass frees what the pass recomputed and did not use up.
+            self._uses.clear()
+            self._free_unused(list(self._live))
+        if is_other_pass or self._stage_of(saved) != self._stage:
             self._begin(self._stage_of(saved))
         storage = self._storage(saved)
         if self._is_missing(storage):
             missing = self._missing_slice([storage])
-            if not self._ran.isdisjoint(missing):
-                # The stage has freed a storage that is needed after all: start anew.
+            if not (missing <= self._planned and self._ran.isdisjoint(missing)):
+                # The stage began in a backward pass inside the forward, before this was
+                # missing, or it has freed a storage that is needed after all.
                 self._begin(self._stage)
             for operator in sorted(missing):
                 self._run(operator)
@@ -152,6 +158,16 @@ class BlockBackward:
             self._lent[saved] = copy
         self._free_unused([storage])
 
+    def _begins_pass(self, saved: int) -> bool:
+        """Return whether a saved tensor is unpacked by another backward pass."""
+        before, self._moment = self._moment, self._ledger.moment
+        first = self._graph.backward_start
+        if before < first <= self._moment or saved in self._served:
+            return True
+        # A pass inside the forward goes back from what was saved last.
+        asked, self._asked = self._asked, self._graph.saved[saved].moment
+        return self._moment < first and self._asked > asked
+
     def free(self, saved: int) -> None:
         """Simulate the release of a saved tensor by autograd."""
         storage = self._storage(saved)
@@ -161,18 +177,23 @@ class BlockBackward:
             if self._stage_of(saved) == self._stage:
                 self._uses[storage] -= 1
                 self._free_unused([storage])
+        self.take_back(saved)
+
+    def take_back(self, saved: int) -> None:
+        """Simulate the end of the backward operators that unpacked a saved tensor."""
         copy = self._lent.pop(saved, None)
         if copy is not None:
-            self._drop(storage, copy)
+            self._drop(self._storage(saved), copy)
 
     def _begin(self, stage: int) -> None:
         """Begin a stage: count its remaining uses of each storage."""
         self._stage = stage
         self._ran: set[int] = set()
-        unserved = [i for i in self._by_stage.get(stage, ()) if i not in self._served]
-        wanted = [self._storage(index) for index in unserved]
-        planned = self._missing_slice(wanted)
-        self._reads_to_come = Counter(r for o in planned for r in self._reads[o])
+        self._served: set[int] = set()
+        unfreed = [i for i in self._by_stage.get(stage, ()) if i not in self._freed]
+        wanted = [self._storage(index) for index in unfreed]
+        self._planned = self._missing_slice(wanted)
+        self._reads_to_come = Counter(r for o in self._planned for r in self._reads[o])
         self._uses = Counter(wanted) + self._reads_to_come
         if stage >= 0:
             for storage in self._retained[stage]:

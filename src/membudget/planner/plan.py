@@ -221,6 +221,7 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
 def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
     """Return each storage's last writer before it is saved, and the operator count."""
     found: dict[int, KeptOutput] = {}
+    kept_anyway: set[int] = set()
     saved_from = _saved_from(graph)
     operators = graph.operators[block.start : block.end]
     for number, operator in enumerate(operators, start=1):
@@ -229,13 +230,14 @@ def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int
         for value in (graph.values[index] for index in operator.outputs):
             if saved_from.get(value.storage, block.end) < block.start + number:
                 continue
-            # The engine keeps outputs of `must_keep` operators without being told.
+            # The engine keeps outputs of `must_keep` operators without being told, and
+            # what other operators write to them later.
             if operator.must_keep or not graph.storages[value.storage].bytes:
-                found.pop(value.storage, None)
-            else:
-                kept = KeptOutput(number, value.output, operator.name)
-                found[value.storage] = kept
-    return found, len(operators)
+                kept_anyway.add(value.storage)
+            kept = KeptOutput(number, value.output, operator.name)
+            found[value.storage] = kept
+    told = {s: kept for s, kept in found.items() if s not in kept_anyway}
+    return told, len(operators)
 
 
 def _saved_from(graph: StepGraph) -> dict[int, int]:

@@ -32,13 +32,14 @@ rules as the replay engine:
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from membudget.errors import OptionError
-from membudget.graph import Operator, StepGraph
+from membudget.graph import Operator, Saved, StepGraph
 from membudget.planner.backward import BlockBackward, Ledger
 from membudget.planner.choice import Choice, made_in
 
@@ -194,18 +195,35 @@ class _Machine:
         blocks = [BlockBackward(self.ledger, choice) for choice in choices]
         for block in blocks:
             block.move_ends()
+        self.asks = sorted({m for saved in graph.saved for m in saved.asked})
         # Events by op index: storages allocated and freed, saved tensors unpacked and
         # freed.
         self.births: dict[int, list[int]] = {}
         self.deaths: dict[int, list[int]] = {}
         self.unpacks: dict[int, list[tuple[BlockBackward, int]]] = {}
+        self.returns: dict[int, list[tuple[BlockBackward, int]]] = {}
         self.frees: dict[int, list[tuple[BlockBackward, int]]] = {}
         for block in blocks:
             for index in block.dropped_saved:
                 saved = graph.saved[index]
-                if saved.asked:
-                    self.unpacks.setdefault(saved.asked[0], []).append((block, index))
+                for moment in saved.asked:
+                    self.unpacks.setdefault(moment, []).append((block, index))
+                for moment in self._returns(saved):
+                    self.returns.setdefault(moment, []).append((block, index))
                 self.frees.setdefault(saved.freed, []).append((block, index))
+
+    def _returns(self, saved: Saved) -> Iterator[int]:
+        """Yield when backward passes that retain their graph return a saved tensor.
+
+        The next operators of the pass ask for other tensors by then.
+        """
+        until = len(saved.asked)
+        if saved.asked and saved.asked[-1] >= self.graph.backward_start:
+            until -= 1  # The last pass frees what it returns.
+        for moment in saved.asked[:until]:
+            place = bisect_right(self.asks, moment)
+            if place < len(self.asks):
+                yield self.asks[place]
 
     def run(self) -> Simulation:
         graph, ledger = self.graph, self.ledger
@@ -225,7 +243,7 @@ class _Machine:
 
     def run_block(self, choice: Choice) -> BlockTimeline:
         self._schedule(made_in(self.graph, choice))
-        events = {*self.births, *self.deaths, *self.frees, *self.unpacks}
+        events = {*self.births, *self.deaths, *self.frees, *self.unpacks, *self.returns}
         # Every operator of the block is an event: its workspace counts.
         events |= set(range(choice.start, choice.end))
         count = len(self.graph.operators)
@@ -253,6 +271,8 @@ class _Machine:
             ledger.release(storage)
         for block, index in self.frees.get(moment, ()):
             block.free(index)
+        for block, index in self.returns.get(moment, ()):
+            block.take_back(index)
         for block, index in self.unpacks.get(moment, ()):
             block.unpack(index)
         for storage in self.births.get(moment, ()):

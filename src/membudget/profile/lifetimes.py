@@ -48,6 +48,8 @@ class RecordedStorage:
     """A storage of the step being recorded; becomes a `graph.Storage`.
 
     Attributes:
+        is_unpacked: Whether a backward pass inside the forward unpacked the storage
+            after its release.
         grown: Bytes by which operators enlarged the storage, as `out=` does, keyed by
             op index.
     """
@@ -59,6 +61,7 @@ class RecordedStorage:
     death: int | None = None
     released: int | None = None
     tensors: int = 0
+    is_unpacked: bool = False
     grown: dict[int, int] = field(default_factory=dict)
 
 
@@ -193,6 +196,16 @@ class Lifetimes:
         index = self._same_content(tensor, storage)
         return self._append(tensor, storage, -1, 0) if index is None else index
 
+    def note_unpacked(self, value: int) -> None:
+        """Note that a backward pass inside the forward unpacks a saved value.
+
+        A region that has dropped the storage recomputes it: what the pass references
+        does not delay the release.
+        """
+        storage = self.storages[self.values[value].storage]
+        if self.is_forward and not storage.tensors:
+            storage.is_unpacked = True
+
     def know_alias(self, alias: Tensor, value: int) -> None:
         """Register autograd's alias, which does not delay its storage's release."""
         key = id(alias)
@@ -214,7 +227,7 @@ class Lifetimes:
         def died() -> None:
             self._forget(key)
             storage.tensors -= 1
-            if not storage.tensors and self.is_forward:
+            if not (storage.tensors or storage.is_unpacked) and self.is_forward:
                 storage.released = self.moment
 
         self.watch(tensor, died)

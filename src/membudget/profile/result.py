@@ -227,13 +227,14 @@ def _operator(lifetimes: Lifetimes, index: int, recorded: RecordedOperator) -> O
         (facts.is_view and not is_import)
         or _makes_nothing(recorded.operator, inputs, outputs)
     )
+    reads_shape = facts is not None and (facts.is_empty or facts.is_constant)
     return Operator(
         name=str(recorded.operator),
         phase=recorded.phase,
         module_path=recorded.place[0],
         line=recorded.place[1],
-        # `empty_like(x)` reads only the shape of x.
-        inputs=() if facts is not None and facts.is_empty else tuple(recorded.inputs),
+        # `zeros_like(x)` reads only the shape of x.
+        inputs=() if reads_shape else tuple(recorded.inputs),
         outputs=tuple(recorded.outputs),
         flops=recorded.flops,
         read_bytes=0 if is_view else _bytes(inputs),

@@ -264,7 +264,9 @@ class StepRecorder(Observer):
 
     def _unpack(self, kept: _SavedAlias) -> Tensor:
         if kept.index >= 0:
-            self.saved[kept.index].asked.append(self.lifetimes.moment)
+            saved = self.saved[kept.index]
+            saved.asked.append(self.lifetimes.moment)
+            self.lifetimes.note_unpacked(saved.value)
         return kept.tensor
 
     @contextmanager

@@ -114,3 +114,56 @@ def test_what_a_stage_still_needs_is_gone_when_the_next_one_begins():
     assert len(living.results) == 5 + 3
     assert living.living[5] == []
     assert beside.requires_grad
+
+
+def test_autograd_gets_a_view_of_a_kept_output_without_a_copy():
+    weight = torch.randn(4, 6, requires_grad=True)
+
+    def gated(x: Tensor) -> Tensor:
+        value, gate = (x @ weight).chunk(2, -1)
+        return value.sin() * gate
+
+    x = torch.randn(5, 4, requires_grad=True)
+    matmuls = mb.policies.matmuls
+    y = mb.checkpoint(gated, x, engine="replay", keep=matmuls, verify=False)
+    with CountedOperators() as operators:
+        found = torch.autograd.grad(y.sum(), (x, weight))
+    expected = torch.autograd.grad(gated(x).sum(), (x, weight))
+    assert all(map(torch.equal, found, expected))
+    assert operators.counts["clone"] == 0
+
+
+def test_a_constant_in_the_shape_of_a_tensor_does_not_replay_it():
+    def function(x: Tensor) -> Tensor:
+        shape = x.sin()
+        return x * torch.ones_like(shape) * shape.new_zeros(shape.shape)
+
+    x = torch.randn(5, 4).t().requires_grad_()
+    y = mb.checkpoint(function, x, engine="replay", keep=Nothing(), verify=False)
+    with CountedOperators() as operators:
+        (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(found, expected)
+    assert found.stride() == expected.stride()
+    assert operators.counts["new_zeros"] == 1
+    assert operators.counts["sin"] == 0
+
+
+def test_what_a_backward_inside_unpacks_is_freed_with_its_graph():
+    sines: list[StorageWeakRef] = []
+    living: list[bool] = []
+
+    def function(x: Tensor) -> Tensor:
+        sine = x.sin()
+        sines.append(StorageWeakRef(sine.untyped_storage()))
+        total = sine.square().sum()
+        del sine
+        torch.autograd.grad(total, x, retain_graph=True)
+        del total
+        living.append(not sines[-1].expired())
+        return x * x
+
+    x = torch.randn(5, requires_grad=True)
+    keep = mb.policies.operators("sin")
+    mb.checkpoint(function, x, engine="replay", keep=keep, verify=False)
+    assert living == [False]

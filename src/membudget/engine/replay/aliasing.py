@@ -180,7 +180,12 @@ class Tracker:
         return self.enter(tensor, value, memory, address)
 
     def know(self, tensor: Tensor, value: TapeValue) -> None:
-        """Track a tensor that was unpacked by a backward pass inside the forward."""
+        """Track a tensor that was unpacked by a backward pass inside the forward.
+
+        A held tensor is a source whenever it is read; its entry would reference it.
+        """
+        if value.is_held():
+            return
         address = address_of(tensor)
         place = self._places.get(address)
         if place is not None:

@@ -18,7 +18,8 @@ from torch.nn import Parameter
 
 from membudget._torch import tree_iter, tree_map_only, without_dispatch_modes
 from membudget.engine import isolation
-from membudget.engine.replay.tape import Operation, Scratch, TapeValue
+from membudget.engine.replay.stand_ins import Outline, Scratch
+from membudget.engine.replay.tape import Operation, TapeValue
 from membudget.ops import flat_outputs
 from membudget.scope import Scope
 from membudget.state.bits import fingerprint, has_changed, is_freed
@@ -221,8 +222,8 @@ class Executor:
             return argument.tensor
         if kind is list:
             return [self._argument(item, bases) for item in argument]
-        if kind is Scratch:
-            return torch.zeros(argument.shape, **argument.options)
+        if kind is Scratch or kind is Outline:
+            return argument.made()
         return argument
 
     def _source(self, value: TapeValue) -> Tensor:

@@ -90,9 +90,12 @@ class Replayer(Executor):
         """Return a tensor, or a copy of it, that backward kernels may overwrite.
 
         Several saved tensors may share memory, as in plain autograd. Autograd gets a
-        copy if the plan or another stage has yet to read the tensor's memory.
+        copy if the plan or another stage has yet to read recomputed memory. A view of a
+        source is given as the source itself is: a write raises at the next read.
         """
         owner = value.root or value
+        if owner.operation is None:
+            return tensor
         others = self._of_other_stages() if owner.is_carried else []
         if owner.reads > 0 or is_read_by(others, owner):
             return copy_of(tensor)

@@ -195,17 +195,6 @@ class ReplayHandle:
         self.saved_version: SavedVersion | None = None
 
 
-class Scratch:
-    """An overwritten argument whose old content does not affect any output."""
-
-    __slots__ = ("options", "shape")
-
-    def __init__(self, tensor: Tensor):
-        """Store an argument's shape, dtype and device."""
-        self.shape = tensor.shape
-        self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
-
-
 class RecordedMemory:
     """The write history of one storage during recording.
 

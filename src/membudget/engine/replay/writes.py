@@ -1,4 +1,4 @@
-"""Record operators that write to arguments, are random, or take tensor lists.
+"""Record operators that write, are random, make constants, or take tensor lists.
 
 In-place writes are recorded as functional operations: each write gives the storage a
 new tape value. To repeat an in-place write, a replay writes to a copy of the old
@@ -13,9 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
+from membudget._torch import is_fake
 from membudget.engine.replay.forward_record import ForwardRecord
-from membudget.engine.replay.tape import Operation, Scratch
+from membudget.engine.replay.stand_ins import Outline, Scratch
+from membudget.engine.replay.tape import Operation
 from membudget.ops import OperatorFacts, flat_outputs, tensors_in
+from membudget.state.copies import is_plain
 from membudget.state.identity import address_of
 
 
@@ -63,6 +66,8 @@ def run_special(
     kwargs: dict[str, Any],
 ) -> Any:
     """Run and record an operator that writes to arguments, is random or takes lists."""
+    if facts.is_constant and is_plain(args[0]) and not is_fake(args[0]):
+        return _run_constant(recording, func, facts, args, kwargs)
     written = list(written_by(facts, args, kwargs))
     scratch = _statistics(facts, args)
     roles = _OperandRoles(facts.is_view, written, scratch)
@@ -78,6 +83,21 @@ def run_special(
         recording.note_outputs(operation, facts, arguments, output, addresses)
         return output
     return _run_writing(recording, operation, facts, args, kwargs, (written, scratch))
+
+
+def _run_constant(
+    recording: ForwardRecord,
+    func: Any,
+    facts: OperatorFacts,
+    args: Any,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run and record an operator that makes a constant in its argument's shape."""
+    output = func(*args, **kwargs)
+    options = {**kwargs, "device": output.device}
+    operation = recording.operation(func, [Outline(args[0]), *args[1:]], options)
+    recording.note_outputs(operation, facts, args, output, ())
+    return output
 
 
 def _run_writing(

@@ -1,0 +1,77 @@
+"""A plan on a model that differentiates inside its forward: as simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.graph import StepGraph
+from membudget.planner.choice import Choice, made_in
+from membudget.planner.schedule import Simulator
+from membudget.planning import make_plan
+from tests.oracles import CountedOperators
+
+Kept = Callable[[StepGraph, Choice], set[int]]
+
+
+class Penalised(nn.Module):
+    """Scores, and what their gradient by the input weighs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, 1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        between = x.detach().requires_grad_()
+        scores = self.layers(between).sum()
+        (slopes,) = torch.autograd.grad(scores, between, create_graph=True)
+        return slopes.square().mean() + self.layers(x).mean()
+
+
+def nothing(graph: StepGraph, region: Choice) -> set[int]:
+    """Keep nothing."""
+    return set()
+
+
+def activations(graph: StepGraph, region: Choice) -> set[int]:
+    """Keep what the activation functions make."""
+    return {
+        storage
+        for storage in made_in(graph, region)
+        if graph.operators[graph.storages[storage].birth].name == "aten.silu.default"
+    }
+
+
+@pytest.mark.parametrize("keep", [nothing, activations])
+def test_a_gradient_inside_the_forward_runs_as_simulated(keep: Kept):
+    torch.manual_seed(0)
+    model, x = Penalised(), torch.randn(256, 16)
+    profile = mb.profile(model, x)
+    graph = profile.graph
+    (call,) = (call for call in graph.calls if call.path == "")
+    region = Choice(call.start, call.end)
+    kept = frozenset(keep(graph, region))
+    choice = Choice(call.start, call.end, kept)
+    schedule = Simulator(graph).schedule([call], [choice])
+
+    def step() -> None:
+        model.zero_grad()
+        model(x).backward()
+
+    mb.apply(model, make_plan(profile, schedule, model, 0))
+    for _ in range(2):  # The first one is verified.
+        step()
+    with CountedOperators() as operators:
+        step()
+    for name in ("silu", "sigmoid"):
+        ran = [*range(len(graph.operators)), *schedule.simulation.recomputed]
+        simulated = [graph.operators[i].name == f"aten.{name}.default" for i in ran]
+        assert operators.counts[name] == sum(simulated)
+    model.zero_grad()
+    assert mb.peak(step).peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.001)
