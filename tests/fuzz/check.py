@@ -57,8 +57,9 @@ REFUSALS: dict[str, frozenset[str]] = {
     "unseen": frozenset(ENGINES),
     "unseen between": frozenset(ENGINES),
     "written since": frozenset(ENGINES),
-    # What a region keeps may be its result, and a replay begins there.
-    "result written since": frozenset({"keep", "unverified", "fingerprints", "mixed"}),
+    # What a region keeps may be its result, and a replay begins there. Without being
+    # told to, it keeps what `transpose_` and the like have changed.
+    "result written since": frozenset(ENGINES) - {"rerun", "auto"},
 }
 
 
