@@ -27,6 +27,7 @@ def run(name: str) -> subprocess.CompletedProcess[str]:
     ("name", "says"),
     [
         ("demo", "equal to the last bit"),
+        ("fit", "of the predicted"),
         ("sequential", "equal"),
         ("cifar_cnn", "weights and buffers equal bit for bit"),
     ],
