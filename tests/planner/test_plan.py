@@ -208,6 +208,7 @@ def test_outputs_are_named_by_their_number_in_the_region_and_place():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1])
     b, c = draft.run(a, makes=[1, 1])
+    draft.save(b, c)
     draft.view(c)
     graph = draft.finish()
     kept = frozenset(draft.values[v].storage for v in (b, c))
@@ -221,16 +222,29 @@ def test_outputs_are_named_by_their_number_in_the_region_and_place():
 def test_a_storage_is_kept_as_its_last_writer_leaves_it():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1])
-    draft.run(writes=[a])
+    draft.save(*draft.run(writes=[a]))
     graph = draft.finish()
     found = region_plan(graph, "h", Choice(0, 2, frozenset({1})))
     assert [k.number for k in found.kept] == [2]
 
 
+def test_a_plan_keeps_nothing_that_no_backward_and_no_recompute_reads():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    (b,) = draft.run(a, makes=[1])
+    (c,) = draft.run(b, makes=[1])
+    draft.save(c)
+    graph = draft.finish()
+    a, b, c = (draft.values[value].storage for value in (a, b, c))
+    for kept, named in [({a, b}, [2]), ({a, c}, [3]), ({a}, [1])]:
+        found = region_plan(graph, "h", Choice(0, 3, frozenset(kept)))
+        assert [k.number for k in found.kept] == named
+
+
 def test_a_plan_does_not_name_a_later_write_to_what_the_engine_keeps_unasked():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1], must_keep=True)
-    draft.run(writes=[a])
+    draft.save(*draft.run(writes=[a]))
     graph = draft.finish()
     found = region_plan(graph, "h", Choice(0, 2, frozenset({1})))
     assert found.kept == ()

@@ -130,6 +130,16 @@ def slice_of_saved(
     return slice_of(graph, block, dropped, targets)
 
 
+def useful_kept(graph: StepGraph, choice: Choice) -> frozenset[int]:
+    """Return the kept storages that the backward pass or a recompute reads.
+
+    The engine would keep the others as long as anything computed from them lives.
+    """
+    dropped = made_in(graph, choice) - choice.kept
+    read = slice_of_saved(graph, choice, dropped).needed_until.keys()
+    return choice.kept & (read | wanted_in(graph, choice))
+
+
 def slice_of(
     graph: StepGraph, block: Block, dropped: Collection[int], targets: dict[int, int]
 ) -> RecomputeSlice:

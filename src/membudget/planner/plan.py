@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, Choice, saved_in
+from membudget.planner.choice import Block, Choice, saved_in, useful_kept
 from membudget.text import read_json, write_whole
 
 VERSION = 4
@@ -215,7 +215,7 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
         )
         for stage in choice.stages
     )
-    return RegionPlan(path, count, outputs(choice.kept), stages)
+    return RegionPlan(path, count, outputs(useful_kept(graph, choice)), stages)
 
 
 def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
