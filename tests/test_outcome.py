@@ -84,6 +84,18 @@ def test_what_the_plain_step_does_not_repeat_is_not_compared():
     check_equal(step, plain_run(step), plain_run(step))
 
 
+def test_what_the_plain_step_repeats_only_by_chance_is_not_compared():
+    factors = iter([1, 1, 2, 2, 1, 1, 3, 3])  # Two steps to each run.
+
+    class SometimesOther(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * next(factors)
+
+    step = step_of(SometimesOther(8, 8))
+    check_equal(step, plain_run(step), plain_run(step))
+    assert next(factors, None) is None
+
+
 def test_a_metered_step_is_the_second_one_and_leaves_no_trace():
     model = Varying()
     model.changes = "buffer"
