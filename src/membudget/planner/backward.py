@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, made_in, saved_in, slice_of_saved
+from membudget.planner.overwrites import SourceCopy, source_copies
 
 
 class Ledger:
@@ -78,7 +79,7 @@ class BlockBackward:
     def __init__(self, ledger: Ledger, choice: Choice):
         """Find the saved tensors that a block drops, and their recompute slice."""
         self._graph = graph = ledger.graph
-        self._ledger = ledger
+        self._ledger, self._choice = ledger, choice
         self._starts = [stage.start for stage in choice.stages]
         self._retained = [s.retained for s in choice.stages] or [frozenset[int]()]
         dropped = made_in(graph, choice) - choice.kept
@@ -127,6 +128,10 @@ class BlockBackward:
         for storage, moment in self._slice.needed_until.items():
             if storage not in self._writers:
                 ends[storage] = max(self._ledger.end_of(storage), moment)
+
+    def copies(self) -> list[SourceCopy]:
+        """Return the copies that the forward makes of what it overwrites."""
+        return source_copies(self._graph, self._choice, self._slice)
 
     def unpack(self, saved: int) -> None:
         """Give autograd a saved tensor, recomputing the tensor if it is not live."""

@@ -130,6 +130,20 @@ def slice_of_saved(
     return slice_of(graph, block, dropped, targets)
 
 
+def kept_from(graph: StepGraph, block: Block, storage: int) -> int:
+    """Return the op index from which on a block keeps what it makes in a storage.
+
+    A plan names the last write before the backward pass's first saved tensor in it.
+    """
+    moments = [block.end]
+    for saved in (graph.saved[index] for index in graph.saved_on.get(storage, ())):
+        # An operator's inputs are saved before it runs, its outputs afterwards.
+        is_output = graph.values[saved.value].operator == saved.moment
+        if saved.asked:
+            moments.append(saved.moment + is_output)
+    return min(moments)
+
+
 def useful_kept(graph: StepGraph, choice: Choice) -> frozenset[int]:
     """Return the kept storages that the backward pass or a recompute reads.
 

@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, Choice, saved_in, useful_kept
+from membudget.planner.choice import Block, Choice, kept_from, saved_in, useful_kept
 from membudget.text import read_json, write_whole
 
 VERSION = 4
@@ -222,13 +222,12 @@ def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int
     """Return each storage's last writer before it is saved, and the operator count."""
     found: dict[int, KeptOutput] = {}
     kept_anyway: set[int] = set()
-    saved_from = _saved_from(graph)
     operators = graph.operators[block.start : block.end]
     for number, operator in enumerate(operators, start=1):
         if operator.is_view:
             continue
         for value in (graph.values[index] for index in operator.outputs):
-            if saved_from.get(value.storage, block.end) < block.start + number:
+            if kept_from(graph, block, value.storage) < block.start + number:
                 continue
             # The engine keeps outputs of `must_keep` operators without being told, and
             # what other operators write to them later.
@@ -238,18 +237,6 @@ def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int
             found[value.storage] = kept
     told = {s: kept for s, kept in found.items() if s not in kept_anyway}
     return told, len(operators)
-
-
-def _saved_from(graph: StepGraph) -> dict[int, int]:
-    """Return the first op index at which each storage has content that is saved."""
-    found: dict[int, int] = {}
-    for saved in graph.saved:
-        value = graph.values[saved.value]
-        # An operator's inputs are saved before it runs, its outputs afterwards.
-        moment = saved.moment + (value.operator == saved.moment)
-        if saved.asked:
-            found[value.storage] = min(moment, found.get(value.storage, moment))
-    return found
 
 
 def parameter_text(name: str, shape: Iterable[int], dtype: str) -> str:

@@ -204,6 +204,9 @@ class _Machine:
         self.returns: dict[int, list[tuple[BlockBackward, int]]] = {}
         self.frees: dict[int, list[tuple[BlockBackward, int]]] = {}
         for block in blocks:
+            for copy in block.copies():
+                self.births.setdefault(copy.start, []).append(copy.storage)
+                self.deaths.setdefault(copy.end, []).append(copy.storage)
             for index in block.dropped_saved:
                 saved = graph.saved[index]
                 for moment in saved.asked:

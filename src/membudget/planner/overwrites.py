@@ -1,0 +1,90 @@
+"""Find what a region copies because a later operator overwrites what a replay reads.
+
+A replay reads the sources of its recompute slice: storages that the region keeps or was
+given. If the region overwrites a source after an operator of the slice has read it, the
+engine copies the source just before the write:
+
+    operator       0 makes a    1 reads a, makes b    2 overwrites a
+    a, kept        ├────────────┼─────────────────────┼─────────────
+    copy of a                                         ├───────────── until b is freed
+
+A write to one part of a split leaves the other parts as they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from membudget.graph import StepGraph
+from membudget.planner.choice import Block, RecomputeSlice, kept_from
+
+
+class SourceCopy(NamedTuple):
+    """A copy of a source: from a write until the last tensor that depends on it."""
+
+    storage: int
+    start: int
+    end: int
+
+
+def source_copies(
+    graph: StepGraph, block: Block, found: RecomputeSlice
+) -> list[SourceCopy]:
+    """Return the copies that a block makes for its recompute slice."""
+    copies: dict[tuple[int, int], int] = {}
+    writes = _overwrites(graph, block)
+    for index, written in found.writes.items():
+        until = max(found.needed_until.get(storage, 0) for storage in written)
+        for value in graph.operators[index].inputs:
+            storage = graph.values[value].storage
+            if storage in found.writers or storage not in writes or storage in written:
+                continue
+            since = max(index + 1, _held_from(graph, block, storage))
+            for moment, result in writes[storage]:
+                if moment >= since and _overlap(graph, value, result):
+                    key = storage, moment
+                    copies[key] = max(until, copies.get(key, 0))
+                    break  # Later writes leave the copy as it is.
+    return [SourceCopy(*key, until) for key, until in copies.items()]
+
+
+def _overwrites(graph: StepGraph, block: Block) -> dict[int, list[tuple[int, int]]]:
+    """Return a block's in-place writes by storage: op indices and written values."""
+    table: dict[int, list[tuple[int, int]]] = {}
+    for index in range(block.start, block.end):
+        operator = graph.operators[index]
+        for value in () if operator.is_view else operator.outputs:
+            storage = graph.values[value].storage
+            if graph.storages[storage].birth < index:
+                table.setdefault(storage, []).append((index, value))
+    return table
+
+
+def _held_from(graph: StepGraph, block: Block, storage: int) -> int:
+    birth = graph.storages[storage].birth
+    if birth < block.start or graph.operators[birth].must_keep:
+        return birth
+    return kept_from(graph, block, storage)
+
+
+def _overlap(graph: StepGraph, one: int, other: int) -> bool:
+    """Return whether two values in a storage may share elements."""
+    first, second = _part(graph, one), _part(graph, other)
+    if first is None or second is None:
+        return True
+    return first == second or first[0] != second[0]
+
+
+def _part(graph: StepGraph, index: int) -> tuple[int, int] | None:
+    """Return the split that a value is a part of, by its op index, and which output."""
+    storage = graph.values[index].storage
+    while (moment := graph.values[index].operator) >= 0:
+        operator = graph.operators[moment]
+        if operator.is_view and len(operator.outputs) > 1:
+            return moment, operator.outputs.index(index)
+        # An operator writes to the first of its arguments in a storage.
+        inputs = [v for v in operator.inputs if graph.values[v].storage == storage]
+        if not inputs:
+            return None
+        index = inputs[0]
+    return None

@@ -1,0 +1,63 @@
+"""What a region copies before it overwrites what a replay reads."""
+
+from __future__ import annotations
+
+from membudget.planner.choice import Choice, made_in, slice_of_saved
+from membudget.planner.overwrites import SourceCopy, source_copies
+from membudget.planner.simulate import simulate
+from tests.planner.drafts import Draft
+
+
+def copies_of(draft: Draft, *kept: int) -> list[SourceCopy]:
+    """Return what a region of the whole forward copies that keeps some values."""
+    graph = draft.finish()
+    region = Choice(
+        0, graph.backward_start, frozenset(draft.values[v].storage for v in kept)
+    )
+    dropped = made_in(graph, region) - region.kept
+    return source_copies(graph, region, slice_of_saved(graph, region, dropped))
+
+
+def overwritten(draft: Draft) -> int:
+    """Add a value that is read for a dropped one, and then overwritten."""
+    (a,) = draft.run(draft.outside(), makes=[8])
+    draft.save(a)
+    (b,) = draft.run(a, makes=[2])
+    draft.save(b)
+    (written,) = draft.run(writes=[a])
+    return written
+
+
+def test_a_source_that_is_overwritten_is_copied_until_what_needs_it_is_freed():
+    draft = Draft()
+    a = overwritten(draft)
+    assert copies_of(draft, a) == [SourceCopy(1, 2, 5)]
+    graph = draft.finish()
+    region = Choice(0, 3, frozenset({1}))
+    assert simulate(graph, [region]).alive_bytes[2] == 8 + 8
+
+
+def test_a_source_that_is_dropped_too_is_not_copied():
+    draft = Draft()
+    overwritten(draft)
+    assert copies_of(draft) == []
+
+
+def test_content_that_the_region_does_not_keep_yet_is_not_copied():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[8])
+    draft.save(*draft.run(a, makes=[2]))
+    (a,) = draft.run(writes=[a])
+    draft.save(a)
+    assert copies_of(draft, a) == []
+
+
+def test_a_write_to_one_part_of_a_split_leaves_the_others():
+    for place, expected in [(0, []), (1, [SourceCopy(1, 3, 6)])]:
+        draft = Draft()
+        (a,) = draft.run(draft.outside(), makes=[8])
+        draft.save(a)
+        parts = draft.run(writes=[a, a], is_view=True)
+        draft.save(*draft.run(parts[1], makes=[2]))
+        draft.run(writes=[parts[place]])
+        assert copies_of(draft, a) == expected
