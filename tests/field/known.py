@@ -13,14 +13,8 @@ KNOWN: dict[str, str] = {
     **{
         f"test_the_predicted_peak*[{name}]": PREDICTION
         for name in (
-            "energy_langevin-fit ?0%",
             "equilibrium_by_hook-fit ?0%",
             "gru_cell-fit 30%",
-            "mobilenet_v3-fit 60%",
-            "modernbert-fit 30%",
-            "ode_rk4-fit 30%",
-            "principal_neighbourhood-fit 30%",
-            "wgan_gradient_penalty-fit 60%",
         )
     },
     **{
