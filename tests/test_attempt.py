@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.errors import BudgetError, UnrepeatableWarning
+from tests.changing import Changing
 from tests.model_state import state_of
 
 
@@ -24,32 +25,17 @@ def is_in_region() -> bool:
     return False
 
 
-class Telling(nn.Module):
+class Telling(Changing):
     """A block that computes something else while a region records or replays it."""
-
-    def __init__(self, changes: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-        self.register_buffer("count", torch.zeros(()))
-        self.count: Tensor
-        self.changes = changes
 
     def forward(self, x: Tensor) -> Tensor:
         output = self.linear(x).tanh()
-        if not is_in_region():
-            return output.sin()
-        if self.changes == "loss":
-            output = output + 1
-        if self.changes == "gradient":
-            output = output + (output - output.detach())
-        if self.changes == "buffer":
-            self.count.add_(1)
-        return output.sin()
+        return (self.changed(output) if is_in_region() else output).sin()
 
 
 def telling(changes: dict[int, str], blocks: int = 8) -> tuple[nn.Module, Tensor]:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Telling(changes.get(n, "")) for n in range(blocks)))
+    model = nn.Sequential(*(Telling(32, changes.get(n, "")) for n in range(blocks)))
     return model, torch.randn(1024, 32)
 
 

@@ -15,33 +15,18 @@ from membudget.memory import peak
 from membudget.outcome import at_fault, check_equal, plain_run
 from membudget.state.identity import digest, is_same
 from membudget.step import Step
+from tests.changing import Changing
 
 
-class Varying(nn.Module):
+class Varying(Changing):
     """Computes something else once `changes` names it."""
 
     def __init__(self) -> None:
-        super().__init__()
         torch.manual_seed(0)
-        self.linear = nn.Linear(8, 8)
-        self.register_buffer("count", torch.zeros(()))
-        self.count: Tensor
-        self.cache = torch.zeros(2)
-        self.changes = ""
+        super().__init__(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.linear(x).mean()
-        if self.changes == "loss":
-            output = output + 1
-        if self.changes == "gradient":
-            output = output + (output - output.detach())
-        if self.changes == "buffer":
-            self.count.add_(1)
-        if self.changes == "attribute":
-            self.cache += 1
-        if self.changes == "stream":
-            torch.rand(())
-        return output
+        return self.changed(self.linear(x).mean())
 
 
 def step_of(model: nn.Module) -> Step:

@@ -153,7 +153,8 @@ class Step:
 
     def roots(self) -> dict[str, Any]:
         """Return the objects that the step may change, keyed by name."""
-        return {"": self.model, "loss_fn": self.loss_fn, "batch": self.batch}
+        roots = {"": self.model, "batch": self.batch, "loss_fn": self.loss_fn}
+        return {name: root for name, root in roots.items() if root is not None}
 
     def batch_tensors(self) -> dict[str, Tensor]:
         """Return the tensors in the batch, keyed by expressions such as `batch[0]`."""

@@ -183,9 +183,7 @@ def _audit_model(
         loss.backward()
         return results
 
-    roots = {"": model, "batch": batch}
-    if loss_fn is not None:
-        roots["loss_fn"] = loss_fn
+    roots = step.roots()
     report = compare_runs(
         Run("the plain run", run, roots),
         Run("the budgeted run", run, roots, regions_for(model, selection)),
