@@ -36,6 +36,8 @@ OLDEST = (3, 11)
 MOST_WORKERS = 8
 # The extra of pyproject.toml that a command needs beside the tests' own.
 EXTRAS = {"field": "field", "mutants": "mutants", "peaks": "hf", "planners": "hf"}
+# The tests that run over both recorders of the replay engine.
+REPLAY_TESTS = ("tests/engine/replay", "tests/replay", "tests/conformance")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -78,7 +80,17 @@ def test(arguments: Sequence[str]) -> int:
     # pytest is last, so that its closing line is, too: it says what failed before it.
     os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
     tested = run_python("-m", "pytest", "-q", *workers, *markers, *rest)
+    if not (tested or rest) and shutil.which(os.environ.get("CXX", "c++")):
+        tested = in_cpp([*workers, *markers, *REPLAY_TESTS])
     return next(iter(failed.values()), tested)
+
+
+def in_cpp(arguments: Sequence[str]) -> int:
+    """Run tests of the replay engine again, over its recorder in C++."""
+    print("The same tests of the replay engine, over its recorder in C++:")
+    os.environ["MEMBUDGET_NATIVE"] = "1"
+    built = run_python("-m", "membudget", "native")
+    return built or run_python("-m", "pytest", "-q", *arguments)
 
 
 def field(arguments: Sequence[str]) -> int:

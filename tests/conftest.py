@@ -15,6 +15,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# The recorder in Python, unless the run asks for the one in C++ (`run.py test` runs the
+# tests of the replay engine over both).
+os.environ.setdefault("MEMBUDGET_NATIVE", "0")
+
 from membudget.engine import isolation
 from membudget.engine.calls import forget_calls
 from tests import seconds

@@ -37,7 +37,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_holds_every_file_of_the_package_and_nothing_else(wheel: Path):
     with zipfile.ZipFile(wheel) as archive:
         names = {n for n in archive.namelist() if ".dist-info/" not in n}
-    files = [p for p in PACKAGE.rglob("*") if p.suffix == ".py" or p.name == "py.typed"]
+    kinds = {".py", ".h", ".cpp"}
+    files = [p for p in PACKAGE.rglob("*") if p.suffix in kinds or p.name == "py.typed"]
     assert names == {f"membudget/{p.relative_to(PACKAGE).as_posix()}" for p in files}
 
 

@@ -22,7 +22,7 @@ BEGIN, END = "<!-- map -->\n", "<!-- end of the map -->"
 # From the top. A module imports what is below it, or beside it on its own floor.
 FLOORS = (
     ("the package", "__init__"),
-    ("the command line", "cli cli_plan cli_options"),
+    ("the command line", "__main__ cli cli_plan cli_options"),
     ("ways in beside fit", "compat tradeoff"),
     ("fit", "trial fit fitted planning attempt outcome modes refusal budget"),
     ("text for people", "report"),

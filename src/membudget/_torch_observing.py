@@ -33,6 +33,9 @@ is_python_excluded: Callable[[], bool] = partial(
 EQUAL: Any = torch.ops.aten.equal.default
 ITEM: Any = torch.ops.aten._local_scalar_dense.default
 
+# Only observers on the mode stack see these (Rule 4 of `observer`).
+_FALLTHROUGH = frozenset(("aten::detach", "aten::alias"))
+
 # Kernels live as long as the library objects that registered them.
 _LIBRARIES: dict[str, Any] = {}
 _OBSERVED: set[Any] = set()
@@ -56,10 +59,14 @@ def observe_operators(kernel: Callable[..., Any]) -> None:
         return
     if not _LIBRARIES:
         _library("_").fallback(kernel, "Fake")
-    for name in torch._C._dispatch_get_all_op_names():
-        if name not in _OBSERVED:
-            _OBSERVED.add(name)
-            _observe_operator(name, kernel)
+    names = [
+        name for name in torch._C._dispatch_get_all_op_names() if name not in _OBSERVED
+    ]
+    for name in names:
+        _OBSERVED.add(name)
+        _observe_operator(name, kernel)
+    for cover in _COVERS:
+        cover([name for name in names if name not in _FALLTHROUGH])
     for operator in list(torch._ops._higher_order_ops.values()):
         if operator not in _OBSERVED:
             _OBSERVED.add(operator)
@@ -68,6 +75,13 @@ def observe_operators(kernel: Callable[..., Any]) -> None:
 
 
 _KNOWN: list[tuple[int, ...]] = [()]
+_COVERS: list[Callable[[list[str]], None]] = []
+
+
+def cover_kernels(cover: Callable[[list[str]], None]) -> None:
+    """Call `cover` with the names of the observed operators, now and later."""
+    _COVERS[:] = [cover]
+    cover([n for n in _OBSERVED if isinstance(n, str) and n not in _FALLTHROUGH])
 
 
 def _library(namespace: str) -> Any:
@@ -79,7 +93,7 @@ def _library(namespace: str) -> Any:
 
 def _observe_operator(name: str, kernel: Callable[..., Any]) -> None:
     namespace, _, rest = name.partition("::")
-    if name in ("aten::detach", "aten::alias"):  # Rule 4 of `observer`.
+    if name in _FALLTHROUGH:
         _library(namespace).impl(rest, torch.library.fallthrough_kernel, "Fake")
         return
     operator: Any = None
@@ -87,13 +101,19 @@ def _observe_operator(name: str, kernel: Callable[..., Any]) -> None:
     def observed(*args: Any, **kwargs: Any) -> Any:
         nonlocal operator
         if operator is None:  # Looking up all operators takes 0.5 s.
-            packet, _, overload = rest.partition(".")
-            operators = getattr(getattr(torch.ops, namespace), packet)
-            operator = getattr(operators, overload or "default")
+            operator = operator_of(name)
         return kernel(operator, *args, **kwargs)
 
     # `Library.impl` checks for a duplicate kernel, which takes 100 µs each.
     _library(namespace).m.impl(rest, "Fake", observed, False)
+
+
+def operator_of(name: str) -> Any:
+    """Return the overload with a name such as `aten::add.Tensor`."""
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    operators = getattr(getattr(torch.ops, namespace), packet)
+    return getattr(operators, overload or "default")
 
 
 # Autograd's device threads inherit these objects with the dispatch keys.

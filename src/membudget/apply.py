@@ -15,6 +15,7 @@ from typing import Any
 from torch.nn import Module
 
 from membudget.attach import check_can_carry, put, put_region, remove_region
+from membudget.engine.native import status as recorder_status
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
 from membudget.planned import carried_of_plan, policies_of
@@ -55,10 +56,12 @@ class Status:
     Attributes:
         regions: One entry per region, in order of attachment.
         left_out: Why `fit` put no region on a module, keyed by the module's name.
+        recorder: Which recorder the replay regions use: that in C++, or that in Python.
     """
 
     regions: tuple[RegionStatus, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
+    recorder: str = ""
 
     def __str__(self) -> str:
         """Return a table with one line per region, or module without one."""
@@ -77,6 +80,8 @@ class Status:
             )
         for name, why in self.left_out.items():
             lines.append(f"{name:{width}}  (no region, under which {why})")
+        if self.recorder:
+            lines.append(f"replay recorder: {self.recorder}")
         return "\n".join(lines)
 
 
@@ -115,6 +120,7 @@ class Applied:
                 for name, s in self._statistics.items()
             ),
             self.left_out,
+            recorder_status(),
         )
 
     def _differences(self, name: str) -> int:

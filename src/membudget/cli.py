@@ -66,6 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_audit(commands)
     _add_profile(commands)
     add_planning(commands)
+    _add_native(commands)
     return parser
 
 
@@ -104,6 +105,42 @@ def _add_profile(commands: Any) -> None:
     add("--budget", metavar="BYTES", help="such as 8GiB: say what fits")
     add("--json", metavar="FILE", help="also write the profile or sweep as JSON")
     parser.set_defaults(run=_profile)
+
+
+def _add_native(commands: Any) -> None:
+    parser = commands.add_parser(
+        "native",
+        help="build the recorder in C++ that replay regions use",
+        description="Compile the recorder in C++ into the cache folder "
+        "(MEMBUDGET_CACHE), ahead of the first region that would.",
+    )
+    parser.set_defaults(run=_native)
+    parser = commands.add_parser(
+        "info",
+        help="show versions, and which recorder replay regions use",
+        description="Show the versions of membudget, torch and Python, and which "
+        "recorder replay regions use.",
+    )
+    parser.set_defaults(run=_info)
+
+
+def _native(options: argparse.Namespace) -> int:
+    from membudget.engine.native.library import build
+
+    print(f"The recorder in C++ is {build(again=True)}")
+    return OK
+
+
+def _info(options: argparse.Namespace) -> int:
+    import platform
+    from importlib.metadata import version
+
+    from membudget.engine import native
+
+    print(f"membudget {version('membudget')}")
+    print(f"torch {version('torch')}, Python {platform.python_version()}")
+    print(f"replay recorder: {native.status()}")
+    return OK
 
 
 def _audit(options: argparse.Namespace) -> int:

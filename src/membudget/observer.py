@@ -39,6 +39,7 @@ Rule 6. TorchScript's optimiser calls `equal` and `item` on the constants of a t
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ from membudget._torch import (
 from membudget._torch_observing import (
     EQUAL,
     ITEM,
+    cover_kernels,
     exclude_observers,
     include_observers,
     inherited_by_autograd,
@@ -135,15 +137,26 @@ class Observer:
             include_observers(True)
         thread.stack.append(self)
         thread.depth = len(thread.stack)
+        _watch(thread)
         exclude_observers(False)
 
     def _leave_key(self) -> None:
         thread = _THREAD
         thread.stack.remove(self)
         thread.depth, excluded = self._before
+        _watch(thread)
         exclude_observers(excluded)
         if not thread.stack:
             include_observers(False)
+
+
+def _watch(thread: _Thread) -> None:
+    """Tell the C++ recorder which observer comes next, if it is the only one."""
+    for watch in _WATCHES:
+        watch(thread.stack[0] if thread.depth == len(thread.stack) == 1 else None)
+
+
+_WATCHES: list[Callable[[Observer | None], None]] = []
 
 
 class _Mode(DispatchMode):
@@ -171,6 +184,20 @@ class _Mode(DispatchMode):
         if func is EQUAL or func is ITEM:
             args = _as_tensors(args)
         return self._observe(func, args, kwargs or {})
+
+
+def accelerate(
+    watch: Callable[[Observer | None], None], cover: Callable[[list[str]], None]
+) -> None:
+    """Let kernels in C++ cover those of the observers.
+
+    Args:
+        watch: Called with the observer that sees the next operator of the thread if no
+            other observer does; with `None` otherwise.
+        cover: Called with the names of operators whose Python kernels were registered.
+    """
+    _WATCHES[:] = [watch]
+    cover_kernels(cover)
 
 
 def observers() -> tuple[Observer, ...]:

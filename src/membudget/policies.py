@@ -69,6 +69,8 @@ class Planned(Policy):
         differences: Number of calls whose operators differed from those in the plan.
     """
 
+    reads_arguments = False
+
     def __init__(
         self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
     ):
@@ -112,12 +114,15 @@ class Unplanned(Planned):
 class _PlannedCall(Policy):
     """Applies a plan to one call of a region, comparing operators with the plan."""
 
+    reads_arguments = False
+
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
         self._plan = plan
         self.stages = plan.stages
         self._kept = kept
-        self._names = {number: name for (number, _), name in kept.items()}
-        self._awaited = set(self._names)
+        self.numbers = names = {number: name for (number, _), name in kept.items()}
+        self._names = names
+        self._awaited = set(names)
         self._has_differed = False
 
     def keeps(self, candidate: Candidate) -> bool:

@@ -24,6 +24,7 @@ from membudget.attach import check_can_carry, has_region, put
 from membudget.engine import isolation
 from membudget.engine.controls import SWITCHES
 from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.replay.accelerated import replay_frame
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.errors import CheckpointError, SelectionError
 
@@ -53,7 +54,7 @@ class Span:
         self._counted = isolation.enter()
         try:
             # The name tells verified calls of spans with the same parent apart.
-            frame = ReplayFrame(
+            frame = replay_frame(
                 self._owner, (self._name, *args), kwargs, self._options, self.statistics
             )
             frame.begin()

@@ -20,7 +20,11 @@ from membudget._torch import why_hooks_are_disabled
 from membudget.callsite import CallSite
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import reach
-from membudget.errors import ChangedSinceForwardError, RecomputeMismatchError
+from membudget.errors import (
+    ChangedSinceForwardError,
+    CheckpointError,
+    RecomputeMismatchError,
+)
 from membudget.state.identity import address_of
 
 MODIFIED = (
@@ -238,3 +242,21 @@ def _is_of_hooks(error: RuntimeError) -> bool:
     # By code object, because the message may be the user's.
     disable: Any = torch.autograd.graph.disable_saved_tensors_hooks
     return last is not None and last.tb_frame.f_code is disable.__wrapped__.__code__
+
+
+def inexact_inside_error() -> CheckpointError:
+    """Return the error of a region with subclasses that differentiates inside."""
+    return CheckpointError(
+        "a replay region in which tensor subclasses live differentiates inside: while "
+        "it is recorded, autograd takes other formulas than in the plain step. Give "
+        'the region engine="rerun".'
+    )
+
+
+def freed_error() -> CheckpointError:
+    """Return the error of a replay that needs a parameter without memory."""
+    return CheckpointError(
+        "a replay needs a parameter whose memory FSDP has freed: it gathers "
+        "the parameter only for the backward of its own module. Put the region "
+        "inside that module, or keep the module's outputs."
+    )

@@ -8,7 +8,7 @@ and combined with `|`, `&` and `~`.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -90,10 +90,15 @@ class Policy:
     Attributes:
         expects_to_keep: Whether to warn if the policy keeps nothing in a region.
         stages: The stages of the region's backward pass; `None` for a single stage.
+        reads_arguments: Whether `keeps` may look at an operator's arguments.
+        numbers: Numbers of the operators, as keys, whose outputs the policy may keep;
+            `None` if it may keep those of any.
     """
 
     expects_to_keep = False
     stages: Stages | None = None
+    reads_arguments = True
+    numbers: Mapping[int, Any] | None = None
 
     def keeps(self, candidate: Candidate) -> bool:
         """Return whether to keep an operator output."""

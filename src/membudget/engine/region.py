@@ -68,6 +68,7 @@ from membudget.engine.options import (
     take_options,
 )
 from membudget.engine.reentrant import run_reentrant
+from membudget.engine.replay.accelerated import replay_frame
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.rerun_frame import RerunFrame
 from membudget.engine.surroundings import Surroundings
@@ -214,7 +215,7 @@ def _frame(
             if not options.may_replay:
                 frame.options = _for_rerun(options, frame.surroundings)
                 return frame
-    return ReplayFrame(function, args, kwargs, options, statistics)
+    return replay_frame(function, args, kwargs, options, statistics)
 
 
 def _for_rerun(options: RegionOptions, surroundings: Surroundings) -> RegionOptions:

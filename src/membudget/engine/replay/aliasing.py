@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import detach_with_version
+from membudget.engine.replay.extension import callbacks_of
 from membudget.engine.replay.tape import (
     LiveStorage,
     LiveTensor,
@@ -59,26 +60,12 @@ class Tracker:
         table: dict[int, LiveTensor] = {}
         places: dict[int, LiveStorage] = {}
 
-        def forget(entry: Any) -> None:
-            table.pop(entry.key, None)
-            place = places.get(entry.address)
-            if place is not None:
-                place.entries.pop(entry.key, None)
-
-        def freed(dead: LiveStorage) -> None:
-            if places.get(dead.address) is dead:
-                del places[dead.address]
-            # `y.data =` gives a tracked tensor another storage; the epoch invalidates
-            # its value.
-            dead.memory.epoch += 1
-
+        self._forget, self._freed = callbacks_of(table, places)
         self.table = table
         self.clock = 0
         self.sources: list[ReferenceType[TapeValue]] = []
         self.writes: Callable[[int], None] | None = None
         self._places = places
-        self._forget = forget
-        self._freed = freed
 
     def clear(self) -> None:
         """Stop tracking all tensors."""

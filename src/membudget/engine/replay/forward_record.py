@@ -46,7 +46,7 @@ class ForwardRecord:
 
     __slots__ = (
         *("_decisions", "_module_path", "_unrepeatable", "kept", "left_path", "number"),
-        *("path", "policy", "recent", "taken", "tracker"),
+        *("numbers", "path", "policy", "reads_arguments", "recent", "taken", "tracker"),
     )
 
     def __init__(
@@ -65,6 +65,8 @@ class ForwardRecord:
         self.taken: list[Any] | None = None
         self.left_path: Callable[[], None] | None = None
         self.policy = policy
+        self.numbers = policy.numbers
+        self.reads_arguments = policy.reads_arguments
         self._unrepeatable = unrepeatable
         self._module_path = module_path
         self._decisions = decisions
@@ -183,17 +185,27 @@ class ForwardRecord:
         operator = operation.operator
         if operation.decides or self._decides(facts, args, output):
             return True
-        try:
-            decided = self._decisions[facts]
-        except KeyError:
-            decided = facts.is_routing or self.policy.by_operator(operator)
-            self._decisions[facts] = decided
+        decided = self.decided(facts, operator)
         if decided is None:  # The policy needs more than the operator.
             place = (self.number, index, self._module_path)
             candidate = Candidate(operator, args, operation.kwargs, output, *place)
             decided = self.policy.keeps(candidate)
         self.kept += decided
         return decided
+
+    def asks(self, operator: Any, output: Tensor, index: int) -> bool:
+        """Ask a policy that reads no arguments whether to keep an output."""
+        place = (self.number, index, self._module_path)
+        return self.policy.keeps(Candidate(operator, (), {}, output, *place))
+
+    def decided(self, facts: OperatorFacts, operator: Any) -> bool | None:
+        """Return whether to keep an operator's outputs; `None` if it varies by call."""
+        try:
+            return self._decisions[facts]
+        except KeyError:
+            decided = facts.is_routing or self.policy.by_operator(operator)
+            self._decisions[facts] = decided
+            return decided
 
     def _decides(self, facts: OperatorFacts, args: Any, output: Tensor) -> bool:
         if output.dtype in WHOLE:

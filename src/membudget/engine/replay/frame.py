@@ -24,17 +24,25 @@ from membudget._torch import (
 from membudget.callsite import running_module
 from membudget.engine import isolation
 from membudget.engine.controls import OPEN_GROUPS, release_in_time
-from membudget.engine.messages import changed_error, module_names, name_of, names_of
+from membudget.engine.messages import (
+    changed_error,
+    freed_error,
+    inexact_inside_error,
+    module_names,
+    name_of,
+    names_of,
+)
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.checks import Checks, settle_source
 from membudget.engine.replay.execute import SourceChangedError, SourceFreedError
+from membudget.engine.replay.extension import hooks_of
 from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.native_replayer import new_replayer
 from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle
 from membudget.engine.replay.verify import verified
 from membudget.engine.surroundings import operator_conditions
-from membudget.errors import ChangedSinceForwardError, CheckpointError
+from membudget.errors import ChangedSinceForwardError
 from membudget.ops import tensors_in
 from membudget.state.bits import is_subclass
 from membudget.state.identity import address_of
@@ -73,7 +81,7 @@ class ReplayFrame:
             set() if known is None else known.unrepeatable,
             self._module_path(),
         )
-        self._replayer = Replayer(operator_conditions(), policy.stages)
+        self._replayer = new_replayer(operator_conditions(), policy.stages)
         self._recorder: Recorder | None = Recorder(recording)
         self._checks = Checks(self._recorder, options, known, statistics)
         self._recorder.sees_subclasses = any(map(is_subclass, tensors)) or (
@@ -85,8 +93,8 @@ class ReplayFrame:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the region's function, and drop saved tensors that are not kept."""
         self.begin()
+        assert self._function is not None
         try:
-            assert self._function is not None
             result = self._function(*args, **kwargs)
         except BaseException:
             self.abandon()
@@ -98,7 +106,7 @@ class ReplayFrame:
         """Start recording, and install the saved-tensor hooks."""
         assert self._recorder is not None
         self._outer = top_saved_tensors_hooks()
-        push_saved_tensors_hooks(self._pack, self._unpack)
+        push_saved_tensors_hooks(*hooks_of(self))
         try:
             self._recorder.__enter__()
         except BaseException:
@@ -202,7 +210,7 @@ class ReplayFrame:
             # The function runs a backward of its own, inside the forward.
             self.note_backward_inside()
             if recorder.changes_formulas():
-                raise _inexact_inside()
+                raise inexact_inside_error()
             with recorder.suspended():
                 recorder.settle()
                 original = self._checks.original(recorder, handle)
@@ -232,16 +240,8 @@ class ReplayFrame:
             finally:
                 if counted:
                     isolation.leave()
-        except SourceChangedError as error:
-            replayer.release()
-            raise self._changed(error.tensor) from None
-        except SourceFreedError:
-            replayer.release()
-            raise CheckpointError(
-                "a replay needs a parameter whose memory FSDP has freed: it gathers "
-                "the parameter only for the backward of its own module. Put the region "
-                "inside that module, or keep the module's outputs."
-            ) from None
+        except (SourceChangedError, SourceFreedError) as error:
+            raise self.explained(error) from None
         except BaseException:
             replayer.release()
             raise
@@ -252,6 +252,13 @@ class ReplayFrame:
             if not release_in_time(self):
                 replayer.release()
         return tensor
+
+    def explained(self, error: BaseException) -> BaseException:
+        """Release what a failed replay recomputed; return the error to raise."""
+        self._replayer.release()
+        if isinstance(error, SourceChangedError):
+            return self._changed(error.tensor)
+        return freed_error() if isinstance(error, SourceFreedError) else error
 
     def recompute(self) -> None:
         """Recompute all dropped tensors now, for the next backward pass."""
@@ -283,14 +290,6 @@ def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
         return ref(owner)
     except TypeError:
         return lambda: None
-
-
-def _inexact_inside() -> CheckpointError:
-    return CheckpointError(
-        "a replay region in which tensor subclasses live differentiates inside: while "
-        "it is recorded, autograd takes other formulas than in the plain step. Give "
-        'the region engine="rerun".'
-    )
 
 
 hide_from_dynamo(ReplayFrame._pack)

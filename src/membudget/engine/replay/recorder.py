@@ -39,6 +39,8 @@ class Recorder(Observer):
         fingerprinter: Object that fingerprints dropped tensors; `None` if not in use.
     """
 
+    __slots__ = ("_late", "fingerprinter", "is_suspended", "opaque_depth", "recording")
+
     def __init__(self, recording: ForwardRecord):
         """Create a recorder that fills the forward record `recording`."""
         self.recording = recording
@@ -88,7 +90,8 @@ class Recorder(Observer):
         if facts.is_in_place:
             return run_in_place(self.recording, func, facts, args, kwargs)
         if facts.is_empty:
-            return self._run_empty(func, args, kwargs)
+            self.note_empty(output := func(*args, **kwargs))
+            return output
         return run_special(self.recording, func, facts, args, kwargs)
 
     def handle(self, tensor: Tensor) -> ReplayHandle:
@@ -97,8 +100,7 @@ class Recorder(Observer):
         entry = self.recording.tracker.entry(tensor)
         is_strided = tensor.is_nested and tensor.layout is not torch.jagged
         if is_strided and entry.value.operation is not None:
-            # Strided nested tensors cannot be compared: torch exposes none of their
-            # sizes.
+            # It cannot be compared: torch exposes none of its sizes.
             self.recording.tracker.hold_value(tensor, entry)
         if is_empty(entry.value):
             # Either the saving operator will fill it (RReLU its noise), or code that
@@ -191,18 +193,16 @@ class Recorder(Observer):
         self.recording.note_outputs(operation, facts, args, output, (address,))
         return output
 
-    def _run_empty(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        output = func(*args, **kwargs)
+    def note_empty(self, output: Any) -> None:
+        """Record uninitialised memory by its geometry."""
         is_plain = type(output) is Tensor or (is_fake(output) and is_fake_mode_active())
         if not is_plain or output.layout is not torch.strided:
             self._hold_outputs(output)
         elif id(output) not in self.recording.tracker.table:
             options = {"dtype": output.dtype, "device": output.device}
             geometry = [output.shape, output.stride()]
-            operation = self.recording.operation(EMPTY, geometry, options)
-            value = operation.output(0)
+            value = self.recording.operation(EMPTY, geometry, options).output(0)
             self.recording.tracker.enter_fresh(output, value, address_of(output))
-        return output
 
     def _run_opaque(
         self, func: Any, facts: OperatorFacts | None, args: Any, kwargs: dict[str, Any]

@@ -14,6 +14,7 @@ stage. Each stage starts with a new plan, which reuses values from earlier stage
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from operator import attrgetter
 from weakref import ReferenceType, ref
 
@@ -223,28 +224,32 @@ class Replayer(Executor):
         if self._plan_ran != number:
             self._plan_ran = number
             self.plans_run += 1
-        operations.sort(key=attrgetter("number"))
         if value.root is not None and value.root.tensor is not None:
             with BelowAutograd():  # Views compute nothing, so no setting matters.
-                for operation in operations:
-                    self._run(operation)
+                self._run_all(operations)
             return
         with Scope() as scope, BelowAutograd(), WithoutAutocast():
             self._enter(scope)
-            dtype = torch.get_default_dtype()
-            scope.callback(set_grad_enabled, torch.is_grad_enabled())
-            for operation in operations:
-                set_grad_enabled(operation.grad_enabled)
-                if operation.default_dtype is not dtype:
-                    dtype = operation.default_dtype
+            for dtype, run in groupby(operations, key=attrgetter("default_dtype")):
+                if dtype is not torch.get_default_dtype():
                     scope.callback(torch.set_default_dtype, torch.get_default_dtype())
                     torch.set_default_dtype(dtype)
+                self._run_all(list(run))
+
+    def _run_all(self, operations: list[Operation]) -> None:
+        """Run operations again, each in the grad mode of its forward."""
+        before = torch.is_grad_enabled()
+        try:
+            for operation in operations:
+                set_grad_enabled(operation.grad_enabled)
                 self._run(operation)
+        finally:
+            set_grad_enabled(before)
 
     def _path_to(
         self, value: TapeValue
     ) -> tuple[list[Operation], list[TapeValue]] | None:
-        """Return the operations to re-run for a value, and the packed inputs to unpack.
+        """Return the operations to re-run, in order, and the packed inputs to unpack.
 
         The result is `None` if the plan has already freed a required value.
         """
@@ -263,7 +268,7 @@ class Replayer(Executor):
                 continue
             operations[id(operation)] = operation
             wanted += [v for v in operation.inputs() if v.tensor is None]
-        return list(operations.values()), packed
+        return sorted(operations.values(), key=attrgetter("number")), packed
 
 
 _FIRST_TASK = 3  # Task numbers start at -2; these become negative.

@@ -94,8 +94,7 @@ class Operation:
 
     Attributes:
         operator: The operator overload.
-        args: Positional arguments, with tape values in place of tensors.
-        kwargs: Keyword arguments, with tape values in place of tensors.
+        native: The arguments, kept in C++; `None` if recorded in Python.
         number: Position of the operation on the tape.
         call: Index of the operator call within the region, counted from 1; 0 for view
             operators that the engine re-applied.
@@ -113,8 +112,8 @@ class Operation:
     """
 
     __slots__ = (
-        *("_inputs", "args", "call", "decides", "default_dtype", "drawn"),
-        *("grad_enabled", "is_foreign", "is_view", "kwargs", "number", "operator"),
+        *("_args", "_inputs", "_kwargs", "call", "decides", "default_dtype", "drawn"),
+        *("grad_enabled", "is_foreign", "is_view", "native", "number", "operator"),
         *("outputs", "plan", "targets"),
     )
 
@@ -128,8 +127,9 @@ class Operation:
     ):
         """Record an operator call and the current default dtype."""
         self.operator = operator
-        self.args = args
-        self.kwargs = kwargs
+        self._args = args
+        self._kwargs = kwargs
+        self.native: Any = None
         self.number = number
         self.call = 0
         self._inputs: list[TapeValue] | None = None
@@ -149,6 +149,19 @@ class Operation:
         value = TapeValue(self, index, root)
         self.outputs.append((index, ref(value)))
         return value
+
+    @property
+    def args(self) -> Any:
+        """Positional arguments, with tape values in place of tensors."""
+        if self._args is None:
+            self._args, self._kwargs = self.native.arguments(self._inputs)
+        return self._args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """Keyword arguments, with tape values in place of tensors."""
+        _ = self.args
+        return self._kwargs
 
     def inputs(self) -> list[TapeValue]:
         """Return the values read, and the storage's value for each written argument."""

@@ -1,0 +1,68 @@
+"""The recorder in C++, an optional accelerator of the replay engine.
+
+The extension does what the Python recorder does, on the same objects: it makes and
+changes the instances of the Python classes of the tape, through the offsets of their
+`__slots__`. It covers only what most operators need, and hands every other call to the
+Python code, so that each rule of the engine has one home.
+
+    python.h      Python objects in C++         operators.h  facts of an operator
+    tape.h        the classes of the tape       kernel.h     the dispatcher's entrance
+    call.h        arguments as they were passed recorder.h   Recorder.observe
+    tracking.h    Tracker                       record.h, observe.h, write.h, draws.h
+    replay.h      plans                         hooks.h      saved-tensor hooks
+    execute.h     operators run again           module.cpp   what Python sees
+
+Regions use it where it has been built, or a compiler is found. `MEMBUDGET_NATIVE=0`
+turns it off, `python -m membudget native` builds it ahead.
+
+Rejected: classes of the tape in C++, with Python methods for the rare cases. Each rule
+    would then be written once for either recorder.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from importlib.machinery import ExtensionFileLoader
+from typing import Any
+
+from membudget.engine.native.library import NoExtensionError, build, find, why_not
+
+_LOADED: list[Any] = []
+_WHY_NOT: list[str] = []
+
+
+def is_wanted() -> bool:
+    """Return whether the recorder in C++ is not turned off."""
+    return os.environ.get("MEMBUDGET_NATIVE", "1") != "0"
+
+
+def extension() -> Any:
+    """Return the extension module, built if necessary; `None` if it cannot be had."""
+    if not _LOADED and not _WHY_NOT:
+        try:
+            _LOADED.append(_imported(str(build())))
+        except (NoExtensionError, ImportError) as error:
+            _WHY_NOT.append(str(error))
+    return _LOADED[0] if _LOADED else None
+
+
+def _imported(path: str) -> Any:
+    loader = ExtensionFileLoader("_recorder", path)
+    spec = importlib.util.spec_from_file_location("_recorder", path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def status() -> str:
+    """Return which recorder serves, as text for a person."""
+    if not is_wanted():
+        return "Python (MEMBUDGET_NATIVE=0)"
+    if _LOADED:
+        return "C++"
+    why = _WHY_NOT[0] if _WHY_NOT else why_not()
+    if why:
+        return f"Python; of the one in C++: {why}"
+    return "C++" if find() is not None else "C++, which the first replay region builds"

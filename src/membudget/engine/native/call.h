@@ -1,0 +1,146 @@
+// The arguments of one operator call, kept as the dispatcher passed them.
+//
+// Python arguments are made only if Python asks: it repeats view operators after a
+// write, and replays what C++ does not.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/stack.h>
+#include <torch/csrc/DynamicTypes.h>
+#include <torch/csrc/utils/tensor_dtypes.h>
+
+#include <new>
+#include <vector>
+
+#include "python.h"
+
+namespace torch::jit {
+// From a header that would take seconds to compile.
+TORCH_PYTHON_API pybind11::object toPyObject(c10::IValue value);
+} // namespace torch::jit
+
+namespace membudget {
+
+// Where a tensor belongs: an argument, or an element of an argument that is a list.
+struct Place {
+  size_t argument;
+  int element = -1;
+};
+
+// A call without its tensors: input i of the operation belongs at `places[i]`.
+struct Call {
+  PyObject_HEAD
+  c10::OperatorHandle target;
+  std::vector<c10::IValue> stack;
+  std::vector<Place> places;
+};
+
+// Puts a tensor, or none, where it belongs in a list that no other call shares.
+inline void put_element(const c10::IValue& list, int element, const at::Tensor& tensor) {
+  if (list.isTensorList()) {
+    list.toTensorList().set(element, tensor);
+  } else {
+    list.toOptionalTensorList().set(element, tensor);
+  }
+}
+
+inline c10::IValue copied_list(const c10::IValue& list) {
+  return list.isTensorList() ? c10::IValue(list.toTensorList().copy())
+                             : c10::IValue(list.toOptionalTensorList().copy());
+}
+
+inline PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+inline Ref new_call(
+    const c10::OperatorHandle& target,
+    std::vector<c10::IValue> stack,
+    std::vector<Place> places) {
+  auto* made = PyObject_New(Call, &call_type);
+  new (&made->target) c10::OperatorHandle(target);
+  new (&made->stack) std::vector<c10::IValue>(std::move(stack));
+  new (&made->places) std::vector<Place>(std::move(places));
+  return Ref::made(reinterpret_cast<PyObject*>(made));
+}
+
+inline void free_call(PyObject* object) {
+  auto* call = reinterpret_cast<Call*>(object);
+  call->target.~OperatorHandle();
+  call->stack.~vector();
+  call->places.~vector();
+  PyObject_Free(object);
+}
+
+inline PyObject* python_dtype(c10::ScalarType dtype) {
+  return reinterpret_cast<PyObject*>(torch::getTHPDtype(dtype));
+}
+
+inline bool is_of_type(const c10::Argument& argument, c10::TypeKind kind) {
+  auto type = argument.real_type();
+  if (auto optional = type->cast<c10::OptionalType>()) {
+    type = optional->getElementType();
+  }
+  return type->kind() == kind;
+}
+
+inline Ref python_argument(const c10::Argument& argument, const c10::IValue& value) {
+  if (value.isInt() && is_of_type(argument, c10::TypeKind::ScalarTypeType)) {
+    return Ref::to(python_dtype(static_cast<c10::ScalarType>(value.toInt())));
+  }
+  return Ref::made(torch::jit::toPyObject(value).release().ptr());
+}
+
+// Puts input i where the call had a tensor.
+inline void put_input(PyObject* object, PyObject* args, PyObject* kwargs, PyObject* inputs, size_t i) {
+  auto* call = reinterpret_cast<Call*>(object);
+  const Place& place = call->places[i];
+  const auto& argument = call->target.schema().arguments()[place.argument];
+  PyObject* input = PyList_GetItem(inputs, i);
+  if (place.element >= 0) {
+    PyObject* list = argument.kwarg_only()
+        ? PyDict_GetItemString(kwargs, argument.name().c_str())
+        : PyList_GetItem(args, place.argument);
+    check(PyList_SetItem(list, place.element, Py_NewRef(input)));
+  } else if (argument.kwarg_only()) {
+    check(PyDict_SetItemString(kwargs, argument.name().c_str(), input));
+  } else {
+    check(PyList_SetItem(args, place.argument, Py_NewRef(input)));
+  }
+}
+
+// call.arguments(inputs): the positional and keyword arguments, with inputs in place.
+inline PyObject* arguments_of(PyObject* object, PyObject* inputs) {
+  HANDLE_TH_ERRORS
+  auto* call = reinterpret_cast<Call*>(object);
+  const auto& schema = call->target.schema().arguments();
+  Ref args = Ref::made(PyList_New(0));
+  Ref kwargs = Ref::made(PyDict_New());
+  for (size_t i = 0; i < schema.size(); ++i) {
+    Ref made = python_argument(schema[i], call->stack[i]);
+    check(
+        schema[i].kwarg_only()
+            ? PyDict_SetItemString(kwargs, schema[i].name().c_str(), made)
+            : PyList_Append(args, made));
+  }
+  for (size_t i = 0; i < call->places.size(); ++i) {
+    put_input(object, args, kwargs, inputs, i);
+  }
+  return PyTuple_Pack(2, (PyObject*)args, (PyObject*)kwargs);
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyMethodDef call_methods[] = {
+    {"arguments", arguments_of, METH_O, "Return the arguments, as lists and a dict."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+inline void make_call_type() {
+  call_type.tp_name = "membudget.engine.native.Call";
+  call_type.tp_basicsize = sizeof(Call);
+  call_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  call_type.tp_dealloc = free_call;
+  call_type.tp_methods = call_methods;
+  check(PyType_Ready(&call_type));
+}
+
+} // namespace membudget

@@ -1,0 +1,226 @@
+// Run recorded operators again: the common paths of `Executor`.
+
+#pragma once
+
+#include <ATen/Parallel.h>
+
+#include "draws.h"
+#include "observe.h"
+#include "replay.h"
+
+namespace membudget {
+
+inline PyObject *exit_name, *isolation_enter, *isolation_leave, *scope_class;
+
+// As `Executor._used`.
+inline void used(PyObject* of, PyObject* value) {
+  add(value::uses, value, -1);
+  PyObject* root = value::root.of(value);
+  if (root != Py_None) {
+    add(value::view_uses, root, -1);
+  }
+  bool stays = !value::packed.is_none(value) && replayer::stage.number(of) >= 0;
+  if (value::uses.number(value) > 0 || is_held(value) || stays) {
+    return;
+  }
+  value::tensor.set(value, Py_None);
+  PyObject* memoised = replayer::memoised.of(of);
+  if (PyDict_Contains(memoised, value) == 1) {
+    check(PyDict_DelItem(memoised, value));
+  }
+}
+
+// Whether a source is what it was in the forward, with nothing left to compare.
+inline bool is_unchanged(PyObject* source) {
+  PyObject* object = value::tensor.of(source);
+  bool is_known = object != Py_None && value::content.is_none(source) &&
+      is_usual_class(object);
+  if (!is_known) {
+    return false;
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  if (!is_plain(tensor) || tensor.storage().nbytes() == 0) {
+    return false;
+  }
+  bool has_version = !value::version.is_none(source);
+  bool has_address = !value::address.is_none(source);
+  return (!has_version || value::version.number(source) == tensor._version()) &&
+      (!has_address || value::address.number(source) == address_of(tensor));
+}
+
+// As `Executor._argument`, for a value.
+inline at::Tensor argument(PyObject* of, PyObject* value) {
+  if (value::operation.is_none(value) && !is_unchanged(value)) {
+    Ref checked = call(of, source_name, value);
+    return THPVariable_Unpack((PyObject*)checked);
+  }
+  PyObject* tensor = value::tensor.of(value);
+  TORCH_CHECK(tensor != Py_None, "a replay has freed a tensor that it needs");
+  return THPVariable_Unpack(tensor);
+}
+
+// As `Executor._bases`, for the one value that a recorded write overwrites.
+inline Ref writable_copy(PyObject* of, PyObject* root) {
+  if (value::operation.is_none(root)) {
+    return Ref::made(PyObject_CallOneArg(copy_of, wrapped(argument(of, root))));
+  }
+  Ref tensor = wrapped(argument(of, root));
+  bool is_last_use = value::uses.number(root) <= 1 && value::view_uses.number(root) <= 0 &&
+      !value::is_lent.is_true(root);
+  return is_last_use ? tensor : Ref::made(PyObject_CallOneArg(copy_of, tensor));
+}
+
+// As `Executor._note`; `written` is the memory that the operator wrote, if any.
+inline void note(
+    PyObject* of, PyObject* operation, const c10::Stack& stack, const Ref& written) {
+  auto flat = flat_outputs(stack, stack.size());
+  long plan = replayer::plan.number(of);
+  PyObject* outputs = operation::outputs.of(operation);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
+    PyObject* pair = PyList_GET_ITEM(outputs, i);
+    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1)));
+    // An output that became a source keeps its content.
+    if (value != Py_None && value::operation.of(value) == operation &&
+        value::plan.number(value) == plan && value::uses.number(value) > 0) {
+      long index = PyLong_AsLong(PyTuple_GET_ITEM(pair, 0));
+      value::tensor.set(value, written != nullptr ? written : wrapped(flat[index]));
+      check(PyDict_SetItem(replayer::memoised.of(of), value, Py_None));
+    }
+  }
+}
+
+// The recorded arguments, with tensors where the forward had them.
+inline c10::Stack arguments(PyObject* of, PyObject* operation, const Ref& written) {
+  auto* recorded = reinterpret_cast<Call*>(operation::native.of(operation));
+  PyObject* inputs = operation::inputs.of(operation);
+  c10::Stack stack = recorded->stack;
+  for (size_t i = 0; i < recorded->places.size(); ++i) {
+    const Place& place = recorded->places[i];
+    at::Tensor tensor = i == 0 && written != nullptr
+        ? THPVariable_Unpack((PyObject*)written)
+        : argument(of, PyList_GET_ITEM(inputs, i));
+    if (place.element < 0) {
+      stack[place.argument] = std::move(tensor);
+      continue;
+    }
+    if (i == 0 || recorded->places[i - 1].argument != place.argument) {
+      stack[place.argument] = copied_list(stack[place.argument]);
+    }
+    put_element(stack[place.argument], place.element, tensor);
+  }
+  return stack;
+}
+
+// As `Executor._run`.
+inline void run(PyObject* of, PyObject* operation) {
+  if (operation::native.is_none(operation)) {
+    call(of, run_name, operation);
+    return;
+  }
+  PyObject* inputs = operation::inputs.of(operation);
+  Ref written;
+  if (PyList_GET_SIZE(operation::targets.of(operation)) > 0) {
+    written = writable_copy(of, PyList_GET_ITEM(inputs, 0));
+  }
+  c10::Stack stack = arguments(of, operation, written);
+  {
+    Redraw redraw(operation::drawn.of(operation));
+    WithoutGil released;
+    reinterpret_cast<Call*>(operation::native.of(operation))->target.callBoxed(&stack);
+  }
+  note(of, operation, stack, written);
+  stack.clear();
+  written = Ref();
+  bool is_view = operation::is_view.is_true(operation);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+    PyObject* input = PyList_GET_ITEM(inputs, i);
+    if (!is_view) {
+      add(value::reads, root_of(input), -1);
+    }
+    used(of, input);
+  }
+}
+
+// A scope in which `Replayer._enter` has restored the settings of the forward.
+class Entered {
+ public:
+  explicit Entered(PyObject* of) : scope_(Ref::made(PyObject_CallNoArgs(scope_class))) {
+    Ref::made(PyObject_CallOneArg(replayer::enter.of(of), scope_));
+  }
+  ~Entered() {
+    if (PyList_GET_SIZE((PyObject*)scope_) > 0) {
+      Py_XDECREF(PyObject_CallMethodObjArgs(
+          scope_, exit_name, Py_None, Py_None, Py_None, nullptr));
+    }
+  }
+  Entered(const Entered&) = delete;
+
+ private:
+  Ref scope_;
+};
+
+// As `isolation.enter` and `leave`.
+class Isolated {
+ public:
+  Isolated() : counted_(Ref::made(PyObject_CallNoArgs(isolation_enter))) {}
+  ~Isolated() {
+    if (counted_ == Py_True) {
+      Py_XDECREF(PyObject_CallNoArgs(isolation_leave));
+    }
+  }
+  Isolated(const Isolated&) = delete;
+
+ private:
+  Ref counted_;
+};
+
+inline void run_path(PyObject* of, const std::vector<Ref>& path) {
+  c10::AutoGradMode restored(at::GradMode::is_enabled());
+  for (const Ref& operation : path) {
+    at::GradMode::set_enabled(operation::grad_enabled.is_true(operation));
+    run(of, operation);
+  }
+}
+
+// run_all(replayer, operations), as `Replayer._run_all`.
+inline PyObject* run_all(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  std::vector<Ref> path;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(arguments[1]); ++i) {
+    path.push_back(Ref::to(PyList_GET_ITEM(arguments[1], i)));
+  }
+  run_path(arguments[0], path);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// As `Replayer._materialise`, in a plan that has run before; false, with nothing done, if
+// Python must.
+inline bool materialise(PyObject* of, PyObject* value) {
+  std::vector<Ref> path, packed;
+  if (!find_path(of, value, path, packed) || !packed.empty()) {
+    return false;
+  }
+  PyObject* dtype =
+      python_dtype(c10::typeMetaToScalarType(at::get_default_dtype()));
+  for (const Ref& operation : path) {
+    if (operation::default_dtype.of(operation) != dtype) {
+      return false;
+    }
+  }
+  Isolated isolated;
+  // A new thread would use all cores for matrix products until it has asked once.
+  at::get_num_threads();
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  PyObject* root = value::root.of(value);
+  if (root != Py_None && !value::tensor.is_none(root)) {
+    run_path(of, path);  // Views compute nothing, so no setting matters.
+    return true;
+  }
+  c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  Entered settings(of);
+  run_path(of, path);
+  return true;
+}
+
+} // namespace membudget

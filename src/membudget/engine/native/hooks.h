@@ -1,0 +1,205 @@
+// The saved-tensor hooks: the common paths of `ReplayFrame._pack` and `_unpack`.
+
+#pragma once
+
+#include "execute.h"
+
+namespace torch::autograd {
+// From a header that would take seconds to compile.
+TORCH_API int get_current_graph_task_id();
+} // namespace torch::autograd
+
+namespace membudget {
+
+inline Class frame_class;
+namespace frame {
+inline Slot checks, lock, recorder, replayer;
+}
+
+inline Class checks_class;
+namespace checks {
+inline Slot is_strict, originals, verified;
+}
+
+inline PyObject *pack_name, *unpack_name, *explained_name, *open_groups, *acquire_name,
+    *release_name;
+
+// Packing.
+
+inline bool is_common_save(PyObject* of, PyObject* recorder, PyObject* object) {
+  if (!is_usual_class(object)) {
+    return false;
+  }
+  PyObject* checks = frame::checks.of(of);
+  PyObject* path = recording::path.of(recorder::recording.of(recorder));
+  return is_plain(THPVariable_Unpack(object)) && checks::originals.is_none(checks) && recorder::fingerprinter.is_none(recorder) &&
+      !checks::is_strict.is_true(checks) &&
+      (checks::verified.is_none(checks) || path != Py_None) &&
+      replayer::stages.is_none(frame::replayer.of(of));
+}
+
+inline Ref new_handle(Ref value) {
+  Ref made = handle_class.make();
+  handle::value.set(made, std::move(value));
+  handle::served.set(made, zero);
+  handle::stage.set_number(made, -1);
+  handle::fingerprint.set(made, Py_None);
+  handle::saved_version.set(made, Py_None);
+  return made;
+}
+
+// pack(tensor), a method of the frame.
+inline PyObject* pack(PyObject* of, PyObject* object) {
+  HANDLE_TH_ERRORS
+  PyObject* recorder = frame::recorder.of(of);
+  if (recorder == Py_None || !is_common_save(of, recorder, object)) {
+    return call(of, pack_name, object).release();
+  }
+  PyObject* recording = recorder::recording.of(recorder);
+  PyObject* tracker = recording::tracker.of(recording);
+  Ref entry = entry_of(tracker, THPVariable_Unpack(object), object);
+  if (is_empty(entry::value.of(entry))) {
+    return call(of, pack_name, object).release();
+  }
+  Ref handle = new_handle(mark_read(tracker, object, entry));
+  if (!recording::path.is_none(recording)) {
+    Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)handle, object));
+    check(PyList_Append(recording::recent.of(recording), pair));
+  }
+  check(PyList_Append(replayer::handles.of(frame::replayer.of(of)), weak(handle)));
+  return handle.release();
+  END_HANDLE_TH_ERRORS
+}
+
+// Unpacking.
+
+// Holds the frame's lock, if no other thread does.
+class Locked {
+ public:
+  explicit Locked(PyObject* lock) : lock_(lock) {
+    taken_ = call(lock, acquire_name, Py_False) == Py_True;
+  }
+  ~Locked() {
+    if (taken_) {
+      Py_XDECREF(PyObject_CallMethodNoArgs(lock_, release_name));
+    }
+  }
+  Locked(const Locked&) = delete;
+  bool taken() const { return taken_; }
+
+ private:
+  PyObject* lock_;
+  bool taken_;
+};
+
+// As `Replayer._lent`, of a value that no stage retains.
+inline Ref lent(PyObject* value, Ref tensor) {
+  PyObject* owner = root_of(value);
+  if (value::operation.is_none(owner)) {
+    return tensor;
+  }
+  if (value::reads.number(owner) > 0) {
+    return Ref::made(PyObject_CallOneArg(copy_of, tensor));
+  }
+  value::is_lent.set(owner, Py_True);
+  return tensor;
+}
+
+// As `Replayer.take` of a value that stays in memory; null if Python must.
+inline Ref held(PyObject* value) {
+  PyObject* object = value::tensor.of(value);
+  if (object == Py_None || value::version.is_none(value) || !is_usual_class(object)) {
+    return Ref();
+  }
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  bool is_same = is_plain(tensor) && tensor.storage().nbytes() > 0 &&
+      value::version.number(value) == tensor._version();
+  return is_same ? Ref::to(object) : Ref();
+}
+
+// Whether this backward pass has planned, and replayed something of the plan.
+inline bool is_planned(PyObject* of) {
+  return replayer::plan_ran.number(of) == replayer::plan.number(of) &&
+      replayer::task.number(of) == torch::autograd::get_current_graph_task_id();
+}
+
+// As `Replayer.take`, in the common case of a plan for the whole backward pass; null if
+// Python must.
+inline Ref taken(PyObject* of, PyObject* handle) {
+  PyObject* value = handle::value.of(handle);
+  if (is_held(value)) {
+    return held(value);
+  }
+  if (value::plan.number(value) != replayer::plan.number(of) ||
+      handle::served.number(handle) == replayer::plan.number(of) ||
+      replayer::stage.number(of) != -1 || value::is_carried.is_true(root_of(value))) {
+    return Ref();
+  }
+  if (value::tensor.is_none(value)) {
+    bool may_run = is_planned(of) && !value::operation.is_none(value);
+    if (!may_run || !materialise(of, value)) {
+      return Ref();
+    }
+  }
+  Ref tensor = Ref::to(value::tensor.of(value));
+  handle::served.set(handle, replayer::plan.of(of));
+  used(of, value);
+  return lent(value, std::move(tensor));
+}
+
+// Turns an error of a replay into the one that the user sees, as `ReplayFrame._take`.
+[[noreturn]] inline void explain(PyObject* of, python_error& error) {
+  error.restore();
+  PyObject *type, *raised, *trace;
+  PyErr_Fetch(&type, &raised, &trace);
+  PyErr_NormalizeException(&type, &raised, &trace);
+  if (trace != nullptr) {
+    PyException_SetTraceback(raised, trace);
+  }
+  Ref explained = call(of, explained_name, raised);
+  Py_XDECREF(type);
+  Py_XDECREF(raised);
+  Py_XDECREF(trace);
+  PyErr_SetObject((PyObject*)Py_TYPE((PyObject*)explained), explained);
+  throw_python_error();
+}
+
+inline Ref taken_or_explained(PyObject* of, PyObject* handle) {
+  try {
+    return taken(frame::replayer.of(of), handle);
+  } catch (python_error& error) {
+    explain(of, error);
+  } catch (...) {
+    call(frame::replayer.of(of), release_name);
+    throw;
+  }
+}
+
+// unpack(handle), a method of the frame.
+inline PyObject* unpack(PyObject* of, PyObject* handle) {
+  HANDLE_TH_ERRORS
+  if (frame::recorder.is_none(of) && handle::saved_version.is_none(handle) &&
+      handle::fingerprint.is_none(handle) && PyList_GET_SIZE(open_groups) == 0) {
+    Locked lock(frame::lock.of(of));
+    Ref tensor = lock.taken() ? taken_or_explained(of, handle) : Ref();
+    if (tensor != nullptr) {
+      return tensor.release();
+    }
+  }
+  return call(of, unpack_name, handle).release();
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyMethodDef pack_method = {"pack", pack, METH_O, nullptr};
+inline PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
+
+// hooks(frame): the pair of hooks, as methods of the frame.
+inline PyObject* hooks(PyObject*, PyObject* of) {
+  HANDLE_TH_ERRORS
+  Ref pack = Ref::made(PyCFunction_New(&pack_method, of));
+  Ref unpack = Ref::made(PyCFunction_New(&unpack_method, of));
+  return PyTuple_Pack(2, (PyObject*)pack, (PyObject*)unpack);
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget

@@ -1,0 +1,176 @@
+// The recorder of the replay engine in C++, an optional accelerator.
+
+#include "hooks.h"
+#include "kernel.h"
+
+namespace membudget {
+namespace {
+
+// A handler that drops the warning that a kernel was covered: it is meant to be.
+class Quiet : public c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+PyObject* cover_all(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  Quiet quiet;
+  c10::WarningUtils::WarningHandlerGuard guard(&quiet);
+  Ref listed = Ref::made(PySequence_Fast(names, "names must be a sequence"));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE((PyObject*)listed); ++i) {
+    cover(PyUnicode_AsUTF8(PySequence_Fast_GET_ITEM((PyObject*)listed, i)));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* watch(PyObject*, PyObject* observer) {
+  this_thread.recorder = recorder_class.is_type_of(observer) ? observer : nullptr;
+  Py_RETURN_NONE;
+}
+
+PyObject* attribute(PyObject* from, const char* name) {
+  return Ref::made(PyObject_GetAttrString(from, name)).release();
+}
+
+void bind_tape(PyObject* names) {
+  tape_value.bind(
+      attribute(names, "TapeValue"),
+      {{"address", &value::address}, {"content", &value::content},
+       {"index", &value::index}, {"is_carried", &value::is_carried},
+       {"is_lent", &value::is_lent}, {"is_state", &value::is_state},
+       {"is_used", &value::is_used}, {"operation", &value::operation},
+       {"packed", &value::packed}, {"plan", &value::plan}, {"reads", &value::reads},
+       {"root", &value::root}, {"tensor", &value::tensor}, {"uses", &value::uses},
+       {"version", &value::version}, {"view_uses", &value::view_uses}});
+  tape_operation.bind(
+      attribute(names, "Operation"),
+      {{"_args", &operation::args}, {"_inputs", &operation::inputs},
+       {"_kwargs", &operation::kwargs}, {"call", &operation::call},
+       {"decides", &operation::decides}, {"default_dtype", &operation::default_dtype},
+       {"drawn", &operation::drawn}, {"grad_enabled", &operation::grad_enabled},
+       {"is_foreign", &operation::is_foreign}, {"is_view", &operation::is_view},
+       {"native", &operation::native}, {"number", &operation::number},
+       {"operator", &operation::overload}, {"outputs", &operation::outputs},
+       {"plan", &operation::plan}, {"targets", &operation::targets}});
+}
+
+void bind_tracking(PyObject* names) {
+  recorded_memory.bind(
+      attribute(names, "RecordedMemory"),
+      {{"dtype", &memory::dtype}, {"epoch", &memory::epoch},
+       {"is_external", &memory::is_external}, {"is_state", &memory::is_state},
+       {"root", &memory::root}, {"sources", &memory::sources}});
+  live_storage.bind(
+      attribute(names, "LiveStorage"),
+      {{"address", &place::address}, {"entries", &place::entries},
+       {"memory", &place::memory}});
+  live_tensor.bind(
+      attribute(names, "LiveTensor"),
+      {{"address", &entry::address}, {"epoch", &entry::epoch}, {"key", &entry::key},
+       {"memory", &entry::memory}, {"value", &entry::value}});
+  live_tracker.bind(
+      attribute(names, "Tracker"),
+      {{"_forget", &tracker::forget}, {"_freed", &tracker::freed},
+       {"_places", &tracker::places}, {"clock", &tracker::clock},
+       {"sources", &tracker::sources}, {"table", &tracker::table},
+       {"writes", &tracker::writes}});
+}
+
+void bind_recording(PyObject* names) {
+  forward_record.bind(
+      attribute(names, "ForwardRecord"),
+      {{"_decisions", &recording::decisions}, {"kept", &recording::kept},
+       {"number", &recording::number}, {"numbers", &recording::numbers}, {"path", &recording::path},
+       {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent}, {"taken", &recording::taken},
+       {"tracker", &recording::tracker}, {"_unrepeatable", &recording::unrepeatable}});
+  recorder_class.bind(
+      attribute(names, "Recorder"),
+      {{"_late", &recorder::late}, {"fingerprinter", &recorder::fingerprinter},
+       {"is_suspended", &recorder::is_suspended},
+       {"opaque_depth", &recorder::opaque_depth}, {"recording", &recorder::recording}});
+}
+
+void bind_replay(PyObject* names) {
+  replayer_class.bind(
+      attribute(names, "Replayer"),
+      {{"_enter", &replayer::enter}, {"_memoised", &replayer::memoised},
+       {"_plan", &replayer::plan}, {"_plan_ran", &replayer::plan_ran},
+       {"_stage", &replayer::stage}, {"_task", &replayer::task},
+       {"handles", &replayer::handles}, {"stages", &replayer::stages}});
+  handle_class.bind(
+      attribute(names, "ReplayHandle"),
+      {{"fingerprint", &handle::fingerprint}, {"saved_version", &handle::saved_version},
+       {"served", &handle::served}, {"stage", &handle::stage},
+       {"value", &handle::value}});
+  frame_class.bind(
+      attribute(names, "ReplayFrame"),
+      {{"_checks", &frame::checks}, {"_lock", &frame::lock},
+       {"_recorder", &frame::recorder}, {"_replayer", &frame::replayer}});
+  checks_class.bind(
+      attribute(names, "Checks"),
+      {{"_is_strict", &checks::is_strict}, {"_originals", &checks::originals},
+       {"_verified", &checks::verified}});
+  copy_of = attribute(names, "copy_of");
+  open_groups = attribute(names, "OPEN_GROUPS");
+  parameter_type = reinterpret_cast<PyTypeObject*>(attribute(names, "Parameter"));
+}
+
+// bind(names): meet the classes and functions of Python, once.
+PyObject* bind(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  zero = number(0).release();
+  empty_operator = attribute(names, "EMPTY");
+  find_operator = attribute(names, "find_operator");
+  meet_name = PyUnicode_InternFromString("meet");
+  mark_read_name = PyUnicode_InternFromString("mark_read");
+  asks_name = PyUnicode_InternFromString("asks");
+  note_empty_name = PyUnicode_InternFromString("note_empty");
+  exit_name = PyUnicode_InternFromString("__exit__");
+  explained_name = PyUnicode_InternFromString("explained");
+  isolation_enter = attribute(names, "enter");
+  isolation_leave = attribute(names, "leave");
+  scope_class = attribute(names, "Scope");
+  begin_draw = attribute(names, "begin_draw");
+  end_draw = attribute(names, "end_draw");
+  begin_redraw = attribute(names, "begin_redraw");
+  end_redraw = attribute(names, "end_redraw");
+  advance_name = PyUnicode_InternFromString("advance");
+  decided_name = PyUnicode_InternFromString("decided");
+  note_outputs_name = PyUnicode_InternFromString("note_outputs");
+  inputs_name = PyUnicode_InternFromString("inputs");
+  run_name = PyUnicode_InternFromString("_run");
+  source_name = PyUnicode_InternFromString("_source");
+  pack_name = PyUnicode_InternFromString("_pack");
+  unpack_name = PyUnicode_InternFromString("_unpack");
+  acquire_name = PyUnicode_InternFromString("acquire");
+  release_name = PyUnicode_InternFromString("release");
+  bind_tape(names);
+  bind_tracking(names);
+  bind_recording(names);
+  bind_replay(names);
+  make_call_type();
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef functions[] = {
+    {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
+    {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
+    {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
+    {"count_path", count_path, METH_O, "As `Replayer._count_path`, without stages."},
+    {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
+    {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
+    {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
+    {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_recorder", nullptr, -1, functions};
+
+} // namespace
+} // namespace membudget
+
+PyMODINIT_FUNC PyInit__recorder() {
+  return PyModule_Create(&membudget::definition);
+}

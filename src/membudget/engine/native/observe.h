@@ -1,0 +1,199 @@
+// Run an operator and record its outputs, the second half of `Recorder.observe`.
+
+#pragma once
+
+#include "draws.h"
+
+namespace membudget {
+
+inline bool is_whole(at::ScalarType dtype) {
+  return dtype == at::kBool || dtype == at::kLong || dtype == at::kInt ||
+      dtype == at::kShort || dtype == at::kChar;
+}
+
+// Whether the policy keeps an operator's outputs; `None` if it must see each of them.
+inline PyObject* decided(PyObject* of, const Operator& known) {
+  PyObject* found = PyDict_GetItemWithError(recording::decisions.of(of), known.facts);
+  if (found != nullptr) {
+    return found;
+  }
+  return call(of, decided_name, known.facts, known.overload);  // True, False or None.
+}
+
+inline bool is_unrepeatable(const Observed& call, long index) {
+  PyObject* known = recording::unrepeatable.of(call.recording);
+  if (PySet_GET_SIZE(known) == 0) {
+    return false;
+  }
+  PyObject* operation = recording::number.of(call.recording);
+  Ref output = Ref::made(PyTuple_Pack(2, operation, (PyObject*)number(index)));
+  int is_known = PySet_Contains(known, output);
+  check(is_known);
+  return is_known == 1;
+}
+
+// Asks a policy that looks at the operator and its number, not at the arguments.
+inline bool is_asked_for(const Observed& call, const at::Tensor& output, long index) {
+  PyObject* numbers = recording::numbers.of(call.recording);
+  PyObject* operation = recording::number.of(call.recording);
+  if (numbers != Py_None && PyDict_GetItemWithError(numbers, operation) == nullptr) {
+    return false;
+  }
+  return membudget::call(
+             call.recording, asks_name, call.known.overload, (PyObject*)wrapped(output),
+             (PyObject*)number(index)) == Py_True;
+}
+
+// As `ForwardRecord.keeps`.
+inline bool keeps(
+    const Observed& call, PyObject* operation, const at::Tensor& output, long index) {
+  bool is_choice =
+      call.reads_floats && is_whole(output.scalar_type()) && !call.known.is_random;
+  bool leaves_device = call.known.is_copy && call.reads_device && output.is_cpu();
+  if (operation::decides.is_true(operation) || is_choice || leaves_device ||
+      is_unrepeatable(call, index)) {
+    return true;
+  }
+  PyObject* answer = decided(call.recording, call.known);
+  bool is_kept = answer == Py_None ? is_asked_for(call, output, index) : answer == Py_True;
+  add(recording::kept, call.recording, is_kept);
+  return is_kept;
+}
+
+// As `ForwardRecord.note_fresh`.
+inline void note_fresh(
+    const Observed& call,
+    PyObject* operation,
+    const at::Tensor& output,
+    PyObject* object,
+    long index) {
+  Ref value = new_output(operation, index, Py_None);
+  Ref memory = new_memory(value, python_dtype(output.scalar_type()));
+  Ref address = number(address_of(output));
+  Ref entry = enter(call.tracker, output, object, value, memory, address);
+  if (keeps(call, operation, output, index)) {
+    hold_value(call.tracker, output, entry);
+  }
+}
+
+// Records an output that shares the memory of an argument.
+inline void note_alias(
+    const Observed& call,
+    PyObject* operation,
+    const at::Tensor& output,
+    PyObject* object,
+    long index,
+    size_t argument) {
+  PyObject* base = call.tensors[argument];
+  Ref entry = entry_of(call.tracker, THPVariable_Unpack(base), base);
+  Ref value = new_output(operation, index, root_of(entry::value.of(entry)));
+  PyObject* memory = entry::memory.of(entry);
+  enter(call.tracker, output, object, value, memory, number(call.addresses[argument]));
+}
+
+inline void note_output(
+    const Observed& call, PyObject* operation, const at::Tensor& output, long index) {
+  Ref object = wrapped(output);
+  Ref key = Ref::made(PyLong_FromVoidPtr(object));
+  int is_known = PyDict_Contains(tracker::table.of(call.tracker), key);
+  check(is_known);
+  if (is_known == 1) {
+    return;
+  }
+  for (size_t i = 0; i < call.addresses.size(); ++i) {
+    if (call.addresses[i] == address_of(output)) {
+      note_alias(call, operation, output, object, index, i);
+      return;
+    }
+  }
+  note_fresh(call, operation, output, object, index);
+}
+
+// As `flat_outputs`; what is no tensor counts, but is undefined here.
+inline std::vector<at::Tensor> flat_outputs(const c10::Stack& stack, size_t returns) {
+  std::vector<at::Tensor> flat;
+  for (size_t i = stack.size() - returns; i < stack.size(); ++i) {
+    if (stack[i].isTensorList()) {
+      for (const at::Tensor& tensor : stack[i].toTensorVector()) {
+        flat.push_back(tensor);
+      }
+    } else {
+      flat.push_back(stack[i].isTensor() ? stack[i].toTensor() : at::Tensor());
+    }
+  }
+  return flat;
+}
+
+// Python records outputs that are no plain tensors; the policy sees no arguments.
+inline void note_in_python(
+    const Observed& call, PyObject* operation, const std::vector<at::Tensor>& outputs) {
+  Ref args = Ref::made(PyList_New(0));
+  Ref made = Ref::made(PyList_New(0));
+  Ref addresses = Ref::made(PyList_New(0));
+  for (size_t i = 0; i < call.tensors.size(); ++i) {
+    check(PyList_Append(args, call.tensors[i]));
+    check(PyList_Append(addresses, number(call.addresses[i])));
+  }
+  for (const at::Tensor& output : outputs) {
+    check(PyList_Append(made, output.defined() ? wrapped(output) : Ref::to(Py_None)));
+  }
+  membudget::call(
+      call.recording, note_outputs_name, operation, call.known.facts, (PyObject*)args,
+      (PyObject*)made, (PyObject*)addresses);
+}
+
+// As `ForwardRecord.note_outputs`.
+inline void note_outputs(
+    const Observed& call, PyObject* operation, const std::vector<at::Tensor>& outputs) {
+  bool is_choice = false;
+  for (const at::Tensor& output : outputs) {
+    if (output.defined() && !is_plain(output)) {
+      note_in_python(call, operation, outputs);
+      return;
+    }
+    is_choice |= output.defined() && is_whole(output.scalar_type());
+  }
+  if (outputs.size() > 1 && call.reads_floats && is_choice && !call.known.is_random) {
+    operation::decides.set(operation, Py_True);
+  }
+  for (size_t index = 0; index < outputs.size(); ++index) {
+    if (outputs[index].defined()) {
+      note_output(call, operation, outputs[index], static_cast<long>(index));
+    }
+  }
+}
+
+// As `ForwardRecord.operation`.
+inline Ref record_operation(Observed& call, std::vector<c10::IValue> kept) {
+  add(tracker::clock, call.tracker, 1);
+  return new_operation(
+      call.known.overload, call.inputs,
+      new_call(call.target, std::move(kept), call.places),
+      tracker::clock.of(call.tracker), recording::number.of(call.recording));
+}
+
+inline size_t returns(const Observed& call) {
+  return call.target.schema().returns().size();
+}
+
+// Runs the operator; returns what it drew.
+inline Ref run_below(const Observed& call, c10::DispatchKeySet below) {
+  Draw draw(call.known.is_random);
+  {
+    WithoutGil released;
+    call.target.redispatchBoxed(below, &call.stack);
+  }
+  return Ref::to(draw.noted());
+}
+
+// Operators that return fresh tensors, or views of an argument.
+inline void observe_fresh(Observed& call, c10::DispatchKeySet below) {
+  record_arguments(call);
+  auto kept = kept_arguments(call);
+  Ref drawn = run_below(call, below);
+  Ref operation = record_operation(call, std::move(kept));
+  operation::drawn.set(operation, std::move(drawn));
+  note_outputs(call, operation, flat_outputs(call.stack, returns(call)));
+}
+
+} // namespace membudget

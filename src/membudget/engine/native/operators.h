@@ -1,0 +1,66 @@
+// What recording needs to know of an operator, looked up once.
+
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <vector>
+
+#include "python.h"
+
+namespace membudget {
+
+// How the recorder treats an operator; `other` is left to Python.
+enum class Kind { unknown, other, fresh, view, in_place, empty };
+
+struct Operator {
+  Kind kind = Kind::unknown;
+  PyObject* overload = nullptr;
+  PyObject* facts = nullptr;
+  std::vector<size_t> tensors; // Positions of arguments that are tensors or lists.
+  bool is_copy = false;
+  bool is_random = false;
+};
+
+// Python's `find_operator(name, overload)`.
+inline PyObject* find_operator = nullptr;
+
+inline Kind kind_named(PyObject* name) {
+  const std::pair<const char*, Kind> kinds[] = {
+      {"fresh", Kind::fresh},
+      {"view", Kind::view},
+      {"in_place", Kind::in_place},
+      {"empty", Kind::empty}};
+  for (auto [known, kind] : kinds) {
+    if (PyUnicode_CompareWithASCIIString(name, known) == 0) {
+      return kind;
+    }
+  }
+  return Kind::other;
+}
+
+inline bool flag(PyObject* facts, const char* name) {
+  return Ref::made(PyObject_GetAttrString(facts, name)) == Py_True;
+}
+
+inline void look_up(Operator& known, const c10::OperatorName& name) {
+  Ref found = Ref::made(PyObject_CallFunction(
+      find_operator, "ss", name.name.c_str(), name.overload_name.c_str()));
+  PyObject *overload, *facts, *kind, *tensors;
+  if (!PyArg_ParseTuple(found, "OOOO", &overload, &facts, &kind, &tensors)) {
+    throw_python_error();
+  }
+  known.overload = Py_NewRef(overload);
+  known.facts = Py_NewRef(facts);
+  known.kind = kind_named(kind);
+  if (known.kind == Kind::other) {
+    return;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_Size(tensors); ++i) {
+    known.tensors.push_back(PyLong_AsSize_t(PyTuple_GetItem(tensors, i)));
+  }
+  known.is_copy = flag(facts, "is_copy");
+  known.is_random = flag(facts, "is_random");
+}
+
+} // namespace membudget

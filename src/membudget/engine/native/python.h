@@ -1,0 +1,155 @@
+// Python objects in C++: owned references, and attributes declared in `__slots__`.
+
+#pragma once
+
+#include <Python.h>
+#include <structmember.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <initializer_list>
+#include <utility>
+
+namespace membudget {
+
+// Throws the Python error that is set, which the dispatcher carries to its caller.
+[[noreturn]] inline void throw_python_error() {
+  python_error error;
+  error.persist();
+  throw error;
+}
+
+// Owns one reference to a Python object, or none.
+class Ref {
+ public:
+  Ref() = default;
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref(const Ref& other) : object_(Py_XNewRef(other.object_)) {}
+  ~Ref() { Py_XDECREF(object_); }
+
+  Ref& operator=(Ref other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+
+  // Takes over a new reference, the result of a call that returns null on errors.
+  static Ref made(PyObject* object) {
+    if (object == nullptr) {
+      throw_python_error();
+    }
+    return Ref(object);
+  }
+
+  static Ref to(PyObject* object) { return Ref(Py_XNewRef(object)); }
+
+  operator PyObject*() const { return object_; }
+  PyObject* release() { return std::exchange(object_, nullptr); }
+
+ private:
+  explicit Ref(PyObject* object) : object_(object) {}
+
+  PyObject* object_ = nullptr;
+};
+
+inline void check(int status) {
+  if (status < 0) {
+    throw_python_error();
+  }
+}
+
+// Calls a method; for the rare paths, which Python implements.
+template <typename... Arguments>
+Ref call(PyObject* object, PyObject* name, Arguments... arguments) {
+  return Ref::made(PyObject_CallMethodObjArgs(
+      object, name, static_cast<PyObject*>(arguments)..., nullptr));
+}
+
+// An attribute that a class declares in `__slots__`: a pointer at a fixed offset.
+class Slot {
+ public:
+  void find(PyObject* owner, const char* name) {
+    Ref found = Ref::made(PyObject_GetAttrString(owner, name));
+    if (Py_TYPE(found) != &PyMemberDescr_Type) {
+      PyErr_Format(PyExc_TypeError, "%s is not an attribute in __slots__", name);
+      throw_python_error();
+    }
+    offset_ = reinterpret_cast<PyMemberDescrObject*>((PyObject*)found)->d_member->offset;
+  }
+
+  // The attribute, borrowed; null if it was never set.
+  PyObject* of(PyObject* object) const { return place(object); }
+
+  void set(PyObject* object, PyObject* value) const {
+    PyObject* before = std::exchange(place(object), Py_NewRef(value));
+    Py_XDECREF(before);
+  }
+
+  void set(PyObject* object, Ref value) const {
+    PyObject* before = std::exchange(place(object), value.release());
+    Py_XDECREF(before);
+  }
+
+  bool is_none(PyObject* object) const { return place(object) == Py_None; }
+  bool is_true(PyObject* object) const { return place(object) == Py_True; }
+  long number(PyObject* object) const { return PyLong_AsLong(place(object)); }
+
+  void set_number(PyObject* object, long value) const {
+    set(object, Ref::made(PyLong_FromLong(value)));
+  }
+
+ private:
+  PyObject*& place(PyObject* object) const {
+    return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
+  }
+
+  Py_ssize_t offset_ = 0;
+};
+
+inline void add(const Slot& slot, PyObject* object, long by) {
+  slot.set_number(object, slot.number(object) + by);
+}
+
+// A Python class whose attributes are slots.
+class Class {
+ public:
+  void bind(
+      PyObject* type,
+      std::initializer_list<std::pair<const char*, Slot*>> slots) {
+    type_ = reinterpret_cast<PyTypeObject*>(Py_NewRef(type));
+    for (auto [name, slot] : slots) {
+      slot->find(type, name);
+    }
+  }
+
+  // An instance with no attribute set, made without `__init__`.
+  Ref make() const { return Ref::made(type_->tp_alloc(type_, 0)); }
+
+  bool is_type_of(PyObject* object) const { return Py_TYPE(object) == type_; }
+  PyObject* type() const { return reinterpret_cast<PyObject*>(type_); }
+
+ private:
+  PyTypeObject* type_ = nullptr;
+};
+
+// Holds the interpreter's lock, wherever the dispatcher calls from.
+class WithGil {
+ public:
+  WithGil() : state_(PyGILState_Ensure()) {}
+  ~WithGil() { PyGILState_Release(state_); }
+  WithGil(const WithGil&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+// Lets other Python threads run while a kernel does.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
+} // namespace membudget

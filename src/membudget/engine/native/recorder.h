@@ -1,0 +1,63 @@
+// The common paths of `Recorder.observe`.
+//
+// Everything else is left to Python, which works on the same objects: calls that are
+// verified, tensors that are no plain dense ones, memory that was written before it was
+// met, policies that ask for more than the operator.
+
+#pragma once
+
+#include "write.h"
+
+namespace membudget {
+
+// Whether C++ can record this call.
+inline bool is_common(
+    PyObject* of, const Operator& known, const c10::Stack& stack, size_t first) {
+  if (known.kind == Kind::other || !is_idle(of)) {
+    return false;
+  }
+  bool are_plain = true;
+  for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place) {
+    are_plain &= is_plain(tensor);
+  });
+  if (!are_plain || (known.is_random && !draws_on_cpu(known, stack, first))) {
+    return false;
+  }
+  PyObject* recording = recorder::recording.of(of);
+  return !recording::reads_arguments.is_true(recording) ||
+      decided(recording, known) != Py_None;
+}
+
+// Runs and records one operator; false, with nothing done, if Python must.
+inline bool observe(
+    PyObject* of,
+    const Operator& known,
+    const c10::OperatorHandle& target,
+    c10::DispatchKeySet below,
+    c10::Stack* stack) {
+  size_t first = stack->size() - target.schema().arguments().size();
+  if (!is_common(of, known, *stack, first)) {
+    return false;
+  }
+  PyObject* recording = recorder::recording.of(of);
+  PyObject* tracker = recording::tracker.of(recording);
+  PyObject* written = nullptr;
+  if (known.kind == Kind::in_place) {
+    written = writable(tracker, known, *stack, first);
+    if (written == nullptr) {
+      return false;
+    }
+  }
+  advance(recording, known.facts);
+  Observed call{of, recording, tracker, known, target, *stack, first};
+  if (known.kind == Kind::in_place) {
+    observe_write(call, below, written);
+  } else if (known.kind == Kind::empty) {
+    observe_empty(call, below);
+  } else {
+    observe_fresh(call, below);
+  }
+  return true;
+}
+
+} // namespace membudget

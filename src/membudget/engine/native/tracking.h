@@ -1,0 +1,240 @@
+// The common paths of `Tracker`: which tape value a live tensor has.
+
+#pragma once
+
+#include "tape.h"
+
+namespace membudget {
+
+inline PyObject *meet_name, *mark_read_name;
+inline PyTypeObject* parameter_type = nullptr;
+
+inline bool is_usual_class(PyObject* tensor) {
+  return THPVariable_CheckExact(tensor) || Py_TYPE(tensor) == parameter_type;
+}
+
+// A dense tensor that no subclass, mode or transform has a say in.
+inline bool is_plain(const at::Tensor& tensor) {
+  using K = c10::DispatchKey;
+  constexpr c10::DispatchKeySet special(
+      {K::Python, K::PythonTLSSnapshot, K::Sparse, K::SparseCsr, K::NestedTensor,
+       K::Quantized, K::MkldnnCPU, K::FuncTorchBatched, K::FuncTorchGradWrapper,
+       K::Functionalize, K::Conjugate, K::Negative, K::ZeroTensor});
+  return !tensor.key_set().has_any(special) && tensor.layout() == at::kStrided &&
+      tensor.has_storage() && !tensor.is_inference() &&
+      !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
+
+// The tracking record of a tensor, or null if Python must meet the tensor first.
+inline PyObject* current_entry(PyObject* of, PyObject* tensor, long address) {
+  PyObject* found =
+      PyDict_GetItemWithError(tracker::table.of(of), Ref::made(PyLong_FromVoidPtr(tensor)));
+  if (found == nullptr) {
+    return nullptr;
+  }
+  long epoch = memory::epoch.number(entry::memory.of(found));
+  bool is_current =
+      entry::epoch.number(found) == epoch && entry::address.number(found) == address;
+  return is_current ? found : nullptr;
+}
+
+inline void use(PyObject* of, PyObject* value) {
+  value::is_used.set(value, Py_True);
+  if (value::operation.is_none(value)) {
+    check(PyList_Append(tracker::sources.of(of), weak(value)));
+  }
+}
+
+// As `Tracker.mark_read`.
+inline Ref mark_read(PyObject* of, PyObject* tensor, PyObject* entry) {
+  PyObject* value = entry::value.of(entry);
+  if (is_empty(value)) {
+    return call(of, mark_read_name, tensor, entry);
+  }
+  PyObject* root = root_of(value);
+  if (!value::is_used.is_true(value)) {
+    use(of, value);
+  }
+  if (!value::is_used.is_true(root)) {
+    use(of, root);
+  }
+  return Ref::to(value);
+}
+
+// As `Tracker._new_place`.
+inline Ref new_place(
+    PyObject* of, const at::Tensor& tensor, PyObject* memory, PyObject* address) {
+  Ref storage = Ref::made(THPStorage_Wrap(tensor.storage()));
+  Ref made = Ref::made(PyObject_CallFunctionObjArgs(
+      live_storage.type(), (PyObject*)storage, tracker::freed.of(of), nullptr));
+  place::address.set(made, address);
+  place::memory.set(made, memory);
+  place::entries.set(made, Ref::made(PyDict_New()));
+  check(PyDict_SetItem(tracker::places.of(of), address, made));
+  return made;
+}
+
+// As `Tracker.enter`, for a tensor that has a storage.
+inline Ref enter(
+    PyObject* of,
+    const at::Tensor& tensor,
+    PyObject* object,
+    PyObject* value,
+    PyObject* memory,
+    PyObject* address) {
+  Ref made = Ref::made(PyObject_CallFunctionObjArgs(
+      live_tensor.type(), object, tracker::forget.of(of), nullptr));
+  Ref key = Ref::made(PyLong_FromVoidPtr(object));
+  entry::key.set(made, key);
+  entry::value.set(made, value);
+  entry::memory.set(made, memory);
+  entry::epoch.set(made, memory::epoch.of(memory));
+  entry::address.set(made, address);
+  check(PyDict_SetItem(tracker::table.of(of), key, made));
+  Ref at = Ref::to(PyDict_GetItemWithError(tracker::places.of(of), address));
+  if (at == nullptr || place::memory.of(at) != memory) {
+    at = new_place(of, tensor, memory, address);
+  }
+  check(PyDict_SetItem(place::entries.of(at), key, made));
+  return made;
+}
+
+// As `alias`: a leaf of autograd's graph stands for itself.
+inline bool is_own_alias(const at::Tensor& tensor, PyObject* object) {
+  return !tensor.is_view() && tensor.is_leaf() &&
+      (tensor.requires_grad() || Py_TYPE(object) == parameter_type);
+}
+
+// As `Tracker._source`, in memory that is no running statistic.
+inline Ref new_source(const at::Tensor& tensor, PyObject* object, PyObject* memory) {
+  Ref made = new_value(Py_None, 0, Py_None);
+  bool is_own = is_own_alias(tensor, object);
+  hold(made, is_own ? Ref::to(object) : wrapped(detached(tensor)));
+  if (is_own) {
+    value::address.set_number(made, address_of(tensor));
+  }
+  check(PyList_Append(memory::sources.of(memory), weak(made)));
+  return made;
+}
+
+inline bool have_same_geometry(const at::Tensor& one, const at::Tensor& other) {
+  return one.dtype() == other.dtype() && one.sizes() == other.sizes() &&
+      one.strides() == other.strides() && one.storage_offset() == other.storage_offset();
+}
+
+// As `LiveStorage.entry_like`, among the entries that no write has outdated.
+inline PyObject* entry_like(PyObject* at, const at::Tensor& tensor) {
+  PyObject *key, *entry;
+  for (Py_ssize_t i = 0; PyDict_Next(place::entries.of(at), &i, &key, &entry);) {
+    PyObject* object = PyWeakref_GET_OBJECT(entry);
+    if (object == Py_None || !THPVariable_CheckExact(object) ||
+        entry::epoch.number(entry) != memory::epoch.number(entry::memory.of(entry))) {
+      continue;
+    }
+    const at::Tensor& other = THPVariable_Unpack(object);
+    if (is_plain(other) && have_same_geometry(tensor, other) &&
+        address_of(other) == place::address.number(at)) {
+      return entry;
+    }
+  }
+  return nullptr;
+}
+
+// As `Tracker.meet`, for a tensor from outside or an alias of one that is tracked; null
+// if Python must meet it.
+inline Ref meet(PyObject* of, const at::Tensor& tensor, PyObject* object) {
+  if (!is_plain(tensor) || !is_usual_class(object)) {
+    return Ref();
+  }
+  Ref address = number(address_of(tensor));
+  PyObject* at = PyDict_GetItemWithError(tracker::places.of(of), address);
+  Ref memory = at == nullptr ? new_memory(Py_None, Py_None)
+                             : Ref::to(place::memory.of(at));
+  Ref value;
+  if (memory::root.is_none(memory)) {
+    if (memory::is_state.is_true(memory)) {
+      return Ref();
+    }
+    value = new_source(tensor, object, memory);
+  } else if (PyObject* entry = entry_like(at, tensor)) {
+    value = Ref::to(entry::value.of(entry));
+  } else {
+    return Ref();
+  }
+  return enter(of, tensor, object, value, memory, address);
+}
+
+// As `Tracker.entry`.
+inline Ref entry_of(PyObject* of, const at::Tensor& tensor, PyObject* object) {
+  PyObject* found = current_entry(of, object, address_of(tensor));
+  if (found != nullptr) {
+    return Ref::to(found);
+  }
+  Ref key = Ref::made(PyLong_FromVoidPtr(object));
+  PyObject* old = PyDict_GetItemWithError(tracker::table.of(of), key);
+  Ref met = old == nullptr ? meet(of, tensor, object) : Ref();
+  return met != nullptr ? met : call(of, meet_name, object, old ? old : Py_None);
+}
+
+// As `Tracker.hold_value`.
+inline void hold_value(PyObject* of, const at::Tensor& tensor, PyObject* entry) {
+  Ref value = Ref::to(entry::value.of(entry));
+  PyObject* memory = entry::memory.of(entry);
+  hold(value, wrapped(detached(tensor)));
+  memory::root.set(memory, Py_None);
+  check(PyList_Append(memory::sources.of(memory), weak(value)));
+  if (value::is_used.is_true(value)) {
+    check(PyList_Append(tracker::sources.of(of), weak(value)));
+  }
+}
+
+// The callbacks of weak references, with the tables of the tracker as `self`.
+
+inline void forget_key(PyObject* table, PyObject* key) {
+  if (PyDict_Contains(table, key) == 1) {
+    check(PyDict_DelItem(table, key));
+  }
+}
+
+// forget(entry): a tensor has died.
+inline PyObject* forget(PyObject* tables, PyObject* dead) {
+  HANDLE_TH_ERRORS
+  Ref entry = Ref::to(dead);  // The table may have the last reference.
+  PyObject* key = entry::key.of(entry);
+  forget_key(PyTuple_GET_ITEM(tables, 0), key);
+  PyObject* at =
+      PyDict_GetItemWithError(PyTuple_GET_ITEM(tables, 1), entry::address.of(entry));
+  if (at != nullptr) {
+    forget_key(place::entries.of(at), key);
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// freed(place): a storage has died.
+inline PyObject* freed(PyObject* tables, PyObject* object) {
+  HANDLE_TH_ERRORS
+  Ref dead = Ref::to(object);
+  PyObject* places = PyTuple_GET_ITEM(tables, 1);
+  PyObject* address = place::address.of(dead);
+  add(memory::epoch, place::memory.of(dead), 1);
+  if (PyDict_GetItemWithError(places, address) == dead) {
+    check(PyDict_DelItem(places, address));
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+inline PyMethodDef forget_method = {"forget", forget, METH_O, nullptr};
+inline PyMethodDef freed_method = {"freed", freed, METH_O, nullptr};
+
+// callbacks(table, places): both, as functions that hold the tables, not the tracker.
+inline PyObject* callbacks(PyObject*, PyObject* tables) {
+  HANDLE_TH_ERRORS
+  Ref forget = Ref::made(PyCFunction_New(&forget_method, tables));
+  Ref freed = Ref::made(PyCFunction_New(&freed_method, tables));
+  return PyTuple_Pack(2, (PyObject*)forget, (PyObject*)freed);
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget

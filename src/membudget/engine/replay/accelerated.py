@@ -1,0 +1,163 @@
+"""Bind the recorder in C++ to the classes of the tape, and create frames.
+
+The first region that replays decides which recorder serves the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from membudget._torch import hide_from_dynamo
+from membudget._torch_observing import operator_of
+from membudget.engine import isolation, native
+from membudget.engine.controls import OPEN_GROUPS
+from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, Tracker
+from membudget.engine.replay.checks import Checks
+from membudget.engine.replay.extension import EXTENSION
+from membudget.engine.replay.forward_record import ForwardRecord
+from membudget.engine.replay.frame import ReplayFrame
+from membudget.engine.replay.recorder import Recorder
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.tape import (
+    LiveStorage,
+    LiveTensor,
+    Operation,
+    RecordedMemory,
+    ReplayHandle,
+    TapeValue,
+)
+from membudget.observer import accelerate
+from membudget.ops import OperatorFacts, facts_of
+from membudget.scope import Scope
+from membudget.state.copies import copy_of
+from membudget.state.rng import source_of
+
+_IS_DECIDED: list[bool] = []
+
+
+def replay_frame(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    statistics: Statistics | None,
+) -> ReplayFrame:
+    """Create the frame of one call of a replay region."""
+    if not _IS_DECIDED:
+        _IS_DECIDED.append(True)
+        if native.is_wanted():
+            serve()
+    return ReplayFrame(function, args, kwargs, options, statistics)
+
+
+def serve() -> bool:
+    """Let the recorder in C++ serve from now on; return whether it is to be had."""
+    extension = native.extension()
+    if extension is None:
+        return False
+    if not EXTENSION:
+        names = {item.__name__: item for item in _BOUND}
+        extension.bind(SimpleNamespace(**names, **_NAMED))
+        for function in _CALLED:
+            hide_from_dynamo(function)
+        accelerate(extension.watch, extension.cover)
+        EXTENSION.append(extension)
+    return True
+
+
+# What the extension calls.
+
+
+def find_operator(name: str, overload: str) -> tuple[Any, Any, str, tuple[int, ...]]:
+    """Return an operator, its facts, its kind and the positions of its tensors."""
+    operator = operator_of(f"{name}.{overload}" if overload else name)
+    facts = facts_of(operator)
+    assert facts is not None, "the dispatcher does not know higher-order operators"
+    arguments = operator._schema.arguments
+    tensors = [i for i, a in enumerate(arguments) if "Tensor" in str(a.type)]
+    return operator, facts, _kind(operator, facts), tuple(tensors)
+
+
+def _kind(operator: Any, facts: OperatorFacts) -> str:
+    """Return how the extension records an operator; `other` is left to Python."""
+    is_special = (
+        facts.is_query
+        or not facts.is_numbered
+        or facts.written_names
+        or facts.is_constant
+        or facts.is_opaque
+        or facts.is_foreign
+        or facts.statistics
+        or operator is AS_STRIDED  # It depends on whose storage it views.
+    )
+    if is_special:
+        return "other"
+    if facts.is_plain_view:
+        return "view"
+    if facts.is_in_place:
+        return "in_place"
+    if facts.is_empty:
+        return "empty"
+    return "other" if facts.is_view or facts.written else "fresh"
+
+
+def begin_draw() -> tuple[Any, Any] | None:
+    """Note the state of torch's CPU generator, and let no other thread draw."""
+    isolation.OPERATOR_LOCK.acquire()
+    try:
+        source = source_of(torch.default_generator)
+        return None if source is None else (source, source.note())
+    except BaseException:
+        isolation.OPERATOR_LOCK.release()
+        raise
+
+
+def end_draw() -> None:
+    """Let other threads draw again."""
+    isolation.OPERATOR_LOCK.release()
+
+
+def begin_redraw(drawn: tuple[Any, Any]) -> Any:
+    """Rewind a generator to before a draw; return its state now."""
+    isolation.OPERATOR_LOCK.acquire()
+    try:
+        source, noted = drawn
+        now = source.note()
+        source.bring_back(noted)
+        return now
+    except BaseException:
+        isolation.OPERATOR_LOCK.release()
+        raise
+
+
+def end_redraw(drawn: tuple[Any, Any], now: Any) -> None:
+    """Return to the state before `begin_redraw`."""
+    try:
+        drawn[0].bring_back(now)
+    finally:
+        isolation.OPERATOR_LOCK.release()
+
+
+_BOUND: tuple[Any, ...] = (
+    *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
+    *(Recorder, ReplayFrame, ReplayHandle, Replayer, Scope, TapeValue, Tracker),
+    *(begin_draw, begin_redraw, copy_of, end_draw, end_redraw, find_operator),
+    *(isolation.enter, isolation.leave, Parameter),
+)
+_NAMED: dict[str, Any] = {"EMPTY": EMPTY, "OPEN_GROUPS": OPEN_GROUPS}
+
+# In a thread that is compiling, a Python function called from C++ would be traced.
+_CALLED: tuple[Any, ...] = (
+    *(ForwardRecord.advance, ForwardRecord.asks, ForwardRecord.decided),
+    *(ForwardRecord.note_outputs, Operation.inputs, Recorder.note_empty),
+    *(ReplayFrame.explained, Replayer._run, Replayer._source, Replayer.release),
+    *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),
+    *(begin_draw, begin_redraw, end_draw, end_redraw, find_operator),
+    *(isolation.enter, isolation.leave),
+)

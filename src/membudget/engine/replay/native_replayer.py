@@ -1,0 +1,38 @@
+"""The replayer in C++, where it serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from membudget.engine.policy import Stages
+from membudget.engine.replay.extension import EXTENSION
+from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.tape import Operation, TapeValue
+from membudget.scope import Scope
+
+
+class NativeReplayer(Replayer):
+    """A replayer that plans and runs operations in C++."""
+
+    __slots__ = ()
+
+    def _count_path(self) -> None:
+        if self.stages is None:
+            EXTENSION[0].count_path(self)
+        else:
+            super()._count_path()
+
+    def _path_to(
+        self, value: TapeValue
+    ) -> tuple[list[Operation], list[TapeValue]] | None:
+        path: tuple[list[Operation], list[TapeValue]] | None
+        path = EXTENSION[0].path_to(self, value)
+        return path
+
+    def _run_all(self, operations: list[Operation]) -> None:
+        EXTENSION[0].run_all(self, operations)
+
+
+def new_replayer(enter: Callable[[Scope], None], stages: Stages | None) -> Replayer:
+    """Return a replayer, in C++ where the extension serves."""
+    return (NativeReplayer if EXTENSION else Replayer)(enter, stages)
