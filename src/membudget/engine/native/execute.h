@@ -119,7 +119,7 @@ inline void run(PyObject* of, PyObject* operation) {
   }
   PyObject* inputs = operation::inputs.of(operation);
   Ref written;
-  if (PyList_GET_SIZE(operation::targets.of(operation)) > 0) {
+  if (operation::targets.of(operation) != no_targets) {
     written = writable_copy(of, PyList_GET_ITEM(inputs, 0));
   }
   c10::Stack stack = arguments(of, operation, written);

@@ -119,6 +119,7 @@ void bind_replay(PyObject* names) {
 PyObject* bind(PyObject*, PyObject* names) {
   HANDLE_TH_ERRORS
   zero = number(0).release();
+  no_targets = PyTuple_New(0);
   empty_operator = attribute(names, "EMPTY");
   find_operator = attribute(names, "find_operator");
   meet_name = PyUnicode_InternFromString("meet");
@@ -127,13 +128,10 @@ PyObject* bind(PyObject*, PyObject* names) {
   note_empty_name = PyUnicode_InternFromString("note_empty");
   exit_name = PyUnicode_InternFromString("__exit__");
   explained_name = PyUnicode_InternFromString("explained");
+  operator_lock = attribute(names, "OPERATOR_LOCK");
   isolation_enter = attribute(names, "enter");
   isolation_leave = attribute(names, "leave");
   scope_class = attribute(names, "Scope");
-  begin_draw = attribute(names, "begin_draw");
-  end_draw = attribute(names, "end_draw");
-  begin_redraw = attribute(names, "begin_redraw");
-  end_redraw = attribute(names, "end_redraw");
   advance_name = PyUnicode_InternFromString("advance");
   decided_name = PyUnicode_InternFromString("decided");
   note_outputs_name = PyUnicode_InternFromString("note_outputs");
@@ -149,6 +147,7 @@ PyObject* bind(PyObject*, PyObject* names) {
   bind_recording(names);
   bind_replay(names);
   make_call_type();
+  make_state_type();
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }

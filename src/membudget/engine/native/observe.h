@@ -176,14 +176,13 @@ inline size_t returns(const Observed& call) {
   return call.target.schema().returns().size();
 }
 
-// Runs the operator; returns what it drew.
+// Runs the operator; returns the state that it drew from, if it is random.
 inline Ref run_below(const Observed& call, c10::DispatchKeySet below) {
-  Draw draw(call.known.is_random);
-  {
-    WithoutGil released;
-    call.target.redispatchBoxed(below, &call.stack);
-  }
-  return Ref::to(draw.noted());
+  DrawLock lock(call.known.is_random);
+  Ref drawn = call.known.is_random ? noted_state() : Ref::to(Py_None);
+  WithoutGil released;
+  call.target.redispatchBoxed(below, &call.stack);
+  return drawn;
 }
 
 // Operators that return fresh tensors, or views of an argument.

@@ -48,7 +48,7 @@ namespace tracker {
 inline Slot clock, forget, freed, places, sources, table, writes;
 }
 
-inline PyObject* zero = nullptr;
+inline PyObject *no_targets, *zero;
 inline PyObject* empty_operator = nullptr;
 
 inline Ref number(long value) {
@@ -133,7 +133,7 @@ inline Ref new_operation(
   operation::is_foreign.set(made, Py_False);
   operation::drawn.set(made, Py_None);
   operation::outputs.set(made, Ref::made(PyList_New(0)));
-  operation::targets.set(made, Ref::made(PyList_New(0)));
+  operation::targets.set(made, no_targets);
   operation::plan.set(made, zero);
   operation::is_view.set(made, Py_True);
   return made;

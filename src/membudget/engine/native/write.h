@@ -51,7 +51,7 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, PyObject* w
   Ref operation = record_operation(call, kept_arguments(call));
   // Output 0 is the returned tensor, output 1 the written memory.
   Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)before, (PyObject*)number(1)));
-  check(PyList_Append(operation::targets.of(operation), pair));
+  operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
   operation::drawn.set(operation, run_below(call, below));
   Ref root = new_output(operation, 1, Py_None);
   after_write(memory, root);

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch.nn import Parameter
 
 from membudget._torch import hide_from_dynamo
@@ -36,7 +35,6 @@ from membudget.observer import accelerate
 from membudget.ops import OperatorFacts, facts_of
 from membudget.scope import Scope
 from membudget.state.copies import copy_of
-from membudget.state.rng import source_of
 
 _IS_DECIDED: list[bool] = []
 
@@ -107,50 +105,16 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
     return "other" if facts.is_view or facts.written else "fresh"
 
 
-def begin_draw() -> tuple[Any, Any] | None:
-    """Note the state of torch's CPU generator, and let no other thread draw."""
-    isolation.OPERATOR_LOCK.acquire()
-    try:
-        source = source_of(torch.default_generator)
-        return None if source is None else (source, source.note())
-    except BaseException:
-        isolation.OPERATOR_LOCK.release()
-        raise
-
-
-def end_draw() -> None:
-    """Let other threads draw again."""
-    isolation.OPERATOR_LOCK.release()
-
-
-def begin_redraw(drawn: tuple[Any, Any]) -> Any:
-    """Rewind a generator to before a draw; return its state now."""
-    isolation.OPERATOR_LOCK.acquire()
-    try:
-        source, noted = drawn
-        now = source.note()
-        source.bring_back(noted)
-        return now
-    except BaseException:
-        isolation.OPERATOR_LOCK.release()
-        raise
-
-
-def end_redraw(drawn: tuple[Any, Any], now: Any) -> None:
-    """Return to the state before `begin_redraw`."""
-    try:
-        drawn[0].bring_back(now)
-    finally:
-        isolation.OPERATOR_LOCK.release()
-
-
 _BOUND: tuple[Any, ...] = (
     *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
     *(Recorder, ReplayFrame, ReplayHandle, Replayer, Scope, TapeValue, Tracker),
-    *(begin_draw, begin_redraw, copy_of, end_draw, end_redraw, find_operator),
-    *(isolation.enter, isolation.leave, Parameter),
+    *(Parameter, copy_of, find_operator, isolation.enter, isolation.leave),
 )
-_NAMED: dict[str, Any] = {"EMPTY": EMPTY, "OPEN_GROUPS": OPEN_GROUPS}
+_NAMED: dict[str, Any] = {
+    "EMPTY": EMPTY,
+    "OPEN_GROUPS": OPEN_GROUPS,
+    "OPERATOR_LOCK": isolation.OPERATOR_LOCK,
+}
 
 # In a thread that is compiling, a Python function called from C++ would be traced.
 _CALLED: tuple[Any, ...] = (
@@ -158,6 +122,5 @@ _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.note_outputs, Operation.inputs, Recorder.note_empty),
     *(ReplayFrame.explained, Replayer._run, Replayer._source, Replayer.release),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),
-    *(begin_draw, begin_redraw, end_draw, end_redraw, find_operator),
-    *(isolation.enter, isolation.leave),
+    *(find_operator, isolation.enter, isolation.leave),
 )

@@ -9,7 +9,7 @@ that no handle needs are freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import ReferenceType, ref
 
@@ -139,7 +139,7 @@ class Operation:
         self.is_foreign = False
         self.drawn: tuple[Any, Any] | None = None
         self.outputs: list[tuple[int, ReferenceType[TapeValue]]] = []
-        self.targets: list[tuple[TapeValue, int]] = []
+        self.targets: Sequence[tuple[TapeValue, int]] = ()
         self.plan = 0
         self.is_view = True  # Until an output with memory of its own is added.
 

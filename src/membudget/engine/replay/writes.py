@@ -46,7 +46,7 @@ def run_in_place(
     recorded[0] = value
     operation = recording.operation(func, recorded, kwargs)
     # Output 0 is the returned tensor, output 1 the written memory.
-    operation.targets.append((value.root or value, 1))
+    operation.targets = [(value.root or value, 1)]
     output = recording.run(operation, facts, args, kwargs)
     root = operation.output(1)
     tracker.after_write(memory, root)
@@ -123,16 +123,17 @@ def _run_writing(
     addresses = {address_of(t) for t in tensors_in(arguments)}
     recording.note_outputs(operation, facts, arguments, output, addresses)
     first = len(flat_outputs(output))
+    operation.targets = targets = []
     for number, memory in enumerate(memories):
         was = next(root for owner, root in roots if owner is memory)
         if memory.root is None:
             tracker.after_write(memory, None)
-            operation.targets.append((was, -1))
+            targets.append((was, -1))
         else:
             # Written memory counts as further outputs, after the returned ones.
             index = first + number
             tracker.after_write(memory, operation.output(index))
-            operation.targets.append((was, index))
+            targets.append((was, index))
     for tensor in scratch:
         value = tracker.entry(tensor).value
         (value.root or value).is_state = True
