@@ -6,6 +6,7 @@ The compilers here are scripts, which say that they ran and write what they are 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -151,3 +152,29 @@ def test_the_status_says_which_recorder_serves(
     assert native.status().startswith("Python; of the one in C++: it did not compile")
     monkeypatch.setattr(native, "_LOADED", [object()])
     assert native.status() == "C++"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_the_first_replay_region_builds_the_recorder_and_uses_it(cache: Path) -> None:
+    program = """\
+import torch
+import membudget as mb
+from membudget.engine import native
+
+def block(x):
+    return torch.nn.functional.dropout(x.sin().exp(), 0.5).relu_()
+
+gradients = []
+for run in (mb.checkpoint, lambda f, x, **_: f(x)):
+    torch.manual_seed(0)
+    x = torch.linspace(0, 1, 6, requires_grad=True)
+    run(block, x, engine="replay").sum().backward()
+    gradients.append(x.grad)
+print(native.status(), torch.equal(*gradients))
+"""
+    environment = {**os.environ, "MEMBUDGET_NATIVE": "1"}
+    command = [sys.executable, "-c", program]
+    printed = subprocess.check_output(command, env=environment, text=True)
+    assert printed == "C++ True\n"
+    assert len(list(cache.glob("*.so"))) == 1
