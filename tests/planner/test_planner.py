@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import membudget as mb
 from membudget.errors import BudgetError, MembudgetError
 from membudget.graph import StepGraph
+from membudget.planner.choice import RERUN, saved_in
 from membudget.planner.planner import Planner, smoothed
 from membudget.planner.schedule import Overheads, Schedule
 from membudget.planner.simulate import simulate
@@ -191,7 +192,8 @@ def test_seconds_that_cannot_be_are_refused(wrong):
 
 def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
     graph = graph_of("gpt")
-    plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0))
+    # A region that reruns takes so long that none does.
+    plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0, 10.0))
     budget = plain.plain_peak_bytes * 7 // 10
     chosen = paid.fastest(budget)
     recorded = sum(region.end - region.start for region in chosen.choices)
@@ -199,6 +201,20 @@ def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
     assert chosen.overhead_s == pytest.approx(operators * 1e-3)
     assert chosen.simulation == simulate(paid.graph, chosen.choices)
     assert chosen.plain_s == paid.graph.seconds == plain.graph.seconds
+
+
+def test_blocks_rerun_where_recording_their_operators_takes_longer():
+    graph = graph_of("gpt")
+    planner = Planner(graph, Overheads(1e-3, 1e-3, 0, region_s=1e-4, saved_s=1e-5))
+    chosen = planner.fastest(planner.plain_peak_bytes * 6 // 10)
+    assert {choice.engine for choice in chosen.choices} == {RERUN}
+    found = chosen.simulation
+    assert (found.replayed, bool(found.reran)) == ((), True)
+    saved = sum(len(saved_in(graph, choice)) for choice in chosen.choices)
+    regions_s = 1e-4 * len(chosen.choices) + 1e-5 * saved
+    assert chosen.overhead_s == pytest.approx(regions_s)
+    again_s = sum(planner.graph.operators[index].seconds for index in found.reran)
+    assert chosen.seconds == pytest.approx(chosen.plain_s + again_s + regions_s)
 
 
 def test_blocks_that_are_equal_take_equal_seconds_and_the_sum_stays():

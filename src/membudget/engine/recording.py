@@ -265,6 +265,8 @@ class Recording:
         """Switch later calls to replay if options allow; return advice for the user."""
         if self.calls is not None and self.options.may_replay:
             self.calls.owner.replays = True
+            if self.statistics is not None:
+                self.statistics.switched = True
             return (
                 "From its next call on, the function is replayed, which runs its "
                 "Python once: drop the gradients of this step, and run the step again."

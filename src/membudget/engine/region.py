@@ -41,8 +41,10 @@ Rule 12. The 1st, 2nd, 4th, 8th, ... call with a given signature (see `calls`) i
     buffers always are; any other difference raises an error, and with `engine="auto"`
     the function is replayed from its next call on. A difference that begins between two
     verified calls goes undetected until the next verified call;
-    `determinism_check="values"` compares the bytes of all calls. Nothing is verified
-    with `verify=False`, without guards, with `determinism_check="none"` or with
+    `determinism_check="values"` compares the bytes of all calls. With
+    `verify="fingerprints"` only the calls before the first backward pass are verified,
+    because later ones must stay within a plan's bytes. Nothing is verified with
+    `verify=False`, without guards, with `determinism_check="none"` or with
     `preserve_rng_state=False`.
 """
 

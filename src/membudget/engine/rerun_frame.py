@@ -36,7 +36,7 @@ class RerunFrame(Recording):
         """Run the function and drop the tensors that autograd would save."""
         calls, surroundings = self.calls, self.surroundings
         if calls is not None:
-            if calls.begin() and self._may_verify():
+            if calls.begin(self.options.verify is True) and self._may_verify():
                 self.fingerprints = Fingerprints()
                 surroundings.begin_check()
             self.holds = self.fingerprints is not None or calls.owner.differentiates

@@ -31,9 +31,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.block_costs import BlockCosts, ChoiceCost
+from membudget.planner.block_costs import BlockCosts, ChoiceCost, Option
 from membudget.planner.blocks import module_blocks
-from membudget.planner.choice import Block, Choice
+from membudget.planner.choice import RERUN, Block, Choice
+from membudget.planner.rerun import may_rerun
 from membudget.planner.schedule import Schedule, Simulator, Solver
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
@@ -52,20 +53,27 @@ def by_block(simulator: Simulator) -> list[Solver]:
 
 
 class _ByBlock(Solver):
-    """Solver for one partition of the forward; a solution is a keep-set per block."""
+    """Solver for one partition of the forward; a solution is an option per block."""
 
     def __init__(self, simulator: Simulator, calls: Sequence[ModuleCall]):
         super().__init__(simulator)
         self._calls = calls
         blocks = [Block(call.start, call.end) for call in calls]
         numbers = BlockCosts(simulator.graph, blocks)
-        self._keep_sets = numbers.keep_sets
-        overheads = [simulator.recording_s(block) for block in blocks]
+        for block, of in zip(blocks, numbers.options, strict=True):
+            if may_rerun(simulator.graph, block):
+                rerun = Choice(block.start, block.end, engine=RERUN)
+                of.append(Option(rerun, simulator.rerun_s(block)))
+        self._options = numbers.options
         self._costs = [
             # The first keep-set recomputes nothing: it needs no region.
-            [of[0], *(replace(c, seconds=c.seconds + own_s) for c in of[1:])]
-            for of, own_s in zip(numbers.costs(), overheads, strict=True)
+            [costs[0], *map(self._with_region, of[1:], costs[1:])]
+            for of, costs in zip(numbers.options, numbers.costs(), strict=True)
         ]
+
+    def _with_region(self, option: Option, cost: ChoiceCost) -> ChoiceCost:
+        region_s = self._simulator.region_s(option.choice)
+        return replace(cost, seconds=cost.seconds + region_s)
 
     def solve(self, budget_bytes: int) -> list[int] | None:
         return cheapest_choices(self._costs, budget_bytes)
@@ -79,10 +87,7 @@ class _ByBlock(Solver):
     def schedule(self, solution: Sequence[int]) -> Schedule:
         taken = [i for i, number in enumerate(solution) if number > 0]
         calls = [self._calls[i] for i in taken]
-        choices = [
-            Choice(call.start, call.end, self._keep_sets[i][solution[i]].kept)
-            for i, call in zip(taken, calls, strict=True)
-        ]
+        choices = [self._options[i][solution[i]].choice for i in taken]
         return self._simulator.schedule(calls, choices)
 
 

@@ -9,7 +9,7 @@ budgets, because it recomputes one part of the call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from membudget.graph import ModuleCall, StepGraph
@@ -29,7 +29,7 @@ from membudget.planner.choice import (
 from membudget.planner.schedule import Schedule, Simulator, Solver
 from membudget.planner.simulate import (
     live_bytes,
-    peak_of_run,
+    peak_of,
     simulate_block,
     timeline,
 )
@@ -138,7 +138,7 @@ class ChainNumbers:
         run = sorted(found.writes)
         seconds = sum(graph.operators[index].seconds for index in run)
         touched = {n: (*found.reads[n], *found.writes[n]) for n in run}
-        return seconds, peak_of_run(graph, run, touched, targets)
+        return seconds, _peak_of_run(graph, run, touched, targets)
 
     def _crossing_bytes(self) -> list[list[int]]:
         count = len(self._chain)
@@ -209,3 +209,26 @@ class ChainNumbers:
         if point.last + 1 == i:
             return saved
         return self._crossing(point.first, point.last) | saved
+
+
+def _peak_of_run(
+    graph: StepGraph,
+    run: Sequence[int],
+    touched: Mapping[int, Iterable[int]],
+    to_end: Container[int],
+) -> int:
+    """Return the peak of the bytes that a run of operators itself allocates.
+
+    A storage is freed after the last operator that touches it; storages in `to_end`
+    stay live.
+    """
+    last = {storage: i + 1 for i, index in enumerate(run) for storage in touched[index]}
+    last |= {storage: len(run) for storage in last if storage in to_end}
+    intervals = [
+        (i, last[storage], graph.storages[storage].bytes)
+        for i, index in enumerate(run)
+        for storage in graph.born_at.get(index, ())
+        if storage in last
+    ]
+    operators = [graph.operators[index] for index in run]
+    return peak_of(operators, live_bytes(len(run), intervals))[0]

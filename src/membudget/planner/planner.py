@@ -117,9 +117,10 @@ class Planner:
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""
-        again = schedule.simulation.recomputed
-        again_s = sum(self.graph.operators[index].seconds for index in again)
-        overhead_s = schedule.overhead_s + self._overheads.again_s(self.graph, again)
+        found = schedule.simulation
+        again_s = sum(self.graph.operators[index].seconds for index in found.recomputed)
+        replayed_s = self._overheads.again_s(self.graph, found.replayed)
+        overhead_s = schedule.overhead_s + replayed_s
         seconds, plain_s = self.graph.seconds + again_s, self.graph.seconds
         simulation = replace(schedule.simulation, seconds=seconds)
         return replace(
