@@ -16,7 +16,7 @@ from membudget.graph import StepGraph
 from membudget.outcome import plain_run
 from membudget.planned import model_parameters, without_plan
 from membudget.planner.blocks import module_blocks
-from membudget.planner.choice import RERUN, Choice
+from membudget.planner.choice import RERUN, Block, Choice
 from membudget.planner.plan import Plan, RegionPlan
 from membudget.planner.region_plans import region_plans
 from membudget.planner.rerun import may_rerun
@@ -30,7 +30,11 @@ def plan_that_reruns(
     model: nn.Module, graph: StepGraph, share: float
 ) -> tuple[Plan, list[Choice]]:
     """Return a plan that reruns each block that may, and its choices."""
-    calls = [c for c in module_blocks(graph, share) if may_rerun(graph, c)]
+    calls = [
+        c
+        for c in module_blocks(graph, share)
+        if may_rerun(graph, Block(c.start, c.end))
+    ]
     choices = [Choice(c.start, c.end, engine=RERUN) for c in calls]
     return plan_of(model, *region_plans(graph, calls, choices)), choices
 
