@@ -19,7 +19,7 @@ from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import RERUN, Block, Choice
 from membudget.planner.plan import Plan, RegionPlan
 from membudget.planner.region_plans import region_plans
-from membudget.planner.rerun import may_rerun
+from membudget.planner.second_run import may_rerun
 from membudget.planner.simulate import simulate
 from membudget.step import Step
 from tests.planner.models import MODELS, measured_peak

@@ -135,24 +135,40 @@ def is_planned(carried: Carried) -> bool:
     return isinstance(carried, NumberedRegions | CountedFrom)
 
 
+PlanRegions = list[tuple[str, Module, Carried]]
+"""What modules carry under a plan: name, module, and what it carries."""
+
+
+def take_off(model: Module) -> PlanRegions:
+    """Remove a plan's regions from a model, and return them."""
+    found = [
+        (name, module, carried)
+        for name, module in model.named_modules()
+        if (carried := carried_by(module)) is not None and is_planned(carried)
+    ]
+    for _, module, _ in found:
+        remove_region(module)
+    return found
+
+
+def put_on(regions: PlanRegions) -> None:
+    """Attach a plan's regions again, with all that they have learnt."""
+    for name, module, carried in regions:
+        put(module, carried, name)
+
+
 @contextmanager
 def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
     """Remove a plan's regions; put them back if asked to, or after an exception."""
-    planned = {
-        name: (module, carried)
-        for name, module in model.named_modules()
-        if (carried := carried_by(module)) is not None and is_planned(carried)
-    }
-    for module, _ in planned.values():
-        remove_region(module)
+    planned = take_off(model)
     try:
         yield
     except BaseException:
         put_back = True
         raise
     finally:
-        for name, (module, carried) in planned.items() if put_back else ():
-            put(module, carried, name)
+        if put_back:
+            put_on(planned)
 
 
 def model_parameters(model: Module) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from typing import Literal
 
 from membudget.graph import Saved, StepGraph
 
-Engine = Literal["replay", "rerun"]
+BlockEngine = Literal["replay", "rerun"]
 
-REPLAY: Engine = "replay"
-RERUN: Engine = "rerun"
+REPLAY: BlockEngine = "replay"
+RERUN: BlockEngine = "rerun"
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Choice(Block):
 
     kept: frozenset[int] = frozenset()
     stages: tuple[Stage, ...] = ()
-    engine: Engine = REPLAY
+    engine: BlockEngine = REPLAY
 
 
 def made_in(graph: StepGraph, block: Block) -> set[int]:

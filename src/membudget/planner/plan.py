@@ -22,8 +22,8 @@ from membudget.planner.choice import (
     REPLAY,
     RERUN,
     Block,
+    BlockEngine,
     Choice,
-    Engine,
     kept_from,
     saved_in,
     useful_kept,
@@ -85,7 +85,7 @@ class RegionPlan:
     stages: tuple[StagePlan, ...] = ()
     times: int = 1
     numbers: tuple[int, ...] = ()
-    engine: Engine = REPLAY
+    engine: BlockEngine = REPLAY
 
 
 @dataclass(frozen=True)

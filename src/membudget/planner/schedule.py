@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from membudget.graph import ModuleCall, Operator, StepGraph
-from membudget.planner.choice import RERUN, Block, Choice, Engine, saved_in
-from membudget.planner.rerun import rerun_operators
+from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
+from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
 
 MAX_ATTEMPTS = 12
@@ -32,15 +32,16 @@ class Overheads:
     models in `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an
     accelerator, kernels mostly hide the host's time, so no overhead is counted.
 
-    A rerun region records no operator. It notes the surrounding state once, restores it
-    once, and gives each saved tensor a handle (`benchmarks/region_cost.py`).
+    A rerun region records no operator. It notes the state that its modules reach,
+    restores it, and gives each saved tensor a handle (`benchmarks/region_cost.py`).
     """
 
     warm_s: float  # After a kernel that leaves the engine's code in the cache.
     cold_s: float  # After a kernel that evicts it.
     cache_bytes: int
     region_s: float = 0.0  # Of a rerun region, forward and backward.
-    saved_s: float = 0.0  # Of a tensor that a rerun region saves.
+    module_s: float = 0.0  # Of each module call in a rerun region.
+    saved_s: float = 0.0  # Of each tensor that a rerun region saves.
 
     def of(self, operator: Operator) -> float:
         """Return the overhead of recording an operator, or of running it again."""
@@ -50,7 +51,10 @@ class Overheads:
     def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return the overhead of a region, apart from that of replayed operators."""
         if choice.engine == RERUN:
-            return self.region_s + self.saved_s * len(saved_in(graph, choice))
+            inside = [c for c in graph.calls if is_inside(c, choice)]
+            saved = saved_in(graph, choice)
+            modules_s = self.module_s * len(inside)
+            return self.region_s + modules_s + self.saved_s * len(saved)
         # A replay region records all of its operators.
         return self.again_s(graph, range(choice.start, choice.end))
 
@@ -74,8 +78,18 @@ class Overheads:
 
 NO_OVERHEADS = Overheads(0.0, 0.0, 0)
 CPU_OVERHEADS = Overheads(
-    warm_s=12e-6, cold_s=120e-6, cache_bytes=1 << 19, region_s=60e-6, saved_s=6e-6
+    warm_s=12e-6,
+    cold_s=120e-6,
+    cache_bytes=1 << 19,
+    region_s=60e-6,
+    module_s=20e-6,
+    saved_s=8e-6,
 )
+
+
+def is_inside(call: ModuleCall, block: Block) -> bool:
+    """Return whether a module call runs some operators, all of them in a block."""
+    return block.start <= call.start < call.end <= block.end
 
 
 @dataclass(frozen=True)
@@ -120,7 +134,7 @@ class Simulator:
         self._overheads = overheads
         self.candidates = self.operators = 0
         self._known: dict[tuple[Choice, ...], Simulation] = {}
-        self._region_s: dict[tuple[int, int, Engine], float] = {}
+        self._region_s: dict[tuple[int, int, BlockEngine], float] = {}
 
     def simulate(self, choices: Iterable[Choice]) -> Simulation:
         """Return the simulated timeline and duration for a given set of choices."""
@@ -193,6 +207,10 @@ class Solver(ABC):
         for _ in range(MAX_ATTEMPTS):
             solution = self.solve(target)
             if solution is None:
+                # The solver's peaks are upper bounds: its smallest may fit after all.
+                smallest = self.smallest()
+                if smallest is not None and smallest != previous:
+                    yield self.schedule(smallest)
                 return
             if solution != previous:
                 yield (schedule := self.schedule(solution))

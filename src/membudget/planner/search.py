@@ -39,8 +39,8 @@ from operator import attrgetter
 from membudget.graph import StepGraph
 from membudget.planner.choice import RERUN, Choice, made_in
 from membudget.planner.frontier import Front
-from membudget.planner.rerun import may_rerun
 from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.second_run import may_rerun
 
 MOST_FILLED_OPERATORS = 40_000
 """Maximum number of operators that the simulations of one `fill` run."""
@@ -98,7 +98,8 @@ def improved(
     if not is_large:
         found = _annealed(simulator, found, nearest, budget_bytes)
     best = sorted(found, key=_seconds)[:MOST_FILLED]
-    return [rerun_where_faster(simulator, s, budget_bytes) for s in best]
+    rerun = [rerun_where_faster(simulator, s, budget_bytes) for s in best]
+    return [*rerun, *found, *fastest]
 
 
 def _filled(

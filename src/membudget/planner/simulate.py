@@ -13,8 +13,8 @@ that counts only the step's own allocations.
 Tests compare every solver with this simulation, and the simulation with the memory
 meter. A tensor that a block makes and autograd saves is dropped unless the block's
 choice keeps it; the engine of the choice recomputes a dropped tensor when the backward
-pass first unpacks it: see `rerun` for the rerun engine, and `backward` for the replay
-engine (`engine.replay`), whose rules are:
+pass first unpacks it: see `second_run` for the rerun engine, and `backward` for the
+replay engine (`engine.replay`), whose rules are:
 
 1. A storage is live while user code holds it, while autograd holds a saved tensor in it
    that is not dropped, or while it is the source (a kept storage or an input of the
@@ -43,7 +43,7 @@ from membudget.graph import Operator, Saved, StepGraph
 from membudget.planner.backward import ReplayBackward
 from membudget.planner.choice import RERUN, Choice, made_in
 from membudget.planner.ledger import Ledger
-from membudget.planner.rerun import RerunBackward
+from membudget.planner.second_run import RerunBackward
 
 Interval = tuple[int, int, int]
 """A live range: first op index, op index after the last, bytes."""

@@ -8,8 +8,8 @@ import pytest
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import RERUN, Block, Choice, saved_in
-from membudget.planner.rerun import may_rerun, rerun_operators
 from membudget.planner.schedule import Overheads, Simulator
+from membudget.planner.second_run import may_rerun, rerun_operators
 from membudget.planner.simulate import simulate, timeline
 from tests.planner.drafts import Draft, chain_of
 
