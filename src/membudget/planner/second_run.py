@@ -83,10 +83,17 @@ class RerunBackward:
                     [released, *(graph.saved[index].freed for index in others)]
                 )
         last = max((graph.saved[i].freed for i in self.dropped_saved), default=0)
-        for operator in graph.operators[self._block.start : self._block.end]:
-            for storage in storages_of(graph, operator.inputs):
-                if storage not in self._made:
-                    ledger.ends[storage] = max(ledger.end_of(storage), last)
+        for storage in self._inputs() - self._made:
+            ledger.ends[storage] = max(ledger.end_of(storage), last)
+
+    def _inputs(self) -> set[int]:
+        """Return the storages that the block reads or is called with."""
+        graph, start, end = self._graph, self._block.start, self._block.end
+        values = [value for o in graph.operators[start:end] for value in o.inputs]
+        for call in graph.calls:
+            if (call.start, call.end) == (start, end):
+                values += call.inputs
+        return set(storages_of(graph, values))
 
     def copies(self) -> list[SourceCopy]:
         """Return nothing: a block that overwrites its inputs is not rerun."""
