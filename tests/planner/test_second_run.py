@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from membudget.graph import StepGraph
+from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, Choice, saved_in
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.second_run import may_rerun, rerun_operators
@@ -101,6 +101,19 @@ def test_inputs_of_a_block_that_reruns_are_live_until_its_backward_has_ended():
     assert graph.storages[storage].death <= 2
     found = simulate(graph, [Choice(1, 3, engine=RERUN)])
     assert found.alive_bytes[graph.backward_start] >= 50
+
+
+def test_an_argument_that_no_operator_reads_is_live_until_then_too():
+    draft = Draft()
+    (x,) = draft.run(draft.outside(), makes=[50])
+    (a,) = draft.run(draft.outside(), makes=[1])
+    draft.save(a)
+    alone = draft.finish()
+    called = replace(alone, calls=(ModuleCall("m", 1, 2, (x,)),))
+    reruns = [Choice(1, 2, engine=RERUN)]
+    turn = alone.backward_start
+    assert simulate(alone, reruns).alive_bytes[turn] < 50
+    assert simulate(called, reruns).alive_bytes[turn] >= 50
 
 
 def test_an_operator_that_a_rerun_runs_pays_nothing_for_being_recorded():
