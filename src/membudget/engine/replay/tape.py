@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -45,21 +45,21 @@ class TapeValue:
         view_uses: Number of remaining uses of the value's views.
         reads: Number of operations, other than views, that have yet to read the value
             or a view of the value.
-        is_lent: Whether autograd has received the value or a view of the value.
+        views: Weak references to the value's views that the plan uses.
+        sharing: All values whose tensors may be in the value's memory, if others are.
         is_carried: Whether the current stage retains the value for a later stage.
     """
 
     __slots__ = (
-        *("__weakref__", "address", "content", "index", "is_carried", "is_lent"),
+        *("__weakref__", "address", "content", "index", "is_carried"),
         *("is_state", "is_used", "operation", "packed", "plan", "reads", "root"),
-        *("tensor", "uses", "version", "view_uses"),
+        *("sharing", "tensor", "uses", "version", "view_uses", "views"),
     )
 
     uses: int
     view_uses: int
     reads: int
-    is_lent: bool
-    is_carried: bool
+    views: list[ReferenceType[TapeValue]]
 
     def __init__(
         self, operation: Operation | None, index: int = 0, root: TapeValue | None = None
@@ -73,6 +73,7 @@ class TapeValue:
         self.is_used = False
         self.is_carried = False
         self.is_state = False
+        self.sharing: WeakSet[TapeValue] | None = None
         self.plan = 0
 
     def hold(self, tensor: Tensor) -> None:
