@@ -205,7 +205,8 @@ class Executor:
         From then on the plan needs no more of its memory than those.
         """
         for view in views_of(root):
-            if view.tensor is not None or view.uses <= 0:
+            is_wanted = view.plan == self._plan and view.uses > 0
+            if view.tensor is not None or not is_wanted:
                 continue
             maker = view.operation
             assert maker is not None

@@ -204,10 +204,8 @@ class Replayer(Executor):
             value.plan = self._plan
             value.uses = value.view_uses = value.reads = 0
             value.is_carried = False
-            value.views = []
             if value.root is not None:
                 self._begin(value.root)
-                value.root.views.append(ref(value))
 
     # Running.
 

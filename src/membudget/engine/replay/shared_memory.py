@@ -13,7 +13,7 @@ and the new one then share memory, for as long as views of the old one are neede
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 from weakref import WeakSet
 
@@ -73,12 +73,11 @@ def share(owner: TapeValue, other: TapeValue) -> None:
 
 
 def views_of(owner: TapeValue) -> Iterator[TapeValue]:
-    """Yield the views of a value that the plan uses, in the order of their makers."""
-    views = (reference() for reference in owner.views)
-    yield from sorted(
-        (view for view in views if view is not None),
-        key=lambda view: view.operation.number if view.operation else 0,
-    )
+    """Yield the views of a value that still exist, in the order of their operations."""
+    for reference in owner.views:
+        view = reference()
+        if view is not None and view.root is owner:  # It has become no source.
+            yield view
 
 
 def leaves_views(operation: Operation, root: TapeValue) -> bool:
@@ -90,9 +89,34 @@ def leaves_views(operation: Operation, root: TapeValue) -> bool:
     bases = {root: root.tensor}
     parts = [derived(part, bases) for part in _written_parts(operation, root)]
     views = [view.tensor for owner in sharing(root) for view in views_of(owner)]
-    return all(
-        view is None or all(are_apart(view, part) for part in parts) for view in views
+    return _leave(parts, (view for view in views if view is not None))
+
+
+def leaves_source(written: Sequence[Tensor], source: TapeValue) -> bool:
+    """Return whether a write leaves what a replay may read of a source as it is."""
+    assert source.tensor is not None
+    if _leave(written, [source.tensor]):
+        return True
+    if source.is_used:
+        return False
+    used = [view for view in views_of(source) if view.is_used]
+    bases = {source: source.tensor}
+    return all(map(_is_only_viewed, used)) and _leave(
+        written, (derived(view, bases) for view in used)
     )
+
+
+def _is_only_viewed(value: TapeValue) -> bool:
+    """Return whether view operators alone lead to a view from what it is a view of."""
+    while value.root is not None and (operation := value.operation) is not None:
+        if not operation.is_view or len(operation.inputs()) != 1:
+            return False
+        value = operation.inputs()[0]
+    return True
+
+
+def _leave(written: Sequence[Tensor], tensors: Iterable[Tensor]) -> bool:
+    return all(are_apart(tensor, part) for tensor in tensors for part in written)
 
 
 def _written_parts(operation: Operation, root: TapeValue) -> Iterator[TapeValue]:
