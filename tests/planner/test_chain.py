@@ -12,9 +12,10 @@ from membudget.graph import StepGraph
 from membudget.planner.blocks import Segment
 from membudget.planner.chain import Checkpoint, SegmentChoice
 from membudget.planner.choice import Choice
-from membudget.planner.nested import ChainNumbers
+from membudget.planner.nested import ChainNumbers, nested
+from membudget.planner.schedule import Simulator
 from membudget.planner.simulate import Simulation, simulate, timeline
-from tests.planner.drafts import chain_of
+from tests.planner.drafts import Draft, chain_of
 
 
 def chain_by_operator(graph: StepGraph) -> ChainNumbers:
@@ -77,6 +78,22 @@ def chains(draw: st.DrawFn) -> StepGraph:
     sizes = draw(st.lists(number, min_size=count, max_size=count))
     seconds = draw(st.lists(number, min_size=count, max_size=count))
     return chain_of(sizes, [float(s) for s in seconds])
+
+
+def test_a_loop_is_recomputed_in_stages_although_all_of_it_writes_one_storage():
+    draft, count = Draft(), 24
+    (results,) = draft.run(makes=[1])
+    value = draft.outside()
+    for _ in range(count):
+        (value,) = draft.run(value, makes=[10])
+        draft.save(value)
+        (results,) = draft.run(value, writes=[results])
+    draft.save(*draft.run(results, makes=[1]))
+    graph = draft.finish([("", 0, len(draft.operators))])
+    solvers = nested(Simulator(graph))
+    found = min((s for of in solvers for s in of.least), key=lambda s: s.peak_bytes)
+    assert timeline(graph).peak_bytes > 10 * count
+    assert found.peak_bytes < 10 * count / 2
 
 
 @given(chains())
