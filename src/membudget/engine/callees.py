@@ -219,6 +219,19 @@ def global_slots(function: types.FunctionType) -> Slots:
     return known[1]
 
 
+def reaches_nothing(function: types.FunctionType) -> bool:
+    """Return whether a function's code can name nothing but its arguments."""
+    if function.__defaults__ or function.__kwdefaults__ or global_slots(function):
+        return False
+    for cell in function.__closure__ or ():
+        try:
+            if type(cell.cell_contents) not in INERT:
+                return False
+        except ValueError:  # The cell is still empty.
+            continue
+    return True
+
+
 def _named_globals(
     function: types.FunctionType,
 ) -> Iterator[tuple[dict[str, Any], str]]:

@@ -34,6 +34,7 @@ from membudget.engine.callees import (
     class_slots,
     global_slots,
     is_library,
+    reaches_nothing,
 )
 from membudget.text import dotted
 
@@ -282,6 +283,9 @@ def _is_numpy_generator(kind: type) -> bool:
     )
 
 
+NOTHING = Reached()
+
+
 def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:
     """Find every object that `function` can read besides its tensor arguments.
 
@@ -293,6 +297,9 @@ def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Rea
     Returns:
         All tensors, modules, containers and generators that were found.
     """
+    is_plain = type(function) is types.FunctionType and not (others or names)
+    if is_plain and reaches_nothing(function):  # Spares it 1 µs.
+        return NOTHING
     reached = Reached(names)
     reached.visit(function, "")
     for other in others:
