@@ -203,7 +203,11 @@ class Recording:
         handle = RerunHandle()
         handle.tensor = None
         self.handles.append(ref(handle))
-        self.metadata.append(metadata(tensor))
+        try:  # As `metadata`, whose call takes 2 % of a saved tensor's time.
+            data = (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+        except (RuntimeError, NotImplementedError):
+            data = metadata(tensor)
+        self.metadata.append(data)
         return handle
 
     def pack_checked(self, tensor: Tensor) -> RerunHandle:
