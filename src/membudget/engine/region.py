@@ -158,12 +158,10 @@ def run_region(
         return run_compiled(
             function, args, kwargs, options.keep, options.context_fn, label
         )
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
     switched = SWITCHES.any
+    if not torch.is_grad_enabled() or (switched and SWITCHES.disabled):
+        return function(*args, **kwargs)
     if switched:
-        if SWITCHES.disabled:
-            return function(*args, **kwargs)
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
