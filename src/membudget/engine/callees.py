@@ -39,10 +39,14 @@ def signature_of(
     """
     key: list[Any] = [is_any_autocast_enabled()]
     parts: list[Any] = []
-    _describe_callee(function, key, parts)
+    # The common cases, functions and tensors, are inlined for speed.
+    if type(function) is types.FunctionType:
+        _describe_function(function, key, parts)
+    else:
+        _describe_callee(function, key, parts)
     held = len(parts)
     for value in args:
-        if type(value) is Tensor:  # The common case, inlined for speed.
+        if type(value) is Tensor:
             key += (value.shape, value.dtype)
         else:
             _describe(value, key, parts)
@@ -112,7 +116,8 @@ def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
             content = cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-        _describe(content, key, parts)
+        kind = type(content)
+        (_DESCRIBERS.get(kind) or _describer_of(kind))(content, key, parts)
 
 
 def _describe_builtin(value: Any, key: list[Any], parts: list[Any]) -> None:

@@ -34,6 +34,10 @@ _STATEFUL = (
 )
 
 
+# `RLock` is a function, whose call takes as long as making the lock.
+_Lock = type(RLock())
+
+
 class RerunHandle:
     """The placeholder that autograd stores instead of a saved tensor.
 
@@ -184,7 +188,7 @@ class Recording:
         self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
-        self.lock = RLock()
+        self.lock = _Lock()
 
     @property
     def has_saved(self) -> bool:
