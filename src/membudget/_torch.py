@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload as OperatorOverload
 from torch._ops import OpOverloadPacket as OperatorPacket
-from torch.autograd import forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -55,7 +54,6 @@ push_saved_tensors_hooks: Callable[[Callable[..., Any], Callable[..., Any]], Non
 pop_saved_tensors_hooks: Callable[[], None] = (
     torch._C._autograd._pop_saved_tensors_default_hooks
 )
-_top_hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks
 
 # `torch.set_grad_enabled` is a context manager: 1.5 µs where this takes 0.1.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
@@ -170,17 +168,13 @@ def torch_wrapping() -> Any:
 
 def is_forward_ad_on() -> bool:
     """Return whether forward-mode AD is active, where `detach` would drop tangents."""
-    return forward_ad._current_level >= 0
+    return torch.autograd.forward_ad._current_level >= 0
 
 
 def top_saved_tensors_hooks() -> tuple[Any, Any] | None:
     """Return the innermost saved-tensor hooks as (pack, unpack), or `None`."""
-    return _top_hooks(False) or None
-
-
-def nothing_surrounds() -> bool:
-    """Return whether neither saved-tensor hooks nor forward-mode AD is active."""
-    return forward_ad._current_level < 0 and not _top_hooks(False)
+    hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks or None
 
 
 @contextlib.contextmanager

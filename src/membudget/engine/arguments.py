@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import nothing_surrounds, tree_iter
-from membudget.engine.held import ArgumentPlace, HeldTensor, kind_of
+from membudget._torch import tree_iter
+from membudget.engine.held import ArgumentPlace, HeldTensor, kind_of, nothing_surrounds
 
 Memo = dict[int, Any]
 

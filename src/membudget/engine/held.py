@@ -239,6 +239,11 @@ class _HeldPacked(HeldTensor):
         return tensor.requires_grad_(self._requires_grad)
 
 
+def nothing_surrounds() -> bool:
+    """Return whether neither saved-tensor hooks nor forward-mode AD is active."""
+    return not is_forward_ad_on() and top_saved_tensors_hooks() is None
+
+
 def kind_of(tensor: Tensor, nothing_surrounds: bool) -> type[HeldTensor]:
     """Select the class that stores a tensor argument for recomputes."""
     # The `isinstance` of Parameter alone takes 0.7 µs.
