@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from membudget.engine import callees
 from membudget.engine import reach as walk
+from membudget.engine import slots
 from membudget.engine.reach import Reached, reach
 
 # Globals that functions below name, among others that hold nothing.
@@ -63,8 +63,8 @@ class Derived(Holder):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callees, "_CODE_SLOTS", {})
-    monkeypatch.setattr(walk, "CLASS_SLOTS", {})
+    monkeypatch.setattr(slots, "_CODE_SLOTS", {})
+    slots.class_slots.cache_clear()
 
 
 def tensors(function: Any, *others: Any) -> set[int]:

@@ -144,7 +144,7 @@ def checkpoint(
     if function is None:
         checked_options(kwargs)  # Rejects the rest as unknown options.
         return lambda wrapped: _curried(wrapped, options)
-    return _run_eagerly(function, args, kwargs, options, None)
+    return run_region(function, args, kwargs, options)
 
 
 def run_region(
@@ -160,22 +160,10 @@ def run_region(
         return run_compiled(
             function, args, kwargs, options.keep, options.context_fn, label
         )
-    return _run_eagerly(function, args, kwargs, options, statistics)
-
-
-def _run_eagerly(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    statistics: Statistics | None,
-) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
     switched = SWITCHES.any
+    if not torch.is_grad_enabled() or (switched and SWITCHES.disabled):
+        return function(*args, **kwargs)
     if switched:
-        if SWITCHES.disabled:
-            return function(*args, **kwargs)
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)
