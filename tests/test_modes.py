@@ -230,7 +230,19 @@ def test_a_plan_of_a_mode_is_refused_by_its_prediction():
 
 @pytest.mark.parametrize(
     "mode",
-    ["", "all", "every_n", "every_0", "every_-1", "every_2.5", "AUTO", None, 2, []],
+    [
+        "",
+        "all",
+        "every_n",
+        "every_0",
+        "every_-1",
+        "every_2.5",
+        "every_1000000",
+        "AUTO",
+        None,
+        2,
+        [],
+    ],
 )
 def test_what_is_no_mode_is_refused_with_those_that_there_are(mode):
     model, batch = made("mlp")
@@ -241,6 +253,6 @@ def test_what_is_no_mode_is_refused_with_those_that_there_are(mode):
         plan_for(profiled("mlp"), model, "60%", mode)
 
 
-@pytest.mark.parametrize("mode", [*MODES, "every_1", "every_17"])
+@pytest.mark.parametrize("mode", [*MODES, "every_1", "every_17", "every_999999"])
 def test_the_modes_are_known(mode):
     check_mode(mode)
