@@ -64,6 +64,15 @@ def test_the_blocks_are_the_pieces_that_save_something_of_their_own():
     assert paths("none", found) == []
 
 
+def test_a_block_saves_at_most_a_quarter_of_what_is_saved():
+    def pair() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Tanh()) for _ in range(2)))
+
+    x = torch.ones(8, requires_grad=True)
+    found = mb.profile(nn.Sequential(pair(), pair()), x, fake=True)
+    assert paths("full", found) == ["0.0", "0.1", "1.0", "1.1"]
+
+
 @pytest.mark.parametrize("mode", ["full", "every_2"])
 def test_a_block_that_is_dropped_whole_keeps_nothing(mode):
     model, _ = made("gpt")

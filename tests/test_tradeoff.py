@@ -16,6 +16,7 @@ import torch
 
 import membudget as mb
 from membudget.errors import MissingExtraError, OptionError
+from membudget.planner import search
 from membudget.planning import plan_for, planner_of
 from membudget.report import rendered
 from membudget.tradeoff import Tradeoff, TradeoffRow, tradeoff
@@ -66,6 +67,21 @@ def test_a_row_says_what_a_plan_for_its_budget_says():
     assert plan.peak_bytes == row.peak_bytes
     assert plan.slowdown == row.slowdown
     assert len(plan.regions) == row.regions
+
+
+def test_no_schedule_of_a_curve_is_annealed(monkeypatch):
+    def annealed(*_: Any) -> Any:
+        raise AssertionError("a schedule was annealed")
+
+    monkeypatch.setattr(search, "anneal", annealed)
+    assert len(tradeoff(profiled("mlp"), 3).rows) == 3
+
+
+def test_a_curve_names_the_model_and_where_its_times_are_from():
+    found = profiled("mlp")
+    curve = tradeoff(found, 2)
+    assert (curve.model, curve.cost) == (found.model, found.cost)
+    assert curve.static_bytes == found.graph.static.total
 
 
 def test_twenty_budgets_are_planned_by_default():
