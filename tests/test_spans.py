@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.attach import has_region
+from membudget.engine.controls import set_checkpoint_early_stop
 from tests.oracles import CountedOperators
 
 
@@ -206,6 +207,14 @@ def test_spans_are_among_the_regions_that_are_collected() -> None:
     with CountedOperators() as backward:
         loss.backward()
     assert (recomputed.counts["gelu"], backward.counts["gelu"]) == (6, 0)
+
+
+def test_spans_run_under_switches_that_collect_nothing() -> None:
+    model = made()
+    applied = mb.apply(model, spans=SPANS)
+    with set_checkpoint_early_stop(False):
+        assert same(outcome(model), outcome(made()))
+    assert [r.forwards for r in applied.status().regions] == [1, 1]
 
 
 class Twice(Model):

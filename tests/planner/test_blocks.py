@@ -165,6 +165,9 @@ def test_a_chain_of_equal_operators_is_halved_again_and_again():
 def test_a_cut_lies_in_the_middle_three_fifths_of_what_is_saved():
     # The narrowest places lie in the first and in the last fifth.
     assert ends([1, 9, 9, 8, 9, 9, 1, 9], 2) == [4, 8]
+    # A fifth, and four fifths, are within.
+    assert ends([2, 4, 2, 2], 2) == [1, 4]
+    assert ends([3, 4, 1, 2], 2) == [3, 4]
     # Where nothing lies between, the narrowest of all is taken.
     assert ends([50, 1, 1], 2) == [2, 3]
 

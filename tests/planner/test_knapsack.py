@@ -75,6 +75,7 @@ def check(regions: Regions, budget: int) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(problems(20))
+@example(([], 0))
 @example(([], 1))
 @example(([[ChoiceCost(5, 5, 0.0)]], 5))
 def test_the_answer_is_the_fastest_of_all_combinations(problem):

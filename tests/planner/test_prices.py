@@ -134,6 +134,12 @@ def test_the_first_prices_are_high_where_the_plain_step_is_over_the_budget():
         high if moment in (2, 3, 4) else pytest.approx(high * 1e-3)
         for moment in range(8)
     ]
+    # What is as large as the budget fits.
+    assert solver._first_prices(8)[2:5] == [
+        pytest.approx(seconds / 9 * 1e-3),
+        pytest.approx(seconds / 9),
+        pytest.approx(seconds / 9 * 1e-3),
+    ]
     # Everything fits.
     assert solver._first_prices(9) == [pytest.approx(seconds / 9 * 1e-3)] * 8
 

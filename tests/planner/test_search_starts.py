@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -255,3 +256,60 @@ def test_stages_are_given_up_only_where_that_helps(started):
     improved(simulator, [[staged]], staged.peak_bytes, False)
     assert started.annealed[0] == staged
     assert started.annealed[1].choices == (Choice(0, 8),)
+
+
+class Costs:
+    """Lets every flip cost so much more, and notes the prices that it is asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, worse: float) -> None:
+        self.prices: list[float] = []
+        self.exponents: list[float] = []
+        self.total, self.worse = 0.0, worse
+        monkeypatch.setattr(search, "_cost", self.cost)
+        real = search.math
+        functions = SimpleNamespace(inf=real.inf, exp=self.exp)
+        monkeypatch.setattr(search, "math", functions)
+
+    def cost(self, schedule: Schedule, budget: int, price: float) -> float:
+        self.prices.append(price)
+        # The flipped schedule is asked for first.
+        return self.worse if len(self.prices) % 2 else 0.0
+
+    def exp(self, exponent: float) -> float:
+        self.exponents.append(exponent)
+        return 0.0
+
+
+def test_the_temperature_falls_from_half_a_hundredth_to_zero(monkeypatch):
+    (start,) = schedules([1, 3])
+    costs = Costs(monkeypatch, 1e-3)
+    anneal(Simulator(GRAPH), start, start.peak_bytes)
+    tries = 20 * 8
+    assert costs.exponents == [
+        pytest.approx(-1e-3 / (0.005 * (1 - n / tries))) for n in range(tries)
+    ]
+
+
+def test_what_is_no_worse_is_accepted(monkeypatch):
+    (start,) = schedules([1, 3])
+    costs = Costs(monkeypatch, 0.0)
+    anneal(Simulator(GRAPH), start, start.peak_bytes)
+    assert costs.exponents == []
+
+
+def test_the_price_falls_while_a_schedule_fits_and_rises_while_it_does_not(
+    monkeypatch,
+):
+    (start,) = schedules([1, 3])
+    costs = Costs(monkeypatch, 1.0)
+    anneal(Simulator(GRAPH), start, start.peak_bytes)
+    expected = [max(0.5 / 1.03**n, 0.05) for n in range(160)]
+    assert costs.prices[::2] == costs.prices[1::2] == pytest.approx(expected)
+
+    over = Costs(monkeypatch, 1.0)
+    monkeypatch.setattr(search, "TRIES_OF_EACH", 80)
+    anneal(Simulator(GRAPH), start, start.peak_bytes - 1)
+    # Given up after a quarter of the tries.
+    expected = [min(0.5 * 1.03**n, 50.0) for n in range(160)]
+    assert over.prices[::2] == pytest.approx(expected)
+    assert over.prices[-1] == 50.0

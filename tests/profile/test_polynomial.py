@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from membudget.profile.polynomial import (
+    CLOSE,
     Fit,
     added,
     envelope,
@@ -61,6 +62,7 @@ def test_an_error_is_relative_to_what_was_measured():
 def test_a_line_is_taken_if_it_is_within_half_a_hundredth(far, degree):
     # The line of least squares misses the middle by two thirds of `far`.
     fit = fitted([1, 2, 3], [1000, 2000 - far, 3000])
+    assert Fraction(1, 200) == CLOSE
     assert fit.degree == degree
     assert (fit.residual == 0) == (far != 10)
 
