@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_overloads
 
 import pytest
 import torch
@@ -150,6 +151,16 @@ def test_an_audit_is_of_a_model_or_of_a_step_and_not_of_both():
         call(1, X)
     with pytest.raises(mb.OptionError, match="name the modules"):
         call(plain=print, budgeted=print)
+
+
+def test_each_form_of_an_audit_has_the_defaults_of_the_function():
+    of_function = inspect.signature(audit).parameters
+    forms = get_overloads(audit)
+    assert len(forms) == 3
+    for form in forms:
+        for name, parameter in inspect.signature(form).parameters.items():
+            if parameter.default is not inspect.Parameter.empty:
+                assert parameter.default == of_function[name].default, name
 
 
 def test_two_models_are_compared_by_the_names_of_their_parameters():
