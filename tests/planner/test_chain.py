@@ -17,7 +17,7 @@ from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers, nested
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.simulate import Simulation, simulate, timeline
-from tests.planner.drafts import chain_of
+from tests.planner.drafts import Draft, chain_of
 
 
 def chain_by_operator(graph: StepGraph) -> ChainNumbers:
@@ -122,6 +122,20 @@ def test_what_must_not_run_again_does_not_in_any_answer(graph, data):
         if answer is not None:
             found = simulate(graph, [links.choice(answer)])
             assert pinned.isdisjoint(found.recomputed)
+
+
+@pytest.mark.parametrize(("later", "retained"), [(0, 7), (1, 7)])
+def test_what_crosses_a_cut_unsaved_is_retained_until_it_is_read(later, retained):
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[7])
+    (b,) = draft.run(a, makes=[2])
+    draft.save(b)
+    for _ in range(later):
+        draft.run(b, makes=[1])
+    graph = draft.finish()
+    assert graph.storages[1].death == 2
+    chain = chain_by_operator(graph).chain(100)
+    assert chain._segments[0].choices[0].retained_bytes == retained
 
 
 def in_one_module(count: int) -> StepGraph:

@@ -328,7 +328,7 @@ def keep_sets(sizes: list[int], seconds: list[float]) -> list[tuple[int, float]]
     return [(k.kept_bytes, k.seconds) for k in Front(graph, whole(graph)).keep_sets()]
 
 
-@pytest.mark.parametrize(("count", "step"), [(5, 1), (9, 1), (19, 2), (28, 3)])
+@pytest.mark.parametrize(("count", "step"), [(3, 1), (5, 1), (9, 1), (19, 2), (28, 3)])
 def test_equal_storages_are_kept_one_after_another_in_at_most_nine_steps(count, step):
     # The last output is saved by nobody, so one storage less is worth keeping.
     found = keep_sets([2] * count, [1.0] * count)

@@ -183,6 +183,22 @@ def test_each_way_to_cut_the_forward_is_solved_once():
     assert by_block_of([]) == []
 
 
+def test_the_forward_is_cut_by_five_shares_of_what_is_saved():
+    def halves(path: str, start: int, end: int) -> list[ModuleCall]:
+        middle, call = (start + end) // 2, ModuleCall(path, start, end)
+        if end - start == 1:
+            return [call]
+        below = f"{path}." if path else ""
+        first, second = ((start, middle), (middle, end))
+        return [call, *halves(f"{below}0", *first), *halves(f"{below}1", *second)]
+
+    # The last output is saved by nobody.
+    graph = chain_of([4] * 65, [1.0] * 65)
+    cuts = _distinct_cuts(replace(graph, calls=tuple(halves("", 0, 64))))
+    # Of halves, a quarter is the largest within a quarter, 1/16 within 1/10.
+    assert [len(cut) for cut in cuts] == [1, 2, 4, 16, 32]
+
+
 def test_a_block_that_recomputes_nothing_is_no_region():
     (solver,) = by_block_of([("a", 0, 2), ("b", 2, 4)])
     plain = solver.schedule([0, 0])
