@@ -165,6 +165,27 @@ def test_backward_operators_carry_the_path_of_their_forward(fake):
 
 
 @FAKE
+def test_what_is_there_before_the_step_comes_from_no_operator(fake):
+    graph = graph_of(Of(lambda w, x: w * x), torch.randn(100), fake)
+
+    before = [v for v in graph.values if v.operator < 0]
+    assert {(v.operator, v.output) for v in before} == {(-1, 0)}
+    storages = [graph.storages[v.storage] for v in before]
+    assert {(s.birth, s.kind) for s in storages} == {(-1, "parameter"), (-1, "input")}
+    made = [graph.storages[v.storage] for v in graph.values if v.operator >= 0]
+    assert {s.kind for s in made} == {"activation", "gradient"}
+
+
+@FAKE
+def test_operators_that_draw_are_random_and_others_are_not(fake):
+    graph = graph_of(Of(lambda w, x: F.dropout(w * x)), torch.randn(100), fake)
+
+    drawn = [o.name for o in graph.operators if o.is_random]
+    assert len(drawn) == 1
+    assert all(type(o.is_random) is bool for o in graph.operators)
+
+
+@FAKE
 def test_views_share_the_storage_of_their_base(fake):
     model = Of(lambda w, x: (w * x).view(10, 10).t()[2:].unsqueeze(0).cos())
 
