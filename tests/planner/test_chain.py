@@ -167,7 +167,9 @@ def test_the_largest_call_is_cut_into_12_24_and_48_segments(
 ):
     made = []
     monkeypatch.setattr(
-        nested_chains, "_Nested", lambda simulator, call, chain: made.append(len(chain))
+        nested_chains,
+        "_Nested",
+        lambda simulator, call, chain, *_: made.append(len(chain)),
     )
     nested(Simulator(in_one_module(count)))
     assert made == lengths

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from membudget.graph import ModuleCall
 from membudget.planner import knapsack
 from membudget.planner.block_costs import ChoiceCost
+from membudget.planner.choice import RERUN
 from membudget.planner.knapsack import (
     QUANTA,
     Quantum,
@@ -176,10 +177,10 @@ def by_block_of(calls: list[tuple[str, int, int]]) -> list[Solver]:
     return by_block(Simulator(graph, Overheads(0.5, 0.5, 0)))
 
 
-def test_each_way_to_cut_the_forward_is_solved_once():
+def test_each_way_to_cut_the_forward_is_solved_with_replays_and_without():
     whole, halves = ("", 0, 4), [("a", 0, 2), ("b", 2, 4)]
-    assert len(by_block_of([whole])) == 1
-    assert len(by_block_of([whole, *halves])) == 2
+    assert len(by_block_of([whole])) == 2
+    assert len(by_block_of([whole, *halves])) == 4
     assert by_block_of([]) == []
 
 
@@ -200,7 +201,7 @@ def test_the_forward_is_cut_by_five_shares_of_what_is_saved():
 
 
 def test_a_block_that_recomputes_nothing_is_no_region():
-    (solver,) = by_block_of([("a", 0, 2), ("b", 2, 4)])
+    solver, _ = by_block_of([("a", 0, 2), ("b", 2, 4)])
     plain = solver.schedule([0, 0])
     assert (plain.calls, plain.choices, plain.overhead_s) == ((), (), 0.0)
     some = solver.schedule([0, 1])
@@ -210,8 +211,25 @@ def test_a_block_that_recomputes_nothing_is_no_region():
     assert some.overhead_s == 1.0
 
 
+def test_the_second_solver_of_a_cut_reruns_blocks_or_leaves_them_alone():
+    _, solver = by_block_of([("a", 0, 2), ("b", 2, 4)])
+    both = solver.schedule([1, 1])
+    assert {choice.engine for choice in both.choices} == {RERUN}
+    assert both.simulation.replayed == ()
+    assert solver.schedule([0, 0]).choices == ()
+    plain_bytes = solver.schedule([0, 0]).peak_bytes
+    assert solver.solve(plain_bytes) == [0, 0]
+    assert solver.solve(both.peak_bytes) in ([0, 1], [1, 0], [1, 1], None)
+
+
+def test_a_solver_that_finds_nothing_proposes_what_is_smallest():
+    _, solver = by_block_of([("a", 0, 2), ("b", 2, 4)])
+    (found,) = solver.schedules(1)
+    assert found == solver.schedule(solver.smallest())
+
+
 def test_the_smallest_choice_of_every_block_is_known():
-    (solver,) = by_block_of([("a", 0, 2), ("b", 2, 4)])
+    solver, _ = by_block_of([("a", 0, 2), ("b", 2, 4)])
     smallest = solver.schedule(solver.smallest())
     # What the second block saves is unpacked as soon as its backward begins.
     assert [call.path for call in smallest.calls] == ["a"]

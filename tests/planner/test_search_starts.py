@@ -86,12 +86,13 @@ def test_the_three_fastest_are_filled_and_the_best_of_each_kind(started):
     kinds = [fastest[:3], [fastest[5], fastest[4]], []]
     found = improved(Simulator(GRAPH), kinds, budget, False)
     assert started.filled == [*fastest[:3], fastest[4]]
-    assert found == [*fastest[:3], fastest[4]]
+    # What was not improved comes last.
+    assert found == [*fastest[:3], fastest[4], fastest[5]]
     # As many operators as filling the first three would run.
     again = sum(len(search._by_worth(GRAPH, s)) for s in fastest[:3])
     assert started.limits == [again * len(GRAPH.operators)] * 4
     # Annealing the first used up nothing, so that the others are, too.
-    assert started.annealed == found
+    assert started.annealed == found[:4]
     assert started.known == [fastest[0].seconds] * 4
 
 
@@ -130,7 +131,7 @@ def test_a_large_step_is_filled_once_for_each_kind_and_not_annealed(
     fastest = by_seconds(ALL)
     budget = max(s.peak_bytes for s in ALL)
     found = improved(Simulator(GRAPH), [fastest[:3], fastest[3:]], budget, False)
-    assert started.filled == found == [fastest[0], fastest[3]]
+    assert started.filled == found[:2] == [fastest[0], fastest[3]]
     assert started.annealed == []
 
 

@@ -82,7 +82,7 @@ CPU_OVERHEADS = Overheads(
     cold_s=120e-6,
     cache_bytes=1 << 19,
     region_s=60e-6,
-    module_s=20e-6,
+    module_s=10e-6,
     saved_s=8e-6,
 )
 

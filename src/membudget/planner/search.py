@@ -99,7 +99,7 @@ def improved(
         found = _annealed(simulator, found, nearest, budget_bytes)
     best = sorted(found, key=_seconds)[:MOST_FILLED]
     rerun = [rerun_where_faster(simulator, s, budget_bytes) for s in best]
-    return [*rerun, *found, *fastest]
+    return _distinct([*rerun, *found, *fastest])
 
 
 def _filled(
