@@ -274,6 +274,7 @@ def _is_numpy_generator(kind: type) -> bool:
     )
 
 
+# Shared by the functions that read nothing but tensor arguments.
 NOTHING = Reached()
 
 

@@ -256,9 +256,10 @@ class Reads:
         addresses = addresses_of(self._tensors)
         if versions == self._versions and addresses == self._addresses:
             return []
-        now = list(zip(versions, addresses, strict=True))
-        then = zip(self._versions, self._addresses, strict=True)
-        changed = [i for i, noted in enumerate(then) if noted != now[i]]
+        noted = zip(self._versions, self._addresses, strict=True)
+        now = zip(versions, addresses, strict=True)
+        both = enumerate(zip(noted, now, strict=True))
+        changed = [i for i, (before, after) in both if before != after]
         # A later forward may have written again what this one wrote: a buffer is
         # restored from its copy, any other tensor must have the same content.
         return [

@@ -113,8 +113,8 @@ def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
     includes attributes that are `None`, because these may be set to a tensor later.
     """
     # Not a WeakKeyDictionary, which takes 0.6 µs to look up a module.
-    key = id(module)
-    known = _ATTRIBUTES.get(key)
+    number = id(module)
+    known = _ATTRIBUTES.get(number)
     if known is not None and known[0] == len(attributes):
         return known[1]
     names = [
@@ -123,8 +123,8 @@ def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
         if key not in _MODULE_INTERNALS and (item is None or type(item) not in INERT)
     ]
     forget = _ATTRIBUTES.pop  # At interpreter exit the global name may be gone.
-    death = ref(module, lambda _: forget(key, None))
-    _ATTRIBUTES[key] = (len(attributes), names, death)
+    death = ref(module, lambda _: forget(number, None))
+    _ATTRIBUTES[number] = (len(attributes), names, death)
     return names
 
 

@@ -153,6 +153,8 @@ class Surroundings:
     _ambient: Ambient | None = None  # Only with guards.
     _autocast: Autocast | None = None
     _is_checked = False
+    # The global generators with their states, and the states of generators that users
+    # created.
     _sources: Sources | None = None
     _noted: Noted
     _private: Noted | None = None
