@@ -90,6 +90,12 @@ def test_a_workspace_counts_in_the_peak_of_its_block_alone():
     assert first[0] == ChoiceCost(8, 58, 0.0)
     # Its own saved tensor is the first that the backward pass unpacks.
     assert second[0] == ChoiceCost(0, 38, 0.0)
+    # A later block is no operator between blocks, whose peak the first would count.
+    later = [(4, 1, 0), (4, 1, 30), (4, 1, 0), (4, 1, 50)]
+    first, second = BlockCosts(
+        chain_with_workspaces(later), [Block(0, 2), Block(2, 4)]
+    ).costs()
+    assert (first[0].peak_bytes, second[0].peak_bytes) == (38, 58)
     alone = BlockCosts(chain_with_workspaces(sizes), [Block(2, 4)])
     # What lies outside counts where it is live.
     assert alone.outside_bytes == (4, 8, 8, 8, 8, 8, 4, 0)
