@@ -77,10 +77,7 @@ class Span:
             )
         frame.end()
         self._close()
-        if frame.has_saved:
-            self.statistics.forwards += 1
-        else:
-            self.statistics.skipped += 1
+        self.statistics.count_call(frame.has_saved)
         if SWITCHES.any and SWITCHES.collector is not None:
             SWITCHES.collector(frame)
 
