@@ -266,8 +266,7 @@ class Costs:
         self.exponents: list[float] = []
         self.total, self.worse = 0.0, worse
         monkeypatch.setattr(search, "_cost", self.cost)
-        real = search.math
-        functions = SimpleNamespace(inf=real.inf, exp=self.exp)
+        functions = SimpleNamespace(inf=math.inf, exp=self.exp)
         monkeypatch.setattr(search, "math", functions)
 
     def cost(self, schedule: Schedule, budget: int, price: float) -> float:
