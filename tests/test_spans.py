@@ -217,6 +217,22 @@ def test_spans_run_under_switches_that_collect_nothing() -> None:
     assert [r.forwards for r in applied.status().regions] == [1, 1]
 
 
+@pytest.mark.parametrize(
+    ("spans", "regions"),
+    [
+        (SPANS, ["h.2", "h.5"]),
+        ([("h.1", "h.1")], ["h.1"]),
+    ],
+)
+def test_an_audit_counts_each_span_once(spans: Any, regions: list[str]) -> None:
+    model = made()
+    mb.apply(model, spans=spans)
+    report = mb.audit(model, torch.randn(4, 8))
+    assert report.equal
+    assert [r.name for r in report.regions or ()] == regions
+    assert report.regions_ran == report.recomputes == len(spans)
+
+
 class Twice(Model):
     """Calls its first block twice before its last one."""
 
@@ -259,6 +275,10 @@ def test_the_parent_of_a_span_is_the_module_that_calls_its_blocks() -> None:
     ("spans", "says"),
     [
         ([("h.1", "h.3"), ("h.2", "h.3")], "span h.2–h.3 overlaps another one"),
+        # The last module of one would begin the next before the first has ended.
+        ([("h.0", "h.2"), ("h.2", "h.4")], "span h.2–h.4 overlaps another one"),
+        ([("h.2", "h.4"), ("h.0", "h.2")], "span h.0–h.2 overlaps another one"),
+        ([("h.1", "h.1"), ("h.1", "h.2")], "span h.1–h.2 overlaps another one"),
         ([("h.1", "h.2"), ("h.1.wide", "h.1.norm")], "'h.1' holds a span and is in"),
         ([("h.1.wide", "h.1.norm"), ("h.1", "h.2")], "'h.1' is in a span and holds"),
         ([("h.0", "")], "Model has no module ''; it has 'h', 'h.0', 'h.0.norm'"),

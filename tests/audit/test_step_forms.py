@@ -244,3 +244,26 @@ def test_two_functions_are_compared_by_what_they_return():
     ]
     assert report.compared.outputs == 1
     assert report.regions is None
+
+
+class Ignores(nn.Module):
+    """Makes its output of a parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.Tanh())
+
+    def forward(self, batch: None) -> Tensor:
+        assert batch is None
+        return self.layers(X)
+
+
+def test_none_is_a_batch_and_a_variant_like_any_other():
+    model = Ignores()
+    assert audit(model, None).compared.gradients == 2
+
+    def step(variant: None) -> None:
+        model(variant).sum().backward()
+
+    report = audit(step, plain=None, budgeted=None, modules=model)
+    assert report.compared.gradients == 2

@@ -386,3 +386,10 @@ def test_a_storage_may_be_free_at_a_price():
     assert front.at_price(0.6).kept == frozenset()
     assert front.at_price(0.6, frozenset(first)).kept == frozenset(first)
     assert front.at_price(0.0).kept_bytes == 5
+
+
+def test_a_keep_set_that_stands_out_by_rounding_alone_is_no_corner():
+    # All have one price per byte, up to the last bits.
+    sizes, price = [40, 13, 94, 10], 0.8988382879679935
+    graph = chain_of([*sizes, 1], [*(size * price for size in sizes), 1.0])
+    assert [size for size, _ in trades(graph, whole(graph))] == [157, 0]

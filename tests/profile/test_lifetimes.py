@@ -78,6 +78,9 @@ def test_the_live_ranges_of_a_chain_match_those_by_hand(fake):
     assert product.released == 2
     assert exponential.released == 4
     first, second, third = graph.saved
+    # Each is asked for once, in the backward pass, the last first.
+    assert [len(s.asked) for s in graph.saved] == [1, 1, 1]
+    assert first.asked > second.asked > third.asked >= (graph.backward_start,)
     assert saved_by(graph, product) == [second]
     assert saved_by(graph, exponential) == [third]
     assert graph.storages[graph.values[first.value].storage].kind == "input"
