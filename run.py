@@ -37,7 +37,10 @@ MOST_WORKERS = 8
 # The extra of pyproject.toml that a command needs beside the tests' own.
 EXTRAS = {"field": "field", "mutants": "mutants", "peaks": "hf", "planners": "hf"}
 # The tests that run over both recorders of the replay engine.
-REPLAY_TESTS = ("tests/engine/replay", "tests/replay", "tests/conformance")
+REPLAY_TESTS = (
+    *("tests/engine/replay", "tests/replay", "tests/conformance"),
+    "tests/rows/test_row_c08_parts.py",  # Parts of memory that are written over.
+)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import FrameType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.errors import BudgetError, UnrepeatableWarning
+from membudget import attempt
+from membudget.errors import BudgetError, RecomputeMismatchError, UnrepeatableWarning
+from membudget.planner.plan import Plan
 from tests.changing import Changing
 from tests.model_state import state_of
+from tests.planner.drafts import PLAN
 
 
 def is_in_region() -> bool:
@@ -37,6 +43,42 @@ def telling(changes: dict[int, str], blocks: int = 8) -> tuple[nn.Module, Tensor
     torch.manual_seed(0)
     model = nn.Sequential(*(Telling(32, changes.get(n, "")) for n in range(blocks)))
     return model, torch.randn(1024, 32)
+
+
+def test_the_search_for_regions_at_fault_does_not_warn(monkeypatch):
+    tried: list[tuple[str, ...]] = []
+
+    def run_under(step: Any, plan: Plan, plain: Any) -> Any:
+        tried.append(tuple(region.path for region in plan.regions))
+        warnings.warn("kept", UnrepeatableWarning, stacklevel=1)
+        raise RecomputeMismatchError("wrong alone")
+
+    monkeypatch.setattr(attempt, "run_under", run_under)
+    error = RecomputeMismatchError("wrong together")
+    step: Any = Mock()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = attempt._reasons(step, PLAN, Mock(), error)
+    assert found == {"0": "wrong alone", "1": "wrong alone"}
+    assert tried == [("0",), ("1",)]
+
+
+def test_regions_that_are_right_alone_are_taken_off_again(monkeypatch):
+    removed = Mock()
+    monkeypatch.setattr(attempt, "run_under", lambda *_: (None, removed))
+    step: Any = Mock()
+    found = attempt._reasons(step, PLAN, Mock(), RecomputeMismatchError("together"))
+    assert found == {"0": "together", "1": "together"}
+    assert removed.remove.call_count == 2
+
+
+def test_each_region_at_fault_is_named_with_why():
+    error = attempt.RegionsAtFaultError({"h.0": "it is wrong", "": "it is, too"})
+    assert str(error) == (
+        "there is no region on 'h.0', under which it is wrong; "
+        "there is no region on 'the model', under which it is, too"
+    )
+    assert error.reasons == {"h.0": "it is wrong", "": "it is, too"}
 
 
 def gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:

@@ -64,6 +64,15 @@ def test_the_blocks_are_the_pieces_that_save_something_of_their_own():
     assert paths("none", found) == []
 
 
+def test_a_block_saves_at_most_a_quarter_of_what_is_saved():
+    def pair() -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(nn.Tanh(), nn.Tanh()) for _ in range(2)))
+
+    x = torch.ones(8, requires_grad=True)
+    found = mb.profile(nn.Sequential(pair(), pair()), x, fake=True)
+    assert paths("full", found) == ["0.0", "0.1", "1.0", "1.1"]
+
+
 @pytest.mark.parametrize("mode", ["full", "every_2"])
 def test_a_block_that_is_dropped_whole_keeps_nothing(mode):
     model, _ = made("gpt")
@@ -230,7 +239,19 @@ def test_a_plan_of_a_mode_is_refused_by_its_prediction():
 
 @pytest.mark.parametrize(
     "mode",
-    ["", "all", "every_n", "every_0", "every_-1", "every_2.5", "AUTO", None, 2, []],
+    [
+        "",
+        "all",
+        "every_n",
+        "every_0",
+        "every_-1",
+        "every_2.5",
+        "every_1000000",
+        "AUTO",
+        None,
+        2,
+        [],
+    ],
 )
 def test_what_is_no_mode_is_refused_with_those_that_there_are(mode):
     model, batch = made("mlp")
@@ -241,6 +262,6 @@ def test_what_is_no_mode_is_refused_with_those_that_there_are(mode):
         plan_for(profiled("mlp"), model, "60%", mode)
 
 
-@pytest.mark.parametrize("mode", [*MODES, "every_1", "every_17"])
+@pytest.mark.parametrize("mode", [*MODES, "every_1", "every_17", "every_999999"])
 def test_the_modes_are_known(mode):
     check_mode(mode)

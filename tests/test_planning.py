@@ -64,6 +64,7 @@ class Unseen(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x).tanh() * 2
         y.detach().numpy()[...] += 1
+        y.argmax()  # A decision, because of which the module is not rerun.
         return (y.sin() * y.exp()).tanh()
 
 

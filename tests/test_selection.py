@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
 from torch import Tensor, nn
 
 import membudget as mb
 from membudget.selection import default_names, select_modules
 
 
-def linear() -> nn.Linear:
+def linear(_: int = 0) -> nn.Linear:
     return nn.Linear(4, 4)
 
 
@@ -111,3 +114,67 @@ def test_a_selection_that_matches_nothing_names_what_the_model_has():
         select_modules(Nested(), None, None, None)
     with pytest.raises(mb.OptionError, match="every must be at least 1; got 0"):
         select_modules(Nested(), None, "h.*", None, every=0)
+
+
+class Bare(nn.Module):
+    """Nothing but a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+
+def refusal(model: nn.Module, **criteria: Any) -> str:
+    """Return what is said of a selection that matches nothing."""
+    asked = {"blocks": None, "names": None, "where": None, **criteria}
+    with pytest.raises(mb.SelectionError, match="no module of") as raised:
+        select_modules(model, **asked)
+    return str(raised.value)
+
+
+def test_a_refused_selection_names_at_most_eight_modules():
+    few, many = (nn.Sequential(*map(linear, range(n))) for n in (7, 9))
+    assert refusal(few, names="x").endswith("It has '0', '1', '2', '3', '4', '5', '6'.")
+    assert refusal(many, names="x").endswith("'5', '6', '7' and more.")
+    assert refusal(Bare(), names="x").endswith("It has no submodules.")
+
+
+def test_a_refused_selection_repeats_the_criteria_that_were_given():
+    assert "matches blocks=<class" in refusal(Nested(), blocks=nn.Conv2d)
+    assert "matches names=['a', 'b']. It" in refusal(Nested(), names=("a", "b"))
+
+
+def test_the_model_itself_is_matched_by_its_class_and_by_no_pattern():
+    model = nn.Sequential(nn.Tanh())
+    assert list(select_modules(model, nn.Sequential, None, None)) == [""]
+    assert list(select_modules(model, None, "**", None)) == ["0"]
+
+
+def test_a_model_without_blocks_or_parameters_has_no_default():
+    with pytest.raises(
+        mb.SelectionError, match="Bare has no ModuleList, no Sequential"
+    ):
+        default_names(Bare())
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [
+        # Children of several classes may be searched for a longer list, ...
+        (
+            nn.Sequential(nn.Tanh(), nn.Sequential(nn.Tanh(), nn.ReLU(), nn.Tanh())),
+            ["1.0", "1.1", "1.2"],
+        ),
+        # ... and so is an only child.
+        (nn.Sequential(nn.Sequential(nn.Tanh(), nn.Tanh())), ["0.0", "0.1"]),
+        # The outermost of equally long lists is taken, and an empty one never.
+        (
+            nn.Sequential(nn.Sequential(nn.Tanh(), nn.ReLU()), nn.Tanh()),
+            ["0", "1"],
+        ),
+        (nn.Sequential(nn.ModuleList(), nn.ModuleDict({"a": nn.Tanh()})), ["1.a"]),
+    ],
+    ids=["several-classes", "only-child", "outermost", "empty"],
+)
+def test_lists_are_searched_for_longer_ones(model, names):
+    assert default_names(model) == names

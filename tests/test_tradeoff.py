@@ -5,14 +5,18 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 import membudget as mb
 from membudget.errors import MissingExtraError, OptionError
+from membudget.planner import search
 from membudget.planning import plan_for, planner_of
 from membudget.report import rendered
 from membudget.tradeoff import Tradeoff, TradeoffRow, tradeoff
@@ -65,6 +69,21 @@ def test_a_row_says_what_a_plan_for_its_budget_says():
     assert len(plan.regions) == row.regions
 
 
+def test_no_schedule_of_a_curve_is_annealed(monkeypatch):
+    def annealed(*_: Any) -> Any:
+        raise AssertionError("a schedule was annealed")
+
+    monkeypatch.setattr(search, "anneal", annealed)
+    assert len(tradeoff(profiled("mlp"), 3).rows) == 3
+
+
+def test_a_curve_names_the_model_and_where_its_times_are_from():
+    found = profiled("mlp")
+    curve = tradeoff(found, 2)
+    assert (curve.model, curve.cost) == (found.model, found.cost)
+    assert curve.static_bytes == found.graph.static.total
+
+
 def test_twenty_budgets_are_planned_by_default():
     assert len(tradeoff(profiled("mlp")).rows) == 20
 
@@ -88,7 +107,13 @@ def test_a_curve_is_printed_as_a_table():
     )
     assert lines[2].split() == ["budget", "of", "plain", "peak", "slowdown", "regions"]
     assert lines[4].split() == ["1000", "B", "48.8%", "990", "B", "1.500", "3"]
+    assert lines[4].startswith(" ")  # Every column is of numbers.
     assert lines[5].split() == ["2.0", "KiB", "100.0%", "2.0", "KiB", "1.000", "0"]
+
+
+def test_a_curve_of_a_step_that_takes_nothing_is_printed():
+    nothing = replace(CURVE, rows=(TradeoffRow(0, 0, 1.0, 0),))
+    assert str(nothing).splitlines()[4].split()[2] == "0.0%"
 
 
 def test_a_curve_becomes_plain_data():
@@ -112,6 +137,48 @@ def test_a_picture_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatc
 needs_matplotlib = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib"
 )
+
+
+class Drawn:
+    """Stands for matplotlib's figure and its axes, and notes what is asked of them."""
+
+    def __init__(self, **options: Any) -> None:
+        self.asked: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+        self.asked["figure"] = (), options
+        FIGURES.append(self)
+
+    def __getattr__(self, name: str) -> Any:
+        def note(*args: Any, **options: Any) -> Any:
+            self.asked[name] = args, options
+            if name == "savefig":
+                args[0].write(b"a picture")
+            return self
+
+        return note
+
+
+FIGURES: list[Drawn] = []
+
+
+def test_a_picture_shows_slowdown_over_the_predicted_peak(tmp_path: Path, monkeypatch):
+    library, figures = ModuleType("matplotlib"), ModuleType("matplotlib.figure")
+    figures.Figure = Drawn  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "matplotlib", library)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", figures)
+    rows = tuple(replace(row, peak_bytes=row.peak_bytes << 20) for row in ROWS)
+    replace(CURVE, rows=rows).save_png(tmp_path / "curve.png")
+
+    asked = FIGURES.pop().asked
+    assert asked["figure"] == ((), {"figsize": (7, 4.5), "layout": "constrained"})
+    assert asked["plot"] == (([990.0, 2048.0], [1.5, 1.0]), {"marker": "o"})
+    assert asked["set_xlabel"] == (("predicted peak of the step, MiB",), {})
+    assert asked["set_ylabel"] == (("predicted slowdown",), {})
+    assert asked["set_title"] == (("GPT, times measured",), {})
+    assert asked["grid"] == ((), {"alpha": 0.3})
+    assert asked["savefig"][1] == {"format": "png", "dpi": 150}
+    assert (tmp_path / "curve.png").read_bytes() == b"a picture"
+    with pytest.raises(OptionError, match=r"missing/curve\.png' cannot be written"):
+        CURVE.save_png(tmp_path / "missing" / "curve.png")
 
 
 @needs_matplotlib

@@ -39,6 +39,7 @@ class RegionStatus:
         differences: Number of calls that kept fewer outputs than planned because their
             operators differed from those in the plan, or because the plan knows fewer
             calls of the module.
+        switched: Whether the region is replayed since a rerun gave other bits.
     """
 
     name: str
@@ -47,6 +48,7 @@ class RegionStatus:
     skipped: int
     unrepeatable: int = 0
     differences: int = 0
+    switched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,8 @@ class Status:
             note = "" if r.forwards or r.skipped else "  (did not run)"
             if r.unrepeatable:
                 note = f"  ({r.unrepeatable} values did not reproduce, and are kept)"
+            if r.switched:
+                note += "  (a rerun gave other bits: it is replayed now)"
             if r.differences:
                 note += f"  ({r.differences} calls ran other operators than planned)"
             lines.append(
@@ -116,6 +120,7 @@ class Applied:
                     s.skipped,
                     s.unrepeatable,
                     self._differences(name),
+                    s.switched,
                 )
                 for name, s in self._statistics.items()
             ),
@@ -153,7 +158,7 @@ def apply(
     Args:
         model: Any module; modified in place.
         plan: A plan, or the path of a plan file, given instead of selectors. A plan's
-            regions run under the replay engine and keep the outputs that the plan
+            regions run under the engine that it names, and keep the outputs that it
             names. By default, planned regions use `verify="fingerprints"`, which stays
             within the budget.
         blocks: One or more module classes whose instances get regions.

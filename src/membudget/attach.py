@@ -46,10 +46,11 @@ class Carried(Protocol):
 
 @dataclass(slots=True)
 class ModuleRegion:
-    """A region attached to one module."""
+    """A region attached to one module, by a plan or otherwise."""
 
     options: RegionOptions
     statistics: Statistics
+    is_planned: bool = False
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any

@@ -125,13 +125,14 @@ def _verify(step: Step, applied: Applied, start: State) -> None:
     Warns:
         UnrepeatableWarning: For each step in which a recomputed value differed.
     """
-    kept = -1
+    cured = -1
     while True:
         try:
             step.run()
         except RecomputeMismatchError as error:
-            kept, before = sum(r.unrepeatable for r in applied.status().regions), kept
-            if kept <= before:
+            regions = applied.status().regions
+            cured, before = sum(r.unrepeatable + r.switched for r in regions), cured
+            if cured <= before:
                 raise
             text = f"in a step that was run to verify the plan, {error}"
         else:

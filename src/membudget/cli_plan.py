@@ -160,6 +160,7 @@ def _fit(options: argparse.Namespace) -> int:
         **profiling_of(options),
         "fake": options.fake,
         "mode": options.mode,
+        "measure": "none",  # `try_steps` measures more steps.
     }
     with fit(model, batch, options.budget, loss, **keywords) as fitted:
         step = Step(model, batch, loss)

@@ -11,10 +11,11 @@ record the plain step  ──>  choose a schedule  ──>  apply its plan  ─�
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from inspect import signature
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch.nn import Module
 
@@ -23,22 +24,34 @@ from membudget.apply import Applied
 from membudget.attach import has_region
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
-from membudget.errors import BudgetError, OptionError, UnrepeatableWarning
+from membudget.errors import (
+    BudgetError,
+    OptionError,
+    RecomputeMismatchError,
+    UnrepeatableWarning,
+)
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.modes import AUTO, check_mode
 from membudget.outcome import Metered, plain_run
-from membudget.planned import without_plan
+from membudget.planned import put_on, take_off, without_plan
+from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
-    next_schedule,
+    next_schedules,
     unseen_bytes,
     without_calls,
 )
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
+from membudget.race import Slowdown, race
 from membudget.refusal import explaining_shortage
 from membudget.sharding import sharding_of
 from membudget.step import ABSENT, LossFunction, Step, step_of
+
+Measure = Literal["best", "one", "none"]
+
+QUICK_S = 1.0
+"""A plain step of fewer seconds is quick enough to time several plans."""
 
 
 def fit(
@@ -52,6 +65,7 @@ def fit(
     optimizer: OptimizerLike = None,
     fake: bool = False,
     device: str | Device | None = None,
+    measure: Measure | None = None,
 ) -> Fitted:
     """Apply the fastest plan found under which a training step fits the budget.
 
@@ -86,6 +100,11 @@ def fit(
         fake: Whether to profile on fake tensors; times are then estimated. A plain step
             that runs out of memory is profiled so in any case.
         device: Device for which to estimate operator times; see `profile`.
+        measure: Whose steps are timed in turns with plain ones: `"one"` means those of
+            the plan that is predicted to be the fastest, `"best"` also those of plans
+            with other engines, of which the fastest is taken, `"none"` means nobody's.
+            By default `"best"` if the plain step takes less than a second, else
+            `"one"`. Nothing is timed if the plain step does not fit.
 
     Returns:
         The fitted model, with its report.
@@ -114,6 +133,10 @@ def fit(
         >>> fitted.remove()
     """
     check_mode(mode)
+    if measure not in (None, *get_args(Measure)):
+        raise OptionError(
+            f"measure must be 'best', 'one', 'none' or None; got {measure!r}"
+        )
     if budget is not None:
         check_budget(budget)
     step = step_of(model, batch, loss_fn, modules)
@@ -126,7 +149,7 @@ def fit(
         plain = replace(plain, notes=plain.notes + notes)
         if budget is None:
             budget = budget_in_all(plain.graph.static, optimizer, usable)
-        return fit_recorded(step, plain, Budget.of(budget, plain), mode)
+        return fit_recorded(step, plain, Budget.of(budget, plain), mode, measure)
 
 
 def _profiled(
@@ -144,7 +167,11 @@ def _profiled(
 
 
 def fit_recorded(
-    step: Step, profile: Profile, budget: Budget, mode: str = AUTO
+    step: Step,
+    profile: Profile,
+    budget: Budget,
+    mode: str = AUTO,
+    measure: Measure | None = None,
 ) -> Fitted:
     """Fit an already profiled step; see `fit` for what is raised and warned of."""
     plain = None if profile.tensors == "fake" else plain_run(step)
@@ -152,7 +179,7 @@ def fit_recorded(
     while True:
         plannable = without_calls(profile, left_out)
         try:
-            attempts, applied = _attempts(step, plannable, plain, budget, mode)
+            found = _first_that_fits(step, plannable, plain, budget, mode)
         except RegionsAtFaultError as error:
             left_out |= error.reasons
             warnings.warn(str(error), UnrepeatableWarning, stacklevel=3)
@@ -161,14 +188,62 @@ def fit_recorded(
                 error.add_note(str(RegionsAtFaultError(left_out)))
             raise
         else:
-            applied.left_out = left_out
-            return Fitted(mode, step, profile, attempts, applied)
+            break
+    if measure is None:
+        measure = "best" if profile.graph.seconds < QUICK_S else "one"
+    slowdown = None
+    if plain is not None and found.attempts[-1].plan.regions and measure != "none":
+        others = found.others if measure == "best" else []
+        slowdown = _raced(step, plannable, plain, budget, found, others)
+    found.applied.left_out = left_out
+    return Fitted(mode, step, profile, found.attempts, found.applied, slowdown)
 
 
-def _attempts(
+@dataclass
+class _Fitting:
+    """Plans that were tried, the last of which fits, and is applied.
+
+    Attributes:
+        attempts: Every plan, with its measured peak.
+        applied: The regions of the last.
+        others: Schedules with other engines that are predicted to fit, too.
+    """
+
+    attempts: list[Attempt]
+    applied: Applied
+    others: Sequence[Schedule]
+
+
+def _raced(
+    step: Step,
+    profile: Profile,
+    plain: Metered,
+    budget: Budget,
+    found: _Fitting,
+    others: Sequence[Schedule],
+) -> Slowdown:
+    """Race the plan that was found against others that fit; apply the fastest."""
+    entries = [(found.attempts.pop(), found.applied, take_off(step.model))]
+    for schedule in others:
+        unseen = unseen_bytes(profile, plain)
+        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        with warnings.catch_warnings(), suppress(RecomputeMismatchError):
+            warnings.simplefilter("ignore", UnrepeatableWarning)
+            attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
+            regions = take_off(step.model)
+            if attempt.peak_bytes <= budget.step_bytes:
+                entries.append((attempt, applied, regions))
+    place, slowdown = race(step, [regions for _, _, regions in entries])
+    attempt, found.applied, regions = entries[place]
+    found.attempts.append(attempt)
+    put_on(regions)
+    return slowdown
+
+
+def _first_that_fits(
     step: Step, profile: Profile, plain: Metered | None, budget: Budget, mode: str
-) -> tuple[list[Attempt], Applied]:
-    """Try plans until one is within the budget; return all, and its regions.
+) -> _Fitting:
+    """Try plans until one is within the budget.
 
     Raises:
         BudgetError: If no plan fits, by prediction or by measurement.
@@ -178,13 +253,13 @@ def _attempts(
     attempts: list[Attempt] = []
     unseen = unseen_bytes(profile, plain)
     while True:
-        schedule = next_schedule(profile, budget, mode, attempts, unseen)
+        schedule, *others = next_schedules(profile, budget, mode, attempts, unseen)
         plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         with explaining_shortage(budget, plan):
             found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
-            return attempts, applied
+            return _Fitting(attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
 
 

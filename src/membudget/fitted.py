@@ -12,6 +12,7 @@ from membudget.audit import AuditReport, audit
 from membudget.modes import AUTO
 from membudget.planner.plan import Plan
 from membudget.profile import Profile
+from membudget.race import Slowdown
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import CallableStep, Step
 
@@ -34,6 +35,7 @@ class Fitted:
         mode: The `mode` that was passed to `fit`, such as `"auto"`.
         profile: Profile of the plain step, without regions.
         attempts: Every plan that was measured; the last one is applied.
+        slowdown: Measured slowdown of the plan; `None` if nothing was timed.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Fitted:
         profile: Profile,
         attempts: Sequence[Attempt],
         applied: Applied,
+        slowdown: Slowdown | None = None,
     ):
         """Store the results of fitting; called by `fit`."""
         self.mode = mode
@@ -50,6 +53,7 @@ class Fitted:
         self.profile = profile
         self.attempts = tuple(attempts)
         self._applied = applied
+        self.slowdown = slowdown
 
     @property
     def plan(self) -> Plan:
@@ -79,6 +83,8 @@ class Fitted:
         """Return predicted and measured values, and what each region keeps, as text."""
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
+        if self.slowdown is not None:
+            lines.append(f"          {self.slowdown!s:>12}")
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if DOES_NOT_FIT in self.profile.notes:

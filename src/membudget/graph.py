@@ -148,11 +148,13 @@ class ModuleCall:
         path: Name of the module, as in `named_modules()`.
         start: Op index of the first operator of the call.
         end: Op index one past the last operator; equal to `start` if no operator ran.
+        inputs: Values of the tensors among the positional arguments.
     """
 
     path: str
     start: int
     end: int
+    inputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,6 +255,9 @@ class StepGraph:
                 f"version {version!r}"
             )
         try:
+            calls = data["calls"]  # Older files lack what they were called with.
+            calls = {"inputs": [()] * len(calls["path"]), **calls}
+            data = {**data, "calls": calls}
             tables = {name: _from_table(data[name], kind) for name, kind in _TABLES}
             return cls(
                 backward_start=int(data["backward_start"]),

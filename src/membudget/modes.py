@@ -57,8 +57,8 @@ def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Sched
     calls = _calls(mode, graph)
     choices = tuple(_choice(graph, call, mode == "selective") for call in calls)
     schedule = Simulator(graph).schedule(calls, choices)
-    overhead_s = sum(overheads.recording_s(graph, choice) for choice in choices)
-    overhead_s += overheads.again_s(graph, schedule.simulation.recomputed)
+    overhead_s = sum(overheads.region_of_s(graph, choice) for choice in choices)
+    overhead_s += overheads.again_s(graph, schedule.simulation.replayed)
     return replace(schedule, overhead_s=overhead_s)
 
 

@@ -20,6 +20,7 @@ from membudget.engine.options import RegionOptions, Statistics, checked_options
 from membudget.engine.policy import Stages
 from membudget.errors import PlanError
 from membudget.numbered import CountedFrom, NumberedRegions
+from membudget.planner.choice import RERUN
 from membudget.planner.plan import (
     Plan,
     RegionPlan,
@@ -80,18 +81,26 @@ def _carried(
 ) -> Carried:
     statistics, times = Statistics(path), regions[0].times
     if times == 1:
-        return ModuleRegion(_options(options, _policy(regions[-1])), statistics)
+        return ModuleRegion(_options(options, regions[-1]), statistics, True)
     numbered: dict[int, RegionOptions] = {}
     for region in regions:
-        shared = _options(options, _policy(region))
-        numbered |= dict.fromkeys(region.numbers, shared)
-    return NumberedRegions(numbered, _options(options, Unplanned()), times, statistics)
+        numbered |= dict.fromkeys(region.numbers, _options(options, region))
+    return NumberedRegions(numbered, _replayed(options, Unplanned()), times, statistics)
 
 
-def _options(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
+def _options(options: Mapping[str, Any], region: RegionPlan) -> RegionOptions:
+    if region.engine == RERUN:
+        # It is replayed after all if a second run would repeat side effects.
+        return checked_options({**_VERIFY, **options, "engine": "auto", "keep": None})
+    return _replayed(options, _policy(region))
+
+
+def _replayed(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
     # The user's options override these defaults, but not what the plan keeps.
-    defaults = {"engine": "replay", "verify": "fingerprints"}
-    return checked_options({**defaults, **options, "keep": policy})
+    return checked_options({**_VERIFY, "engine": "replay", **options, "keep": policy})
+
+
+_VERIFY = {"verify": "fingerprints"}
 
 
 def _policy(region: RegionPlan) -> Planned:
@@ -119,25 +128,47 @@ def policies_of(carried: Carried | None) -> tuple[Planned, ...]:
     return tuple(dict.fromkeys(planned))
 
 
+def is_planned(carried: Carried) -> bool:
+    """Return whether a module carries something because of a plan."""
+    if isinstance(carried, ModuleRegion):
+        return carried.is_planned
+    return isinstance(carried, NumberedRegions | CountedFrom)
+
+
+PlanRegions = list[tuple[str, Module, Carried]]
+"""What modules carry under a plan: name, module, and what it carries."""
+
+
+def take_off(model: Module) -> PlanRegions:
+    """Remove a plan's regions from a model, and return them."""
+    found = [
+        (name, module, carried)
+        for name, module in model.named_modules()
+        if (carried := carried_by(module)) is not None and is_planned(carried)
+    ]
+    for _, module, _ in found:
+        remove_region(module)
+    return found
+
+
+def put_on(regions: PlanRegions) -> None:
+    """Attach a plan's regions again, with all that they have learnt."""
+    for name, module, carried in regions:
+        put(module, carried, name)
+
+
 @contextmanager
 def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
     """Remove a plan's regions; put them back if asked to, or after an exception."""
-    planned = {
-        name: (module, carried)
-        for name, module in model.named_modules()
-        if (carried := carried_by(module)) is not None
-        and (policies_of(carried) or isinstance(carried, CountedFrom))
-    }
-    for module, _ in planned.values():
-        remove_region(module)
+    planned = take_off(model)
     try:
         yield
     except BaseException:
         put_back = True
         raise
     finally:
-        for name, (module, carried) in planned.items() if put_back else ():
-            put(module, carried, name)
+        if put_back:
+            put_on(planned)
 
 
 def model_parameters(model: Module) -> tuple[str, ...]:

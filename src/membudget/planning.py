@@ -90,7 +90,7 @@ def plan_for(
     """
     check_mode(mode)
     limit = Budget.of(budget, profile)
-    schedule = next_schedule(profile, limit, mode)
+    schedule = next_schedules(profile, limit, mode)[0]
     if schedule.peak_bytes > limit.step_bytes and schedule.is_smallest:
         least_bytes = predicted_least(profile, schedule)
         raise refused(profile, limit, schedule, least_bytes)
@@ -99,20 +99,21 @@ def plan_for(
     return make_plan(profile, schedule, model, limit.step_bytes)
 
 
-def next_schedule(
+def next_schedules(
     profile: Profile,
     budget: Budget,
     mode: str,
     attempts: Sequence[Attempt] = (),
     unseen: int = 0,
-) -> Schedule:
+) -> list[Schedule]:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
-    After an attempt over budget, `auto` lowers its target by the measured excess, while
-    all other modes have only one schedule. Before `auto` refuses a budget, it returns
-    the smallest schedule, whatever its prediction; on fake tensors, only if that is
-    near the budget, because trying it may need more memory than there is.
-    What the plain step takes beyond its profile (`unseen`) is assumed of plans, too.
+    Schedules with other engines, which may be faster after all, follow it. After an
+    attempt over budget, `auto` lowers its target by the measured excess, while all
+    other modes have only one schedule. Before `auto` refuses a budget, it returns the
+    smallest schedule, whatever its prediction; on fake tensors, only if that is near
+    the budget, because trying it may need more memory than there is. What the plain
+    step takes beyond its profile (`unseen`) is assumed of plans, too.
 
     The planner is not kept between calls, because its tables occupy host memory, too.
 
@@ -120,25 +121,25 @@ def next_schedule(
         BudgetError: If no schedule fits; the error states the smallest feasible budget.
     """
     if mode != AUTO:
-        return _schedule_of_mode(profile, budget, mode, attempts)
+        return [_schedule_of_mode(profile, budget, mode, attempts)]
     target_bytes = budget.step_bytes - unseen
     if attempts:
         # The prediction was too low; the next one may be too low by as much.
         last = attempts[-1]
         if last.schedule.is_smallest:
-            return _after_smallest(profile, budget, attempts, unseen)
+            return [_after_smallest(profile, budget, attempts, unseen)]
         over_bytes = last.peak_bytes - budget.step_bytes
         target_bytes = last.schedule.peak_bytes - over_bytes
     with stage("planning"):
         planner = planner_of(profile)
         if len(attempts) < MOST_PLANS and not cannot_fit(profile.graph, budget):
             with suppress(BudgetError):
-                return planner.fastest(target_bytes)
+                return planner.candidates(target_bytes)
         # No search helps: try the smallest plan, whose prediction may be too high.
         smallest = planner.smallest()
     has_run = profile.tensors == "real"  # The plain step has, which takes more.
     if has_run or smallest.peak_bytes <= FAR_OVER * budget.step_bytes:
-        return smallest
+        return [smallest]
     took = [attempt.peak_bytes for attempt in attempts]
     least_bytes = predicted_least(profile, smallest)
     raise refused(profile, budget, smallest, least_bytes, took)

@@ -46,10 +46,14 @@ class Scope(list[tuple[Callable[..., Any], tuple[Any, ...]]]):
         trace: TracebackType | None,
     ) -> None:
         """Run all undo functions, newest first."""
+        self.close()
+
+    def close(self) -> None:
+        """Run all undo functions, newest first."""
         while self:
             function, args = self.pop()
             try:
                 function(*args)
             except BaseException:  # Undo the rest before raising.
-                self.__exit__(None, None, None)
+                self.close()
                 raise

@@ -78,10 +78,7 @@ class Span:
             )
         frame.end()
         self._close()
-        if frame.has_saved:
-            self.statistics.forwards += 1
-        else:
-            self.statistics.skipped += 1
+        self.statistics.count_call(frame.has_saved)
         if SWITCHES.any and SWITCHES.collector is not None:
             SWITCHES.collector(frame)
 
@@ -123,6 +120,9 @@ class _Ends:
     def __init__(self) -> None:
         self.begins: Span | None = None
         self.ends: Span | None = None
+
+    def is_taken(self) -> bool:
+        return self.begins is not None or self.ends is not None
 
     @property
     def statistics(self) -> Statistics | None:
@@ -188,7 +188,8 @@ def put_spans(
         span = Span(f"{first}–{last}", known[parent], options)
         _parent(carried, parent).spans.append(span)
         begin, end = _ends(carried, first), _ends(carried, last)
-        if begin.begins is not None or end.ends is not None:
+        # A module that ends one span would begin the next before it has ended.
+        if begin.is_taken() or end.is_taken():
             raise SelectionError(f"span {first}–{last} overlaps another one")
         begin.begins = end.ends = span
         statistics[f"{first}–{last}"] = span.statistics

@@ -146,3 +146,82 @@ def test_results_copy_tensors_and_values():
     held.tensors = dict(results.tensors)
     (key,) = held.tensors
     assert compared(held, outcome({key: torch.ones(2)})).differences == ()
+
+
+def test_values_of_up_to_sixty_characters_are_shown_whole():
+    found = compared(outcome(values={"x": "a" * 58}), outcome(values={"x": "b" * 59}))
+    (value,) = found.side_effects
+    assert value.plain == repr("a" * 58)
+    assert value.other == "'" + "b" * 56 + "..."
+    assert value.detail == f"plain {value.plain}, fitted {value.other}"
+    assert (value.kind, value.name) == ("value", "x")
+
+
+def test_tensors_of_other_shapes_or_dtypes_are_described():
+    key = ("buffer", "w")
+    (found,) = compared(outcome({key: ONE}), outcome({key: ONE.double()})).differences
+    assert (found.elements, found.total, found.index) == (None, None, None)
+    assert found.detail == f"plain is {found.plain}, fitted {found.other}"
+    assert "float32" in found.plain
+    assert "float64" in found.other
+
+
+def test_a_tensor_of_one_element_is_shown_by_its_value():
+    key = ("loss", "loss")
+    left, right = outcome({key: torch.tensor(1.5)}), outcome({key: torch.tensor(2.5)})
+    (found,) = compared(left, right).differences
+    assert found.detail == "plain 1.5, fitted 2.5"
+    assert (found.elements, found.total, found.index) == (1, 1, ())
+    assert str(found) == "loss loss: plain 1.5, fitted 2.5"
+    assert found.to_dict()["elements"] == 1
+
+
+def test_large_numbers_of_elements_have_commas():
+    key = ("parameter", "w")
+    zeros = torch.zeros(2000)
+    (found,) = compared(outcome({key: zeros}), outcome({key: zeros + 1})).differences
+    assert found.detail == ("2,000 of 2,000 elements, first at [0]: plain 0, fitted 1")
+
+
+def test_what_only_one_run_has_is_described_as_it_is():
+    key = ("gradient", "w")
+    (found,) = compared(outcome({key: ONE}), outcome()).differences
+    assert found.other == "none of that name"
+    assert found.detail == f"plain has {found.plain}, fitted none of that name"
+    (found,) = compared(outcome(), outcome({key: None})).differences
+    assert (found.plain, found.other) == ("none of that name", "None")
+
+
+def test_a_stream_of_one_run_only_is_a_difference():
+    left, right = outcome(streams={"own": 1}), outcome()
+    for one, other in ((left, right), (right, left)):
+        (found,) = compared(one, other).differences
+        assert found.name == "own"
+    # It is where it was, or was not.
+    (found,) = compared(left, right, {"own": 1}).differences
+    assert found.detail == "fitted drew from it, plain did not"
+
+
+def test_differences_are_listed_tensors_first_then_results_then_streams():
+    key = ("buffer", "w")
+    plain = outcome({key: ONE}, {"v": 1}, {"torch": 1}, {"r": 1})
+    other = outcome({key: TWO}, {"v": 2}, {"torch": 2}, {"r": 2})
+    found = compared(plain, other, {"torch": 0})
+    assert [d.kind for d in found.differences] == ["buffer", "output", "stream"]
+    assert [d.kind for d in found.side_effects] == ["value"]
+
+
+def test_an_outcome_gives_all_tensors_of_a_kind_by_name():
+    made = outcome({("buffer", "a"): ONE, ("loss", "a"): TWO, ("buffer", "b"): None})
+    assert made.of("buffer").keys() == {"a", "b"}
+    assert made.of("gradient") == {}
+
+
+def test_results_note_which_tensors_require_a_gradient():
+    results = Results()
+    results.add("loss", torch.ones((), requires_grad=True))
+    results.add("output", {"y": ONE, "n": 3})
+    assert results.values["loss.requires_grad"] is True
+    assert [v for name, v in results.values.items() if "y" in name] == [False]
+    assert {kind for kind, _ in results.tensors} == {"loss", "output"}
+    assert results.copy is host_copy

@@ -9,7 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.apply import RegionStatus
+from membudget.attach import ModuleRegion, carried_by, has_region, statistics_of
 from membudget.audit import audit
+from membudget.audit.runs import RegionCounts, regions_for
+from membudget.engine.options import checked_options
 
 
 def linear() -> nn.Linear:
@@ -86,3 +90,65 @@ def test_existing_regions_stay_and_their_counters_do_not_move():
     assert applied.status() == before
     applied.remove()
     assert type(model[0]) is nn.Linear
+
+
+def test_an_audit_of_regions_counts_only_its_own_steps():
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    applied = mb.apply(model, names="0")
+    for _ in range(2):
+        model(torch.randn(2, 4)).sum().backward()
+    statistics = statistics_of(model[0])
+    assert statistics is not None
+    counts = RegionCounts([model, model[1]])
+    assert [(r.name, r.forwards) for r in counts.since()] == [("0", 0)]
+    model(torch.randn(2, 4)).sum().backward()
+    with torch.no_grad():
+        model[0](torch.randn(2, 4))
+    model.requires_grad_(False)
+    model(torch.randn(2, 4))
+    assert counts.since() == (RegionStatus("0", 1, 1, 1),)
+    counts.restore()
+    assert (statistics.forwards, statistics.recomputes) == (2, 2)
+    assert statistics.skipped == 0
+    applied.remove()
+
+
+def test_the_regions_of_an_audit_verify_nothing_unless_they_replay():
+    model = nn.Sequential(linear(), nn.Tanh())
+
+    def options(**selection: Any) -> Any:
+        with regions_for(model, selection)():
+            carried = carried_by(model[0])
+        assert isinstance(carried, ModuleRegion)
+        return carried.options.verify
+
+    plain = checked_options({}).verify
+    assert plain is not False
+    assert options() is False
+    assert options(engine="rerun") is False
+    assert options(engine="replay") == plain
+    assert options(keep=mb.policies.matmuls) == plain
+    assert options(verify=True) is True
+    assert not any(has_region(module) for module in model.modules())
+
+
+def test_an_audit_says_in_which_run_a_step_failed():
+    model = nn.Sequential(linear(), nn.Tanh())
+    calls = iter(range(10))
+
+    def fails_in_run(number: int) -> Any:
+        def loss_fn(output: Tensor, _: Any) -> Tensor:
+            if next(calls) == number:
+                raise KeyError("mine")
+            return output.sum()
+
+        return loss_fn
+
+    for number, name in enumerate(["plain", "second plain", "budgeted"]):
+        calls = iter(range(10))
+        with pytest.raises(KeyError, match="mine") as raised:
+            audit(model, torch.ones(1, 4), fails_in_run(number))
+        assert raised.value.__notes__ == [
+            f"Raised in the {name} run of an audit; the state before it was restored."
+        ]
+        assert not any(has_region(module) for module in model.modules())

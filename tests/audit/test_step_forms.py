@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_overloads
 
 import pytest
 import torch
@@ -152,6 +153,16 @@ def test_an_audit_is_of_a_model_or_of_a_step_and_not_of_both():
         call(plain=print, budgeted=print)
 
 
+def test_each_form_of_an_audit_has_the_defaults_of_the_function():
+    of_function = inspect.signature(audit).parameters
+    forms = get_overloads(audit)
+    assert len(forms) == 3
+    for form in forms:
+        for name, parameter in inspect.signature(form).parameters.items():
+            if parameter.default is not inspect.Parameter.empty:
+                assert parameter.default == of_function[name].default, name
+
+
 def test_two_models_are_compared_by_the_names_of_their_parameters():
     plain = nn.Sequential(linear(), nn.Tanh())
     other = nn.Sequential(linear(), nn.Tanh())
@@ -178,3 +189,81 @@ def test_a_step_without_a_backward_pass_is_reported():
 
     assert "does the step call backward()" in str(report)
     assert report.regions_ran is None
+
+
+@pytest.mark.parametrize(
+    ("count", "is_list", "names"),
+    [
+        (1, False, ["weight", "bias"]),
+        (1, True, ["weight", "bias"]),
+        (
+            2,
+            True,
+            [f"modules[{i}].{name}" for i in (0, 1) for name in ("weight", "bias")],
+        ),
+    ],
+)
+def test_the_parameters_of_several_modules_are_named_by_their_number(
+    count, is_list, names
+):
+    layers = [linear() for _ in range(count)]
+
+    def step(scale: float) -> None:
+        sum(layer(X).sum() * scale for layer in layers).backward()
+
+    modules = layers if is_list else layers[0]
+    report = audit(step, plain=1.0, budgeted=2.0, modules=modules)
+    assert [d.name for d in report.differences] == names
+
+
+def test_models_that_differ_only_in_what_is_not_registered_are_compared():
+    plain, other = (
+        nn.Sequential(linear(), nn.Tanh()),
+        nn.Sequential(linear(), nn.Tanh()),
+    )
+    other.load_state_dict(plain.state_dict())
+    plain.cache, other.cache = torch.ones(2), torch.zeros(2)
+
+    def step(model: nn.Module) -> None:
+        model(X).sum().backward()
+
+    report = audit(step, plain=plain, budgeted=other)
+    assert [d.name for d in report.differences] == ["cache"]
+
+    nn.init.zeros_(other[0].weight)  # type: ignore[arg-type]
+    nn.init.ones_(other[0].bias)  # type: ignore[arg-type]
+    with pytest.raises(mb.OptionError, match=r"0\.weight.*\(2 differences in all\)"):
+        audit(step, plain=plain, budgeted=other)
+
+
+def test_two_functions_are_compared_by_what_they_return():
+    model = nn.Sequential(linear())
+    report = audit(plain=lambda: (1, X), budgeted=lambda: (2, X), modules=model)
+    assert [(d.kind, d.plain, d.other) for d in report.differences] == [
+        ("output", "1", "2")
+    ]
+    assert report.compared.outputs == 1
+    assert report.regions is None
+
+
+class Ignores(nn.Module):
+    """Makes its output of a parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(linear(), nn.Tanh())
+
+    def forward(self, batch: None) -> Tensor:
+        assert batch is None
+        return self.layers(X)
+
+
+def test_none_is_a_batch_and_a_variant_like_any_other():
+    model = Ignores()
+    assert audit(model, None).compared.gradients == 2
+
+    def step(variant: None) -> None:
+        model(variant).sum().backward()
+
+    report = audit(step, plain=None, budgeted=None, modules=model)
+    assert report.compared.gradients == 2

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from membudget.engine import callees
 from membudget.engine import reach as walk
+from membudget.engine import slots
 from membudget.engine.reach import Reached, reach
 
 # Globals that functions below name, among others that hold nothing.
@@ -63,8 +63,8 @@ class Derived(Holder):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(callees, "_CODE_SLOTS", {})
-    monkeypatch.setattr(walk, "CLASS_SLOTS", {})
+    monkeypatch.setattr(slots, "_CODE_SLOTS", {})
+    slots.class_slots.cache_clear()
 
 
 def tensors(function: Any, *others: Any) -> set[int]:
@@ -311,6 +311,48 @@ def test_what_holds_nothing_holds_no_state():
     assert reach(Record([])).holds_state()
     assert reach(Record(torch.ones(1))).holds_state()
     assert reach(nn.Tanh()).holds_state()
+
+
+def test_a_function_of_its_arguments_alone_reaches_nothing():
+    times = 2
+
+    def repeated(x: Any) -> Any:
+        for _ in range(times):
+            x = x.sin()
+        return x
+
+    assert reach(repeated) is walk.NOTHING
+    assert reach(lambda x: x.sin()) is walk.NOTHING
+    assert not walk.NOTHING.holds_state()
+    # With names or with other arguments, the walk notes more than that.
+    assert reach(repeated, names=True) is not walk.NOTHING
+    assert tensors(repeated, Record(SECOND)) == ids(SECOND)
+
+
+def test_a_number_that_a_function_closes_over_may_become_a_tensor():
+    scale: Any = 2
+
+    def scaled(x: Any) -> Any:
+        return x * scale
+
+    assert reach(scaled) is walk.NOTHING
+    scale = torch.ones(3)
+    assert tensors(scaled) == ids(scale)
+
+
+def test_a_function_with_a_default_or_a_global_reaches_it():
+    default = torch.ones(2)
+    assert tensors(lambda x, scale=default: x * scale) == ids(default)
+    assert tensors(lambda x: x * FIRST) == ids(FIRST)
+
+
+def test_the_attributes_of_a_module_are_forgotten_with_it():
+    model = nn.Tanh()
+    reach(model)
+    number = id(model)
+    assert number in slots._ATTRIBUTES
+    del model
+    assert number not in slots._ATTRIBUTES
 
 
 def test_objects_of_a_library_are_not_walked():

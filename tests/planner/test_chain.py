@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from membudget.graph import StepGraph
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner import nested as nested_chains
 from membudget.planner.blocks import Segment
-from membudget.planner.chain import Checkpoint, SegmentChoice
+from membudget.planner.chain import COARSEST, FINEST, Checkpoint, SegmentChoice
 from membudget.planner.choice import Choice
-from membudget.planner.nested import ChainNumbers
+from membudget.planner.nested import ChainNumbers, nested
+from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.simulate import Simulation, simulate, timeline
-from tests.planner.drafts import chain_of
+from tests.planner.drafts import Draft, chain_of
 
 
 def chain_by_operator(graph: StepGraph) -> ChainNumbers:
@@ -76,7 +79,28 @@ def chains(draw: st.DrawFn) -> StepGraph:
     number = st.integers(1, 9)
     sizes = draw(st.lists(number, min_size=count, max_size=count))
     seconds = draw(st.lists(number, min_size=count, max_size=count))
-    return chain_of(sizes, [float(s) for s in seconds])
+    graph = chain_of(sizes, [float(s) for s in seconds])
+    operators = [
+        replace(o, workspace_bytes=draw(st.sampled_from([0, 0, 6])))
+        for o in graph.operators[:count]
+    ]
+    return replace(graph, operators=(*operators, *graph.operators[count:]))
+
+
+def test_a_loop_is_recomputed_in_stages_although_all_of_it_writes_one_storage():
+    draft, count = Draft(), 24
+    (results,) = draft.run(makes=[1])
+    value = draft.outside()
+    for _ in range(count):
+        (value,) = draft.run(value, makes=[10])
+        draft.save(value)
+        (results,) = draft.run(value, writes=[results])
+    draft.save(*draft.run(results, makes=[1]))
+    graph = draft.finish([("", 0, len(draft.operators))])
+    solvers = nested(Simulator(graph))
+    found = min((s for of in solvers for s in of.least), key=lambda s: s.peak_bytes)
+    assert timeline(graph).peak_bytes > 10 * count
+    assert found.peak_bytes < 10 * count / 2
 
 
 @given(chains())
@@ -95,3 +119,86 @@ def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
         found = simulate(graph, [links.choice(answer)])
         assert found.peak_bytes <= budget
         assert found.seconds == pytest.approx(min(fitting))
+
+
+@given(chains(), st.data())
+@settings(max_examples=40, deadline=None)
+def test_what_must_not_run_again_does_not_in_any_answer(graph, data):
+    count = graph.backward_start
+    pinned = data.draw(st.sets(st.integers(0, count - 1), min_size=1))
+    operators = tuple(
+        replace(o, must_keep=i in pinned) for i, o in enumerate(graph.operators)
+    )
+    graph = replace(graph, operators=operators)
+    links = chain_by_operator(graph)
+    plain = timeline(graph).peak_bytes
+    chain = links.chain(plain)
+    for budget in range(1, plain + 1):
+        answer = chain.solve(budget)
+        if answer is not None:
+            found = simulate(graph, [links.choice(answer)])
+            assert pinned.isdisjoint(found.recomputed)
+
+
+@pytest.mark.parametrize(("later", "retained"), [(0, 7), (1, 7)])
+def test_what_crosses_a_cut_unsaved_is_retained_until_it_is_read(later, retained):
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[7])
+    (b,) = draft.run(a, makes=[2])
+    draft.save(b)
+    for _ in range(later):
+        draft.run(b, makes=[1])
+    graph = draft.finish()
+    assert graph.storages[1].death == 2
+    chain = chain_by_operator(graph).chain(100)
+    assert chain._segments[0].choices[0].retained_bytes == retained
+
+
+def in_one_module(count: int) -> StepGraph:
+    graph = chain_of([4] * count, [1.0] * count)
+    return replace(graph, calls=(ModuleCall("", 0, count),))
+
+
+@pytest.mark.parametrize(
+    ("count", "lengths"), [(5, [5]), (12, [12]), (20, [12, 20]), (60, [12, 24, 48])]
+)
+def test_the_largest_call_is_cut_into_12_24_and_48_segments(
+    count, lengths, monkeypatch
+):
+    made = []
+    monkeypatch.setattr(
+        nested_chains,
+        "_Nested",
+        lambda simulator, call, chain, *_: made.append(len(chain)),
+    )
+    nested(Simulator(in_one_module(count)))
+    assert made == lengths
+
+
+def test_a_step_without_module_calls_is_not_nested():
+    assert nested(Simulator(chain_of([4] * 3, [1.0] * 3))) == []
+
+
+def test_a_nested_schedule_is_one_region_with_stages():
+    simulator = Simulator(in_one_module(6), Overheads(0.5, 0.5, 0))
+    (solver,) = nested(simulator)
+    plain = simulator.simulate(()).peak_bytes
+    least = next(b for b in range(1, plain) if solver.solve(b) is not None)
+    schedule = solver.schedule(solver.solve(least))
+    assert schedule.calls == (ModuleCall("", 0, 6),)
+    (choice,) = schedule.choices
+    assert (choice.start, choice.end) == (0, 6)
+    assert [stage.start for stage in choice.stages] == [0, 1, 2, 3, 4, 5]
+    assert schedule.peak_bytes <= least
+    assert schedule.overhead_s == 3.0
+
+
+def test_bytes_are_counted_in_quanta_of_the_plain_peak():
+    graph = chain_of([4, 4, 4], [1.0] * 3)
+    assert (FINEST, COARSEST) == (6000, 1500)
+    for most, quantum in [(100, 1), (6000 * 4, 4), (6000 * 8, 8), (6000 * 7, 7)]:
+        chain = chain_by_operator(graph).chain(most)
+        assert chain._quantum.bytes == quantum
+        assert chain._size == most // quantum + 1
+    # A coarser one that divides the sizes is better than a finer one that does not.
+    assert chain_by_operator(graph).chain(6000 * 3)._quantum.bytes == 4

@@ -318,3 +318,78 @@ def test_long_chains_are_cut_at_their_narrowest_edge():
     edges = [(a, b, 2.0) for a, b in pairwise(nodes)]
     edges[1700] = (*edges[1700][:2], 1.0)
     assert len(side_of(count, edges)) == 1701
+
+
+# What the hull jumps over.
+
+
+def keep_sets(sizes: list[int], seconds: list[float]) -> list[tuple[int, float]]:
+    graph = chain_of(sizes, seconds)
+    return [(k.kept_bytes, k.seconds) for k in Front(graph, whole(graph)).keep_sets()]
+
+
+@pytest.mark.parametrize(("count", "step"), [(3, 1), (5, 1), (9, 1), (19, 2), (28, 3)])
+def test_equal_storages_are_kept_one_after_another_in_at_most_nine_steps(count, step):
+    # The last output is saved by nobody, so one storage less is worth keeping.
+    found = keep_sets([2] * count, [1.0] * count)
+    assert found[0][0] == 2 * (count - 1)
+    assert found[-1] == (0, float(count - 1))
+    assert all(size + 2 * seconds == 2 * (count - 1) for size, seconds in found)
+    gaps = {a - b for (a, _), (b, _) in pairwise(found[1:])}
+    assert gaps == {2 * step}
+    assert len(found) <= 11
+
+
+def test_the_latest_storages_are_kept_first():
+    graph = chain_of([2] * 5, [1.0] * 5)
+    found = Front(graph, whole(graph)).keep_sets()
+    births = [sorted(graph.storages[s].birth for s in k.kept) for k in found]
+    assert births == [[0, 1, 2, 3], [1, 2, 3], [2, 3], [3], []]
+
+
+@pytest.mark.parametrize(("corners", "is_filled"), [(12, True), (13, False)])
+def test_a_hull_of_up_to_twelve_corners_is_filled(corners, is_filled):
+    # Each has its own price, but the first has the same one as its neighbour.
+    sizes = [2, 2, *(3 + i for i in range(corners - 2)), 1]
+    seconds = [1.0, 1.0, *(float((i + 3) ** 2) for i in range(corners - 2)), 1.0]
+    graph = chain_of(sizes, seconds)
+    front = Front(graph, whole(graph))
+    assert len(front.hull()) == corners
+    assert (len(front.keep_sets()) > corners) is is_filled
+
+
+def test_what_a_keep_set_holds_in_any_case_is_not_counted():
+    graph = chain_of([2, 3, 4], [1.0, 1.0, 1.0])
+    always = frozenset(graph.born_at[1])
+    front = Front(graph, whole(graph), always)
+    assert front.bytes == {graph.born_at[0][0]: 2, graph.born_at[2][0]: 4}
+    assert [(k.kept_bytes, k.seconds) for k in front.hull()] == [(2, 0.0), (0, 1.0)]
+    assert front.inputs(graph.born_at[2][0]) == ()
+    inputs = Front(graph, whole(graph)).inputs(graph.born_at[2][0])
+    assert list(inputs) == graph.born_at[1]
+
+
+def test_what_must_not_run_again_may_not_be_left_out():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4], must_keep=True)
+    (b,) = draft.run(a, makes=[2])
+    draft.save(a, b)
+    graph = draft.finish()
+    assert Front(graph, whole(graph)).droppable() == [draft.values[b].storage]
+
+
+def test_a_storage_may_be_free_at_a_price():
+    graph = chain_of([2, 3, 4], [1.0, 1.0, 1.0])
+    front = Front(graph, whole(graph))
+    first = graph.born_at[0]
+    assert front.at_price(0.4).kept_bytes == 2
+    assert front.at_price(0.6).kept == frozenset()
+    assert front.at_price(0.6, frozenset(first)).kept == frozenset(first)
+    assert front.at_price(0.0).kept_bytes == 5
+
+
+def test_a_keep_set_that_stands_out_by_rounding_alone_is_no_corner():
+    # All have one price per byte, up to the last bits.
+    sizes, price = [40, 13, 94, 10], 0.8988382879679935
+    graph = chain_of([*sizes, 1], [*(size * price for size in sizes), 1.0])
+    assert [size for size, _ in trades(graph, whole(graph))] == [157, 0]

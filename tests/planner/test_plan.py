@@ -228,6 +228,49 @@ def test_a_storage_is_kept_as_its_last_writer_leaves_it():
     assert [k.number for k in found.kept] == [2]
 
 
+def test_outputs_are_listed_in_the_order_of_their_operators():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    (b,) = draft.run(draft.outside(), makes=[1])
+    draft.save(b)
+    draft.save(*draft.run(writes=[a]))
+    graph = draft.finish()
+    kept = frozenset(draft.values[v].storage for v in (a, b))
+    found = region_plan(graph, "h", Choice(0, 3, kept))
+    assert [(k.number, k.output) for k in found.kept] == [(2, 0), (3, 0)]
+
+
+@pytest.mark.parametrize(
+    ("digits", "says"),
+    [
+        ((1 << 63) - 1, None),
+        (-(1 << 63) + 1, None),
+        (1 << 63, "must be less than 2\\*\\*63; it has more digits"),
+        (-(1 << 63), "must be less than 2\\*\\*63; it has more digits"),
+    ],
+)
+@pytest.mark.parametrize("name", ["budget_bytes", "slowdown"])
+def test_numbers_of_up_to_63_bits_are_read(name, digits, says):
+    data = PLAN.to_dict() | {name: digits}
+    if says is None:
+        assert getattr(Plan.from_dict(data), name) == pytest.approx(digits, rel=1e-15)
+        return
+    with pytest.raises(PlanError, match=rf"plan\.{name} {says}"):
+        Plan.from_dict(data)
+
+
+def test_what_is_shown_of_a_wrong_value_is_short():
+    with pytest.raises(
+        PlanError, match=rf"plan\.model must be str; it is \['{'x' * 38}$"
+    ):
+        Plan.from_dict(PLAN.to_dict() | {"model": ["x" * 99]})
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    with pytest.raises(PlanError, match="must be str; it is a huge list"):
+        Plan.from_dict(PLAN.to_dict() | {"model": nested})
+
+
 def test_a_plan_keeps_nothing_that_no_backward_and_no_recompute_reads():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1])

@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 import membudget as mb
 from membudget.errors import BudgetError, MembudgetError
-from membudget.graph import StepGraph
-from membudget.planner.planner import Planner, smoothed
-from membudget.planner.schedule import Overheads, Schedule
+from membudget.graph import ModuleCall, StaticBytes, StepGraph
+from membudget.planner import search
+from membudget.planner.choice import RERUN, Choice, saved_in
+from membudget.planner.planner import Planner, plain_schedule, smoothed
+from membudget.planner.schedule import Overheads, Schedule, Solver
 from membudget.planner.simulate import simulate
 from tests.planner.drafts import chain_of
 from tests.planner.models import MODELS
@@ -191,7 +193,8 @@ def test_seconds_that_cannot_be_are_refused(wrong):
 
 def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
     graph = graph_of("gpt")
-    plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0))
+    # A region that reruns takes so long that none does.
+    plain, paid = Planner(graph), Planner(graph, Overheads(1e-3, 1e-3, 0, 10.0))
     budget = plain.plain_peak_bytes * 7 // 10
     chosen = paid.fastest(budget)
     recorded = sum(region.end - region.start for region in chosen.choices)
@@ -201,8 +204,105 @@ def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
     assert chosen.plain_s == paid.graph.seconds == plain.graph.seconds
 
 
+def test_blocks_rerun_where_recording_their_operators_takes_longer():
+    graph = graph_of("gpt")
+    planner = Planner(graph, Overheads(1e-3, 1e-3, 0, region_s=1e-4, saved_s=1e-5))
+    chosen = planner.fastest(planner.plain_peak_bytes * 6 // 10)
+    assert {choice.engine for choice in chosen.choices} == {RERUN}
+    found = chosen.simulation
+    assert (found.replayed, bool(found.reran)) == ((), True)
+    saved = sum(len(saved_in(graph, choice)) for choice in chosen.choices)
+    regions_s = 1e-4 * len(chosen.choices) + 1e-5 * saved
+    assert chosen.overhead_s == pytest.approx(regions_s)
+    again_s = sum(planner.graph.operators[index].seconds for index in found.reran)
+    assert chosen.seconds == pytest.approx(chosen.plain_s + again_s + regions_s)
+
+
 def test_blocks_that_are_equal_take_equal_seconds_and_the_sum_stays():
     graph = chain_of([4, 4, 4, 4], [1.0, 2.0, 3.0, 6.0], per_call=2)
     even = smoothed(graph)
     assert [o.seconds for o in even.operators[:4]] == [2.0, 4.0, 2.0, 4.0]
     assert even.seconds == graph.seconds
+
+
+def test_calls_inside_of_longer_ones_are_averaged_first():
+    graph = chain_of([4] * 10, [1.0, 2, 3, 4, 9, 8, 7, 6, 3, 1])
+    alike = ("long", 0, 4), ("long", 4, 8), ("short", 4, 6), ("short", 8, 10)
+    calls = tuple(ModuleCall(f"{p}.{i}", a, b) for i, (p, a, b) in enumerate(alike))
+    found = smoothed(dataclasses.replace(graph, calls=calls))
+    seconds = [o.seconds for o in found.operators[:10]]
+    # 9 and 3, and then 1 and their mean.
+    assert seconds == [3.5, 3.25, 5.0, 5.0, 3.5, 3.25, 5.0, 5.0, 6.0, 4.5]
+
+
+def test_calls_of_other_operators_or_shapes_are_not_averaged():
+    graph = chain_of([4, 4, 5, 4], [1.0, 2.0, 3.0, 6.0], per_call=1)
+    named = dataclasses.replace(graph.operators[3], name="test.other")
+    graph = dataclasses.replace(
+        graph, operators=(*graph.operators[:3], named, *graph.operators[4:])
+    )
+    assert [o.seconds for o in smoothed(graph).operators[:4]] == [1.5, 1.5, 3.0, 6.0]
+
+
+class OnlyLeast(Solver):
+    """Knows the smallest schedule, and none for any budget."""
+
+    def solve(self, budget_bytes: int) -> None:
+        return None
+
+    def smallest(self) -> int:
+        return 0
+
+    def schedule(self, solution: int) -> Schedule:
+        return self._simulator.schedule((), [Choice(0, 4)])
+
+
+def only_least() -> Planner:
+    graph = chain_of([4, 4, 4, 4], [1.0, 2.0, 3.0, 4.0])
+    return Planner(graph, solvers=[lambda simulator: [OnlyLeast(simulator)]])
+
+
+def test_where_no_solver_finds_a_schedule_the_smallest_is_improved():
+    planner = only_least()
+    least = planner.least_bytes()
+    assert least < planner.plain_peak_bytes
+    found = planner.fastest(least)
+    assert found.peak_bytes <= least
+    assert found.choices
+
+
+def test_the_smallest_schedule_says_so_and_does_not_depend_on_seconds():
+    planner = only_least()
+    smallest = planner.smallest()
+    assert smallest.is_smallest
+    assert smallest.choices == (Choice(0, 4),)
+    assert smallest.plain_s == planner.graph.seconds
+    # With nothing smaller than the plain step, that is the smallest.
+    plain = Planner(chain_of([4], [1.0]), solvers=[])
+    assert plain.smallest() == dataclasses.replace(
+        plain_schedule(plain.graph), is_smallest=True
+    )
+
+
+@pytest.mark.parametrize(("options", "runs"), [({}, True), ({"quickly": True}, False)])
+def test_schedules_are_annealed_unless_the_planner_is_in_a_hurry(
+    options, runs, monkeypatch
+):
+    annealed = []
+    monkeypatch.setattr(search, "anneal", lambda *args: annealed.append(args))
+    planner = Planner(chain_of([4] * 6, [1.0] * 6, per_call=2))
+    budget = planner.plain_peak_bytes - 1
+    assert planner.fastest(budget, **options).peak_bytes <= budget
+    assert bool(annealed) is runs
+
+
+def test_a_refusal_counts_what_is_in_use_before_the_step():
+    graph = chain_of([4, 4], [1.0, 1.0])
+    static = StaticBytes(parameters=1000, buffers=0, inputs=0, optimizer=0)
+    planner = Planner(dataclasses.replace(graph, static=static))
+    with pytest.raises(BudgetError, match="no plan fits in 3 bytes above") as raised:
+        planner.fastest(3)
+    error = raised.value
+    assert (error.asked_bytes, error.before_bytes) == (1003, 1000)
+    assert error.least_bytes == 1000 + planner.least_bytes()
+    assert f"smallest feasible budget is {planner.least_bytes():,} bytes" in str(error)

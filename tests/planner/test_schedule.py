@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import Choice
-from membudget.planner.schedule import MAX_ATTEMPTS, Schedule, Simulator, Solver
+from membudget.planner.schedule import (
+    CPU_OVERHEADS,
+    MAX_ATTEMPTS,
+    NO_OVERHEADS,
+    Overheads,
+    Schedule,
+    Simulator,
+    Solver,
+)
 from tests.planner.drafts import chain_of
 
 GRAPH = chain_of([4, 4, 4], [1.0, 2.0, 3.0])
@@ -73,3 +84,108 @@ def test_the_slowdown_counts_recomputation_and_overhead(plain_s, slowdown):
     simulation = Simulator(GRAPH).simulate(())
     overhead_s = 6.0 - simulation.seconds
     assert Schedule((), (), simulation, overhead_s, plain_s).slowdown == slowdown
+
+
+# The engine's own time.
+
+OVERHEADS = Overheads(warm_s=1.0, cold_s=10.0, cache_bytes=5)
+
+
+def moving(*moved_bytes: tuple[int, int]) -> StepGraph:
+    """Return a chain whose operators read and write so many bytes."""
+    graph = chain_of([1] * len(moved_bytes), [1.0] * len(moved_bytes))
+    forward = [
+        replace(operator, read_bytes=read, written_bytes=written)
+        for operator, (read, written) in zip(graph.operators, moved_bytes, strict=False)
+    ]
+    rest = graph.operators[len(moved_bytes) :]
+    return replace(graph, operators=(*forward, *rest))
+
+
+def test_an_operator_that_moves_more_than_the_cache_holds_costs_more():
+    graph = moving((5, 0), (2, 3), (3, 3), (0, 6))
+    assert [OVERHEADS.of(o) for o in graph.operators[:4]] == [1.0, 1.0, 10.0, 10.0]
+    assert OVERHEADS.region_of_s(graph, Choice(1, 4)) == 21.0
+    assert OVERHEADS.again_s(graph, [0, 2, 2]) == 21.0
+
+
+def test_the_overhead_is_added_to_the_forward_alone():
+    graph = moving((5, 0), (0, 6))
+    added = OVERHEADS.added_to_forward(graph)
+    assert [o.seconds for o in added.operators] == [2.0, 11.0, 1.0, 1.0]
+    assert added.backward_start == graph.backward_start
+
+
+def test_the_overheads_of_a_processor_are_those_that_were_measured():
+    # 12 µs, and ten times as much beyond 512 KiB.
+    rerun = {"region_s": 60e-6, "module_s": 10e-6, "saved_s": 8e-6}
+    assert Overheads(12e-6, 120e-6, 512 * 1024, **rerun) == CPU_OVERHEADS
+    assert Overheads(0.0, 0.0, 0) == NO_OVERHEADS
+
+
+def test_a_schedule_pays_for_what_its_blocks_record_and_recompute():
+    graph = moving((5, 0), (0, 6), (1, 1))
+    simulator = Simulator(graph, OVERHEADS)
+    call = ModuleCall("h", 0, 2)
+    found = simulator.schedule([call], [Choice(0, 2)])
+    assert (found.calls, found.choices) == ((call,), (Choice(0, 2),))
+    assert found.overhead_s == 11.0
+    assert found.plain_s == graph.seconds + 12.0
+    # Its recomputed operator is paid for with the seconds of the graph.
+    assert found.simulation.recomputed == (0,)
+    assert found.seconds == found.plain_s + 2.0 + 11.0
+    assert not found.is_smallest
+
+    kept = frozenset(graph.born_at[0])
+    changed = simulator.changed(found, [Choice(0, 2, kept)])
+    assert (changed.calls, changed.overhead_s) == (found.calls, 11.0)
+    assert changed.choices == (Choice(0, 2, kept),)
+    assert changed.simulation.recomputed == ()
+
+
+# The smallest schedules.
+
+
+def test_the_least_are_the_smallest_solution_and_one_found_by_bisection():
+    solver = Overshooting(1)
+    first, second = solver.least
+    assert first == second == solver.schedule(0)
+    assert len(solver.asked) == MAX_ATTEMPTS == 12
+    assert solver.asked[:2] == [first.peak_bytes // 2, first.peak_bytes // 4]
+
+
+class Never(Overshooting):
+    """Has a smallest solution, and finds nothing for any budget."""
+
+    def solve(self, budget_bytes: int) -> int | None:
+        self.asked.append(budget_bytes)
+        return None
+
+
+class Sure(Overshooting):
+    """Has no smallest solution, and needs so many bytes."""
+
+    def solve(self, budget_bytes: int) -> int | None:
+        self.asked.append(budget_bytes)
+        return 1 if budget_bytes >= self.bytes_for_each else None
+
+    def smallest(self) -> None:  # type: ignore[override]
+        return None
+
+
+def test_bisection_ends_at_what_the_solver_needs():
+    never = Never(1)
+    assert never.least == [never.schedule(0)] * 2
+    assert never.asked[-1] == never.schedule(0).peak_bytes - 1
+
+    plain_bytes = Simulator(GRAPH).simulate(()).peak_bytes
+    sure = Sure(3)
+    assert sure.least == [sure.schedule(1)]
+    assert sure.asked[0] == plain_bytes // 2
+    assert sure.asked[-1] in (2, 3)
+    assert Sure(plain_bytes + 1).least == []
+
+
+def test_a_solver_has_no_smallest_solution_by_itself():
+    solver = Overshooting(1)
+    assert Solver.smallest(solver) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from membudget.graph import StepGraph
 from membudget.planner.choice import Choice
 from membudget.planner.simulate import (
     Simulation,
+    peak_of_run,
     simulate,
     simulate_block,
     timeline,
@@ -67,6 +69,30 @@ def test_what_is_dropped_is_made_when_the_backward_asks(kept, alive, peak, again
     assert found.peak_bytes == peak
     assert found.recomputed == again
     assert found.seconds == seconds
+
+
+@pytest.mark.parametrize(
+    ("run", "to_end", "workspace", "peak"),
+    [
+        ([0, 1, 2], set(), 0, 6),
+        ([0, 1, 2], {A}, 0, 7),
+        ([0, 1, 2], {A, B}, 0, 7),
+        ([0, 1, 2], {B}, 0, 6),
+        ([0, 1, 2], set(), 2, 8),
+        # What another operator makes is there already.
+        ([1, 2], {A}, 0, 3),
+        ([2], set(), 5, 6),
+        ([], set(), 0, 0),
+    ],
+)
+def test_the_peak_of_a_run_is_of_what_it_makes_until_its_last_use(
+    run, to_end, workspace, peak
+):
+    graph = two_saved()
+    operators = tuple(replace(o, workspace_bytes=workspace) for o in graph.operators)
+    touched = {0: (A,), 1: (A, B), 2: (B, 3)}
+    found = peak_of_run(replace(graph, operators=operators), run, touched, to_end)
+    assert found == peak
 
 
 def test_the_output_of_one_region_stays_as_the_source_of_the_next():

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from membudget.graph import StaticBytes, StepGraph
-from membudget.profile import DEVICES, profile
-from membudget.profile.cost import TimerEvents, share_out
+from membudget.graph import StaticBytes, StepGraph, Value
+from membudget.profile import DEVICES, Device, profile
+from membudget.profile.cost import (
+    TimerEvents,
+    flops_of,
+    roofline,
+    roofline_of_optimizer,
+    share_out,
+    synchronised_clock,
+)
 from tests.planner.drafts import operator
+from tests.seconds import PROCESSOR
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
@@ -152,3 +161,81 @@ def test_a_note_says_that_the_optimizer_s_seconds_are_estimated():
     found = profile(model, x, optimizer=torch.optim.SGD)
     assert [note for note in found.notes if note.startswith(says)]
     assert profile(model, x).notes == ()
+
+
+def test_only_the_optimizer_s_seconds_are_this_processor_s():
+    graph = profile(
+        nn.Linear(4, 4), torch.ones(2, 4), optimizer=torch.optim.SGD, fake=True
+    ).graph
+    marked = replace(
+        graph, operators=tuple(replace(o, seconds=7.0) for o in graph.operators)
+    )
+    found = roofline_of_optimizer(marked).operators
+    first = graph.optimizer_start
+    assert 0 < first < len(found)
+    assert [o.seconds for o in found[:first]] == [7.0] * first
+    for o in found[first:]:
+        moved = o.read_bytes + o.written_bytes
+        assert o.seconds == PROCESSOR.seconds(o.flops, moved, "float32")
+
+
+def test_an_operator_computes_in_the_dtype_of_its_output_or_else_of_its_input():
+    def dtype(inputs: list[str], outputs: list[str]) -> str:
+        values = tuple(Value(0, 1, (1,), name, 0, 0) for name in (*inputs, *outputs))
+        count = len(inputs)
+        made = replace(
+            operator("forward", 0.0),
+            inputs=tuple(range(count)),
+            outputs=tuple(range(count, count + len(outputs))),
+            flops=10,
+        )
+        graph = replace(graph_of(0.0), operators=(made,), values=values)
+        rates = {"float32": 1.0, "float16": 2.0, "bfloat16": 5.0}
+        seconds = roofline(graph, Device("mine", rates, 1.0, 1.0)).operators[0].seconds
+        return {10.0: "float32", 5.0: "float16", 2.0: "bfloat16"}[seconds]
+
+    assert dtype(["float32"], ["float16", "float32"]) == "float16"
+    assert dtype(["bfloat16", "float32"], []) == "bfloat16"
+    assert dtype([], []) == "float32"
+
+
+def test_events_are_noted_while_the_context_is_open():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    readings = iter(range(100))
+    noted = TimerEvents(lambda: next(readings))
+    with noted.on({"0": model[0], "1": model[1]}):
+        loss = model(torch.ones(1, 2)).sum()
+    loss.backward()
+    assert noted.labels == [
+        *(("enter", "0"), ("leave", "0"), ("enter", "1"), ("leave", "1")),
+        *(("backward", "1"), ("backward", "0")),
+    ]
+    assert noted.readings == list(range(6))
+    model(torch.ones(1, 2))
+    assert len(noted.labels) == 6
+    with noted.on({"0": model[0]}), torch.no_grad():
+        model(torch.ones(1, 2))
+    assert noted.labels[6:] == [("enter", "0"), ("leave", "0")]
+
+
+def test_events_end_with_the_context_if_it_fails():
+    model, noted = nn.Linear(2, 2), TimerEvents(lambda: 0)
+    with pytest.raises(KeyError, match="mine"), noted.on({"": model}):
+        raise KeyError("mine")
+    model(torch.ones(1, 2))
+    assert noted.labels == []
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_clock_waits_for_kernels_where_there_may_be_any(is_used, monkeypatch):
+    waited = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    clock = synchronised_clock()
+    assert clock() <= clock()
+    assert len(waited) == (2 if is_used else 0)
+
+
+def test_an_operator_without_a_formula_takes_no_operations():
+    x = torch.ones(2)
+    assert flops_of(torch.ops.aten.sin.default, (x,), {}, x) == 0

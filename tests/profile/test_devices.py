@@ -8,7 +8,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.profile import DEVICES, Device, devices, profile
-from membudget.profile.devices import device_of, this_processor
+from membudget.profile.devices import device_of, optimizer_named, this_processor
 
 MINE = Device("mine", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
 
@@ -102,3 +102,61 @@ def test_one_slow_run_does_not_change_the_median(monkeypatch):
     assert seconds == 1.0
     # One more, which is not timed: the first is slower than the others.
     assert len(runs) == len(durations) + 1
+
+
+# As the vendors' data sheets have them: TFLOPS dense in half precision, TF32 and
+# float32, memory in GB/s, host link in GB/s, and the size of the memory in bytes.
+SHEETS: dict[str, tuple[str, float, float | None, float, float, float, int]] = {
+    "h100": ("H100 SXM5", 989.4, 494.7, 66.9, 3350, 63, 80 << 30),
+    "h200": ("H200 SXM", 989.4, 494.7, 66.9, 4800, 63, 141_000_000_000),
+    "a100": ("A100 SXM4 80 GB", 312, 156, 19.5, 2039, 31.5, 80 << 30),
+    "l4": ("L4", 121, 60, 30.3, 300, 31.5, 24 << 30),
+    "rtx4090": ("RTX 4090", 165.2, 82.6, 82.6, 1008, 31.5, 24 << 30),
+    "mi300x": ("MI300X", 1307.4, None, 163.4, 5300, 63, 192_000_000_000),
+}
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_a_device_of_the_table_has_the_rates_of_its_data_sheet(name):
+    title, half, tf32, single, speed, link, memory = SHEETS[name]
+    rates = {"float16": half, "bfloat16": half, "tf32": tf32, "float32": single}
+    device = DEVICES[name]
+
+    found = {dtype: rate / 1e12 for dtype, rate in device.flops_per_s.items()}
+    assert found == pytest.approx({d: r for d, r in rates.items() if r is not None})
+    assert device.name == title
+    assert device.bytes_per_s == pytest.approx(speed * 1e9)
+    assert device.link_bytes_per_s == pytest.approx(link * 1e9)
+    assert device.memory_bytes == memory
+
+
+def test_a_device_without_a_size_has_an_unknown_one():
+    assert MINE.memory_bytes == 0
+
+
+def test_this_processor_s_rates_are_those_of_a_product_and_a_copy(monkeypatch):
+    monkeypatch.setattr(devices, "_seconds_of", lambda function: (function(), 0.5)[1])
+    found = this_processor.__wrapped__()
+
+    assert found.name == "this CPU, measured"
+    assert found.flops_per_s == {"float32": 2 * 512**3 / 0.5}
+    # 32 MiB are read, and 32 MiB written.
+    assert found.bytes_per_s == found.link_bytes_per_s == (64 << 20) / 0.5
+
+
+def test_a_rate_is_the_median_of_seven_runs():
+    runs: list[int] = []
+    devices._seconds_of(lambda: runs.append(1))
+    assert len(runs) == 1 + 7
+
+
+@pytest.mark.parametrize("name", ["AdamW", "adamw", "SGD"])
+def test_an_optimizer_is_found_by_its_name(name):
+    assert optimizer_named(name).__name__.lower() == name.lower()
+
+
+@pytest.mark.parametrize("name", ["optimizer", "lion"])
+def test_an_unknown_optimizer_is_rejected_with_the_known_names(name):
+    with pytest.raises(mb.OptionError, match=rf"no optimizer '{name}': .*adamw") as e:
+        optimizer_named(name)
+    assert "optimizer," not in str(e.value).partition("it has")[2]

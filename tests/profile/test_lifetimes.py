@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from membudget.graph import ModuleCall, Saved, StepGraph, Storage
+from membudget.graph import Saved, StepGraph, Storage
 from membudget.profile import profile
 from membudget.profile.live_ranges import saved_activations
 
@@ -78,6 +78,9 @@ def test_the_live_ranges_of_a_chain_match_those_by_hand(fake):
     assert product.released == 2
     assert exponential.released == 4
     first, second, third = graph.saved
+    # Each is asked for once, in the backward pass, the last first.
+    assert [len(s.asked) for s in graph.saved] == [1, 1, 1]
+    assert first.asked > second.asked > third.asked >= (graph.backward_start,)
     assert saved_by(graph, product) == [second]
     assert saved_by(graph, exponential) == [third]
     assert graph.storages[graph.values[first.value].storage].kind == "input"
@@ -162,6 +165,27 @@ def test_backward_operators_carry_the_path_of_their_forward(fake):
     assert products == ["2", "2", "0"]
     gelu = [o.module_path for o in backward if o.name == "aten.gelu_backward.default"]
     assert gelu == ["1"]
+
+
+@FAKE
+def test_what_is_there_before_the_step_comes_from_no_operator(fake):
+    graph = graph_of(Of(lambda w, x: w * x), torch.randn(100), fake)
+
+    before = [v for v in graph.values if v.operator < 0]
+    assert {(v.operator, v.output) for v in before} == {(-1, 0)}
+    storages = [graph.storages[v.storage] for v in before]
+    assert {(s.birth, s.kind) for s in storages} == {(-1, "parameter"), (-1, "input")}
+    made = [graph.storages[v.storage] for v in graph.values if v.operator >= 0]
+    assert {s.kind for s in made} == {"activation", "gradient"}
+
+
+@FAKE
+def test_operators_that_draw_are_random_and_others_are_not(fake):
+    graph = graph_of(Of(lambda w, x: F.dropout(w * x)), torch.randn(100), fake)
+
+    drawn = [o.name for o in graph.operators if o.is_random]
+    assert len(drawn) == 1
+    assert all(type(o.is_random) is bool for o in graph.operators)
 
 
 @FAKE
@@ -263,16 +287,20 @@ def test_each_call_of_a_shared_module_is_noted(fake):
 
     names = [o.name.split(".")[1] for o in graph.operators[: graph.backward_start]]
     assert names == ["t", "addmm", "tanh", "t", "addmm", "tanh", "exp", "sum"]
-    assert graph.calls == (
-        ModuleCall("", 0, 7),  # The loss is outside.
-        ModuleCall("block", 0, 3),
-        ModuleCall("block.0", 0, 2),
-        ModuleCall("block.1", 2, 3),
-        ModuleCall("nothing", 3, 3),
-        ModuleCall("block", 3, 6),
-        ModuleCall("block.0", 3, 5),
-        ModuleCall("block.1", 5, 6),
-    )
+    assert [(call.path, call.start, call.end) for call in graph.calls] == [
+        ("", 0, 7),  # The loss is outside.
+        ("block", 0, 3),
+        ("block.0", 0, 2),
+        ("block.1", 2, 3),
+        ("nothing", 3, 3),
+        ("block", 3, 6),
+        ("block.0", 3, 5),
+        ("block.1", 5, 6),
+    ]
+    made = [
+        graph.values[value].operator for call in graph.calls for value in call.inputs
+    ]
+    assert made == [-1, -1, -1, 1, 2, 2, 2, 4]
 
 
 @FAKE

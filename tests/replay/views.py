@@ -90,6 +90,22 @@ def parts_written_under_a_gradient() -> Call:
 
 
 @operators()
+def gates_of_one_product_written_in_turn() -> Call:
+    def function(x: Tensor) -> Tensor:
+        state = x[:, :2].tanh()
+        for i in range(3):
+            sums = x @ x[i].sin().outer(x[i])
+            reset, update, new = sums.unsafe_chunk(3, 1)
+            reset.add_(x[:, :2]).sigmoid_()
+            update.add_(x[:, 2:4]).sigmoid_()
+            new = (x[:, 4:] + new.mul_(reset)).tanh_()
+            state = (state - new).mul_(update).add_(new)
+        return state.sin()
+
+    return Call(function, (leaf(5, 6),))
+
+
+@operators()
 def views_of_views_and_their_base_written() -> Call:
     def function(x: Tensor) -> list[Tensor]:
         base = x * 1

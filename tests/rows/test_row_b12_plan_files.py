@@ -14,7 +14,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.errors import OptionError, PlanError
-from membudget.planner.plan import Plan
+from membudget.planner.plan import VERSION, Plan
 from membudget.planning import plan_for
 from membudget.text import write_whole
 from tests.planner.drafts import PLAN
@@ -111,7 +111,8 @@ def test_a_plan_for_another_model_names_the_layers_and_the_widths_that_differ():
 
 
 def test_a_plan_of_an_older_version_is_refused_with_the_version_expected():
-    with pytest.raises(PlanError, match=r"version 4; this one has version 3: make the"):
+    words = f"version {VERSION}; this one has version 3: make the"
+    with pytest.raises(PlanError, match=words):
         Plan.from_dict(PLAN.to_dict() | {"version": 3})
 
 

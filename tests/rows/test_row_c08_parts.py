@@ -82,7 +82,9 @@ def test_row_c08_gradients_of_parts_are_exact_whatever_is_kept(keep: str) -> Non
 
 def test_row_c08_parts_are_apart_where_their_elements_are() -> None:
     for shape in [(4,), (2, 6), (3, 4, 5)]:
-        base = torch.arange(torch.Size(shape).numel()).view(shape)
+        count = torch.Size(shape).numel()
+        whole = torch.arange(count + 3)
+        base, shifted = whole[:count].view(shape), whole[3:].view(shape)
         views = [
             base.narrow(dim, start, length)
             for dim, size in enumerate(shape)
@@ -90,10 +92,14 @@ def test_row_c08_parts_are_apart_where_their_elements_are() -> None:
             for length in range(1, size - start + 1)
         ]
         views += [v.transpose(0, -1) for v in views]
-        for one in views:
-            for other in views:
+        views += [v.select(dim, 0) for v in views for dim in range(v.dim())]
+        others = [whole[start::step] for start in (0, 1, 4) for step in (1, 3)]
+        others += [shifted, shifted[1:], shifted[..., :2], shifted[..., ::3]]
+        others += [whole.as_strided((3, 2), (1, 1)), whole.as_strided((3, 2), (0, 1))]
+        for one in views + others:
+            for other in views + others:
                 shared = set(one.flatten().tolist()) & set(other.flatten().tolist())
                 if are_apart(one, other):
                     assert not shared
-                elif one.stride() == other.stride() == base.stride():
+                elif not any(view is one or view is other for view in others):
                     assert shared

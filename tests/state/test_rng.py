@@ -15,6 +15,7 @@ from membudget.scope import Scope
 from membudget.state import rng
 from membudget.state.rng import (
     Source,
+    Sources,
     bring_back,
     global_sources,
     note,
@@ -125,6 +126,35 @@ def test_global_sources_are_python_s_torch_s_and_numpy_s(monkeypatch):
     assert source_of(torch.default_generator) not in without
     monkeypatch.delitem(sys.modules, "numpy.random")
     assert len(global_sources()) == 2
+
+
+def test_sources_share_one_list_of_states_until_one_draws():
+    sources = global_sources()
+    first = sources.note()
+    assert sources.note() is first
+    for draw in (random.random, lambda: torch.rand(1), np.random.rand):
+        draw()
+        second = sources.note()
+        assert second is not first
+        assert sources.note() is second
+        # The generators that did not draw keep theirs.
+        same = [a[1] is b[1] for a, b in zip(first, second, strict=True)]
+        assert sorted(same) == [False, True, True]
+        first = second
+
+
+@pytest.mark.parametrize("draws", [True, False])
+def test_sources_are_entered_until_a_scope_ends(draws: bool):
+    sources = Sources(map(source_of, (random.Random(1), random.Random(2))))  # type: ignore[arg-type]
+    noted = sources.note()
+    if draws:
+        sources[0].write(random.Random(3).getstate())
+    before = [source.read() for source in sources]
+    with Scope() as scope:
+        sources.enter(noted, scope)
+        assert [source.read() for source in sources] == [s[1] for _, s in noted]
+        sources[1].write(random.Random(4).getstate())
+    assert [source.read() for source in sources] == before
 
 
 def test_private_sources_exclude_torch_s_default_generator():

@@ -160,6 +160,8 @@ class Bindings:
             last = self._ended[1] if self._ended else self._modules
             for i in _other(now.modules, self._modules, last):
                 found += reach(now.modules[i]).tensors
+        if not found:
+            return []
         # FSDP exchanges a DTensor for the gathered parameter.
         is_sharded = not all(map(is_ordinary, self._tensors))
         return [

@@ -1,4 +1,4 @@
-"""Compute call signatures, and find the objects that code and modules may reference.
+"""Compute the signatures of calls.
 
 A *signature* groups calls to a function that are expected to behave alike. A signature
 combines the function, the modules that it references or receives, their training flags,
@@ -6,21 +6,16 @@ whether autocast is on, shapes and dtypes of tensor arguments, and Boolean and s
 arguments. Numeric arguments are excluded, because a function that takes the step number
 would otherwise have a new signature in every step. Functions and modules are identified
 by `id`, so a stored signature must be dropped as soon as one of these objects dies.
-
-*Slots* are the globals and attributes through which code and modules may reference
-other objects. The names of slots (globals and attributes) are cached per code object,
-class and module; the values, which may be rebound, are looked up by every `reach`.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -44,10 +39,14 @@ def signature_of(
     """
     key: list[Any] = [is_any_autocast_enabled()]
     parts: list[Any] = []
-    _describe_callee(function, key, parts)
+    # The common cases, functions and tensors, are inlined for speed.
+    if type(function) is types.FunctionType:
+        _describe_function(function, key, parts)
+    else:
+        _describe_callee(function, key, parts)
     held = len(parts)
     for value in args:
-        if type(value) is Tensor:  # The common case, inlined for speed.
+        if type(value) is Tensor:
             key += (value.shape, value.dtype)
         else:
             _describe(value, key, parts)
@@ -117,7 +116,8 @@ def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
             content = cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-        _describe(content, key, parts)
+        kind = type(content)
+        (_DESCRIBERS.get(kind) or _describer_of(kind))(content, key, parts)
 
 
 def _describe_builtin(value: Any, key: list[Any], parts: list[Any]) -> None:
@@ -183,98 +183,3 @@ def _describer_of(kind: type) -> Describer:
         describer = _describe_identity
     _DESCRIBERS[kind] = describer
     return describer
-
-
-# Types whose values reference no user state; so frequent that they are skipped first.
-INERT = frozenset(
-    (
-        *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType),
-        *(types.BuiltinFunctionType, types.MethodWrapperType, type(Tensor.sin)),
-    )
-)
-_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
-
-
-@functools.cache
-def is_library(module_name: str | None) -> bool:
-    """Return whether a module is part of torch, NumPy, membudget or Python itself."""
-    root = (module_name or "").partition(".")[0]
-    return root in {"torch", "membudget", "numpy"} or root in _STANDARD
-
-
-# Globals that code refers to, each as namespace and key.
-Slots = list[tuple[dict[str, Any], str]]
-CLASS_SLOTS: dict[type, Slots] = {}
-_CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
-
-
-def global_slots(function: types.FunctionType) -> Slots:
-    """Return the global variables that a function's code refers to."""
-    code = function.__code__
-    known = _CODE_SLOTS.get(id(code))
-    if known is None:
-        # Keep the code object alive, so that its `id` is not reused.
-        known = _CODE_SLOTS[id(code)] = (code, list(_named_globals(function)))
-    return known[1]
-
-
-def _named_globals(
-    function: types.FunctionType,
-) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield globals that user code refers to, except plain values and library code."""
-    if is_library(function.__module__):
-        return
-    namespace = function.__globals__
-    for key in _all_names(function.__code__):
-        value = namespace.get(key, namespace)
-        kind = type(value)
-        if value is namespace or (value is not None and kind in INERT):
-            continue
-        if kind is types.FunctionType and is_library(value.__module__):
-            continue
-        yield namespace, key
-
-
-def _all_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _all_names(constant)
-    return names
-
-
-def class_slots(kind: type) -> Slots:
-    """Return the global variables that methods of a user-defined class refer to."""
-    slots: Slots = []
-    for base in kind.__mro__:
-        if is_library(base.__module__):
-            continue
-        for value in list(vars(base).values()):
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType):
-                slots.extend(global_slots(function))
-    return slots
-
-
-def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
-    """Return names of a module's attributes that may hold tensors or other objects.
-
-    The result is cached until the module's number of attributes changes. The result
-    includes attributes that are `None`, because these may be set to a tensor later.
-    """
-    known = _ATTRIBUTES.get(module)
-    if known is not None and known[0] == len(attributes):
-        return known[1]
-    names = [
-        key
-        for key, item in attributes.items()
-        if key not in _MODULE_INTERNALS and (item is None or type(item) not in INERT)
-    ]
-    _ATTRIBUTES[module] = (len(attributes), names)
-    return names
-
-
-_MODULE_INTERNALS = frozenset(Module().__dict__)
-
-_ATTRIBUTES: WeakKeyDictionary[Module, tuple[int, list[str]]] = WeakKeyDictionary()

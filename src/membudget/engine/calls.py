@@ -85,12 +85,16 @@ class Calls:
         self._awaited: set[int] = set()
         self._given_up: set[int] = set()  # No backward pass confirmed these.
 
-    def begin(self) -> bool:
-        """Count a call, and return whether to verify the call."""
+    def begin(self, again: bool = True) -> bool:
+        """Count a call, and return whether to verify it.
+
+        Without `again`, no call is verified once a backward pass has confirmed one.
+        """
         self._count = count = self._count + 1
         if self._is_settled:
-            # The first term is true for powers of two.
-            return not count & (count - 1) or self.owner.adds_gradients
+            # True for powers of two.
+            is_due = again and not count & (count - 1)
+            return is_due or self.owner.adds_gradients
         self._patience -= 1
         if self._patience < 0:
             self._given_up |= self._awaited

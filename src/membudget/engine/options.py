@@ -57,7 +57,8 @@ class RegionOptions:
             current step is exact as well. `verify="fingerprints"` retains only
             fingerprints, which take almost no memory; the backward pass compares them
             and raises `RecomputeMismatchError` on a difference. After a mismatch, run
-            the step a second time: the tensors at fault are then kept.
+            the step a second time: the tensors at fault are then kept. Only with
+            `verify=True` are reruns verified anew at the 2nd, 4th, 8th, ... call.
             `verify="always"` compares fingerprints in every step, for kernels that are
             not reproducible; each dropped byte is then read two more times.
         strict: Whether a replay region raises where plain autograd would, because a
@@ -202,9 +203,12 @@ class Statistics:
         recomputes: Number of recomputes of the region.
         unrepeatable: Number of outputs that a replay region keeps because replaying
             them did not reproduce their bits.
+        switched: Whether a rerun was inexact, so that the region is replayed since.
     """
 
-    __slots__ = ("forwards", "label", "recomputes", "skipped", "unrepeatable")
+    __slots__ = (
+        *("forwards", "label", "recomputes", "skipped", "switched", "unrepeatable"),
+    )
 
     def __init__(self, label: str = ""):
         """Start all counters at zero."""
@@ -213,6 +217,7 @@ class Statistics:
         self.skipped = 0
         self.recomputes = 0
         self.unrepeatable = 0
+        self.switched = False
 
     def count_call(self, has_saved: bool) -> None:
         """Count a call under `forwards` if it saved tensors, else under `skipped`."""

@@ -23,17 +23,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
 
 from membudget._torch import NormalizationWithStatistics, torchscript_types
-from membudget.engine.callees import (
-    CLASS_SLOTS,
+from membudget.engine.slots import (
     INERT,
     attribute_names,
     class_slots,
     global_slots,
     is_library,
+    reaches_nothing,
 )
 from membudget.text import dotted
 
@@ -98,10 +98,8 @@ class Reached:
         if kind in INERT:
             return
         visitor = _VISITORS.get(kind) or _visitor_of(kind)
-        if id(value) in self._seen:
-            if visitor is Reached._tensor:
-                self.tensors.append(value)
-            elif visitor is Reached._module:
+        if id(value) in self._seen and visitor is not Reached._tensor:
+            if visitor is Reached._module:
                 self.modules.append(value)
             return
         self._seen.add(id(value))
@@ -131,23 +129,13 @@ class Reached:
             for key, tensor in (*value.named_parameters(), *value.named_buffers()):
                 self.visit(tensor, dotted(name, key), depth)
 
-    def _sequence(self, value: Any, name: str, depth: int) -> None:
+    def _container(self, value: Any, name: str, depth: int) -> None:
         if len(value) > _MAX_ITEMS:
             return
         self.containers.append((value, list(map(id, value))))
         self._note(value, name)
-        for i, item in enumerate(value):
-            if type(item) not in INERT:
-                self.visit(
-                    item, f"{name}[{i}]" if self.names is not None else "", depth
-                )
-
-    def _mapping(self, value: dict[Any, Any], name: str, depth: int) -> None:
-        if len(value) > _MAX_ITEMS:
-            return
-        self.containers.append((value, list(map(id, value))))
-        self._note(value, name)
-        for key, item in list(value.items()):
+        pairs = list(value.items()) if isinstance(value, dict) else enumerate(value)
+        for key, item in pairs:
             if type(item) not in INERT:
                 inner = f"{name}[{key!r}]" if self.names is not None else ""
                 self.visit(item, inner, depth)
@@ -155,7 +143,7 @@ class Reached:
     def _object(self, value: Any, name: str, depth: int) -> None:
         if depth >= _MAX_DEPTH:
             return
-        self.visit_call(type(value))
+        self._class(type(value))
         for key, item in list(getattr(value, "__dict__", {}).items()):
             if type(item) not in INERT:
                 self.visit(item, f"{name}.{key}", depth + 1)
@@ -166,8 +154,8 @@ class Reached:
 
     def _partial(self, value: functools.partial[Any], name: str, depth: int) -> None:
         self.visit(value.func, name, depth)
-        self._sequence(value.args, "argument", depth)
-        self._mapping(value.keywords, "argument", depth)
+        self._container(value.args, "argument", depth)
+        self._container(value.keywords, "argument", depth)
 
     def _function(self, value: types.FunctionType, name: str, depth: int) -> None:
         closure = value.__closure__
@@ -186,13 +174,12 @@ class Reached:
         for namespace, key in global_slots(value):
             self.visit(namespace.get(key), key, depth + 1)
 
-    def visit_call(self, kind: type) -> None:
-        """Visit the global variables that methods of a user-defined class refer to."""
-        slots = CLASS_SLOTS.get(kind)
-        if slots is None:
-            slots = CLASS_SLOTS[kind] = class_slots(kind)
+    def _class(self, kind: type) -> bool:
+        """Visit the globals that a class refers to; return whether a user wrote it."""
+        slots, is_by_user = class_slots(kind)
         for namespace, key in slots:
             self.visit(namespace.get(key), key, 1)
+        return is_by_user
 
     def _note_buffers(self, value: Module) -> None:
         buffers = [
@@ -207,17 +194,14 @@ class Reached:
 
     def _module(self, value: Module, name: str, depth: int) -> None:
         self.modules.append(value)
-        attributes = value.__dict__
-        self.visit_call(type(value))
-        if not is_library(type(value).__module__):
+        if self._class(type(value)):
             self.stateful_modules.append(value)
-        naming = self.names is not None
-        if naming:
+        if self.names is not None:
             self.module_names[id(value)] = name
+        attributes = value.__dict__
         for held in ("_parameters", "_buffers", "_modules"):
-            for key, item in attributes[held].items():
-                if item is not None:
-                    self.visit(item, dotted(name, key) if naming else "", depth)
+            if attributes[held]:
+                self._named(attributes[held], name, depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
         for key in attribute_names(value, attributes):
@@ -225,23 +209,33 @@ class Reached:
             # A tensor with a history is a stored activation, not state.
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
-            if depth < _MAX_DEPTH:
-                self.visit(item, dotted(name, key) if naming else "", depth + 1)
+            if depth < _MAX_DEPTH and type(item) not in INERT:
+                inner = dotted(name, key) if self.names is not None else ""
+                self.visit(item, inner, depth + 1)
+
+    def _named(self, held: dict[str, Any], name: str, depth: int) -> None:
+        for key, item in held.items():
+            if self.names is not None:
+                self.visit(item, dotted(name, key), depth)
+            elif type(item) is Parameter:  # As a visit does, in a tenth of its time.
+                self.tensors.append(item)
+            elif item is not None:
+                self.visit(item, "", depth)
 
 
 Visitor = Callable[[Reached, Any, str, int], None]
 
 _VISITORS: dict[type, Visitor] = {
     Tensor: Reached._tensor,
-    torch.nn.Parameter: Reached._tensor,
+    Parameter: Reached._tensor,
     torch.Generator: Reached._generator,
     random.Random: Reached._generator,
-    list: Reached._sequence,
-    tuple: Reached._sequence,
-    set: Reached._sequence,
-    deque: Reached._sequence,
+    list: Reached._container,
+    tuple: Reached._container,
+    set: Reached._container,
+    deque: Reached._container,
     types.SimpleNamespace: Reached._object,
-    dict: Reached._mapping,
+    dict: Reached._container,
     functools.partial: Reached._partial,
     types.FunctionType: Reached._function,
     types.MethodType: Reached._method,
@@ -261,10 +255,8 @@ def _visitor_of(kind: type) -> Visitor:
         visitor = Reached._module
     elif issubclass(kind, random.Random | torch.Generator) or _is_numpy_generator(kind):
         visitor = Reached._generator
-    elif issubclass(kind, list | tuple | set):
-        visitor = Reached._sequence
-    elif issubclass(kind, dict):
-        visitor = Reached._mapping
+    elif issubclass(kind, list | tuple | set | dict):
+        visitor = Reached._container
     elif issubclass(kind, type) or is_library(kind.__module__):
         visitor = _skip
     _VISITORS[kind] = visitor
@@ -282,6 +274,10 @@ def _is_numpy_generator(kind: type) -> bool:
     )
 
 
+# Shared by the functions that read nothing but tensor arguments.
+NOTHING = Reached()
+
+
 def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Reached:
     """Find every object that `function` can read besides its tensor arguments.
 
@@ -293,6 +289,9 @@ def reach(function: Any, others: Sequence[Any] = (), names: bool = False) -> Rea
     Returns:
         All tensors, modules, containers and generators that were found.
     """
+    is_plain = type(function) is types.FunctionType and not (others or names)
+    if is_plain and reaches_nothing(function):  # Spares it 1 µs.
+        return NOTHING
     reached = Reached(names)
     reached.visit(function, "")
     for other in others:

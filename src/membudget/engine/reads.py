@@ -54,7 +54,12 @@ from membudget.engine.messages import (
 from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
-from membudget.state.identity import address_of, version_of
+from membudget.state.identity import (
+    address_of,
+    addresses_of,
+    version_of,
+    versions_of,
+)
 from membudget.state.snapshot import enter_snapshots, is_small, take_snapshots
 
 
@@ -90,8 +95,8 @@ class Reads:
         self._tensors = [
             t if t.grad_fn is None else t.detach() for t in reached.tensors
         ]
-        self._versions = [version_of(t) for t in self._tensors]
-        self._addresses = [address_of(t) for t in self._tensors]
+        self._versions = versions_of(self._tensors)
+        self._addresses = addresses_of(self._tensors)
         self._modules = reached.modules
         self._training = [module.training for module in reached.modules]
         self._namespaces = namespaces_of(reached)
@@ -134,7 +139,7 @@ class Reads:
         written = set(map(id, contents.silently_written())) if contents else None
         if contents is not None and calls is not None:
             calls.owner.adds_gradients |= self._has_added_gradients()
-        versions = [version_of(t) for t in self._tensors]
+        versions = versions_of(self._tensors)
         if versions != self._versions:
             self._note_rewritten(versions)
         self.grown = self._bindings.grown()
@@ -247,15 +252,14 @@ class Reads:
 
     def _changed(self) -> list[Tensor]:
         """Return the tensors that other code changed after the forward ended."""
-        changed = [
-            i
-            for i, (tensor, version, address) in enumerate(
-                zip(self._tensors, self._versions, self._addresses, strict=True)
-            )
-            if version_of(tensor) != version or address_of(tensor) != address
-        ]
-        if not changed:
+        versions = versions_of(self._tensors)
+        addresses = addresses_of(self._tensors)
+        if versions == self._versions and addresses == self._addresses:
             return []
+        noted = zip(self._versions, self._addresses, strict=True)
+        now = zip(versions, addresses, strict=True)
+        both = enumerate(zip(noted, now, strict=True))
+        changed = [i for i, (before, after) in both if before != after]
         # A later forward may have written again what this one wrote: a buffer is
         # restored from its copy, any other tensor must have the same content.
         return [

@@ -41,8 +41,10 @@ Rule 12. The 1st, 2nd, 4th, 8th, ... call with a given signature (see `calls`) i
     buffers always are; any other difference raises an error, and with `engine="auto"`
     the function is replayed from its next call on. A difference that begins between two
     verified calls goes undetected until the next verified call;
-    `determinism_check="values"` compares the bytes of all calls. Nothing is verified
-    with `verify=False`, without guards, with `determinism_check="none"` or with
+    `determinism_check="values"` compares the bytes of all calls. With
+    `verify="fingerprints"` only the calls before the first backward pass are verified,
+    because later ones must stay within a plan's bytes. Nothing is verified with
+    `verify=False`, without guards, with `determinism_check="none"` or with
     `preserve_rng_state=False`.
 """
 
@@ -143,7 +145,7 @@ def checkpoint(
     if function is None:
         checked_options(kwargs)  # Rejects the rest as unknown options.
         return lambda wrapped: _curried(wrapped, options)
-    return _run_eagerly(function, args, kwargs, options, None)
+    return run_region(function, args, kwargs, options)
 
 
 def run_region(
@@ -159,22 +161,10 @@ def run_region(
         return run_compiled(
             function, args, kwargs, options.keep, options.context_fn, label
         )
-    return _run_eagerly(function, args, kwargs, options, statistics)
-
-
-def _run_eagerly(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    statistics: Statistics | None,
-) -> Any:
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
     switched = SWITCHES.any
+    if not torch.is_grad_enabled() or (switched and SWITCHES.disabled):
+        return function(*args, **kwargs)
     if switched:
-        if SWITCHES.disabled:
-            return function(*args, **kwargs)
         options = _switched(options)
     if options.use_reentrant:
         return run_reentrant(function, args, kwargs, options, statistics)

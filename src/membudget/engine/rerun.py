@@ -89,9 +89,10 @@ class Rerun:
         recording = self._recording
         surroundings = recording.surroundings
         gradients_were_on = torch.is_grad_enabled()
+        scope = Scope()
         try:
             set_grad_enabled(True)
-            with Scope() as scope:
+            try:  # A `with` statement would take longer.
                 args, kwargs = surroundings.arguments.rebuild()
                 surroundings.enter_ambient(scope)
                 self._externals = surroundings.enter_state(
@@ -107,6 +108,8 @@ class Rerun:
                         self._call(args, kwargs)
                 else:
                     self._call(args, kwargs)
+            finally:
+                scope.close()
             if self._failure is not None:
                 # Raised again, in case the function caught it. A local variable would
                 # tie its traceback into a reference cycle.
@@ -161,7 +164,10 @@ class Rerun:
         index = self._cursor
         self._cursor = index + 1
         if index < len(handles):  # `_check_count` reports surplus tensors.
-            made = metadata(tensor)
+            try:  # As in `Recording.pack`.
+                made = (tensor.shape, tensor.dtype, tensor.device, tensor.stride())
+            except (RuntimeError, NotImplementedError):
+                made = metadata(tensor)
             if made != self._metadata[index]:
                 self._check(index, made)
             handle = handles[index]()
@@ -181,15 +187,11 @@ class Rerun:
             and self._may_stop
             and not _fills_what_it_saved(sys._getframe(1))
         ):
-            self._stop()
-
-    def _stop(self) -> None:
-        """End the recompute, unless an operator has yet to fill a tensor it saved."""
-        if self._fingerprints is not None and not self._fingerprints.is_filled():
+            # Unless an operator has yet to fill a tensor it saved.
+            if self._fingerprints is None or self._fingerprints.is_filled():
+                self._stopped = True
+                raise _StopRecompute
             self._site = self._site or self._site_now()
-            return
-        self._stopped = True
-        raise _StopRecompute
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:
         """Fill the next handle, and compare new fingerprints with the forward's."""

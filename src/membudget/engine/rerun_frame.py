@@ -36,7 +36,7 @@ class RerunFrame(Recording):
         """Run the function and drop the tensors that autograd would save."""
         calls, surroundings = self.calls, self.surroundings
         if calls is not None:
-            if calls.begin() and self._may_verify():
+            if calls.begin(self.options.verify is True) and self._may_verify():
                 self.fingerprints = Fingerprints()
                 surroundings.begin_check()
             self.holds = self.fingerprints is not None or calls.owner.differentiates
@@ -105,9 +105,10 @@ class RerunFrame(Recording):
                 self.fingerprints.settle()
 
     def _unpack(self, handle: RerunHandle) -> Tensor:
-        tensor = handle.tensor
-        if not self.finished:  # An unpack during the forward.
+        finished = self.finished
+        if not finished:  # An unpack during the forward.
             self.note_backward_inside()
+        tensor = handle.tensor
         if tensor is None:
             tensor = self._recomputed(handle)
         version, address = handle.version, handle.address
@@ -116,7 +117,7 @@ class RerunFrame(Recording):
             address is not None and storage_address(tensor) != address
         ):
             raise overwritten_error(f"a saved tensor of shape {tuple(tensor.shape)}")
-        if not OPEN_GROUPS and not (self.holds and not self.finished):
+        if not OPEN_GROUPS and (finished or not self.holds):
             handle.tensor = None  # Rule 3.
         return tensor
 

@@ -31,12 +31,13 @@ from membudget.engine.comparison import Contents
 from membudget.engine.isolation import DrawPlayer
 from membudget.engine.messages import name_of, names_of, silently_written_error
 from membudget.engine.options import RegionOptions
-from membudget.engine.reach import Reached, reach
+from membudget.engine.reach import NOTHING, Reached, reach
 from membudget.engine.reads import Externals, Reads
 from membudget.scope import Scope
 from membudget.state.autocast import Autocast, enter_autocast
 from membudget.state.rng import (
     Noted,
+    Sources,
     bring_back,
     global_sources,
     note,
@@ -150,7 +151,13 @@ class Surroundings:
     random_log: list[Tensor] | None = None
     needs_repair = runs_torchscript = is_lazy = False
     _ambient: Ambient | None = None  # Only with guards.
+    _autocast: Autocast | None = None
     _is_checked = False
+    # The global generators with their states, and the states of generators that users
+    # created.
+    _sources: Sources | None = None
+    _noted: Noted
+    _private: Noted | None = None
 
     def __init__(
         self,
@@ -160,33 +167,38 @@ class Surroundings:
         options: RegionOptions,
     ):
         """Record the state before the function runs."""
-        self._function = function
-        self._autocast = Autocast() if is_any_autocast_enabled() else None
-        guards = options.guards
-        if guards:
-            self._ambient = Ambient()
-        self.arguments = arguments = HeldArguments(args, kwargs)
-        self._noted: Noted = []
-        if not guards:
+        if is_any_autocast_enabled():
+            self._autocast = Autocast()
+        if not options.guards:
+            self.arguments = arguments = HeldArguments(args, kwargs)
             if options.preserve_rng_state:
-                self._noted = note(torch_sources(arguments.cuda_devices))
+                self._sources = sources = torch_sources(arguments.cuda_devices)
+                self._noted = sources.note()
             return
+        self._function = function
+        self._ambient = Ambient()
+        self.arguments = arguments = HeldArguments(args, kwargs)
         reached = reach(function, arguments.others)
-        if reached.needs_repair():
-            self.needs_repair = True
-            self.runs_torchscript = reached.runs_torchscript
-            self.is_lazy = reached.is_lazy
         if options.use_reentrant:
             self.trainable = any(t.requires_grad for t in reached.tensors)
-        if reached.holds_state():
-            self.reads = Reads(reached)
+        if reached is not NOTHING:
+            self._note_reached(reached)
         if options.preserve_rng_state:
             shared = isolation.is_shared()
             if shared:
                 self.random_log = []
-            self._noted = note(global_sources(not shared))
+            self._sources = sources = global_sources(not shared)
+            self._noted = sources.note()
             if reached.generators:
-                self._noted += note(private_sources(reached.generators, not shared))
+                self._private = note(private_sources(reached.generators, not shared))
+
+    def _note_reached(self, reached: Reached) -> None:
+        if reached.needs_repair():
+            self.needs_repair = True
+            self.runs_torchscript = reached.runs_torchscript
+            self.is_lazy = reached.is_lazy
+        if reached.holds_state():
+            self.reads = Reads(reached)
 
     def begin_check(self) -> None:
         """Fingerprint arguments and reachable tensors before the function runs."""
@@ -218,14 +230,17 @@ class Surroundings:
 
     def enter_ambient(self, scope: Scope) -> None:
         """Restore random generators, modes and settings until `scope` ends."""
-        ambient, log = self._ambient, self.random_log
+        ambient, sources, log = self._ambient, self._sources, self.random_log
         # True if the forward ran before a second thread entered regions.
-        unlogged = ambient is not None and self._noted and log is None
+        unlogged = ambient is not None and sources is not None and log is None
         if unlogged and isolation.is_shared():
             scope.enter_context(isolation.OPERATOR_LOCK)
         if self._autocast is not None or is_any_autocast_enabled():
             enter_autocast(self._autocast, scope)
-        bring_back(self._noted, scope)
+        if sources is not None:
+            sources.enter(self._noted, scope)
+        if self._private is not None:
+            bring_back(self._private, scope)
         if ambient is not None:
             ambient.enter(scope)
         if log is not None:

@@ -20,50 +20,9 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, made_in, saved_in, slice_of_saved
+from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies
-
-
-class Ledger:
-    """Running totals of a simulated step: live bytes, peak and recomputed operators.
-
-    Attributes:
-        graph: The step as profiled, without recomputation.
-        ends: For each storage whose live range a block's choice changes, the op index
-            at which the forward's copy is freed.
-        moment: The op index that the simulation has reached.
-        live_bytes: Bytes live at the current op index, without operator workspace.
-        peak_bytes: The maximum of live bytes plus operator workspace so far.
-        peak_moment: The op index at which the peak occurred.
-        recomputed: Indices of the recomputed operators, in execution order.
-    """
-
-    def __init__(self, graph: StepGraph):
-        """Create a ledger for a step, with no live bytes."""
-        self.graph = graph
-        self.ends: dict[int, int] = {}
-        self.moment = self.live_bytes = self.peak_bytes = self.peak_moment = 0
-        self.recomputed: list[int] = []
-
-    def end_of(self, storage: int) -> int:
-        """Return the op index at which the forward's copy of a storage is freed."""
-        end = self.ends.get(storage)
-        return self.graph.storages[storage].death if end is None else end
-
-    def allocate(self, storage: int) -> None:
-        """Add a storage to the live bytes."""
-        self.live_bytes += self.graph.storages[storage].bytes
-
-    def release(self, storage: int) -> None:
-        """Subtract a storage from the live bytes."""
-        self.live_bytes -= self.graph.storages[storage].bytes
-
-    def update_peak(self, operator: int) -> None:
-        """Update the peak for a running operator, including its workspace."""
-        total = self.live_bytes + self.graph.operators[operator].workspace_bytes
-        if total > self.peak_bytes:
-            self.peak_bytes, self.peak_moment = total, self.moment
 
 
 @dataclass
@@ -73,7 +32,7 @@ class _Copy:
     holders: int = 0
 
 
-class BlockBackward:
+class ReplayBackward:
     """Recomputation state of one block during the simulated backward pass."""
 
     def __init__(self, ledger: Ledger, choice: Choice):
@@ -251,7 +210,7 @@ class BlockBackward:
 
     def _run(self, operator: int) -> None:
         self._ran.add(operator)
-        self._ledger.recomputed.append(operator)
+        self._ledger.replayed.append(operator)
         discarded = []
         for storage in self._slice.writes[operator]:
             # Only its first writer allocates a storage; later ones write in place.

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
@@ -52,12 +53,20 @@ class ChoiceCost:
     seconds: float
 
 
+class Option(NamedTuple):
+    """A choice for a block, with its time of recomputation in seconds."""
+
+    choice: Choice
+    seconds: float
+
+
 class BlockCosts:
     """Keep-sets (storages to keep) for the blocks of a step, with their costs.
 
     Attributes:
         blocks: The blocks, disjoint and in forward order.
         keep_sets: The candidate keep-sets of each block, largest first.
+        options: The choices of each block: its keep-sets, and what a solver appends.
         outside_bytes: Live bytes outside all blocks, at each op index.
     """
 
@@ -75,23 +84,28 @@ class BlockCosts:
         self.keep_sets = [
             fronts.of(block, k) for block, k in zip(self.blocks, kept, strict=True)
         ]
+        self.options = [
+            [Option(Choice(b.start, b.end, k.kept), k.seconds) for k in of]
+            for b, of in zip(self.blocks, self.keep_sets, strict=True)
+        ]
         moved = {s for block in self.blocks for s in made_in(graph, block)}
         outside = of_intervals(graph, lifetimes(graph, without=moved))
         self.outside_bytes = outside.alive_bytes
         self._starts = sorted(self.backward_start(block) for block in self.blocks)
 
     def costs(self) -> list[list[ChoiceCost]]:
-        """Return one list per block, with the cost of each of its keep-sets."""
-        pairs = list(zip(self.blocks, self.keep_sets, strict=True))
+        """Return one list per block, with the cost of each of its options."""
         timelines = [
-            [simulate_block(self._graph, Choice(b.start, b.end, k.kept)) for k in of]
-            for b, of in pairs
+            [simulate_block(self._graph, option.choice) for option in of]
+            for of in self.options
         ]
         between = self._peaks_between_blocks(timelines)
         found = []
-        for (block, of), own, peak in zip(pairs, timelines, between, strict=True):
+        for block, of, own, peak in zip(
+            self.blocks, self.options, timelines, between, strict=True
+        ):
             both = zip(of, own, strict=True)
-            found.append([self._cost(k.seconds, block, o, peak) for k, o in both])
+            found.append([self._cost(o.seconds, block, t, peak) for o, t in both])
         return found
 
     def backward_start(self, block: Block) -> int:

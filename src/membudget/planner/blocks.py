@@ -29,7 +29,14 @@ from itertools import accumulate, pairwise
 from operator import attrgetter
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import Block, made_in, saved_storages, storages_of
+from membudget.planner.choice import (
+    Block,
+    made_in,
+    saved_in,
+    saved_storages,
+    storages_of,
+    writers_of,
+)
 from membudget.planner.simulate import live_bytes
 
 _start = attrgetter("start")
@@ -39,6 +46,9 @@ LEAST_COVERED = 0.6
 
 LEAST_COVERED_OFTEN = 0.3
 """The same where modules called often count: a solver saves much between its calls."""
+
+LONG = 0.25
+"""Where a storage is filled while so much of what is saved is made, cuts are missed."""
 
 
 def module_blocks(graph: StepGraph, most_share: float) -> list[ModuleCall]:
@@ -152,9 +162,14 @@ class Segment(Block):
     crossing: frozenset[int]  # By index; empty for the last segment.
 
 
-def segments(graph: StepGraph, block: Block, most: int) -> list[Segment]:
-    """Cut a block into a chain of at most `most` segments, in forward order."""
-    cuts = _Cuts(graph, block)
+def segments(
+    graph: StepGraph, block: Block, most: int, kept: frozenset[int] = frozenset()
+) -> list[Segment]:
+    """Cut a block into a chain of at most `most` segments, in forward order.
+
+    The storages in `kept` are never recomputed, so that cuts need not mind them.
+    """
+    cuts = _Cuts(graph, block, kept)
     borders = [block.start, block.end]
     uncuttable: set[int] = set()
     while len(borders) <= most:
@@ -174,14 +189,43 @@ def segments(graph: StepGraph, block: Block, most: int) -> list[Segment]:
     return [Segment(start, end, cuts.crossing(end)) for start, end in pairwise(borders)]
 
 
+def filled_in_parts(graph: StepGraph, block: Block) -> frozenset[int]:
+    """Return the storages that a block fills over a long stretch and reads when full.
+
+    Such as the results of a loop: no cut may lie in the stretch, unless they are kept.
+    """
+    writers = writers_of(graph, block, made_in(graph, block))
+    first_use: dict[int, int] = {}
+    for index in range(block.end - 1, block.start - 1, -1):
+        operator = graph.operators[index]
+        if not operator.is_view:
+            written = storages_of(graph, operator.outputs)
+            read = (s for s in storages_of(graph, operator.inputs) if s not in written)
+            first_use |= dict.fromkeys(read, index)
+    for saved in (graph.saved[index] for index in saved_in(graph, block)):
+        storage = graph.values[saved.value].storage
+        first_use[storage] = min(saved.moment, first_use.get(storage, block.end))
+    cuts = _Cuts(graph, block)
+    least = LONG * cuts.saved_bytes(block.start, block.end)
+    return frozenset(
+        storage
+        for storage, indices in writers.items()
+        if cuts.saved_bytes(indices[0], indices[-1]) > least
+        and indices[-1] < first_use.get(storage, block.end)
+    )
+
+
 class _Cuts:
     """Crossing and saved bytes at each cut of a block; cut p precedes operator p."""
 
-    def __init__(self, graph: StepGraph, block: Block):
+    def __init__(
+        self, graph: StepGraph, block: Block, kept: frozenset[int] = frozenset()
+    ):
         self._graph = graph
         self._block = block
         self._last_read: dict[int, int] = {}
-        self._births = {s: graph.storages[s].birth for s in made_in(graph, block)}
+        made = made_in(graph, block) - kept
+        self._births = {s: graph.storages[s].birth for s in made}
         last_write = dict(self._births)
         for index in range(block.start, block.end):
             operator = graph.operators[index]

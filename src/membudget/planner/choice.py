@@ -15,8 +15,14 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 from membudget.graph import Saved, StepGraph
+
+BlockEngine = Literal["replay", "rerun"]
+
+REPLAY: BlockEngine = "replay"
+RERUN: BlockEngine = "rerun"
 
 
 @dataclass(frozen=True)
@@ -59,10 +65,13 @@ class Choice(Block):
         kept: Indices of the storages that the block allocates and the forward keeps.
         stages: Stages of the block's backward pass, in forward order, the first of
             which begins at the block's `start`; empty for a single stage.
+        engine: What recomputes dropped tensors. `RERUN` runs the block's function again
+            as a whole: then the block keeps nothing and has no stages.
     """
 
     kept: frozenset[int] = frozenset()
     stages: tuple[Stage, ...] = ()
+    engine: BlockEngine = REPLAY
 
 
 def made_in(graph: StepGraph, block: Block) -> set[int]:

@@ -27,14 +27,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.block_costs import BlockCosts, ChoiceCost
+from membudget.planner.block_costs import BlockCosts, ChoiceCost, Option
 from membudget.planner.blocks import module_blocks
-from membudget.planner.choice import Block, Choice
+from membudget.planner.choice import RERUN, Block, Choice
 from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.second_run import may_rerun
+
+T = TypeVar("T")
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 10, 1 / 30)
 """In each cut, the largest share of the step's saved bytes that one block may have."""
@@ -47,25 +51,75 @@ QUANTA = 4096
 
 
 def by_block(simulator: Simulator) -> list[Solver]:
-    """Return one solver for each way to cut the forward into module calls."""
-    return [_ByBlock(simulator, calls) for calls in _distinct_cuts(simulator.graph)]
+    """Return two solvers for each way to cut the forward into module calls.
+
+    The second solver only reruns blocks, as is usual by hand: it is not misled by the
+    prices of replays, which are rough.
+    """
+    found: list[Solver] = []
+    for calls in _distinct_cuts(simulator.graph):
+        options, costs = _priced_options(simulator, calls)
+        found.append(_ByBlock(simulator, calls, options, costs))
+        # The first option recomputes nothing.
+        taken = [
+            [0, *(i for i, o in enumerate(of) if o.choice.engine == RERUN)]
+            for of in options
+        ]
+        found.append(
+            _ByBlock(simulator, calls, _taken(options, taken), _taken(costs, taken))
+        )
+    return found
+
+
+def _priced_options(
+    simulator: Simulator, calls: Sequence[ModuleCall]
+) -> tuple[list[list[Option]], list[list[ChoiceCost]]]:
+    """Return the options of each block and their costs, with those of regions."""
+    blocks = [Block(call.start, call.end) for call in calls]
+    numbers = BlockCosts(simulator.graph, blocks)
+    for block, of in zip(blocks, numbers.options, strict=True):
+        if may_rerun(simulator.graph, block):
+            rerun = Choice(block.start, block.end, engine=RERUN)
+            of.append(Option(rerun, simulator.rerun_s(block)))
+    costs = [
+        # What recomputes nothing needs no region.
+        [
+            first,
+            *(
+                _with_region(simulator, *pair)
+                for pair in zip(of[1:], rest, strict=True)
+            ),
+        ]
+        for of, (first, *rest) in zip(numbers.options, numbers.costs(), strict=True)
+    ]
+    return numbers.options, costs
+
+
+def _with_region(simulator: Simulator, option: Option, cost: ChoiceCost) -> ChoiceCost:
+    return replace(cost, seconds=cost.seconds + simulator.region_s(option.choice))
+
+
+def _taken(
+    of_blocks: Sequence[Sequence[T]], taken: Sequence[Sequence[int]]
+) -> list[list[T]]:
+    pairs = zip(of_blocks, taken, strict=True)
+    return [[of[index] for index in indices] for of, indices in pairs]
 
 
 class _ByBlock(Solver):
-    """Solver for one partition of the forward; a solution is a keep-set per block."""
+    """Solver for one partition of the forward; a solution is an option per block."""
 
-    def __init__(self, simulator: Simulator, calls: Sequence[ModuleCall]):
+    def __init__(
+        self,
+        simulator: Simulator,
+        calls: Sequence[ModuleCall],
+        options: Sequence[Sequence[Option]],
+        costs: Sequence[Sequence[ChoiceCost]],
+    ):
         super().__init__(simulator)
         self._calls = calls
-        blocks = [Block(call.start, call.end) for call in calls]
-        numbers = BlockCosts(simulator.graph, blocks)
-        self._keep_sets = numbers.keep_sets
-        overheads = [simulator.recording_s(block) for block in blocks]
-        self._costs = [
-            # The first keep-set recomputes nothing: it needs no region.
-            [of[0], *(replace(c, seconds=c.seconds + own_s) for c in of[1:])]
-            for of, own_s in zip(numbers.costs(), overheads, strict=True)
-        ]
+        self._options = options
+        self._costs = costs
 
     def solve(self, budget_bytes: int) -> list[int] | None:
         return cheapest_choices(self._costs, budget_bytes)
@@ -79,10 +133,7 @@ class _ByBlock(Solver):
     def schedule(self, solution: Sequence[int]) -> Schedule:
         taken = [i for i, number in enumerate(solution) if number > 0]
         calls = [self._calls[i] for i in taken]
-        choices = [
-            Choice(call.start, call.end, self._keep_sets[i][solution[i]].kept)
-            for i, call in zip(taken, calls, strict=True)
-        ]
+        choices = [self._options[i][solution[i]].choice for i in taken]
         return self._simulator.schedule(calls, choices)
 
 

@@ -9,12 +9,17 @@ budgets, because it recomputes one part of the call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.block_costs import BlockCosts, ChoiceCost
-from membudget.planner.blocks import Segment, largest_call, segments
+from membudget.planner.blocks import (
+    Segment,
+    filled_in_parts,
+    largest_call,
+    segments,
+)
 from membudget.planner.chain import Chain, Checkpoint, SegmentChoice, SegmentCosts
 from membudget.planner.choice import (
     Block,
@@ -29,7 +34,7 @@ from membudget.planner.choice import (
 from membudget.planner.schedule import Schedule, Simulator, Solver
 from membudget.planner.simulate import (
     live_bytes,
-    peak_of_run,
+    peak_of,
     simulate_block,
     timeline,
 )
@@ -45,22 +50,29 @@ def nested(simulator: Simulator) -> list[Solver]:
     if call is None:
         return []
     block = Block(call.start, call.end)
-    chains: list[list[Segment]] = []
-    for length in LENGTHS:
-        chain = segments(graph, block, length)
-        if chain not in chains:
-            chains.append(chain)
-    return [_Nested(simulator, call, chain) for chain in chains]
+    chains: list[tuple[list[Segment], frozenset[int]]] = []
+    for kept in {frozenset[int](): None, filled_in_parts(graph, block): None}:
+        for length in LENGTHS:
+            chain = segments(graph, block, length, kept), kept
+            if chain not in chains:
+                chains.append(chain)
+    return [_Nested(simulator, call, *chain) for chain in chains]
 
 
 class _Nested(Solver):
-    """Solver for one chain of segments."""
+    """Solver for one chain of segments, and storages that it keeps in any case."""
 
-    def __init__(self, simulator: Simulator, call: ModuleCall, chain: list[Segment]):
+    def __init__(
+        self,
+        simulator: Simulator,
+        call: ModuleCall,
+        chain: list[Segment],
+        kept: frozenset[int],
+    ):
         super().__init__(simulator)
         self._call = call
         block = Block(call.start, call.end)
-        self._numbers = ChainNumbers(simulator.graph, block, chain)
+        self._numbers = ChainNumbers(simulator.graph, block, chain, kept)
         self._chain = self._numbers.chain(timeline(simulator.graph).peak_bytes)
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
@@ -74,11 +86,18 @@ class _Nested(Solver):
 class ChainNumbers:
     """The storages, keep-sets and costs of each segment of a block."""
 
-    def __init__(self, graph: StepGraph, block: Block, chain: Sequence[Segment]):
-        """Find the storages and keep-sets of each segment."""
+    def __init__(
+        self,
+        graph: StepGraph,
+        block: Block,
+        chain: Sequence[Segment],
+        kept: frozenset[int] = frozenset(),
+    ):
+        """Find the storages and keep-sets of each segment, which include `kept`."""
         self._graph = graph
         self._block = block
         self._chain = chain
+        self._kept = kept
         self._made = [frozenset(made_in(graph, segment)) for segment in chain]
         self._must_keep = [self._must_keep_of(i) for i in range(len(chain))]
         made = zip(chain, self._made, strict=True)
@@ -94,7 +113,7 @@ class ChainNumbers:
         values = (
             v for o in operators if o.must_keep and not o.is_view for v in o.outputs
         )
-        return self._made[i].intersection(storages_of(self._graph, values))
+        return self._made[i] & self._kept.union(storages_of(self._graph, values))
 
     def chain(self, most_bytes: int) -> Chain:
         """Return the dynamic programme for budgets of up to `most_bytes`."""
@@ -138,7 +157,7 @@ class ChainNumbers:
         run = sorted(found.writes)
         seconds = sum(graph.operators[index].seconds for index in run)
         touched = {n: (*found.reads[n], *found.writes[n]) for n in run}
-        return seconds, peak_of_run(graph, run, touched, targets)
+        return seconds, _peak_of_run(graph, run, touched, targets)
 
     def _crossing_bytes(self) -> list[list[int]]:
         count = len(self._chain)
@@ -209,3 +228,26 @@ class ChainNumbers:
         if point.last + 1 == i:
             return saved
         return self._crossing(point.first, point.last) | saved
+
+
+def _peak_of_run(
+    graph: StepGraph,
+    run: Sequence[int],
+    touched: Mapping[int, Iterable[int]],
+    to_end: Container[int],
+) -> int:
+    """Return the peak of the bytes that a run of operators itself allocates.
+
+    A storage is freed after the last operator that touches it; storages in `to_end`
+    stay live.
+    """
+    last = {storage: i + 1 for i, index in enumerate(run) for storage in touched[index]}
+    last |= {storage: len(run) for storage in last if storage in to_end}
+    intervals = [
+        (i, last[storage], graph.storages[storage].bytes)
+        for i, index in enumerate(run)
+        for storage in graph.born_at.get(index, ())
+        if storage in last
+    ]
+    operators = [graph.operators[index] for index in run]
+    return peak_of(operators, live_bytes(len(run), intervals))[0]

@@ -14,14 +14,23 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, Choice, kept_from, saved_in, useful_kept
+from membudget.planner.choice import (
+    REPLAY,
+    RERUN,
+    Block,
+    BlockEngine,
+    Choice,
+    kept_from,
+    saved_in,
+    useful_kept,
+)
 from membudget.text import read_json, write_whole
 
-VERSION = 4
+VERSION = 5
 """Version of the JSON; it rises when an older reader would misread a newer plan."""
 
 
@@ -67,6 +76,7 @@ class RegionPlan:
         times: How often the model calls the module.
         numbers: Which of these calls keep this, counted from 0; other calls have a
             region of their own or none. Empty if the model calls the module once.
+        engine: What recomputes: `"replay"`, or `"rerun"`, which keeps nothing.
     """
 
     path: str
@@ -75,6 +85,7 @@ class RegionPlan:
     stages: tuple[StagePlan, ...] = ()
     times: int = 1
     numbers: tuple[int, ...] = ()
+    engine: BlockEngine = REPLAY
 
 
 @dataclass(frozen=True)
@@ -165,6 +176,11 @@ def _read(data: Any, kind: Any, where: str) -> Any:
             raise PlanError(f"{where} must be list; it is {_shown(data)}")
         of = get_args(kind)[0]
         return tuple(_read(x, of, f"{where}[{i}]") for i, x in enumerate(data))
+    if get_origin(kind) is Literal:
+        if data not in get_args(kind):
+            known = " or ".join(map(repr, get_args(kind)))
+            raise PlanError(f"{where} must be {known}; it is {_shown(data)}")
+        return data
     if type(data) is int and kind in (int, float) and abs(data) >= _MOST:
         raise PlanError(f"{where} must be less than 2**63; it has more digits")
     if kind is float and type(data) is int:
@@ -215,6 +231,8 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
         )
         for stage in choice.stages
     )
+    if choice.engine == RERUN:
+        return RegionPlan(path, count, (), engine=RERUN)
     return RegionPlan(path, count, outputs(useful_kept(graph, choice)), stages)
 
 

@@ -16,6 +16,7 @@ from operator import attrgetter
 
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.choice import BlockEngine
 from membudget.planner.knapsack import by_block
 from membudget.planner.nested import nested
 from membudget.planner.prices import priced
@@ -76,8 +77,19 @@ class Planner:
             BudgetError: If no schedule fits; the error names the smallest feasible
                 budget.
         """
+        return self.candidates(budget_bytes, quickly)[0]
+
+    def candidates(self, budget_bytes: int, quickly: bool = False) -> list[Schedule]:
+        """Return the fastest schedule that fits, then the fastest with other engines.
+
+        The times of the engines are priced roughly, so another of them may be faster.
+
+        Raises:
+            BudgetError: If no schedule fits; the error names the smallest feasible
+                budget.
+        """
         if self.plain_peak_bytes <= budget_bytes:
-            return plain_schedule(self.graph)
+            return [plain_schedule(self.graph)]
         fitting = self._fitting(budget_bytes, quickly)
         if not fitting:
             least_bytes, before_bytes = self.least_bytes(), self.graph.static.total
@@ -91,7 +103,11 @@ class Planner:
         self._found.append(min(fitting, key=_seconds))
         # What fits a smaller budget fits this one, too, and may be faster.
         known = [s for s in self._found if s.peak_bytes <= budget_bytes]
-        return self._with_plain_times(min(known, key=_seconds))
+        of_engines: dict[frozenset[BlockEngine], Schedule] = {}
+        for schedule in sorted([*known, *fitting], key=_seconds):
+            engines = frozenset(choice.engine for choice in schedule.choices)
+            of_engines.setdefault(engines, schedule)
+        return [self._with_plain_times(s) for s in of_engines.values()]
 
     def _fitting(self, budget_bytes: int, quickly: bool) -> list[Schedule]:
         kinds = [
@@ -117,9 +133,10 @@ class Planner:
 
     def _with_plain_times(self, schedule: Schedule) -> Schedule:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""
-        again = schedule.simulation.recomputed
-        again_s = sum(self.graph.operators[index].seconds for index in again)
-        overhead_s = schedule.overhead_s + self._overheads.again_s(self.graph, again)
+        found = schedule.simulation
+        again_s = sum(self.graph.operators[index].seconds for index in found.recomputed)
+        replayed_s = self._overheads.again_s(self.graph, found.replayed)
+        overhead_s = schedule.overhead_s + replayed_s
         seconds, plain_s = self.graph.seconds + again_s, self.graph.seconds
         simulation = replace(schedule.simulation, seconds=seconds)
         return replace(

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from membudget.graph import ModuleCall, Operator, StepGraph
-from membudget.planner.choice import Block, Choice
+from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
+from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
 
 MAX_ATTEMPTS = 12
@@ -21,7 +22,7 @@ MAX_ATTEMPTS = 12
 
 @dataclass(frozen=True)
 class Overheads:
-    """The replay engine's overhead per operator that it records or recomputes.
+    """The engines' own time: per operator for a replay, per region for a rerun.
 
     A replay region records each forward operator, serves saved tensors and runs
     operators again, all in Python. The replay engine takes about 12 µs per operator
@@ -30,20 +31,32 @@ class Overheads:
     as large. The overheads are fitted to the measured times of whole steps of the
     models in `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an
     accelerator, kernels mostly hide the host's time, so no overhead is counted.
+
+    A rerun region records no operator. It notes the state that its modules reach,
+    restores it, and gives each saved tensor a handle (`benchmarks/region_cost.py`).
     """
 
     warm_s: float  # After a kernel that leaves the engine's code in the cache.
     cold_s: float  # After a kernel that evicts it.
     cache_bytes: int
+    region_s: float = 0.0  # Of a rerun region, forward and backward.
+    module_s: float = 0.0  # Of each module call in a rerun region.
+    saved_s: float = 0.0  # Of each tensor that a rerun region saves.
 
     def of(self, operator: Operator) -> float:
         """Return the overhead of recording an operator, or of running it again."""
         moved_bytes = operator.read_bytes + operator.written_bytes
         return self.cold_s if moved_bytes > self.cache_bytes else self.warm_s
 
-    def recording_s(self, graph: StepGraph, block: Block) -> float:
-        """Return the overhead of recording all operators of a block."""
-        return self.again_s(graph, range(block.start, block.end))
+    def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
+        """Return the overhead of a region, apart from that of replayed operators."""
+        if choice.engine == RERUN:
+            inside = [c for c in graph.calls if is_inside(c, choice)]
+            saved = saved_in(graph, choice)
+            modules_s = self.module_s * len(inside)
+            return self.region_s + modules_s + self.saved_s * len(saved)
+        # A replay region records all of its operators.
+        return self.again_s(graph, range(choice.start, choice.end))
 
     def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
         """Return the overhead of running the recomputed operators."""
@@ -64,7 +77,19 @@ class Overheads:
 
 
 NO_OVERHEADS = Overheads(0.0, 0.0, 0)
-CPU_OVERHEADS = Overheads(warm_s=12e-6, cold_s=120e-6, cache_bytes=1 << 19)
+CPU_OVERHEADS = Overheads(
+    warm_s=12e-6,
+    cold_s=120e-6,
+    cache_bytes=1 << 19,
+    region_s=60e-6,
+    module_s=10e-6,
+    saved_s=8e-6,
+)
+
+
+def is_inside(call: ModuleCall, block: Block) -> bool:
+    """Return whether a module call runs some operators, all of them in a block."""
+    return block.start <= call.start < call.end <= block.end
 
 
 @dataclass(frozen=True)
@@ -109,13 +134,18 @@ class Simulator:
         self._overheads = overheads
         self.candidates = self.operators = 0
         self._known: dict[tuple[Choice, ...], Simulation] = {}
+        self._region_s: dict[tuple[int, int, BlockEngine], float] = {}
 
     def simulate(self, choices: Iterable[Choice]) -> Simulation:
         """Return the simulated timeline and duration for a given set of choices."""
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = simulate(self.graph, key)
+            found = simulate(self.graph, key)
+            # A rerun runs operators without the overhead that the graph adds to them.
+            saved_s = self._overheads.again_s(self.graph, found.reran)
+            found = replace(found, seconds=found.seconds - saved_s)
+            self._known[key] = found
             self.candidates += 1
             self.operators += len(self.graph.operators) + len(found.recomputed)
         return found
@@ -125,19 +155,26 @@ class Simulator:
     ) -> Schedule:
         """Return the schedule with one choice for each of the given module calls."""
         found = self.simulate(choices)
-        overhead_s = sum(self.recording_s(choice) for choice in choices)
+        overhead_s = sum(map(self.region_s, choices))
         plain_s = self.graph.seconds
         return Schedule(tuple(calls), tuple(choices), found, overhead_s, plain_s)
 
-    def recording_s(self, block: Block) -> float:
-        """Return the overhead of recording all operators of a block."""
-        return self._overheads.recording_s(self.graph, block)
+    def region_s(self, choice: Choice) -> float:
+        """Return the overhead of a region, apart from that of replayed operators."""
+        key = choice.start, choice.end, choice.engine
+        if key not in self._region_s:
+            self._region_s[key] = self._overheads.region_of_s(self.graph, choice)
+        return self._region_s[key]
+
+    def rerun_s(self, block: Block) -> float:
+        """Return the time in which a block's operators run again as a whole."""
+        again = rerun_operators(self.graph, block, saved_in(self.graph, block))
+        seconds = sum(self.graph.operators[index].seconds for index in again)
+        return seconds - self._overheads.again_s(self.graph, again)
 
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
         """Return a schedule with new choices for the same module calls."""
-        found = self.simulate(choices)
-        # The overhead of recording depends on the calls alone, so it stays.
-        return replace(schedule, choices=tuple(choices), simulation=found)
+        return self.schedule(schedule.calls, choices)
 
 
 class Solver(ABC):
@@ -170,6 +207,10 @@ class Solver(ABC):
         for _ in range(MAX_ATTEMPTS):
             solution = self.solve(target)
             if solution is None:
+                # The solver's peaks are upper bounds: its smallest may fit after all.
+                smallest = self.smallest()
+                if smallest is not None and smallest != previous:
+                    yield self.schedule(smallest)
                 return
             if solution != previous:
                 yield (schedule := self.schedule(solution))

@@ -12,9 +12,9 @@ that counts only the step's own allocations.
 
 Tests compare every solver with this simulation, and the simulation with the memory
 meter. A tensor that a block makes and autograd saves is dropped unless the block's
-choice keeps it; the replay engine (`engine.replay`) recomputes a dropped tensor when
-the backward pass first unpacks it (see `backward`). The simulation follows the same
-rules as the replay engine:
+choice keeps it; the engine of the choice recomputes a dropped tensor when the backward
+pass first unpacks it: see `second_run` for the rerun engine, and `backward` for the
+replay engine (`engine.replay`), whose rules are:
 
 1. A storage is live while user code holds it, while autograd holds a saved tensor in it
    that is not dropped, or while it is the source (a kept storage or an input of the
@@ -33,15 +33,17 @@ rules as the replay engine:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from membudget.errors import OptionError
 from membudget.graph import Operator, Saved, StepGraph
-from membudget.planner.backward import BlockBackward, Ledger
-from membudget.planner.choice import Choice, made_in
+from membudget.planner.backward import ReplayBackward
+from membudget.planner.choice import RERUN, Choice, made_in
+from membudget.planner.ledger import Ledger
+from membudget.planner.second_run import RerunBackward
 
 Interval = tuple[int, int, int]
 """A live range: first op index, op index after the last, bytes."""
@@ -106,40 +108,24 @@ def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, i
     return peak_bytes, place
 
 
-def peak_of_run(
-    graph: StepGraph,
-    run: Sequence[int],
-    touched: Mapping[int, Iterable[int]],
-    to_end: Container[int],
-) -> int:
-    """Return the peak of the bytes that a run of operators itself allocates.
-
-    A storage is freed after the last operator that touches it; storages in `to_end`
-    stay live.
-    """
-    last = {storage: i + 1 for i, index in enumerate(run) for storage in touched[index]}
-    last |= {storage: len(run) for storage in last if storage in to_end}
-    intervals = [
-        (i, last[storage], graph.storages[storage].bytes)
-        for i, index in enumerate(run)
-        for storage in graph.born_at.get(index, ())
-        if storage in last
-    ]
-    operators = [graph.operators[index] for index in run]
-    return peak_of(operators, live_bytes(len(run), intervals))[0]
-
-
 @dataclass(frozen=True)
 class Simulation(Timeline):
     """The simulated timeline and duration of a step for a given set of choices.
 
     Attributes:
         seconds: Time of the step, including recomputation.
-        recomputed: Indices of the recomputed operators, in execution order.
+        replayed: Indices of the operators run by replays, in execution order.
+        reran: Indices of the operators run by reruns, in execution order.
     """
 
     seconds: float
-    recomputed: tuple[int, ...]
+    replayed: tuple[int, ...]
+    reran: tuple[int, ...] = ()
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """Indices of all operators that run again."""
+        return self.replayed + self.reran
 
     def share_over(self, budget_bytes: int) -> float:
         """Return the excess of the peak over a budget, as a fraction of the budget."""
@@ -186,13 +172,22 @@ def _check(graph: StepGraph, choices: Sequence[Choice]) -> None:
         end_before = choice.end
 
 
+_BlockBackward = ReplayBackward | RerunBackward
+
+
+def _backward(ledger: Ledger, choice: Choice) -> _BlockBackward:
+    if choice.engine == RERUN:
+        return RerunBackward(ledger, choice)
+    return ReplayBackward(ledger, choice)
+
+
 class _Machine:
     """Event-driven simulation of a step, operator by operator."""
 
     def __init__(self, graph: StepGraph, choices: Sequence[Choice]):
         self.graph = graph
         self.ledger = Ledger(graph)
-        blocks = [BlockBackward(self.ledger, choice) for choice in choices]
+        blocks = [_backward(self.ledger, choice) for choice in choices]
         for block in blocks:
             block.move_ends()
         self.asks = sorted({m for saved in graph.saved for m in saved.asked})
@@ -200,9 +195,9 @@ class _Machine:
         # freed.
         self.births: dict[int, list[int]] = {}
         self.deaths: dict[int, list[int]] = {}
-        self.unpacks: dict[int, list[tuple[BlockBackward, int]]] = {}
-        self.returns: dict[int, list[tuple[BlockBackward, int]]] = {}
-        self.frees: dict[int, list[tuple[BlockBackward, int]]] = {}
+        self.unpacks: dict[int, list[tuple[_BlockBackward, int]]] = {}
+        self.returns: dict[int, list[tuple[_BlockBackward, int]]] = {}
+        self.frees: dict[int, list[tuple[_BlockBackward, int]]] = {}
         for block in blocks:
             for copy in block.copies():
                 self.births.setdefault(copy.start, []).append(copy.storage)
@@ -235,13 +230,15 @@ class _Machine:
         for moment in range(len(graph.operators)):
             self._step(moment)
             alive_bytes.append(ledger.live_bytes)
-        again_s = sum(graph.operators[index].seconds for index in ledger.recomputed)
+        again = [*ledger.replayed, *ledger.reran]
+        again_s = sum(graph.operators[index].seconds for index in again)
         return Simulation(
             tuple(alive_bytes),
             ledger.peak_bytes,
             ledger.peak_moment,
             graph.seconds + again_s,
-            tuple(ledger.recomputed),
+            tuple(ledger.replayed),
+            tuple(ledger.reran),
         )
 
     def run_block(self, choice: Choice) -> BlockTimeline:

@@ -35,7 +35,7 @@ from membudget._torch import (
 from membudget.callsite import place_of
 from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
-from membudget.ops import OperatorFacts, facts_of, flat_outputs
+from membudget.ops import OperatorFacts, facts_of, flat_outputs, tensors_in
 from membudget.profile.cost import flops_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
@@ -117,7 +117,8 @@ class StepRecorder(Observer):
             if self.phase == "forward" and id(module) in self._names:
                 open_calls.append((self._names[id(module)], len(self.calls)))
                 path, moment = self._names[id(module)], len(self.operators)
-                self.calls.append(ModuleCall(path, moment, moment))
+                inputs = tuple(self.lifetimes.value(t) for t in tensors_in(args))
+                self.calls.append(ModuleCall(path, moment, moment, inputs))
 
         def leave(module: Module, args: Any, output: Any) -> None:
             path = self._names.get(id(module))

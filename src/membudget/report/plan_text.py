@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Choice, saved_storages, storages_of
+from membudget.planner.choice import RERUN, Choice, saved_storages, storages_of
 from membudget.planner.plan import KeptOutput, Plan, RegionPlan, parameter_differences
 from membudget.planner.schedule import Schedule
 from membudget.report import rendered
@@ -20,6 +20,8 @@ MOST_NUMBERS = 8
 MOST_KINDS = 3
 """How many kinds of operators a cell names."""
 
+
+EVERYTHING = "the whole call (rerun)"
 
 PLAIN_FITS = "the plain step fits: no region is needed"
 
@@ -189,6 +191,8 @@ def _regions(
             assert one is not None
             yield f"{name}: only in the {which} plan, keeps {kept_text(one.kept)}"
             continue
+        if left.engine != right.engine:
+            yield f"{name}: {left.engine} -> {right.engine}"
         if left.operators != right.operators:
             yield f"{name}: {left.operators} operators -> {right.operators} operators"
         for mine, others, which in (
@@ -250,7 +254,7 @@ def _region_line(
         choice.end - choice.start,
         _counted(graph, sorted({graph.storages[storage].birth for storage in kept})),
         sum(graph.storages[storage].bytes for storage in kept),
-        _counted(graph, again),
+        EVERYTHING if choice.engine == RERUN else _counted(graph, again),
         sum(graph.operators[index].seconds for index in again),
     )
 

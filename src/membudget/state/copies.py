@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -48,25 +50,50 @@ def are_apart(one: Tensor, other: Tensor) -> bool:
 
     Example:
         >>> left, right = torch.zeros(2, 6).split(3, dim=1)
-        >>> are_apart(left, right), are_apart(left, left[:, 2:])
-        (True, False)
+        >>> are_apart(left, right), are_apart(left, right[0]), are_apart(left, left[1])
+        (True, True, False)
     """
-    strides = one.stride() if is_plain(one) and is_plain(other) else ()
-    if other.dtype is not one.dtype or 0 in strides or other.stride() != strides:
+    if not (is_plain(one) and is_plain(other)) or other.dtype is not one.dtype:
         return False
-    first, last = sorted((one, other), key=Tensor.storage_offset)
-    gap = int(last.storage_offset()) - int(first.storage_offset())
+    boxes = _box(one), _box(other)
+    first = min(box.offset for box in boxes)
+    # Either is the corner of an array whose parts they are.
+    return any(_are_parts(*boxes, corner) for corner in {0, first})
+
+
+class _Box(NamedTuple):
+    """The elements of a view: the first, and by stride how many there are."""
+
+    offset: int
+    sizes: dict[int, int]
+
+
+def _box(tensor: Tensor) -> _Box:
+    strides = zip(tensor.stride(), tensor.shape, strict=True)
+    # Where there is one index only, its stride does not matter.
+    pairs = [(int(stride), int(size)) for stride, size in strides if size != 1]
+    # Where two indices have one stride, they meet, as with a stride of 0.
+    sizes = dict(pairs) if len(dict(pairs)) == len(pairs) else {0: 0}
+    return _Box(int(tensor.storage_offset()), sizes)
+
+
+def _are_parts(one: _Box, other: _Box, corner: int) -> bool:
+    """Return whether two boxes of one array with a given first element are apart."""
+    start, other_start = one.offset - corner, other.offset - corner
     room, is_apart = None, False
-    # Both are boxes of one array, unless a row reaches into the next one.
-    for stride, size, of_last in sorted(
-        zip(strides, first.shape, last.shape, strict=True), reverse=True
-    ):
-        steps, gap = divmod(gap, stride)
-        if room is not None and max(size, steps + of_last) * stride > room:
+    for stride in sorted(one.sizes.keys() | other.sizes.keys(), reverse=True):
+        if not stride:
             return False
-        is_apart = is_apart or steps >= size
+        begin, start = divmod(start, stride)
+        other_begin, other_start = divmod(other_start, stride)
+        end = begin + one.sizes.get(stride, 1)
+        other_end = other_begin + other.sizes.get(stride, 1)
+        # They are no boxes of this array if a row reaches into the next one.
+        if room is not None and max(end, other_end) * stride > room:
+            return False
+        is_apart = is_apart or end <= other_begin or other_end <= begin
         room = stride
-    return is_apart and not gap
+    return is_apart or start != other_start
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -31,6 +31,14 @@ def version_of(tensor: Tensor) -> int:
         return -1
 
 
+def versions_of(tensors: list[Tensor]) -> list[int]:
+    """Return the version of each tensor; half the time of as many `version_of`."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return list(map(version_of, tensors))
+
+
 def is_leaf(tensor: Tensor) -> bool:
     """Return whether a tensor is a leaf of autograd's graph.
 
@@ -49,6 +57,14 @@ def address_of(tensor: Tensor) -> int:
         return storage_address(tensor)
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def addresses_of(tensors: list[Tensor]) -> list[int]:
+    """Return the address of each tensor; half the time of as many `address_of`."""
+    try:
+        return list(map(storage_address, tensors))
+    except (RuntimeError, NotImplementedError):
+        return list(map(address_of, tensors))
 
 
 class _Nowhere:

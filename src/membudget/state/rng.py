@@ -47,7 +47,7 @@ class Source(Stream):
     share one copy, and restored only if the generator has advanced.
     """
 
-    __slots__ = ("_last", "_mark")
+    __slots__ = ("_last", "mark")
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Source(Stream):
     ):
         """Create a `Source`; `mark` returns a token that changes with the state."""
         super().__init__(read, write)
-        self._mark = mark if mark is not None else lambda: repr(read())
+        self.mark = mark if mark is not None else lambda: repr(read())
         self._last: tuple[Any, Any] | None = None
 
     def note(self) -> tuple[Any, Any]:
         """Return (token, state); the same tuple as long as the state is unchanged."""
-        mark = self._mark()
+        mark = self.mark()
         last = self._last
         if last is None or last[0] != mark:
             last = self._last = (mark, self.read())
@@ -70,8 +70,37 @@ class Source(Stream):
 
     def bring_back(self, noted: tuple[Any, Any]) -> None:
         """Restore a state that `note` returned, unless the generator still has it."""
-        if self._mark() != noted[0]:
+        if self.mark() != noted[0]:
             self.write(noted[1])
+
+
+class Sources(tuple[Source, ...]):
+    """The states of several generators, noted together.
+
+    As long as nobody draws, all regions share one list of states.
+    """
+
+    _last: Noted | None = None
+
+    def note(self) -> Noted:
+        """Return all states; the same list as long as no state has changed."""
+        last = self._last
+        if last is not None:
+            for source, (mark, _) in last:
+                if source.mark() != mark:
+                    break
+            else:
+                return last
+        last = self._last = note(self)
+        return last
+
+    def enter(self, noted: Noted, scope: Scope) -> None:
+        """Restore the states `noted`; return to the current ones after `scope`."""
+        now = self.note()
+        # Even if nothing needs restoring now: the code in `scope` may draw or reseed.
+        scope.append((_bring_all_back, (now,)))
+        if now is not noted:
+            _bring_all_back(noted)
 
 
 def note(sources: Iterable[Source]) -> Noted:
@@ -79,11 +108,15 @@ def note(sources: Iterable[Source]) -> Noted:
     return [(source, source.note()) for source in sources]
 
 
+def _bring_all_back(noted: Noted) -> None:
+    for source, state in noted:
+        source.bring_back(state)
+
+
 def bring_back(noted: Noted, scope: Scope) -> None:
     """Restore recorded generator states; return to the current ones after `scope`."""
     for source, state in noted:
         now = source.note()
-        # Even if nothing needs restoring now: the code in `scope` may draw or reseed.
         scope.append((source.bring_back, (now,)))
         if now is not state:
             source.bring_back(state)
@@ -155,7 +188,7 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
     return [source for source in sources if source is not None]
 
 
-def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
+def global_sources(torch_too: bool = True) -> Sources:
     """Return a `Source` for each global random generator."""
     return _global_sources(
         torch_too,
@@ -164,11 +197,11 @@ def global_sources(torch_too: bool = True) -> tuple[Source, ...]:
     )
 
 
-def torch_sources(device_indices: Callable[[], Iterable[int]]) -> tuple[Source, ...]:
+def torch_sources(device_indices: Callable[[], Iterable[int]]) -> Sources:
     """Return a `Source` for torch's CPU generator and, with CUDA in use, each GPU's."""
     if not _cuda_is_in_use():
         return _CPU
-    return *_CPU, *map(_cuda_source, sorted(set(device_indices())))
+    return Sources((*_CPU, *map(_cuda_source, sorted(set(device_indices())))))
 
 
 def global_streams() -> dict[str, Stream]:
@@ -219,7 +252,7 @@ def _torch_source(generator: Generator) -> Source:
     return Source(stream.read, stream.write, mark)
 
 
-_CPU = (_torch_source(torch.default_generator),)
+_CPU = Sources((_torch_source(torch.default_generator),))
 _PYTHON = Source(random.getstate, random.setstate, raw_state_reader(random._inst))
 
 # A build without CUDA never starts to use it, and asking costs 0.1 µs a region.
@@ -232,7 +265,7 @@ def _cuda_source(index: int) -> Source:
 
 
 @cache
-def _global_sources(torch_too: bool, numpy_too: bool, cuda: bool) -> tuple[Source, ...]:
+def _global_sources(torch_too: bool, numpy_too: bool, cuda: bool) -> Sources:
     sources = [_PYTHON]
     if torch_too:
         sources += _CPU
@@ -241,4 +274,4 @@ def _global_sources(torch_too: bool, numpy_too: bool, cuda: bool) -> tuple[Sourc
         sources += [source] if source is not None else []
     if cuda:
         sources += map(_cuda_source, range(len(torch.cuda.default_generators)))
-    return tuple(sources)
+    return Sources(sources)

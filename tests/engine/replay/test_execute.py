@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from membudget.engine.replay import execute
-from membudget.engine.replay.execute import (
-    call_noting_draws,
-    is_read_by,
-    replay_foreign,
-)
-from membudget.engine.replay.tape import Operation, TapeValue
+from membudget.engine.replay.execute import call_noting_draws, replay_foreign
 
 
 @pytest.fixture(scope="module")
@@ -150,32 +145,3 @@ def test_an_operator_that_is_the_first_to_import_numpys_generators_counts_as_dra
 
     assert drew
     assert output.shape == (2,)
-
-
-def made_from(*read: TapeValue, root: TapeValue | None = None) -> TapeValue:
-    """Return the output of an operation; with a root, a view of that."""
-    return Operation(torch.ops.aten.sin.default, list(read), {}, 1, True).output(
-        0, root
-    )
-
-
-def test_a_recompute_reads_the_memory_of_what_its_operators_read():
-    owner, other = TapeValue(None), TapeValue(None)
-    view = made_from(owner, root=owner)
-    assert is_read_by([made_from(owner)], owner)
-    assert is_read_by([made_from(made_from(owner))], owner)
-    assert is_read_by([made_from(other, view)], owner)
-    assert not is_read_by([view], owner)
-    assert not is_read_by([made_from(made_from(other))], owner)
-
-
-def test_a_recompute_begins_at_what_an_earlier_stage_has_retained():
-    owner = TapeValue(None)
-    between = made_from(owner)
-    view = made_from(between, root=between)
-    between.tensor = view.tensor = torch.ones(1)
-    for wanted in (made_from(between), made_from(view)):
-        between.is_carried = False
-        assert is_read_by([wanted], owner)  # It will be freed with its stage.
-        between.is_carried = True
-        assert not is_read_by([wanted], owner)

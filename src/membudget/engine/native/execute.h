@@ -60,14 +60,26 @@ inline at::Tensor argument(PyObject* of, PyObject* value) {
 }
 
 // As `Executor._bases`, for the one value that a recorded write overwrites.
-inline Ref writable_copy(PyObject* of, PyObject* root) {
+inline Ref writable_copy(PyObject* of, PyObject* operation, PyObject* root) {
   if (value::operation.is_none(root)) {
     return Ref::made(PyObject_CallOneArg(copy_of, wrapped(argument(of, root))));
   }
   Ref tensor = wrapped(argument(of, root));
-  bool is_last_use = value::uses.number(root) <= 1 && value::view_uses.number(root) <= 0 &&
-      !value::is_lent.is_true(root);
-  return is_last_use ? tensor : Ref::made(PyObject_CallOneArg(copy_of, tensor));
+  bool is_last_use = value::sharing.is_none(root) && value::uses.number(root) <= 1 &&
+      value::view_uses.number(root) <= 0;
+  if (is_last_use || call(of, may_overwrite_name, operation, root) == Py_True) {
+    return tensor;
+  }
+  return Ref::made(PyObject_CallOneArg(copy_of, tensor));
+}
+
+// Notes the new content of memory that an operator wrote, as `Executor._note`.
+inline void note_written(PyObject* operation, PyObject* value, const Ref& written) {
+  value::tensor.set(value, written);
+  PyObject* root = PyList_GET_ITEM(operation::inputs.of(operation), 0);
+  if (!value::sharing.is_none(root) && value::tensor.of(root) == written) {
+    Ref::made(PyObject_CallFunctionObjArgs(share, root, value, nullptr));
+  }
 }
 
 // As `Executor._note`; `written` is the memory that the operator wrote, if any.
@@ -82,9 +94,12 @@ inline void note(
     // An output that became a source keeps its content.
     if (value != Py_None && value::operation.of(value) == operation &&
         value::plan.number(value) == plan && value::uses.number(value) > 0) {
-      long index = PyLong_AsLong(PyTuple_GET_ITEM(pair, 0));
-      value::tensor.set(value, written != nullptr ? written : wrapped(flat[index]));
       check(PyDict_SetItem(replayer::memoised.of(of), value, Py_None));
+      if (written != nullptr) {
+        note_written(operation, value, written);
+      } else {
+        value::tensor.set(value, wrapped(flat[PyLong_AsLong(PyTuple_GET_ITEM(pair, 0))]));
+      }
     }
   }
 }
@@ -120,7 +135,7 @@ inline void run(PyObject* of, PyObject* operation) {
   PyObject* inputs = operation::inputs.of(operation);
   Ref written;
   if (operation::targets.of(operation) != no_targets) {
-    written = writable_copy(of, PyList_GET_ITEM(inputs, 0));
+    written = writable_copy(of, operation, PyList_GET_ITEM(inputs, 0));
   }
   c10::Stack stack = arguments(of, operation, written);
   {

@@ -91,17 +91,13 @@ class Locked {
   bool taken_;
 };
 
-// As `Replayer._lent`, of a value that no stage retains.
-inline Ref lent(PyObject* value, Ref tensor) {
+// As `Replayer._lent`, of a value of the current plan that no stage retains.
+inline Ref lent(PyObject* of, PyObject* value, Ref tensor) {
   PyObject* owner = root_of(value);
-  if (value::operation.is_none(owner)) {
-    return tensor;
-  }
-  if (value::reads.number(owner) > 0) {
-    return Ref::made(PyObject_CallOneArg(copy_of, tensor));
-  }
-  value::is_lent.set(owner, Py_True);
-  return tensor;
+  bool is_alone = value::sharing.is_none(owner) && value::reads.number(owner) <= 0;
+  return value::operation.is_none(owner) || is_alone
+      ? tensor
+      : call(of, lent_name, value, (PyObject*)tensor);
 }
 
 // As `Replayer.take` of a value that stays in memory; null if Python must.
@@ -143,7 +139,7 @@ inline Ref taken(PyObject* of, PyObject* handle) {
   Ref tensor = Ref::to(value::tensor.of(value));
   handle::served.set(handle, replayer::plan.of(of));
   used(of, value);
-  return lent(value, std::move(tensor));
+  return lent(of, value, std::move(tensor));
 }
 
 // Turns an error of a replay into the one that the user sees, as `ReplayFrame._take`.

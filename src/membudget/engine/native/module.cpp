@@ -37,11 +37,13 @@ void bind_tape(PyObject* names) {
       attribute(names, "TapeValue"),
       {{"address", &value::address}, {"content", &value::content},
        {"index", &value::index}, {"is_carried", &value::is_carried},
-       {"is_lent", &value::is_lent}, {"is_state", &value::is_state},
+       {"is_needed", &value::is_needed}, {"is_state", &value::is_state},
        {"is_used", &value::is_used}, {"operation", &value::operation},
        {"packed", &value::packed}, {"plan", &value::plan}, {"reads", &value::reads},
-       {"root", &value::root}, {"tensor", &value::tensor}, {"uses", &value::uses},
-       {"version", &value::version}, {"view_uses", &value::view_uses}});
+       {"root", &value::root}, {"sharing", &value::sharing},
+       {"tensor", &value::tensor}, {"uses", &value::uses},
+       {"version", &value::version}, {"view_uses", &value::view_uses},
+       {"views", &value::views}});
   tape_operation.bind(
       attribute(names, "Operation"),
       {{"_args", &operation::args}, {"_inputs", &operation::inputs},
@@ -111,6 +113,7 @@ void bind_replay(PyObject* names) {
       {{"_is_strict", &checks::is_strict}, {"_originals", &checks::originals},
        {"_verified", &checks::verified}});
   copy_of = attribute(names, "copy_of");
+  share = attribute(names, "share");
   open_groups = attribute(names, "OPEN_GROUPS");
   parameter_type = reinterpret_cast<PyTypeObject*>(attribute(names, "Parameter"));
 }
@@ -136,6 +139,8 @@ PyObject* bind(PyObject*, PyObject* names) {
   decided_name = PyUnicode_InternFromString("decided");
   note_outputs_name = PyUnicode_InternFromString("note_outputs");
   inputs_name = PyUnicode_InternFromString("inputs");
+  lent_name = PyUnicode_InternFromString("_lent");
+  may_overwrite_name = PyUnicode_InternFromString("_may_overwrite");
   run_name = PyUnicode_InternFromString("_run");
   source_name = PyUnicode_InternFromString("_source");
   pack_name = PyUnicode_InternFromString("_pack");

@@ -22,7 +22,7 @@ namespace handle {
 inline Slot fingerprint, saved_version, served, stage, value;
 }
 
-inline PyObject *copy_of, *run_name, *source_name;
+inline PyObject *copy_of, *lent_name, *may_overwrite_name, *run_name, *share, *source_name;
 
 // Counting.
 
@@ -35,8 +35,10 @@ inline void begin(PyObject* value, PyObject* plan) {
   value::uses.set(value, zero);
   value::view_uses.set(value, zero);
   value::reads.set(value, zero);
-  value::is_lent.set(value, Py_False);
   value::is_carried.set(value, Py_False);
+  if (!value::root.is_none(value)) {
+    begin(value::root.of(value), plan);
+  }
 }
 
 // As `Replayer._count`.
@@ -48,7 +50,6 @@ inline void count(PyObject* value, PyObject* plan, std::vector<Ref>& wanted) {
   }
   PyObject* root = value::root.of(value);
   if (root != Py_None) {
-    begin(root, plan);
     add(value::view_uses, root, 1);
   }
 }

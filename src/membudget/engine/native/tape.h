@@ -18,8 +18,8 @@ namespace membudget {
 
 inline Class tape_value;
 namespace value {
-inline Slot address, content, index, is_carried, is_lent, is_state, is_used, operation,
-    packed, plan, reads, root, tensor, uses, version, view_uses;
+inline Slot address, content, index, is_carried, is_needed, is_state, is_used, operation,
+    packed, plan, reads, root, sharing, tensor, uses, version, view_uses, views;
 }
 
 inline Class tape_operation;
@@ -92,8 +92,11 @@ inline Ref new_value(PyObject* made_by, long index, PyObject* root) {
   value::tensor.set(made, Py_None);
   value::packed.set(made, Py_None);
   value::is_used.set(made, Py_False);
+  value::is_needed.set(made, Py_False);
   value::is_carried.set(made, Py_False);
   value::is_state.set(made, Py_False);
+  value::views.set(made, Ref::made(PyList_New(0)));
+  value::sharing.set(made, Py_None);
   value::plan.set(made, zero);
   return made;
 }
@@ -145,8 +148,12 @@ inline Ref new_output(PyObject* made_by, long index, PyObject* root) {
     operation::is_view.set(made_by, Py_False);
   }
   Ref made = new_value(made_by, index, root);
-  Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)number(index), (PyObject*)weak(made)));
+  Ref reference = weak(made);
+  Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)number(index), (PyObject*)reference));
   check(PyList_Append(operation::outputs.of(made_by), pair));
+  if (root != Py_None) {
+    check(PyList_Append(value::views.of(root), reference));
+  }
   return made;
 }
 

@@ -38,10 +38,18 @@ inline PyObject* current_entry(PyObject* of, PyObject* tensor, long address) {
   return is_current ? found : nullptr;
 }
 
-inline void use(PyObject* of, PyObject* value) {
-  value::is_used.set(value, Py_True);
-  if (value::operation.is_none(value)) {
+// As `Tracker.note_source`.
+inline void note_source(PyObject* of, PyObject* value) {
+  if (value::is_needed.is_true(value) && value::operation.is_none(value)) {
     check(PyList_Append(tracker::sources.of(of), weak(value)));
+  }
+}
+
+// As `Tracker._need`.
+inline void need(PyObject* of, PyObject* value) {
+  if (!value::is_needed.is_true(value)) {
+    value::is_needed.set(value, Py_True);
+    note_source(of, value);
   }
 }
 
@@ -51,12 +59,10 @@ inline Ref mark_read(PyObject* of, PyObject* tensor, PyObject* entry) {
   if (is_empty(value)) {
     return call(of, mark_read_name, tensor, entry);
   }
-  PyObject* root = root_of(value);
   if (!value::is_used.is_true(value)) {
-    use(of, value);
-  }
-  if (!value::is_used.is_true(root)) {
-    use(of, root);
+    value::is_used.set(value, Py_True);
+    need(of, value);
+    need(of, root_of(value));
   }
   return Ref::to(value);
 }
@@ -183,9 +189,7 @@ inline void hold_value(PyObject* of, const at::Tensor& tensor, PyObject* entry) 
   hold(value, wrapped(detached(tensor)));
   memory::root.set(memory, Py_None);
   check(PyList_Append(memory::sources.of(memory), weak(value)));
-  if (value::is_used.is_true(value)) {
-    check(PyList_Append(tracker::sources.of(of), weak(value)));
-  }
+  note_source(of, value);
 }
 
 // The callbacks of weak references, with the tables of the tracker as `self`.

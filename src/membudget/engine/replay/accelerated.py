@@ -23,6 +23,7 @@ from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.shared_memory import share
 from membudget.engine.replay.tape import (
     LiveStorage,
     LiveTensor,
@@ -108,7 +109,7 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
 _BOUND: tuple[Any, ...] = (
     *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
     *(Recorder, ReplayFrame, ReplayHandle, Replayer, Scope, TapeValue, Tracker),
-    *(Parameter, copy_of, find_operator, isolation.enter, isolation.leave),
+    *(Parameter, copy_of, find_operator, isolation.enter, isolation.leave, share),
 )
 _NAMED: dict[str, Any] = {
     "EMPTY": EMPTY,
@@ -120,7 +121,8 @@ _NAMED: dict[str, Any] = {
 _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.advance, ForwardRecord.asks, ForwardRecord.decided),
     *(ForwardRecord.note_outputs, Operation.inputs, Recorder.note_empty),
-    *(ReplayFrame.explained, Replayer._run, Replayer._source, Replayer.release),
+    *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
+    *(Replayer._source, Replayer.release, share),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),
     *(find_operator, isolation.enter, isolation.leave),
 )

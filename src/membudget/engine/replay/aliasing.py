@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from membudget._torch import detach_with_version
 from membudget.engine.replay.extension import callbacks_of
+from membudget.engine.replay.shared_memory import leaves_source
 from membudget.engine.replay.tape import (
     LiveStorage,
     LiveTensor,
@@ -32,7 +33,7 @@ from membudget.engine.replay.tape import (
     RecordedMemory,
     TapeValue,
 )
-from membudget.state.copies import alias, are_apart, copy_of, is_plain
+from membudget.state.copies import alias, copy_of, is_plain
 from membudget.state.identity import address_of, storage_of
 
 # Whichever factory made it, uninitialised memory is recorded as this operator.
@@ -96,15 +97,15 @@ class Tracker:
             entry = self.hold_memory(tensor, entry)
             value = root = entry.value
         if not value.is_used:
-            self._use(value)
-        if not root.is_used:
-            self._use(root)
+            value.is_used = True
+            self._need(value)
+            self._need(root)
         return value
 
-    def _use(self, value: TapeValue) -> None:
-        value.is_used = True
-        if value.operation is None:
-            self.sources.append(ref(value))
+    def _need(self, value: TapeValue) -> None:
+        if not value.is_needed:
+            value.is_needed = True
+            self.note_source(value)
 
     def enter(
         self, tensor: Tensor, value: TapeValue, memory: RecordedMemory, address: int
@@ -249,8 +250,8 @@ class Tracker:
         return self.operation(AS_STRIDED, geometry, {}).output(0, root)
 
     def note_source(self, value: TapeValue) -> None:
-        """Register a value that now stays in memory, if a replay may read it."""
-        if value.is_used:
+        """Register a value that stays in memory, if a replay may read it."""
+        if value.is_needed and value.operation is None:
             self.sources.append(ref(value))
 
     def _source(self, tensor: Tensor, memory: RecordedMemory) -> TapeValue:
@@ -270,11 +271,11 @@ class Tracker:
         return source
 
 
-def _survives(source: TapeValue | None, written: Iterable[Tensor]) -> bool:
+def _survives(source: TapeValue | None, written: list[Tensor]) -> bool:
     """Return whether a write leaves a source as it is; copy what it would destroy."""
-    if source is None or not source.is_used or (held := source.tensor) is None:
+    if source is None or not source.is_needed or (held := source.tensor) is None:
         return False
-    if not (survives := all(are_apart(held, tensor) for tensor in written)):
+    if not (survives := leaves_source(written, source)):
         source.tensor, source.address = copy_of(held), None
     return survives
 

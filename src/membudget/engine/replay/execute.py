@@ -11,6 +11,7 @@ generators; outputs of an operator that draws from them are kept.
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -18,6 +19,12 @@ from torch.nn import Parameter
 
 from membudget._torch import tree_iter, tree_map_only, without_dispatch_modes
 from membudget.engine import isolation
+from membudget.engine.replay.shared_memory import (
+    derived,
+    leaves_views,
+    share,
+    views_of,
+)
 from membudget.engine.replay.stand_ins import Outline, Scratch
 from membudget.engine.replay.tape import Operation, TapeValue
 from membudget.ops import flat_outputs
@@ -78,20 +85,6 @@ def _bits(arguments: Any) -> list[Any]:
     return [fingerprint(t) for t in tree_iter(arguments) if isinstance(t, Tensor)]
 
 
-def derived(value: TapeValue, bases: dict[TapeValue, Tensor]) -> Tensor:
-    """Rebuild a view by applying its view operators to a tensor in `bases`."""
-    base = bases.get(value)
-    if base is not None:
-        return base
-    operation = value.operation
-    assert operation is not None
-    args = [derived(a, bases) if type(a) is TapeValue else a for a in operation.args]
-    output = operation.operator(*args, **operation.kwargs)
-    tensor = output if isinstance(output, Tensor) else output[value.index]
-    assert isinstance(tensor, Tensor)
-    return tensor
-
-
 def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """Re-run a random operator from its recorded RNG state; restore the RNG."""
     assert operation.drawn is not None
@@ -104,27 +97,6 @@ def call_random(operation: Operation, args: list[Any], kwargs: dict[str, Any]) -
             return operation.operator(*args, **kwargs)
         finally:
             source.bring_back(now)
-
-
-def is_read_by(wanted: list[TapeValue], owner: TapeValue) -> bool:
-    """Return whether recomputing the values `wanted` may read the memory of `owner`.
-
-    Values that an earlier stage of the backward pass has retained are not recomputed.
-    """
-    pending = list(wanted)
-    seen: set[int] = set()
-    while pending:
-        value = pending.pop()
-        operation = value.operation
-        is_live = value.tensor is not None and (value.root or value).is_carried
-        if operation is None or is_live or id(operation) in seen:
-            continue
-        seen.add(id(operation))
-        for read in operation.inputs():
-            if not operation.is_view and (read.root or read) is owner:
-                return True
-            pending.append(read)
-    return False
 
 
 class SourceChangedError(Exception):
@@ -194,9 +166,14 @@ class Executor:
             if value is None or value.operation is not operation:
                 continue
             if value.plan == self._plan and value.uses > 0:
-                root = written.get(index)
-                value.tensor = made[index] if root is None else bases[root]
                 self._memoised[value] = None
+                root = written.get(index)
+                if root is None:
+                    value.tensor = made[index]
+                    continue
+                value.tensor = bases[root]
+                if root.sharing is not None and value.tensor is root.tensor:
+                    share(root, value)
 
     def _bases(self, operation: Operation) -> dict[TapeValue, Tensor]:
         """Choose a tensor to write to, for each tape value to be overwritten."""
@@ -204,13 +181,39 @@ class Executor:
         for root, _ in operation.targets:
             if root.operation is None:
                 bases[root] = copy_of(self._source(root))
-            elif root.uses <= 1 and root.view_uses <= 0 and not root.is_lent:
-                assert root.tensor is not None
-                bases[root] = root.tensor  # This is its last use.
-            else:
-                assert root.tensor is not None
-                bases[root] = copy_of(root.tensor)  # Still needed by another reader.
+                continue
+            assert root.tensor is not None
+            may_overwrite = self._may_overwrite(operation, root)
+            bases[root] = root.tensor if may_overwrite else copy_of(root.tensor)
         return bases
+
+    def _may_overwrite(self, operation: Operation, root: TapeValue) -> bool:
+        """Return whether a write to `root` destroys nothing that is still needed."""
+        if root.sharing is None and root.uses <= 1 and root.view_uses <= 0:
+            return True  # This is its last use.
+        if not self._make_views(root) or root.uses > 1:
+            return False
+        if not leaves_views(operation, root):
+            return False
+        if root.sharing is None:
+            root.sharing = WeakSet((root,))
+        return True
+
+    def _make_views(self, root: TapeValue) -> bool:
+        """Make the views of `root` that are still needed; return whether all are made.
+
+        From then on the plan needs no more of its memory than those.
+        """
+        for view in views_of(root):
+            is_wanted = view.plan == self._plan and view.uses > 0
+            if view.tensor is not None or not is_wanted:
+                continue
+            maker = view.operation
+            assert maker is not None
+            if not maker.is_view or any(v.tensor is None for v in maker.inputs()):
+                return False
+            self._run(maker)
+        return True
 
     def _argument(self, argument: Any, bases: dict[TapeValue, Tensor]) -> Any:
         kind = type(argument)

@@ -28,7 +28,8 @@ from membudget._torch import (
     set_grad_enabled,
 )
 from membudget.engine.policy import Stages
-from membudget.engine.replay.execute import Executor, is_read_by
+from membudget.engine.replay.execute import Executor
+from membudget.engine.replay.shared_memory import is_read_by, sharing
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.scope import Scope
 from membudget.state.copies import copy_of
@@ -97,12 +98,14 @@ class Replayer(Executor):
         owner = value.root or value
         if owner.operation is None:
             return tensor
-        others = self._of_other_stages() if owner.is_carried else []
-        if owner.reads > 0 or is_read_by(others, owner):
+        if any(map(self._is_still_read, sharing(owner))):
             return copy_of(tensor)
-        # From now on, a write in the plan needs a copy of this memory.
-        owner.is_lent = True
         return tensor
+
+    def _is_still_read(self, owner: TapeValue) -> bool:
+        if owner.plan == self._plan and owner.reads > 0:
+            return True
+        return owner.is_carried and is_read_by(self._of_other_stages(), owner)
 
     def living(self) -> list[ReplayHandle]:
         """Return the handles that are still referenced by the autograd graph."""
@@ -173,13 +176,9 @@ class Replayer(Executor):
 
     def _count(self, value: TapeValue, wanted: list[TapeValue]) -> None:
         """Count one use of a value, and queue the value if it must be recomputed."""
-        self._begin(value)
-        value.uses += 1
+        self._add_use(value)
         if value.tensor is None:
             wanted.append(value)
-        if value.root is not None:
-            self._begin(value.root)
-            value.root.view_uses += 1
 
     def _count_held(
         self, values: Iterable[tuple[int, ReferenceType[TapeValue]]]
@@ -192,15 +191,22 @@ class Replayer(Executor):
             if value is None or value.operation is None:
                 continue
             if (value.operation.call, index) in held:
-                self._begin(value)
-                value.uses += 1
+                self._add_use(value)
                 value.is_carried = True
+
+    def _add_use(self, value: TapeValue) -> None:
+        self._begin(value)
+        value.uses += 1
+        if value.root is not None:
+            value.root.view_uses += 1
 
     def _begin(self, value: TapeValue) -> None:
         if value.plan != self._plan:
             value.plan = self._plan
             value.uses = value.view_uses = value.reads = 0
-            value.is_lent = value.is_carried = False
+            value.is_carried = False
+            if value.root is not None:
+                self._begin(value.root)
 
     # Running.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ReferenceType, ref
+from weakref import ReferenceType, WeakSet, ref
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class TapeValue:
             `None` if the address may change.
         content: A function that fingerprints a stored tensor, and the fingerprint from
             the forward; `None` once compared, or if contents are never compared.
-        is_used: Whether a replay may read the value, so that writes must preserve it.
+        is_used: Whether a replay may read the value itself, not only views of it.
+        is_needed: Whether a replay may read the value or views; writes preserve that.
         is_state: Whether the value is a running statistic, which is copied because
             every call of the region overwrites it.
         packed: The stored tensor, packed by saved-tensor hooks around the region.
@@ -45,21 +46,20 @@ class TapeValue:
         view_uses: Number of remaining uses of the value's views.
         reads: Number of operations, other than views, that have yet to read the value
             or a view of the value.
-        is_lent: Whether autograd has received the value or a view of the value.
+        views: Weak references to the value's views, in the order of their operations.
+        sharing: All values whose tensors may be in the value's memory, if others are.
         is_carried: Whether the current stage retains the value for a later stage.
     """
 
     __slots__ = (
-        *("__weakref__", "address", "content", "index", "is_carried", "is_lent"),
+        *("__weakref__", "address", "content", "index", "is_carried", "is_needed"),
         *("is_state", "is_used", "operation", "packed", "plan", "reads", "root"),
-        *("tensor", "uses", "version", "view_uses"),
+        *("sharing", "tensor", "uses", "version", "view_uses", "views"),
     )
 
     uses: int
     view_uses: int
     reads: int
-    is_lent: bool
-    is_carried: bool
 
     def __init__(
         self, operation: Operation | None, index: int = 0, root: TapeValue | None = None
@@ -70,9 +70,10 @@ class TapeValue:
         self.root = root
         self.tensor: Tensor | None = None
         self.packed: Packed | None = None
-        self.is_used = False
-        self.is_carried = False
-        self.is_state = False
+        self.is_used = self.is_needed = False
+        self.is_carried = self.is_state = False
+        self.views: list[ReferenceType[TapeValue]] = []
+        self.sharing: WeakSet[TapeValue] | None = None
         self.plan = 0
 
     def hold(self, tensor: Tensor) -> None:
@@ -131,23 +132,23 @@ class Operation:
         self._kwargs = kwargs
         self.native: Any = None
         self.number = number
-        self.call = 0
+        self.call = self.plan = 0
         self._inputs: list[TapeValue] | None = None
         self.grad_enabled = grad_enabled
         self.default_dtype = torch.get_default_dtype()
-        self.decides = False
-        self.is_foreign = False
+        self.decides = self.is_foreign = False
         self.drawn: tuple[Any, Any] | None = None
         self.outputs: list[tuple[int, ReferenceType[TapeValue]]] = []
         self.targets: Sequence[tuple[TapeValue, int]] = ()
-        self.plan = 0
         self.is_view = True  # Until an output with memory of its own is added.
 
     def output(self, index: int, root: TapeValue | None = None) -> TapeValue:
         """Create the tape value for one of the operation's outputs."""
         self.is_view = self.is_view and root is not None
         value = TapeValue(self, index, root)
-        self.outputs.append((index, ref(value)))
+        self.outputs.append((index, reference := ref(value)))
+        if root is not None:
+            root.views.append(reference)
         return value
 
     @property
@@ -169,8 +170,7 @@ class Operation:
             written = [root for root, _ in self.targets]
             self._inputs = found = list(written)
             _gather(self.args, found, written)
-            if self.kwargs:
-                _gather(self.kwargs.values(), found, written)
+            _gather(self.kwargs.values(), found, written)
         return self._inputs
 
 

@@ -1,0 +1,48 @@
+"""Running totals of a simulated step."""
+
+from __future__ import annotations
+
+from membudget.graph import StepGraph
+
+
+class Ledger:
+    """Running totals of a simulated step: live bytes, peak and recomputed operators.
+
+    Attributes:
+        graph: The step as profiled, without recomputation.
+        ends: For each storage whose live range a block's choice changes, the op index
+            at which the forward's copy is freed.
+        moment: The op index that the simulation has reached.
+        live_bytes: Bytes live at the current op index, without operator workspace.
+        peak_bytes: The maximum of live bytes plus operator workspace so far.
+        peak_moment: The op index at which the peak occurred.
+        replayed: Indices of the operators run by replays, in execution order.
+        reran: Indices of the operators run by reruns, in execution order.
+    """
+
+    def __init__(self, graph: StepGraph):
+        """Create a ledger for a step, with no live bytes."""
+        self.graph = graph
+        self.ends: dict[int, int] = {}
+        self.moment = self.live_bytes = self.peak_bytes = self.peak_moment = 0
+        self.replayed: list[int] = []
+        self.reran: list[int] = []
+
+    def end_of(self, storage: int) -> int:
+        """Return the op index at which the forward's copy of a storage is freed."""
+        end = self.ends.get(storage)
+        return self.graph.storages[storage].death if end is None else end
+
+    def allocate(self, storage: int) -> None:
+        """Add a storage to the live bytes."""
+        self.live_bytes += self.graph.storages[storage].bytes
+
+    def release(self, storage: int) -> None:
+        """Subtract a storage from the live bytes."""
+        self.live_bytes -= self.graph.storages[storage].bytes
+
+    def update_peak(self, operator: int) -> None:
+        """Update the peak for a running operator, including its workspace."""
+        total = self.live_bytes + self.graph.operators[operator].workspace_bytes
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_moment = total, self.moment

@@ -1,0 +1,111 @@
+"""Race plans against the plain step: measured slowdowns, taken in turns.
+
+A round runs the plain step and one step under each plan, so that whatever else the
+machine does slows all of them alike; a slowdown is the median of the rounds' ratios. On
+a CPU the clock counts the process's CPU time, which other load hardly changes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+from membudget.planned import PlanRegions, put_on, take_off
+from membudget.profile.cost import synchronised_clock
+from membudget.profile.profiling import state_kept
+from membudget.progress import stage
+from membudget.step import Step
+
+LEAST_ROUNDS, MOST_ROUNDS = 3, 15
+
+ENOUGH_S = 0.5
+"""No further round begins after the least number of rounds and this time."""
+
+CLEARLY = 0.02
+"""By how much of a plain step a plan must be faster to be preferred to the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slowdown:
+    """Measured times of steps under a plan ÷ those of plain steps.
+
+    Attributes:
+        median: Median of the rounds' ratios.
+        low: Their lower quartile.
+        high: Their upper quartile.
+        rounds: Number of rounds.
+        seconds: Wall time that the whole race took.
+        others: Medians of the plans that were raced and not taken.
+    """
+
+    median: float
+    low: float
+    high: float
+    rounds: int
+    seconds: float
+    others: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        """Return the slowdown in words."""
+        text = f"{self.median:.3f}  measured in {self.rounds} rounds, quartiles "
+        text += f"{self.low:.3f} and {self.high:.3f}"
+        if self.others:
+            others = ", ".join(f"{other:.3f}" for other in self.others)
+            text += f"; other plans {others}"
+        return text
+
+
+def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
+    """Time steps under each of several plans; return the fastest and its slowdown.
+
+    Another plan than the first must be clearly faster, because times are noisy. The
+    model carries no plan before and afterwards, and its state is restored.
+
+    Args:
+        step: The step, which has run under each plan before.
+        plans: What the model carries under each plan.
+    """
+    begin_s = time.perf_counter()
+    clock = _clock()
+    ratios: list[list[float]] = [[] for _ in plans]
+    with stage("timing steps"), state_kept(step, has_values=True):
+        while not _is_enough(ratios[0], begin_s):
+            plain_s = _seconds(step, clock)
+            for plan, of_plan in zip(plans, ratios, strict=True):
+                put_on(plan)
+                try:
+                    of_plan.append(_seconds(step, clock) / max(plain_s, 1e-9))
+                finally:
+                    take_off(step.model)
+    medians = [median(of_plan) for of_plan in ratios]
+    fastest = min(range(len(plans)), key=medians.__getitem__)
+    if medians[fastest] > medians[0] - CLEARLY:
+        fastest = 0
+    low, _, high = quantiles(ratios[fastest], n=4, method="inclusive")
+    others = tuple(m for place, m in enumerate(medians) if place != fastest)
+    took_s = time.perf_counter() - begin_s
+    rounds = len(ratios[0])
+    return fastest, Slowdown(medians[fastest], low, high, rounds, took_s, others)
+
+
+def _is_enough(rounds: Sequence[float], begin_s: float) -> bool:
+    count = len(rounds)
+    is_long = time.perf_counter() - begin_s > ENOUGH_S
+    return count >= MOST_ROUNDS or (count >= LEAST_ROUNDS and is_long)
+
+
+def _seconds(step: Step, clock: Callable[[], float]) -> float:
+    step.prepare()
+    start = clock()
+    step.run()
+    return clock() - start
+
+
+def _clock() -> Callable[[], float]:
+    if torch.cuda.is_initialized():
+        return synchronised_clock()
+    return time.process_time

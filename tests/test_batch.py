@@ -1,0 +1,138 @@
+"""What a batch means: the model's arguments, or a pair of inputs and targets."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
+
+X = torch.ones(2, 3)
+
+
+class Echo(nn.Module):
+    """Returns what it is called with."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+
+@dataclass
+class Record(dict[str, Any]):
+    """A mapping that is a dataclass, as outputs of Hugging Face's models are."""
+
+    x: int = 1
+
+
+class Named(NamedTuple):
+    x: int
+    y: int
+
+
+NAMED, RECORD, LIST = Named(1, 2), Record(), [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "args", "kwargs"),
+    [
+        (7, (7,), {}),
+        ((1, 2), (1, 2), {}),
+        ((), (), {}),
+        ({"x": 1}, (), {"x": 1}),
+        (UserDict(x=1), (), {"x": 1}),
+        (LIST, (LIST,), {}),
+        (NAMED, (NAMED,), {}),
+        (RECORD, (RECORD,), {}),
+    ],
+)
+def test_a_tuple_and_a_mapping_are_arguments_and_all_else_is_one(inputs, args, kwargs):
+    assert call_model(Echo(), inputs) == (args, kwargs)
+
+
+def loss_fn(output: Tensor, batch: Any) -> Tensor:
+    return output.sum()
+
+
+@pytest.mark.parametrize(
+    ("batch", "could"),
+    [
+        *(((1, 2), True), ([1, 2], True), ((1,), False), ((1, 2, 3), False)),
+        *((NAMED, False), ({1: 1, 2: 2}, False), (X, False)),
+    ],
+)
+def test_a_plain_tuple_or_list_of_two_could_be_a_pair(batch, could):
+    assert could_be_pair(batch, loss_fn) is could
+    assert not could_be_pair(batch, None)
+    assert is_pair(nn.Identity(), batch, F.mse_loss) is could
+
+
+class TakesTwo(nn.Module):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "loss", "is_one"),
+    [
+        (TakesTwo(), (X, X), nn.MSELoss(), True),
+        (TakesTwo(), [X, X], F.mse_loss, True),
+        (TakesTwo(), (X, X), loss_fn, False),
+        (nn.Identity(), (X, X), loss_fn, True),
+        # The model may take the list.
+        (nn.Identity(), [X, X], loss_fn, False),
+        (nn.Identity(), (X, X), None, False),
+    ],
+)
+def test_a_pair_is_told_by_its_loss_or_by_what_the_model_takes(
+    model, batch, loss, is_one
+):
+    assert is_pair(model, batch, loss) is is_one
+
+
+@pytest.mark.parametrize(
+    ("batch", "taken_as_pair", "calls"),
+    [
+        ((X, 1), True, "model(inputs) and loss_fn(output, targets)"),
+        ([X, 1], True, "model(inputs) and loss_fn(output, targets)"),
+        ((X, 1), False, "model(*batch) and loss_fn(output, batch)"),
+        ([X, 1], False, "model(batch) and loss_fn(output, batch)"),
+    ],
+)
+def test_a_batch_of_two_that_fails_shows_how_it_was_called(batch, taken_as_pair, calls):
+    error = pair_error(batch, taken_as_pair, KeyError("mine"))
+    assert str(error).startswith(
+        f"the batch of two, (float32[2, 3], int), was taken for {calls}, and that "
+        "failed with KeyError: 'mine'. Say which"
+    )
+
+
+def test_a_list_of_a_loader_becomes_a_tuple_and_its_generator_stays():
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    loader: Any = DataLoader([(1, 2), (3, 4)], 2, shuffle=True, generator=generator)  # type: ignore[arg-type]
+
+    first = first_batch(loader)
+
+    assert type(first) is tuple
+    assert [sorted(column.tolist()) for column in first] == [[1, 3], [2, 4]]
+    assert torch.equal(generator.get_state(), before)
+    assert torch.equal(first_batch(DataLoader([1, 2], 2)), torch.tensor([1, 2]))  # type: ignore[arg-type]
+    assert first_batch(LIST) is LIST
+
+
+def test_a_loader_that_fails_leaves_the_random_streams():
+    def fail(items: list[Any]) -> Any:
+        torch.rand(1)
+        raise KeyError("mine")
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyError, match="mine"):
+        first_batch(DataLoader([1, 2], collate_fn=fail))  # type: ignore[arg-type]
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,146 @@
+"""Plans raced against the plain step: who wins, and what is left behind."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import membudget as mb
+from membudget import race as racing
+from membudget.attach import has_region
+from membudget.planned import PlanRegions, take_off
+from membudget.planner.choice import RERUN
+from membudget.planner.plan import RegionPlan
+from membudget.race import LEAST_ROUNDS, MOST_ROUNDS, Slowdown, race
+from membudget.step import Step
+from tests.planner.models import MODELS
+from tests.test_apply_rerun import plan_of
+
+
+class Clock:
+    """A clock that the model moves, so that a race has the same end everywhere."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def timed(
+    monkeypatch: pytest.MonkeyPatch, *seconds: float
+) -> tuple[Step, list[PlanRegions]]:
+    """Return a step of a second, and plans under which it takes other times."""
+    clock = Clock()
+    monkeypatch.setattr(racing, "_clock", lambda: clock)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in seconds))
+
+    def advance(module: nn.Module, args: object) -> None:
+        on = [s for s, layer in zip(seconds, model, strict=True) if has_region(layer)]
+        clock.now += on[0] if on else 1.0
+
+    model.register_forward_pre_hook(advance)
+    plans = []
+    for place in range(len(seconds)):
+        mb.apply(model, plan_of(model, RegionPlan(str(place), 3, (), engine=RERUN)))
+        plans.append(take_off(model))
+    return Step(model, torch.randn(2, 4), None), plans
+
+
+@pytest.mark.parametrize(
+    ("seconds", "fastest"),
+    [((1.5,), 0), ((1.5, 1.2), 1), ((1.2, 1.5), 0), ((1.5, 1.49), 0), ((3, 2, 1.1), 2)],
+)
+def test_a_plan_wins_that_is_clearly_faster_than_the_first(
+    monkeypatch, seconds, fastest
+):
+    step, plans = timed(monkeypatch, *seconds)
+    place, slowdown = race(step, plans)
+    assert place == fastest
+    assert slowdown.median == pytest.approx(seconds[fastest])
+    others = [s for i, s in enumerate(seconds) if i != fastest]
+    assert slowdown.others == pytest.approx(others)
+    assert LEAST_ROUNDS <= slowdown.rounds <= MOST_ROUNDS
+
+
+def test_a_race_leaves_no_plan_and_no_gradient_and_the_streams_as_they_were(
+    monkeypatch,
+):
+    step, plans = timed(monkeypatch, 1.5, 1.2)
+    before = torch.get_rng_state()
+    race(step, plans)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not any(has_region(module) for module in step.model.modules())
+    assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_a_step_that_fails_in_a_race_leaves_no_plan(monkeypatch):
+    step, plans = timed(monkeypatch, 1.5)
+
+    def fail(module: nn.Module, args: object, output: object) -> None:
+        if has_region(step.model.get_submodule("0")):
+            raise RuntimeError("failed under the plan")
+
+    step.model.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="failed under the plan"):
+        race(step, plans)
+    assert not any(has_region(module) for module in step.model.modules())
+
+
+def test_a_slowdown_says_what_was_measured_and_what_else_was_raced():
+    found = Slowdown(1.25, 1.2, 1.3, 5, 0.1)
+    assert str(found) == "1.250  measured in 5 rounds, quartiles 1.200 and 1.300"
+    found = Slowdown(1.25, 1.2, 1.3, 5, 0.1, (1.4, 2.0))
+    assert str(found).endswith("1.300; other plans 1.400, 2.000")
+
+
+@pytest.mark.parametrize("measure", ["none", "one", "best", None])
+def test_fit_measures_what_it_is_asked_to(measure):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    with mb.fit(model, batch, "50%", measure=measure) as fitted:
+        assert fitted.plan.regions
+        assert (fitted.slowdown is None) == (measure == "none")
+        if fitted.slowdown is not None:
+            assert str(fitted.slowdown) in fitted.report()
+            assert measure != "one" or fitted.slowdown.others == ()
+        assert fitted.audit().equal
+
+
+def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    raced: list[list[PlanRegions]] = []
+
+    def last_wins(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
+        raced.append(plans)
+        return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
+
+    monkeypatch.setattr(sys.modules["membudget.fit"], "race", last_wins)
+    with mb.fit(model, batch, "50%", measure="best") as fitted:
+        (plans,) = raced
+        assert len(plans) > 1
+        assert {r.name for r in fitted.status().regions} == {n for n, _, _ in plans[-1]}
+        assert {r.path for r in fitted.plan.regions} == {n for n, _, _ in plans[-1]}
+        assert fitted.peak_bytes <= fitted.plan.budget_bytes
+        assert fitted.audit().equal
+    assert not any(has_region(module) for module in model.modules())
+
+
+def test_nothing_is_timed_without_a_region_or_without_a_plain_step():
+    model, batch = MODELS["mlp"]()
+    assert mb.fit(model, batch, "100%").slowdown is None
+    assert mb.fit(model, batch, "60%", fake=True).slowdown is None
+
+
+def test_an_unknown_measure_is_refused_before_any_work():
+    model, batch = MODELS["mlp"]()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(mb.OptionError, match="'best', 'one', 'none' or None"):
+            mb.fit(model, batch, "60%", measure="twice")  # type: ignore[arg-type]
