@@ -85,6 +85,24 @@ def test_a_replay_of_gates_holds_them_once():
     assert peak_bytes < 3.1 * x.nbytes
 
 
+def parts_then_all(x: Tensor) -> Tensor:
+    """Write one part of a product twice, then all of it, and read the other between."""
+    product = x @ x.t()
+    first, second = product.unsafe_chunk(2, -1)
+    first.add_(1)
+    read = (second + 0).sin()
+    first.mul_(3)
+    product.mul_(2)
+    return read.sum() + product.cos().sum()
+
+
+def test_a_write_to_all_of_a_tensor_spares_the_parts_that_its_older_values_share():
+    x = torch.randn(6, 6, requires_grad=True)
+    (expected,) = torch.autograd.grad(parts_then_all(x), x)
+    (found,) = torch.autograd.grad(replay()(parts_then_all)(x), x)
+    assert torch.equal(found, expected)
+
+
 GEOMETRIES: list[Callable[[Tensor], Tensor]] = [
     *(lambda t, i=i: t[i : i + 2] for i in range(5)),
     *(lambda t, i=i: t[:, i : i + 2] for i in range(5)),
