@@ -84,7 +84,7 @@ class Fitted:
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.slowdown is not None:
-            lines.append(f"          {self.slowdown!s:>12}")
+            lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if DOES_NOT_FIT in self.profile.notes:
