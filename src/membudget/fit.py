@@ -11,17 +11,15 @@ record the plain step  ──>  choose a schedule  ──>  apply its plan  ─�
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any, Literal, get_args
 
 from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory, map_blocks_if_limited
 from membudget.apply import Applied
-from membudget.attach import has_region
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
 from membudget.errors import (
@@ -30,6 +28,7 @@ from membudget.errors import (
     RecomputeMismatchError,
     UnrepeatableWarning,
 )
+from membudget.fittable import check_fittable
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.modes import AUTO, check_mode
 from membudget.outcome import Metered, plain_run
@@ -45,7 +44,6 @@ from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
 from membudget.race import Slowdown, race
 from membudget.refusal import explaining_shortage
-from membudget.sharding import sharding_of
 from membudget.step import ABSENT, LossFunction, Step, step_of
 
 Measure = Literal["best", "one", "none"]
@@ -112,8 +110,8 @@ def fit(
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
         OptionError: If the budget is neither bytes nor a share, the mode is unknown,
-            the model already has regions that `fit` did not attach, or its parameters
-            are sharded over processes (DTensor, FSDP).
+            the model already has regions that `fit` did not attach, or it is trained by
+            several processes together (DTensor, FSDP, DistributedDataParallel).
         OutOfMemoryError: If a step finds less memory than the budget allows it.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
             and the plain step does not fit, so that fewer regions may not, either.
@@ -142,7 +140,7 @@ def fit(
     step = step_of(model, batch, loss_fn, modules)
     notes = (MAPS_BLOCKS,) if map_blocks_if_limited() else ()
     with without_plan(step.model):
-        _check_step(step)
+        check_fittable(step)
         # Read before profiling, which allocates memory itself.
         usable = free_bytes(step.model) if budget is None else 0
         plain = _profiled(step, optimizer, fake, device)
@@ -261,32 +259,3 @@ def _first_that_fits(
         if found.peak_bytes <= budget.step_bytes:
             return _Fitting(attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
-
-
-def _check_step(step: Step) -> None:
-    """Reject a model with regions or shards, or a batch that lacks arguments."""
-    model, batch = step.model, step.batch
-    sharding = sharding_of(model)
-    if sharding is not None:
-        raise OptionError(
-            f"{type(model).__name__} is sharded: {sharding}. Each rank would plan from "
-            "its own times, and ranks whose steps differ wait for each other forever. "
-            "Give every rank the same rule, as in apply(model, blocks=Block); "
-            "profile(model, batch) tells a rank's bytes"
-        )
-    carrying = [name for name, module in model.named_modules() if has_region(module)]
-    if carrying:
-        raise OptionError(
-            f"{type(model).__name__} carries {len(carrying)} regions already, the "
-            f"first on {carrying[0] or 'itself'!r}, and plans are made from the plain "
-            "step: remove() them first"
-        )
-    if isinstance(batch, Mapping | tuple) and not batch:
-        try:
-            signature(model.forward).bind()
-        except TypeError as error:
-            raise OptionError(
-                f"the batch is an empty {type(batch).__name__}, so "
-                f"{type(model).__name__} would be called with nothing ({error}): give "
-                "what it is called with"
-            ) from error
