@@ -1,4 +1,4 @@
-"""A plan on a model that differentiates inside its forward: as simulated."""
+"""A plan on a model that runs backward passes of its own: as simulated."""
 
 from __future__ import annotations
 
@@ -34,6 +34,31 @@ class Penalised(nn.Module):
         return slopes.square().mean() + self.layers(x).mean()
 
 
+class Equilibrium(nn.Module):
+    """A fixed point, whose gradient is another one, found in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16), nn.SiLU()
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = self.layers(x)
+        start = state.detach().requires_grad_()
+        again = self.layers(start).tanh()
+
+        def backward(gradient: Tensor) -> Tensor:
+            found = gradient
+            for _ in range(4):
+                (product,) = torch.autograd.grad(again, start, found, retain_graph=True)
+                found = gradient + 0.5 * product
+            return found
+
+        state.register_hook(backward)
+        return state.square().mean()
+
+
 def nothing(graph: StepGraph, region: Choice) -> set[int]:
     """Keep nothing."""
     return set()
@@ -49,9 +74,12 @@ def activations(graph: StepGraph, region: Choice) -> set[int]:
 
 
 @pytest.mark.parametrize("keep", [nothing, activations])
-def test_a_gradient_inside_the_forward_runs_as_simulated(keep: Kept):
+@pytest.mark.parametrize("kind", [Penalised, Equilibrium])
+def test_a_gradient_inside_a_forward_or_a_hook_runs_as_simulated(
+    kind: type[nn.Module], keep: Kept
+):
     torch.manual_seed(0)
-    model, x = Penalised(), torch.randn(256, 16)
+    model, x = kind(), torch.randn(256, 16)
     profile = mb.profile(model, x)
     graph = profile.graph
     (call,) = (call for call in graph.calls if call.path == "")
@@ -69,7 +97,7 @@ def test_a_gradient_inside_the_forward_runs_as_simulated(keep: Kept):
         step()
     with CountedOperators() as operators:
         step()
-    for name in ("silu", "sigmoid"):
+    for name in ("silu", "sigmoid", "tanh"):
         ran = [*range(len(graph.operators)), *schedule.simulation.recomputed]
         simulated = [graph.operators[i].name == f"aten.{name}.default" for i in ran]
         assert operators.counts[name] == sum(simulated)

@@ -29,6 +29,7 @@ from membudget.planning import (
     unseen_bytes,
     without_calls,
 )
+from tests.planner.drafts import Draft
 
 
 @cache
@@ -228,3 +229,14 @@ def test_a_mode_has_one_schedule():
     first = attempt(first_schedule(found, budget, "full"), 123_456)
     with pytest.raises(BudgetError, match="measured to allocate 123,456 bytes"):
         first_schedule(found, budget, "full", [first])
+
+
+def test_a_budget_of_less_than_nothing_is_bounded_as_nothing():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    draft.save(a)
+    draft.run(makes=[1])
+    graph = draft.finish()
+    # In one byte, the first tensor is recomputed; without any, nothing fits.
+    assert planning._bound(graph, 1) == 1.25
+    assert planning._bound(graph, 0) == planning._bound(graph, -5) == 1.0

@@ -24,7 +24,10 @@ FLOORS = (
     ("the package", "__init__"),
     ("the command line", "__main__ cli cli_plan cli_options"),
     ("ways in beside fit", "compat tradeoff"),
-    ("fit", "trial fit fitted race planning attempt outcome modes refusal budget"),
+    (
+        "fit",
+        "trial fit fittable fitted race planning attempt outcome modes refusal budget",
+    ),
     ("text for people", "report"),
     ("proof", "audit"),
     ("regions on a model", "apply planned numbered spans attach policies"),

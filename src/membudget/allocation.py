@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -48,6 +50,16 @@ def let_go(error: BaseException) -> None:
     """
     if is_out_of_memory(error):
         traceback.clear_frames(error.__traceback__)
+
+
+@contextmanager
+def without_shortage() -> Iterator[None]:
+    """Leave the context, without an error, where an allocation fails in it."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
 
 
 def map_blocks_if_limited() -> bool:

@@ -94,7 +94,8 @@ class OutOfMemoryError(MembudgetError, RuntimeError):
 
     Attributes:
         asked_bytes: The budget, in all.
-        predicted_bytes: Predicted peak of the step under its plan, in all.
+        predicted_bytes: Predicted peak of the step under its plan, in all; while there
+            is no plan yet, of the plain step.
     """
 
     def __init__(self, message: str, *, asked_bytes: int, predicted_bytes: int) -> None:

@@ -11,17 +11,19 @@ record the plain step  ──>  choose a schedule  ──>  apply its plan  ─�
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from inspect import signature
 from typing import Any, Literal, get_args
 
 from torch.nn import Module
 
-from membudget.allocation import is_out_of_memory, map_blocks_if_limited
+from membudget.allocation import (
+    is_out_of_memory,
+    map_blocks_if_limited,
+    without_shortage,
+)
 from membudget.apply import Applied
-from membudget.attach import has_region
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
 from membudget.errors import (
@@ -30,7 +32,8 @@ from membudget.errors import (
     RecomputeMismatchError,
     UnrepeatableWarning,
 )
-from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
+from membudget.fittable import check_fittable
+from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, NOT_COMPARED, Fitted
 from membudget.modes import AUTO, check_mode
 from membudget.outcome import Metered, plain_run
 from membudget.planned import put_on, take_off, without_plan
@@ -45,7 +48,6 @@ from membudget.profile import Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
 from membudget.race import Slowdown, race
 from membudget.refusal import explaining_shortage
-from membudget.sharding import sharding_of
 from membudget.step import ABSENT, LossFunction, Step, step_of
 
 Measure = Literal["best", "one", "none"]
@@ -112,9 +114,10 @@ def fit(
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
         OptionError: If the budget is neither bytes nor a share, the mode is unknown,
-            the model already has regions that `fit` did not attach, or its parameters
-            are sharded over processes (DTensor, FSDP).
-        OutOfMemoryError: If a step finds less memory than the budget allows it.
+            the model already has regions that `fit` did not attach, or it is trained by
+            several processes together (DTensor, FSDP, DistributedDataParallel).
+        OutOfMemoryError: If a step, or planning it, finds less memory than the budget
+            allows.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
             and the plain step does not fit, so that fewer regions may not, either.
 
@@ -142,7 +145,7 @@ def fit(
     step = step_of(model, batch, loss_fn, modules)
     notes = (MAPS_BLOCKS,) if map_blocks_if_limited() else ()
     with without_plan(step.model):
-        _check_step(step)
+        check_fittable(step)
         # Read before profiling, which allocates memory itself.
         usable = free_bytes(step.model) if budget is None else 0
         plain = _profiled(step, optimizer, fake, device)
@@ -174,7 +177,9 @@ def fit_recorded(
     measure: Measure | None = None,
 ) -> Fitted:
     """Fit an already profiled step; see `fit` for what is raised and warned of."""
-    plain = None if profile.tensors == "fake" else plain_run(step)
+    plain = _measured(step, profile)
+    if plain is None and profile.tensors == "real":
+        profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
     left_out: dict[str, str] = {}
     while True:
         plannable = without_calls(profile, left_out)
@@ -221,23 +226,38 @@ def _raced(
     budget: Budget,
     found: _Fitting,
     others: Sequence[Schedule],
-) -> Slowdown:
-    """Race the plan that was found against others that fit; apply the fastest."""
+) -> Slowdown | None:
+    """Race the plan that was found against others that fit; apply the fastest.
+
+    The first is applied, and nothing returned, if a plain step runs out of memory.
+    """
     entries = [(found.attempts.pop(), found.applied, take_off(step.model))]
     for schedule in others:
         unseen = unseen_bytes(profile, plain)
         plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
-        with warnings.catch_warnings(), suppress(RecomputeMismatchError):
+        wrong = suppress(RecomputeMismatchError)
+        with warnings.catch_warnings(), wrong, without_shortage():
             warnings.simplefilter("ignore", UnrepeatableWarning)
             attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
             regions = take_off(step.model)
             if attempt.peak_bytes <= budget.step_bytes:
                 entries.append((attempt, applied, regions))
-    place, slowdown = race(step, [regions for _, _, regions in entries])
+    place, slowdown = 0, None
+    with without_shortage():
+        place, slowdown = race(step, [regions for _, _, regions in entries])
     attempt, found.applied, regions = entries[place]
     found.attempts.append(attempt)
     put_on(regions)
     return slowdown
+
+
+def _measured(step: Step, profile: Profile) -> Metered | None:
+    """Meter the plain step; `None` if that, or recording it, runs out of memory."""
+    found = None
+    if profile.tensors == "real":
+        with without_shortage():  # Measuring takes a little more than recording.
+            found = plain_run(step)
+    return found
 
 
 def _first_that_fits(
@@ -253,40 +273,13 @@ def _first_that_fits(
     attempts: list[Attempt] = []
     unseen = unseen_bytes(profile, plain)
     while True:
-        schedule, *others = next_schedules(profile, budget, mode, attempts, unseen)
-        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
-        with explaining_shortage(budget, plan):
+        planning = "while planning a step that takes", profile.peak_bytes
+        with explaining_shortage(budget, *planning):
+            schedule, *others = next_schedules(profile, budget, mode, attempts, unseen)
+            plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):
             found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return _Fitting(attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
-
-
-def _check_step(step: Step) -> None:
-    """Reject a model with regions or shards, or a batch that lacks arguments."""
-    model, batch = step.model, step.batch
-    sharding = sharding_of(model)
-    if sharding is not None:
-        raise OptionError(
-            f"{type(model).__name__} is sharded: {sharding}. Each rank would plan from "
-            "its own times, and ranks whose steps differ wait for each other forever. "
-            "Give every rank the same rule, as in apply(model, blocks=Block); "
-            "profile(model, batch) tells a rank's bytes"
-        )
-    carrying = [name for name, module in model.named_modules() if has_region(module)]
-    if carrying:
-        raise OptionError(
-            f"{type(model).__name__} carries {len(carrying)} regions already, the "
-            f"first on {carrying[0] or 'itself'!r}, and plans are made from the plain "
-            "step: remove() them first"
-        )
-    if isinstance(batch, Mapping | tuple) and not batch:
-        try:
-            signature(model.forward).bind()
-        except TypeError as error:
-            raise OptionError(
-                f"the batch is an empty {type(batch).__name__}, so "
-                f"{type(model).__name__} would be called with nothing ({error}): give "
-                "what it is called with"
-            ) from error

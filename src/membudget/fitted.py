@@ -21,6 +21,11 @@ DOES_NOT_FIT = (
     "are estimated"
 )
 
+NOT_COMPARED = (
+    "the plain step was recorded, but ran out of memory when it was measured: plans "
+    "are verified by fingerprints alone, and not compared with it"
+)
+
 MAPS_BLOCKS = (
     "the process's memory is limited, so malloc returns blocks of 128 KiB and more to "
     "the system when they are freed"
@@ -84,11 +89,13 @@ class Fitted:
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.slowdown is not None:
-            lines.append(f"          {self.slowdown!s:>12}")
+            lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if DOES_NOT_FIT in self.profile.notes:
             lines.append(f"profile   {'fake':>12}  {DOES_NOT_FIT}")
+        if NOT_COMPARED in self.profile.notes:
+            lines.append(f"compared  {'no':>12}  {NOT_COMPARED}")
         if MAPS_BLOCKS in self.profile.notes:
             lines.append(f"malloc    {'maps':>12}  {MAPS_BLOCKS}")
         if before:

@@ -50,9 +50,14 @@ class Slowdown:
     others: tuple[float, ...] = ()
 
     def __str__(self) -> str:
-        """Return the slowdown in words."""
-        text = f"{self.median:.3f}  measured in {self.rounds} rounds, quartiles "
-        text += f"{self.low:.3f} and {self.high:.3f}"
+        """Return the slowdown, and how it was measured."""
+        return f"{self.median:.3f}  {self.how}"
+
+    @property
+    def how(self) -> str:
+        """How the slowdown was measured, in words."""
+        text = f"measured in {self.rounds} rounds, quartiles {self.low:.3f} and "
+        text += f"{self.high:.3f}"
         if self.others:
             others = ", ".join(f"{other:.3f}" for other in self.others)
             text += f"; other plans {others}"

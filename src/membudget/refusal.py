@@ -15,7 +15,6 @@ from membudget.budget import Budget, gradient_bytes
 from membudget.errors import BudgetError, OutOfMemoryError
 from membudget.graph import StepGraph
 from membudget.planner.choice import made_in
-from membudget.planner.plan import Plan
 from membudget.planner.schedule import Schedule
 from membudget.profile import Profile
 from membudget.profile.live_ranges import touched_storages
@@ -64,8 +63,13 @@ def refused(
 
 
 @contextmanager
-def explaining_shortage(budget: Budget, plan: Plan) -> Iterator[None]:
-    """Say of a failed allocation that the budget and the plan had allowed it.
+def explaining_shortage(budget: Budget, what: str, peak_bytes: int) -> Iterator[None]:
+    """Say of a failed allocation that the budget had allowed it.
+
+    Args:
+        budget: The budget.
+        what: What is done in the context, as in "planning a step that takes".
+        peak_bytes: Peak bytes that this step is predicted to allocate.
 
     Raises:
         OutOfMemoryError: If an allocation fails in the context.
@@ -75,13 +79,12 @@ def explaining_shortage(budget: Budget, plan: Plan) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        predicted_bytes = plan.peak_bytes + budget.before_bytes
+        predicted_bytes = peak_bytes + budget.before_bytes
         raise OutOfMemoryError(
-            f"an allocation failed in a step whose plan takes {predicted_bytes:,} "
-            f"bytes, although the budget is {budget}. The process or its device is "
-            f"limited to less: fit needs up to {budget.before_bytes:,} more on the "
-            "host, to restore what the step changes. Raise the limit, free memory, or "
-            "give a smaller budget",
+            f"an allocation failed {what} {predicted_bytes:,} bytes, although the "
+            f"budget is {budget}. The process or its device is limited to less: fit "
+            f"needs up to {budget.before_bytes:,} more on the host, to restore what "
+            "the step changes. Raise the limit, free memory, or give a smaller budget",
             asked_bytes=budget.bytes_in_all,
             predicted_bytes=predicted_bytes,
         ) from error

@@ -33,6 +33,12 @@ def sharding_of(model: Module) -> str | None:
     return None
 
 
+def replicas_of(model: Module) -> int:
+    """Return over how many processes DDP averages a model's gradients; 1 without it."""
+    wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
+    return max((wrapper.process_group.size() for wrapper in wrappers), default=1)
+
+
 def check_replaceable(model: Module) -> None:
     """Reject a model whose parameters a fake profile cannot replace.
 

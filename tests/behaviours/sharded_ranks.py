@@ -86,6 +86,23 @@ def fitted(model: Model, x: Tensor) -> str:
     return "no refusal"
 
 
+def fitted_inside(model: Any, x: Tensor) -> str:
+    """Fit what is wrapped, on each rank by itself."""
+    plan = mb.fit(model.module, x, "70%").plan
+    return "right" if plan.regions else "no regions"
+
+
+def planned_by_one(model: Any, x: Tensor) -> str:
+    """Fit what is wrapped on one rank, and apply that plan on all."""
+    plans: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with mb.fit(model.module, x, "70%") as fitted:
+            plans = [fitted.plan.to_json()]
+    dist.broadcast_object_list(plans)
+    applied = mb.apply(model.module, mb.Plan.from_json(plans[0]))
+    return "right" if applied.status().regions else "no regions"
+
+
 def fake_profiled(model: Model, x: Tensor) -> str:
     """Return the refusal, or "right"."""
     mb.profile(model, x, fake=True)
@@ -127,11 +144,15 @@ def outcomes(way: str, rank: int) -> dict[str, str]:
         found[name] = outcome(use, sharded(way), x)
         dist.barrier()
     for name, other in USES.items():
-        if (way, name) != (DDP, "fit"):
+        model = sharded(way)
+        found[name] = outcome(other, model, x)
+        dist.barrier()
+        found[f"trained after {name}"] = trains_as(expected, model, x)
+    if way == DDP:
+        for name, under in (("fitted", fitted_inside), ("planned", planned_by_one)):
             model = sharded(way)
-            found[name] = outcome(other, model, x)
-            dist.barrier()
-            found[f"trained after {name}"] = trains_as(expected, model, x)
+            found[name] = outcome(under, model, x)
+            found[f"trained {name}"] = trains_as(expected, model, x)
     return found
 
 

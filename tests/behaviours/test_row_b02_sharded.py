@@ -76,10 +76,9 @@ def test_row_b02_regions_on_a_sharded_model_train_as_without(
 def test_row_b02_a_sharded_model_trains_afterwards_as_before(
     ranks: list[Report], way: str, use: str
 ) -> None:
-    if (way, use) != (DDP, "fit"):
-        found = [report[way][f"trained after {use}"] for report in ranks]
+    found = [report[way][f"trained after {use}"] for report in ranks]
 
-        assert found == ["right"] * 2
+    assert found == ["right"] * 2
 
 
 @every_sharded_way
@@ -92,6 +91,23 @@ def test_row_b02_fit_says_what_is_sharded_and_what_to_do(
         assert refusal.startswith("OptionError: ")
         assert ("FSDP shards" if "FSDP1" in way else "are DTensors over") in refusal
         assert "apply(model, blocks=Block)" in refusal
+
+
+def test_row_b02_fit_says_what_to_do_with_a_model_in_ddp(ranks: list[Report]) -> None:
+    for report in ranks:
+        refusal = report[DDP]["fit"]
+
+        assert refusal.startswith("OptionError: DistributedDataParallel averages")
+        assert "over 2 processes" in refusal
+        assert "fit(model.module, ...)" in refusal
+
+
+@pytest.mark.parametrize("what", ["fitted", "planned"])
+def test_row_b02_what_ddp_wraps_can_be_fitted_and_trains_as_without(
+    ranks: list[Report], what: str
+) -> None:
+    for name in (what, f"trained {what}"):
+        assert [report[DDP][name] for report in ranks] == ["right"] * 2
 
 
 @every_way

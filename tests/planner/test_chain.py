@@ -121,6 +121,22 @@ def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
         assert found.seconds == pytest.approx(min(fitting))
 
 
+def test_six_equal_operators_run_in_two_storages_where_checkpoints_move():
+    graph = chain_of([4] * 6, [1.0] * 6)
+    links = chain_by_operator(graph)
+    chain = links.chain(24)
+    seconds = []
+    for budget in range(8, 25, 4):
+        answer = chain.solve(budget)
+        assert answer is not None
+        found = simulate(graph, [links.choice(answer)])
+        assert found.peak_bytes <= budget
+        seconds.append(found.seconds)
+    # Twelve are the step; with two storages, six operators run again.
+    assert seconds == [18.0, 15.0, 14.0, 13.0, 12.0]
+    assert chain.solve(7) is None
+
+
 @given(chains(), st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_must_not_run_again_does_not_in_any_answer(graph, data):

@@ -284,6 +284,22 @@ def test_a_plan_keeps_nothing_that_no_backward_and_no_recompute_reads():
         assert [k.number for k in found.kept] == named
 
 
+def test_a_plan_keeps_what_the_user_holds_where_it_would_be_recomputed_or_read():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[1])
+    (b,) = draft.run(a, makes=[1])
+    draft.save(b)
+    (c,) = draft.run(b, makes=[1])
+    draft.save(c)
+    for held in (a, c):
+        draft.hold(held)
+    graph = draft.finish()
+    assert [k.number for k in region_plan(graph, "h", Choice(0, 3)).kept] == [1, 3]
+    draft.hold(b)
+    graph = draft.finish()
+    assert [k.number for k in region_plan(graph, "h", Choice(0, 3)).kept] == [2, 3]
+
+
 def test_a_plan_does_not_name_a_later_write_to_what_the_engine_keeps_unasked():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1], must_keep=True)

@@ -15,9 +15,9 @@ from membudget import policies
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice
+from membudget.planner.nested import peak_of_run
 from membudget.planner.simulate import (
     Simulation,
-    peak_of_run,
     simulate,
     simulate_block,
     timeline,

@@ -98,7 +98,7 @@ def broken(text: str) -> dict[str, str]:
     headless = json.loads(text)
     del headless["model"]
     return {
-        "the profile cannot be read: .*delimiter": text[: len(text) // 2],
+        "the profile cannot be read: Expecting .*char": text[: len(text) // 2],
         "the data has version 2": json.dumps(newer),
         "incomplete: KeyError\\('model'\\)": json.dumps(headless),
         "incomplete: KeyError": "{}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,52 @@ def test_row_b04_a_step_that_runs_out_of_memory_is_profiled_fake_and_says_so(
     with mb.fit(model, torch.randn(64, 16), "100%") as fitted:
         assert fitted.profile.tensors == "fake"
         assert "the plain step ran out of memory" in fitted.report()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("on purpose"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    ],
+)
+def test_row_b04_a_step_that_can_be_recorded_but_not_measured_is_planned_for(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+):
+    def short(step: Step) -> None:
+        raise error
+
+    monkeypatch.setattr(import_module("membudget.fit"), "plain_run", short)
+    with mb.fit(layers(), torch.randn(64, 16), "70%") as fitted:
+        assert fitted.profile.tensors == "real"
+        assert fitted.plan.regions
+        assert "ran out of memory when it was measured" in fitted.report()
+
+
+def test_row_b04_a_plan_that_fits_is_taken_although_it_cannot_be_timed(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def short(step: Step, plans: Any) -> None:
+        raise torch.OutOfMemoryError("on purpose")
+
+    monkeypatch.setattr(import_module("membudget.fit"), "race", short)
+    with mb.fit(layers(), torch.randn(64, 16), "70%") as fitted:
+        assert fitted.plan.regions
+        assert fitted.slowdown is None
+        assert fitted.audit().equal
+
+
+def test_row_b04_planning_without_memory_says_what_the_budget_would_allow(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def short(*arguments: Any) -> None:
+        raise MemoryError("no tables")
+
+    monkeypatch.setattr(import_module("membudget.planner.nested"), "Chain", short)
+    model, x = layers(), torch.randn(64, 16)
+    with pytest.raises(mb.OutOfMemoryError, match="while planning a step") as caught:
+        mb.fit(model, x, "70%")
+    assert caught.value.asked_bytes < caught.value.predicted_bytes
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits are those of Linux")
@@ -168,11 +215,10 @@ def test_row_b04_an_allocation_that_fails_in_fit_leaves_everything_as_it_was(
         mb.fit(model, x, "70%", fake=fake).remove()
     assert state_of(model) == before
 
+    # A fake profile without memory has no numbers yet.
+    expected = torch.OutOfMemoryError if fake else mb.OutOfMemoryError
     for at in range(1, operators.count, operators.count // 16):
-        try:
-            with FailsAtOne(at):
-                mb.fit(model, x, "70%", fake=fake).remove()
-        except torch.OutOfMemoryError:
-            pass
+        with suppress(expected), FailsAtOne(at):
+            mb.fit(model, x, "70%", fake=fake).remove()
         assert state_of(model) == before, at
         assert thread_state() == thread, at

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from membudget.planner.choice import Choice, made_in, saved_in, slice_of_saved
+from membudget.planner.choice import Choice, dropped_in, saved_in, slice_of_saved
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies
 
@@ -41,7 +41,7 @@ class ReplayBackward:
         self._ledger, self._choice = ledger, choice
         self._starts = [stage.start for stage in choice.stages]
         self._retained = [s.retained for s in choice.stages] or [frozenset[int]()]
-        dropped = made_in(graph, choice) - choice.kept
+        dropped = dropped_in(graph, choice)
         # Indices of the saved tensors that the backward pass has to recompute.
         self.dropped_saved = [
             index

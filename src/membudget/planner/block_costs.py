@@ -23,11 +23,12 @@ from membudget.planner.choice import (
     Block,
     Choice,
     made_in,
+    outlives_forward,
     saved_in,
     storages_of,
     wanted_in,
 )
-from membudget.planner.frontier import Front, KeepSet, outlives_forward
+from membudget.planner.frontier import Front, KeepSet
 from membudget.planner.simulate import (
     BlockTimeline,
     lifetimes,
@@ -233,7 +234,7 @@ class Fronts:
         storages = tuple(
             (
                 graph.storages[storage].bytes,
-                outlives_forward(graph, graph.storages[storage]),
+                outlives_forward(graph, storage),
                 storage in wanted,
                 storage in always,
             )

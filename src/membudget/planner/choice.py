@@ -153,14 +153,29 @@ def kept_from(graph: StepGraph, block: Block, storage: int) -> int:
     return min(moments)
 
 
-def useful_kept(graph: StepGraph, choice: Choice) -> frozenset[int]:
+def outlives_forward(graph: StepGraph, index: int) -> bool:
+    """Return whether user code still holds a storage when the backward pass begins."""
+    storage = graph.storages[index]
+    return storage.released is None and storage.death > graph.backward_start
+
+
+def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
+    """Return the storages that a block makes and does not keep.
+
+    What user code holds is kept: dropping it would free nothing.
+    """
+    made = made_in(graph, choice) - choice.kept
+    return {storage for storage in made if not outlives_forward(graph, storage)}
+
+
+def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:
     """Return the kept storages that the backward pass or a recompute reads.
 
     The engine would keep the others as long as anything computed from them lives.
     """
-    dropped = made_in(graph, choice) - choice.kept
+    dropped = dropped_in(graph, choice)
     read = slice_of_saved(graph, choice, dropped).needed_until.keys()
-    return choice.kept & (read | wanted_in(graph, choice))
+    return (made_in(graph, choice) - dropped) & (read | wanted_in(graph, choice))
 
 
 def slice_of(

@@ -26,10 +26,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from membudget.graph import StepGraph, Storage
+from membudget.graph import StepGraph
 from membudget.planner.choice import (
     Block,
     made_in,
+    outlives_forward,
     run_together,
     storages_of,
     wanted_in,
@@ -77,8 +78,7 @@ class Front:
         made = {
             storage
             for storage in made_in(graph, block) - always
-            if graph.storages[storage].bytes
-            and not outlives_forward(graph, graph.storages[storage])
+            if graph.storages[storage].bytes and not outlives_forward(graph, storage)
         }
         groups = run_together(writers_of(graph, block, made).values())
         self._producers = [_producer(graph, group, made) for group in groups]
@@ -178,11 +178,6 @@ class Front:
 
 def _ordered(found: Mapping[frozenset[int], KeepSet]) -> list[KeepSet]:
     return sorted(found.values(), key=lambda k: (-k.kept_bytes, k.seconds))
-
-
-def outlives_forward(graph: StepGraph, storage: Storage) -> bool:
-    """Return whether user code still holds a storage when the backward pass begins."""
-    return storage.released is None and storage.death > graph.backward_start
 
 
 def _producer(graph: StepGraph, group: list[int], made: set[int]) -> _Producer:

@@ -157,7 +157,7 @@ class ChainNumbers:
         run = sorted(found.writes)
         seconds = sum(graph.operators[index].seconds for index in run)
         touched = {n: (*found.reads[n], *found.writes[n]) for n in run}
-        return seconds, _peak_of_run(graph, run, touched, targets)
+        return seconds, peak_of_run(graph, run, touched, targets)
 
     def _crossing_bytes(self) -> list[list[int]]:
         count = len(self._chain)
@@ -230,7 +230,7 @@ class ChainNumbers:
         return self._crossing(point.first, point.last) | saved
 
 
-def _peak_of_run(
+def peak_of_run(
     graph: StepGraph,
     run: Sequence[int],
     touched: Mapping[int, Iterable[int]],

@@ -215,10 +215,9 @@ class _Machine:
 
         The next operators of the pass ask for other tensors by then.
         """
-        until = len(saved.asked)
-        if saved.asked and saved.asked[-1] >= self.graph.backward_start:
-            until -= 1  # The last pass frees what it returns.
-        for moment in saved.asked[:until]:
+        if len(saved.asked) == 1 and saved.asked[0] >= self.graph.backward_start:
+            return  # The only pass frees what it returns.
+        for moment in saved.asked:
             place = bisect_right(self.asks, moment)
             if place < len(self.asks):
                 yield self.asks[place]

@@ -135,6 +135,8 @@ class Executor:
         self._memoised: dict[TapeValue, None] = {}
 
     def _run(self, operation: Operation) -> None:
+        if operation.is_view and self._is_made(operation):
+            return  # Run early, for a write to what it is a view of.
         bases = self._bases(operation) if operation.targets else _NO_BASES
         args = [self._argument(a, bases) for a in operation.args]
         kwargs = operation.kwargs
@@ -152,6 +154,18 @@ class Executor:
             if not operation.is_view:
                 (value.root or value).reads -= 1
             self._used(value)
+
+    def _is_made(self, operation: Operation) -> bool:
+        """Return whether the plan needs no more of an operation's outputs."""
+        outputs = (reference() for _, reference in operation.outputs)
+        return not any(
+            value.operation is operation
+            and value.plan == self._plan
+            and value.uses > 0
+            and value.tensor is None
+            for value in outputs
+            if value is not None
+        )
 
     def _note(
         self, operation: Operation, output: Any, bases: dict[TapeValue, Tensor]

@@ -1,0 +1,71 @@
+"""Reject, before any step runs, what `fit` cannot fit, and say what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+
+from torch.nn import Module
+
+from membudget.attach import has_region
+from membudget.errors import OptionError
+from membudget.sharding import replicas_of, sharding_of
+from membudget.step import Step
+
+
+def check_fittable(step: Step) -> None:
+    """Reject a step that waits for other processes, has regions or lacks arguments.
+
+    Raises:
+        OptionError: If it is such a step.
+    """
+    _check_processes(step.model)
+    _check_regions(step.model)
+    _check_batch(step)
+
+
+def _check_processes(model: Module) -> None:
+    """Reject a model whose steps wait for those of other processes."""
+    sharding = sharding_of(model)
+    if sharding is not None:
+        raise OptionError(
+            f"{type(model).__name__} is sharded: {sharding}. Each rank would plan from "
+            "its own times, and ranks whose steps differ wait for each other forever. "
+            "Give every rank the same rule, as in apply(model, blocks=Block); "
+            "profile(model, batch) tells a rank's bytes"
+        )
+    replicas = replicas_of(model)
+    if replicas > 1:
+        raise OptionError(
+            f"DistributedDataParallel averages gradients over {replicas} processes in "
+            "each step. Each rank would plan from its own times, and ranks that try "
+            "different numbers of plans wait for each other forever. Fit what is "
+            "wrapped, whose steps wait for nobody: fit(model.module, ...); or do so on "
+            "one rank, save the plan by plan.to_json(path), and apply(model.module, "
+            "path) on all"
+        )
+
+
+def _check_regions(model: Module) -> None:
+    """Reject a model with regions: plans are made from the plain step."""
+    carrying = [name for name, module in model.named_modules() if has_region(module)]
+    if carrying:
+        raise OptionError(
+            f"{type(model).__name__} carries {len(carrying)} regions already, the "
+            f"first on {carrying[0] or 'itself'!r}, and plans are made from the plain "
+            "step: remove() them first"
+        )
+
+
+def _check_batch(step: Step) -> None:
+    """Reject an empty batch, unless the model is called with nothing."""
+    model, batch = step.model, step.batch
+    if isinstance(batch, Mapping | tuple) and not batch:
+        try:
+            signature(model.forward).bind()
+        except TypeError as error:
+            raise OptionError(
+                f"the batch is an empty {type(batch).__name__}, so "
+                f"{type(model).__name__} would be called with nothing ({error}): give "
+                "what it is called with"
+            ) from error
