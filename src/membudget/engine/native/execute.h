@@ -126,11 +126,30 @@ inline c10::Stack arguments(PyObject* of, PyObject* operation, const Ref& writte
   return stack;
 }
 
+// As `Executor._is_made`.
+inline bool is_made(PyObject* of, PyObject* operation) {
+  long plan = replayer::plan.number(of);
+  PyObject* outputs = operation::outputs.of(operation);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
+    PyObject* pair = PyList_GET_ITEM(outputs, i);
+    PyObject* value = PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1));
+    if (value != Py_None && value::operation.of(value) == operation &&
+        value::plan.number(value) == plan && value::uses.number(value) > 0 &&
+        value::tensor.is_none(value)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // As `Executor._run`.
 inline void run(PyObject* of, PyObject* operation) {
   if (operation::native.is_none(operation)) {
     call(of, run_name, operation);
     return;
+  }
+  if (operation::is_view.is_true(operation) && is_made(of, operation)) {
+    return;  // Run early, for a write to what it is a view of.
   }
   PyObject* inputs = operation::inputs.of(operation);
   Ref written;
