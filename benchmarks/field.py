@@ -5,7 +5,8 @@
 Each architecture of `tests/field` runs under regions of both engines and within two
 budgets: 60 and 30 % of what its plain step takes above the gradients. The slowdown that
 the plan predicts stands beside the measured one: medians of interleaved steps. Peaks
-are counted by the suite's own allocator, so a C++ compiler is needed.
+are counted by the suite's own allocator, so a C++ compiler is needed. For a plain step
+of t CPU seconds, `fit` may take 35 t + 2.
 
 A run of all architectures writes docs/field.md; one of some prints the table only.
 """
@@ -51,6 +52,7 @@ class Row:
         half: Whether the library may be tuned on it.
         cells: The cells of the table after those two, as text.
         errors: Of each success, predicted ÷ measured peak - 1, without its sign.
+        shares: Of each success, the seconds of `fit` ÷ those that it may take.
         works: Whether every check of every way succeeded.
     """
 
@@ -58,6 +60,7 @@ class Row:
     half: str
     cells: tuple[str, ...]
     errors: tuple[float, ...]
+    shares: tuple[float, ...]
     works: bool
 
 
@@ -79,8 +82,8 @@ def fault(examined: Examined) -> str:
     return ""
 
 
-def measured_slowdown(subject: Subject, percent: int, seconds: float) -> str:
-    """Return the median step under a plan ÷ the median plain step."""
+def timed(subject: Subject, percent: int, seconds: float) -> tuple[float, float]:
+    """Return the median step under a plan ÷ the median plain step, and its seconds."""
     step, torch_step = subject.steps[FIRST], Subject(CASES[subject.name]).steps[FIRST]
     subject.reset()
     fitted = fit_or_least(subject, percent, Examined())
@@ -96,7 +99,7 @@ def measured_slowdown(subject: Subject, percent: int, seconds: float) -> str:
 
     found, _ = in_turns({"planned": planned, "plain": plain}, seconds=seconds)
     fitted.remove()
-    return f"{found['planned'].ratio(found['plain'])[0]:.2f}"
+    return found["planned"].ratio(found["plain"])[0], found["plain"].median_us / 1e6
 
 
 def examined_row(name: str, seconds: float) -> Row:
@@ -107,7 +110,8 @@ def examined_row(name: str, seconds: float) -> Row:
     )
     plain_bytes = subject.plain_peak_bytes
     cells = [f"{plain_bytes / 2**20:.1f}"]
-    faults, errors = [] if stable else ["the plain step differs"], []
+    faults = [] if stable else ["the plain step differs"]
+    errors, shares = [], []
     for way in WAYS:
         examined = examine(subject, way)
         found = fault(examined)
@@ -122,21 +126,19 @@ def examined_row(name: str, seconds: float) -> Row:
             continue
         plan = examined["applied"].plan
         errors.append(abs(plan.peak_bytes / examined["peak"] - 1))
-        slowdown = measured_slowdown(subject, PERCENTS[way], seconds)
-        cells += [f"{plan.slowdown:.2f} / {slowdown}", seconds_cell(examined)]
+        slowdown, plain_s = timed(subject, PERCENTS[way], seconds)
+        fit_s = examined.results["seconds of fit"]
+        shares.append(fit_s / (35 * plain_s + 2))
+        cells += [f"{plan.slowdown:.2f} / {slowdown:.2f}", f"{fit_s:.1f}"]
+        cells[-1] += f" ({shares[-1]:.2f})"
     half = CASES[name].half
-    return Row(name, half, tuple(cells), tuple(errors), not faults)
+    return Row(name, half, tuple(cells), tuple(errors), tuple(shares), not faults)
 
 
 def budget_cell(examined: Examined) -> str:
     """Return the share of the budget that was taken; a star for the least budget."""
     share = examined["peak"] / examined["applied"].plan.budget_bytes
     return f"{share:.3f}" + (" *" if "refused" in examined.results else "")
-
-
-def seconds_cell(examined: Examined) -> str:
-    """Return what `fit` took."""
-    return f"{examined.results['seconds of fit']:.1f}"
 
 
 def markdown(rows: Sequence[Row]) -> str:
@@ -146,6 +148,7 @@ def markdown(rows: Sequence[Row]) -> str:
     for way in PERCENTS:
         head += [f"{way}: peak ÷ budget", "slowdown", "fit, s"]
     errors = [error for row in rows for error in row.errors]
+    shares = [share for row in rows for share in row.shares]
     lines = [
         "# The field suite",
         "",
@@ -155,7 +158,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "after the regions are removed; peaks are counted by an allocator that "
         "shares nothing with membudget. `fit 60%` is a budget of the gradients and "
         "60 % of what the plain step takes above them; where it is refused (*), the "
-        "least that the refusal names. Slowdowns are predicted / measured. The half "
+        "least that the refusal names. Slowdowns are predicted / measured; in brackets "
+        "is `fit`'s CPU time ÷ (35 times that of the plain step + 2 s). The half "
         "*held out* is what nothing was tuned on. `python3 run.py bench field` makes "
         f"this page again ({where}).",
         "",
@@ -165,7 +169,9 @@ def markdown(rows: Sequence[Row]) -> str:
         lines += [
             "",
             f"Predicted ÷ measured peak is off by {median(errors):.4%} in the median "
-            f"of {len(errors)}, and by {max(errors):.2%} at worst.",
+            f"of {len(errors)}, and by {max(errors):.2%} at worst. `fit` took at most "
+            f"its time in {sum(share <= 1 for share in shares)} of {len(shares)}, and "
+            f"{max(shares):.2f} of it at worst.",
         ]
     lines += ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     lines += [

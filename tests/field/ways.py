@@ -89,11 +89,7 @@ def _put(subject: Subject, way: str, examined: Examined) -> Any:
     if way in ENGINES:
         names = default_names(subject.model)
         return mb.apply(subject.model, names=names, engine=way)
-    start_s = time.process_time()
-    try:
-        return fit_or_least(subject, PERCENTS[way], examined)
-    finally:
-        examined.results["seconds of fit"] = time.process_time() - start_s
+    return fit_or_least(subject, PERCENTS[way], examined)
 
 
 def fit_or_least(subject: Subject, percent: float, examined: Examined) -> Fitted:
@@ -103,16 +99,22 @@ def fit_or_least(subject: Subject, percent: float, examined: Examined) -> Fitted
     """
     plain, gradients = subject.plain_peak_bytes, subject.gradient_bytes
     budget_bytes = gradients + percent / 100 * (plain - gradients)
-    step = subject.steps[FIRST]
-    subject.reset()
     try:
-        share = f"{100 * budget_bytes / plain:.9f}%"
-        return mb.fit(step.model, step.batch, share, step.loss_fn)
+        return _fit(subject, f"{100 * budget_bytes / plain:.9f}%", examined)
     except BudgetError as error:
         examined.results["refused"] = error
         found = re.search(r"Smallest feasible budget: ([\d,]+) bytes", str(error))
         if found is None:
             raise
+    return _fit(subject, int(found[1].replace(",", "")), examined)
+
+
+def _fit(subject: Subject, budget: int | str, examined: Examined) -> Fitted:
+    """Fit a step, and note the CPU seconds that it took."""
+    step = subject.steps[FIRST]
     subject.reset()
-    least = int(found[1].replace(",", ""))
-    return mb.fit(step.model, step.batch, least, step.loss_fn)
+    start_s = time.process_time()
+    try:
+        return mb.fit(step.model, step.batch, budget, step.loss_fn)
+    finally:
+        examined.results["seconds of fit"] = time.process_time() - start_s
