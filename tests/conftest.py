@@ -15,11 +15,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# The recorder in Python, unless the run asks for the one in C++ (`run.py test` runs the
-# tests of the replay engine over both).
-os.environ.setdefault("MEMBUDGET_NATIVE", "0")
-
-from membudget.engine import isolation
+from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
 from tests import seconds
 
@@ -35,7 +31,7 @@ def pytest_report_header() -> str:
     """Say which torch, Python and device the results below are about."""
     return (
         f"torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{device_name()}, {os.cpu_count()} cores"
+        f"{device_name()}, {os.cpu_count()} cores, replay recorder: {native.status()}"
     )
 
 

@@ -125,9 +125,10 @@ def _add_native(commands: Any) -> None:
 
 
 def _native(options: argparse.Namespace) -> int:
-    from membudget.engine.native.library import build
+    from membudget.engine.native.library import build, find
 
-    print(f"The recorder in C++ is {build(again=True)}")
+    # A build that failed before is tried again.
+    print(f"The recorder in C++ is {build(again=find() is None)}")
     return OK
 
 

@@ -1,7 +1,7 @@
 // Plan and run a replay: the common paths of `Replayer` and `Executor`.
 //
-// Python runs what was recorded in Python (writes, random and custom operators), checks
-// sources that look changed, and divides backward passes into stages.
+// Python runs what was recorded in Python (custom operators, several writes at once),
+// checks sources that look changed, and divides backward passes into stages.
 
 #pragma once
 
