@@ -16,10 +16,16 @@ import membudget as mb
 from membudget import planning
 from membudget.attempt import MOST_PLANS, Attempt
 from membudget.budget import Budget
+from membudget.engine import native
 from membudget.errors import BudgetError
 from membudget.modes import schedule_of_mode
 from membudget.planner.planner import plain_schedule
-from membudget.planner.schedule import CPU_OVERHEADS, NO_OVERHEADS, Schedule
+from membudget.planner.schedule import (
+    CPU_OVERHEADS,
+    NATIVE_OVERHEADS,
+    NO_OVERHEADS,
+    Schedule,
+)
 from membudget.planning import (
     make_plan,
     next_schedules,
@@ -104,9 +110,17 @@ def test_calls_that_get_no_region_stay_as_empty_ones():
     ],
 )
 def test_the_engine_s_time_counts_where_the_operators_times_are_of_this_processor(
-    cost, overheads
+    cost, overheads, monkeypatch
 ):
+    monkeypatch.setattr(native, "is_available", lambda: False)
     assert overheads_of(replace(profiled(), cost=cost)) == overheads
+
+
+def test_the_engine_s_time_is_that_of_the_recorder_that_serves(monkeypatch):
+    monkeypatch.setattr(native, "is_available", lambda: True)
+    assert overheads_of(replace(profiled(), cost="measured")) == NATIVE_OVERHEADS
+    gpu = replace(profiled(), cost="H100 SXM5")
+    assert overheads_of(gpu) == NO_OVERHEADS
 
 
 def test_a_plan_is_of_its_schedule_and_of_what_its_profile_misses():

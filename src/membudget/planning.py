@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from membudget.attempt import MOST_PLANS, Attempt
 from membudget.budget import Budget
+from membudget.engine import native
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.modes import AUTO, check_mode, schedule_of_mode
@@ -28,6 +29,7 @@ from membudget.planner.planner import (
 from membudget.planner.region_plans import region_plans
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
+    NATIVE_OVERHEADS,
     NO_OVERHEADS,
     Overheads,
     Schedule,
@@ -190,8 +192,9 @@ def _mode_is_over(
 
 def overheads_of(profile: Profile) -> Overheads:
     """Return the engine's overheads; zero if operator times are for another device."""
-    on_cpu = profile.cost in ("measured", this_processor().name)
-    return CPU_OVERHEADS if on_cpu else NO_OVERHEADS
+    if profile.cost not in ("measured", this_processor().name):
+        return NO_OVERHEADS
+    return NATIVE_OVERHEADS if native.is_available() else CPU_OVERHEADS
 
 
 def make_plan(

@@ -206,7 +206,7 @@ def test_the_engine_s_own_time_counts_once_for_each_operator_that_runs():
 
 def test_blocks_rerun_where_recording_their_operators_takes_longer():
     graph = graph_of("gpt")
-    planner = Planner(graph, Overheads(1e-3, 1e-3, 0, region_s=1e-4, saved_s=1e-5))
+    planner = Planner(graph, Overheads(1e-3, 1e-3, 0, region_s=1e-4, saved_cold_s=1e-5))
     chosen = planner.fastest(planner.plain_peak_bytes * 6 // 10)
     assert {choice.engine for choice in chosen.choices} == {RERUN}
     found = chosen.simulation

@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import Choice
+from membudget.planner.choice import RERUN, Choice
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
     MAX_ATTEMPTS,
+    NATIVE_OVERHEADS,
     NO_OVERHEADS,
     Overheads,
     Schedule,
@@ -116,11 +117,29 @@ def test_the_overhead_is_added_to_the_forward_alone():
     assert added.backward_start == graph.backward_start
 
 
-def test_the_overheads_of_a_processor_are_those_that_were_measured():
-    # 12 µs, and ten times as much beyond 512 KiB.
-    rerun = {"region_s": 60e-6, "module_s": 10e-6, "saved_s": 8e-6}
-    assert Overheads(12e-6, 120e-6, 512 * 1024, **rerun) == CPU_OVERHEADS
+def test_the_recorder_in_cpp_takes_less_than_the_one_in_python():
+    assert NATIVE_OVERHEADS.warm_s < CPU_OVERHEADS.warm_s
+    assert NATIVE_OVERHEADS.cold_s < CPU_OVERHEADS.cold_s
     assert Overheads(0.0, 0.0, 0) == NO_OVERHEADS
+
+
+def test_a_region_pays_for_itself_and_for_what_it_runs_and_saves():
+    graph = moving((5, 0), (0, 6))
+    assert [saved.moment for saved in graph.saved] == [0, 1]
+    whole = ModuleCall("0", 0, 2)
+    graph = replace(graph, calls=(whole, ModuleCall("0.1", 1, 2)))
+    prices = replace(
+        OVERHEADS,
+        region_s=100.0,
+        module_s=1000.0,
+        saved_s=0.25,
+        saved_cold_s=0.5,
+        replay_region_s=200.0,
+        replay_saved_s=0.125,
+    )
+    rerun = Choice(0, 2, engine=RERUN)
+    assert prices.region_of_s(graph, rerun) == 100 + 2 * 1000 + 0.25 + 0.5
+    assert prices.region_of_s(graph, Choice(0, 2)) == 200 + (1 + 10) + 2 * 0.125
 
 
 def test_a_schedule_pays_for_what_its_blocks_record_and_recompute():

@@ -25,15 +25,16 @@ class Overheads:
     """The engines' own time: per operator for a replay, per region for a rerun.
 
     A replay region records each forward operator, serves saved tensors and runs
-    operators again, all in Python. The replay engine takes about 12 µs per operator
-    while its code stays in the CPU cache. A kernel that moves more bytes than the cache
-    holds evicts the engine's code, which makes the overhead of that operator ten times
-    as large. The overheads are fitted to the measured times of whole steps of the
-    models in `benchmarks/planners.py`, on one AMD EPYC core under Python 3.11. On an
-    accelerator, kernels mostly hide the host's time, so no overhead is counted.
+    operators again. That takes few µs per operator while the engine's code stays in the
+    CPU cache. A kernel that moves more bytes than the cache holds evicts the engine's
+    code, which makes the overhead of that operator up to ten times as large. A rerun
+    region records no operator. It notes the state that its modules reach, restores it,
+    and gives each saved tensor a handle.
 
-    A rerun region records no operator. It notes the state that its modules reach,
-    restores it, and gives each saved tensor a handle (`benchmarks/region_cost.py`).
+    The overheads are fitted to the times of forward and backward passes of
+    transformers, MLPs and ResNets, plain and under regions, on one AMD EPYC core under
+    Python 3.11. On an accelerator, kernels mostly hide the host's time, so no overhead
+    is counted.
     """
 
     warm_s: float  # After a kernel that leaves the engine's code in the cache.
@@ -41,22 +42,29 @@ class Overheads:
     cache_bytes: int
     region_s: float = 0.0  # Of a rerun region, forward and backward.
     module_s: float = 0.0  # Of each module call in a rerun region.
-    saved_s: float = 0.0  # Of each tensor that a rerun region saves.
+    saved_s: float = 0.0  # Of each tensor that a rerun region saves, warm or cold.
+    saved_cold_s: float = 0.0
+    replay_region_s: float = 0.0  # Of a replay region, beside that of its operators.
+    replay_saved_s: float = 0.0  # Of each tensor that a replay region saves.
 
     def of(self, operator: Operator) -> float:
         """Return the overhead of recording an operator, or of running it again."""
-        moved_bytes = operator.read_bytes + operator.written_bytes
-        return self.cold_s if moved_bytes > self.cache_bytes else self.warm_s
+        return self.cold_s if self._is_cold(operator) else self.warm_s
+
+    def _is_cold(self, operator: Operator) -> bool:
+        return operator.read_bytes + operator.written_bytes > self.cache_bytes
 
     def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return the overhead of a region, apart from that of replayed operators."""
+        saved = [graph.saved[index] for index in saved_in(graph, choice)]
         if choice.engine == RERUN:
             inside = [c for c in graph.calls if is_inside(c, choice)]
-            saved = saved_in(graph, choice)
-            modules_s = self.module_s * len(inside)
-            return self.region_s + modules_s + self.saved_s * len(saved)
+            cold = sum(self._is_cold(graph.operators[s.moment]) for s in saved)
+            saved_s = self.saved_cold_s * cold + self.saved_s * (len(saved) - cold)
+            return self.region_s + self.module_s * len(inside) + saved_s
         # A replay region records all of its operators.
-        return self.again_s(graph, range(choice.start, choice.end))
+        recorded_s = self.again_s(graph, range(choice.start, choice.end))
+        return self.replay_region_s + recorded_s + self.replay_saved_s * len(saved)
 
     def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
         """Return the overhead of running the recomputed operators."""
@@ -82,9 +90,20 @@ CPU_OVERHEADS = Overheads(
     cold_s=120e-6,
     cache_bytes=1 << 19,
     region_s=60e-6,
-    module_s=10e-6,
-    saved_s=8e-6,
+    module_s=12e-6,
+    saved_s=12e-6,
+    saved_cold_s=30e-6,
 )
+"""With the recorder in Python."""
+
+NATIVE_OVERHEADS = replace(
+    CPU_OVERHEADS,
+    warm_s=7e-6,
+    cold_s=45e-6,
+    replay_region_s=100e-6,
+    replay_saved_s=6e-6,
+)
+"""With the recorder in C++."""
 
 
 def is_inside(call: ModuleCall, block: Block) -> bool:

@@ -37,6 +37,11 @@ def is_wanted() -> bool:
     return os.environ.get("MEMBUDGET_NATIVE", "1") != "0"
 
 
+def is_available() -> bool:
+    """Return whether regions use the recorder in C++, or will once they replay."""
+    return is_wanted() and (bool(_LOADED) or not (_WHY_NOT or why_not()))
+
+
 def extension() -> Any:
     """Return the extension module, built if necessary; `None` if it cannot be had."""
     if not _LOADED and not _WHY_NOT:
@@ -62,7 +67,6 @@ def status() -> str:
         return "Python (MEMBUDGET_NATIVE=0)"
     if _LOADED:
         return "C++"
-    why = _WHY_NOT[0] if _WHY_NOT else why_not()
-    if why:
-        return f"Python; of the one in C++: {why}"
+    if not is_available():
+        return f"Python; of the one in C++: {[*_WHY_NOT, why_not()][0]}"
     return "C++" if find() is not None else "C++, which the first replay region builds"
