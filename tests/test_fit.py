@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 from unittest.mock import Mock
 
@@ -16,6 +17,7 @@ from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.fitted import Fitted
 from membudget.outcome import Metered
+from membudget.planner.planner import smoothed
 from membudget.report.plan_text import head, region_table
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
@@ -220,9 +222,21 @@ def test_the_report_shows_predicted_beside_measured_and_what_each_region_keeps()
     assert f"{plan.slowdown:.3f}  predicted; no schedule is below {plan.bound:.3f}" in (
         text
     )
-    assert text.endswith(
-        region_table(fitted.profile.graph, fitted.attempts[-1].schedule)
-    )
+    graph = smoothed(fitted.profile.graph)
+    assert text.endswith(region_table(graph, fitted.attempts[-1].schedule))
+
+
+@pytest.mark.parametrize("mode", ["auto", "full", "selective", "every_2"])
+def test_the_terms_of_a_report_add_up_to_its_slowdown(mode):
+    model, batch = made("gpt")
+    with fit(model, batch, "95%", mode=mode, measure="none") as fitted:
+        terms = re.search(
+            r"recomputation takes ([\d.]+)% .* overhead ([\d.]+)%", fitted.report()
+        )
+        assert terms is not None
+        added = sum(map(float, terms.groups())) / 100
+        assert added > 0
+        assert fitted.plan.slowdown - 1 == pytest.approx(added, abs=0.0011)
 
 
 def test_the_report_of_a_step_that_fits_plain_says_so():

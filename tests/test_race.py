@@ -16,7 +16,7 @@ from membudget.planned import PlanRegions, take_off
 from membudget.planner.choice import RERUN
 from membudget.planner.plan import RegionPlan
 from membudget.race import LEAST_ROUNDS, MOST_ROUNDS, Slowdown, race
-from membudget.step import Step
+from membudget.step import CallableStep, Step
 from tests.planner.models import MODELS
 from tests.test_apply_rerun import plan_of
 
@@ -66,6 +66,19 @@ def test_a_plan_wins_that_is_clearly_faster_than_the_first(
     others = [s for i, s in enumerate(seconds) if i != fastest]
     assert slowdown.others == pytest.approx(others)
     assert LEAST_ROUNDS <= slowdown.rounds <= MOST_ROUNDS
+
+
+def test_what_the_forward_takes_longer_is_timed_apart(monkeypatch):
+    step, plans = timed(monkeypatch, 1.5)
+    _, slowdown = race(step, plans)
+    assert (slowdown.median, slowdown.forward) == (1.5, 0.5)
+
+
+def test_the_forward_of_a_step_that_is_one_function_is_not_timed(monkeypatch):
+    step, plans = timed(monkeypatch, 1.5)
+    own = CallableStep(step.run, step.model)
+    _, slowdown = race(own, plans)
+    assert (slowdown.median, slowdown.forward) == (1.5, None)
 
 
 def test_a_race_leaves_no_plan_and_no_gradient_and_the_streams_as_they_were(

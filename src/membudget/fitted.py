@@ -11,10 +11,12 @@ from membudget.attempt import Attempt
 from membudget.audit import AuditReport, audit
 from membudget.modes import AUTO
 from membudget.planner.plan import Plan
+from membudget.planner.planner import smoothed
 from membudget.profile import Profile
 from membudget.race import Slowdown
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import CallableStep, Step
+from membudget.terms import term_off
 
 DOES_NOT_FIT = (
     "the plain step ran out of memory, so it was recorded on fake tensors: the seconds "
@@ -90,6 +92,8 @@ class Fitted:
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.slowdown is not None:
             lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
+            off = term_off(self.profile, self.plan, last.schedule, self.slowdown)
+            lines += [f"off       {off}"] if off else []
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         if DOES_NOT_FIT in self.profile.notes:
@@ -114,7 +118,7 @@ class Fitted:
             lines.append(f"left out  {paths}: no region, under which values differ")
         regions = PLAIN_FITS
         if self.plan.regions:
-            regions = region_table(self.profile.graph, last.schedule)
+            regions = region_table(smoothed(self.profile.graph), last.schedule)
         return "\n".join([*lines, "", regions])
 
     __str__ = report

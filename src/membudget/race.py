@@ -40,6 +40,8 @@ class Slowdown:
         rounds: Number of rounds.
         seconds: Wall time that the whole race took.
         others: Medians of the plans that were raced and not taken.
+        forward: Median of what the forward took longer, relative to the plain step;
+            `None` where forward and backward are one function of the user's.
     """
 
     median: float
@@ -48,6 +50,7 @@ class Slowdown:
     rounds: int
     seconds: float
     others: tuple[float, ...] = ()
+    forward: float | None = None
 
     def __str__(self) -> str:
         """Return the slowdown, and how it was measured."""
@@ -77,15 +80,20 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
     begin_s = time.perf_counter()
     clock = _clock()
     ratios: list[list[float]] = [[] for _ in plans]
+    forwards: list[list[float]] = [[] for _ in plans]
     with stage("timing steps"), state_kept(step, has_values=True):
         while not _is_enough(ratios[0], begin_s):
-            plain_s = _seconds(step, clock)
-            for plan, of_plan in zip(plans, ratios, strict=True):
+            plain = _timed(step, clock)
+            for place, plan in enumerate(plans):
                 put_on(plan)
                 try:
-                    of_plan.append(_seconds(step, clock) / max(plain_s, 1e-9))
+                    found = _timed(step, clock)
                 finally:
                     take_off(step.model)
+                ratios[place].append(found.step_s / plain.step_s)
+                if found.forward_s is not None and plain.forward_s is not None:
+                    longer_s = found.forward_s - plain.forward_s
+                    forwards[place].append(longer_s / plain.step_s)
     medians = [median(of_plan) for of_plan in ratios]
     fastest = min(range(len(plans)), key=medians.__getitem__)
     if medians[fastest] > medians[0] - CLEARLY:
@@ -94,7 +102,9 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
     others = tuple(m for place, m in enumerate(medians) if place != fastest)
     took_s = time.perf_counter() - begin_s
     rounds = len(ratios[0])
-    return fastest, Slowdown(medians[fastest], low, high, rounds, took_s, others)
+    forward = median(forwards[fastest]) if forwards[fastest] else None
+    measured = medians[fastest], low, high, rounds, took_s, others, forward
+    return fastest, Slowdown(*measured)
 
 
 def _is_enough(rounds: Sequence[float], begin_s: float) -> bool:
@@ -103,11 +113,19 @@ def _is_enough(rounds: Sequence[float], begin_s: float) -> bool:
     return count >= MOST_ROUNDS or (count >= LEAST_ROUNDS and is_long)
 
 
-def _seconds(step: Step, clock: Callable[[], float]) -> float:
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    step_s: float
+    forward_s: float | None
+
+
+def _timed(step: Step, clock: Callable[[], float]) -> _Timed:
     step.prepare()
-    start = clock()
-    step.run()
-    return clock() - start
+    between: list[float] = []
+    start_s = clock()
+    step.run(lambda: between.append(clock()))
+    step_s = max(clock() - start_s, 1e-9)
+    return _Timed(step_s, between[0] - start_s if between else None)
 
 
 def _clock() -> Callable[[], float]:

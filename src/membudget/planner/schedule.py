@@ -20,6 +20,10 @@ MAX_ATTEMPTS = 12
 """Attempts of a solver at one budget; the reductions double, so 12 are many."""
 
 
+RERUN_FORWARD = 0.4
+"""The share of a rerun region's overhead that the forward takes."""
+
+
 @dataclass(frozen=True)
 class Overheads:
     """The engines' own time: per operator for a replay, per region for a rerun.
@@ -65,6 +69,13 @@ class Overheads:
         # A replay region records all of its operators.
         recorded_s = self.again_s(graph, range(choice.start, choice.end))
         return self.replay_region_s + recorded_s + self.replay_saved_s * len(saved)
+
+    def forward_of_s(self, graph: StepGraph, choice: Choice) -> float:
+        """Return how much of a region's overhead the forward takes."""
+        region_s = self.region_of_s(graph, choice)
+        if choice.engine == RERUN:
+            return RERUN_FORWARD * region_s
+        return region_s - self.replay_saved_s * len(saved_in(graph, choice))
 
     def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
         """Return the overhead of running the recomputed operators."""
