@@ -37,7 +37,10 @@ MOST_WORKERS = 8
 # The extra of pyproject.toml that a command needs beside the tests' own.
 EXTRAS = {"field": "field", "mutants": "mutants", "peaks": "hf", "planners": "hf"}
 # The tests that run over both recorders of the replay engine, in C++ and in Python.
-REPLAY_TESTS = ("tests/engine/replay", "tests/replay", "tests/conformance")
+REPLAY_TESTS = (
+    *("tests/engine/replay", "tests/replay", "tests/conformance"),
+    "tests/operators/test_planted_faults.py",
+)
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.apply import RegionStatus, Status
+from membudget.engine import native
 
 HEAD = "forwards  recomputes  skipped"
 
@@ -62,8 +63,17 @@ def test_a_region_that_did_not_run_as_planned_has_a_note(region, note):
 
 def test_regions_of_an_application_that_never_ran_are_all_zero():
     applied = mb.apply(nn.Sequential(nn.Linear(2, 2)), names="0")
-    status = applied.status()
-    assert status == Status((RegionStatus("0", 0, 0, 0, 0, 0),), {}, status.recorder)
+    assert applied.status() == Status((RegionStatus("0", 0, 0, 0, 0, 0),), {})
+
+
+@pytest.mark.parametrize(("engine", "shows"), [("rerun", False), ("replay", True)])
+def test_the_recorder_is_shown_once_a_region_has_replayed(engine, shows):
+    model = nn.Sequential(nn.Linear(2, 2))
+    applied = mb.apply(model, names="0", engine=engine)
+    assert "recorder" not in str(applied.status())
+    model(torch.ones(1, 2)).sum().backward()
+    assert str(applied.status()).count("\nreplay recorder: ") == shows
+    assert applied.status().recorder == (native.status() if shows else "")
 
 
 def test_a_forward_in_which_nothing_requires_a_gradient_is_skipped():

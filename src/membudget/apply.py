@@ -58,7 +58,8 @@ class Status:
     Attributes:
         regions: One entry per region, in order of attachment.
         left_out: Why `fit` put no region on a module, keyed by the module's name.
-        recorder: Which recorder the replay regions use: that in C++, or that in Python.
+        recorder: Which recorder the replay regions use: that in C++, or that in Python;
+            empty if no region has replayed.
     """
 
     regions: tuple[RegionStatus, ...]
@@ -111,6 +112,7 @@ class Applied:
 
     def status(self) -> Status:
         """Return the counters of every region, including regions that never ran."""
+        has_replayed = any(s.has_replayed for s in self._statistics.values())
         return Status(
             tuple(
                 RegionStatus(
@@ -125,7 +127,7 @@ class Applied:
                 for name, s in self._statistics.items()
             ),
             self.left_out,
-            recorder_status(),
+            recorder_status() if has_replayed else "",
         )
 
     def _differences(self, name: str) -> int:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.state.rng import Source
 from tests.operators.checks import SHARE_COMPARISON, as_they_come
@@ -59,7 +60,8 @@ def test_a_random_state_that_is_not_put_back_is_found(monkeypatch: pytest.Monkey
     monkeypatch.setattr(Source, "bring_back", lambda self, noted: None)
     found = differing("nn.functional.dropout")
     assert any("twice, rerun: " in line for line in found)
-    assert any("twice, replay: " in line for line in found)
+    # The recorder in C++ puts back states by itself; `run.py test` runs both.
+    assert EXTENSION or any("twice, replay: " in line for line in found)
 
 
 class _Bystander(TorchDispatchMode):

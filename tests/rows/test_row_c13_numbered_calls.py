@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget import planning
 from membudget.budget import Budget
 from membudget.fit import fit_recorded
 from membudget.fitted import Fitted
+from membudget.planner.schedule import CPU_OVERHEADS
 from membudget.profile import profile_step
 from membudget.step import step_of
 
@@ -87,12 +90,13 @@ class Recurrent(nn.Module):
 
 
 def fitted(model: nn.Module, batch: Tensor, share: str) -> Fitted:
-    """Fit a step of which every operator is said to take as long: no clock decides."""
+    """Fit a step with given seconds and prices, so that every machine plans alike."""
     step = step_of(model, batch, None, None)
     profile = profile_step(step, None, False, None)
     operators = tuple(replace(o, seconds=1e-4) for o in profile.graph.operators)
     timed = replace(profile, graph=replace(profile.graph, operators=operators))
-    return fit_recorded(step, timed, Budget.of(share, timed))
+    with patch.object(planning, "overheads_of", return_value=CPU_OVERHEADS):
+        return fit_recorded(step, timed, Budget.of(share, timed), measure="none")
 
 
 @pytest.mark.parametrize(("kind", "percent"), [(Euler, 40), (RungeKutta, 70)])

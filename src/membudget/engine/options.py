@@ -204,10 +204,12 @@ class Statistics:
         unrepeatable: Number of outputs that a replay region keeps because replaying
             them did not reproduce their bits.
         switched: Whether a rerun was inexact, so that the region is replayed since.
+        has_replayed: Whether a call was recorded for a replay.
     """
 
     __slots__ = (
-        *("forwards", "label", "recomputes", "skipped", "switched", "unrepeatable"),
+        *("forwards", "has_replayed", "label", "recomputes", "skipped", "switched"),
+        "unrepeatable",
     )
 
     def __init__(self, label: str = ""):
@@ -218,6 +220,7 @@ class Statistics:
         self.recomputes = 0
         self.unrepeatable = 0
         self.switched = False
+        self.has_replayed = False
 
     def count_call(self, has_saved: bool) -> None:
         """Count a call under `forwards` if it saved tensors, else under `skipped`."""

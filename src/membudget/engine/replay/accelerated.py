@@ -52,6 +52,8 @@ def replay_frame(
         _IS_DECIDED.append(True)
         if native.is_wanted():
             serve()
+    if statistics is not None:
+        statistics.has_replayed = True
     return ReplayFrame(function, args, kwargs, options, statistics)
 
 
