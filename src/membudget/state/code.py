@@ -24,6 +24,9 @@ Parts = tuple[str, list[Any]]
 """An object in words, and the objects inside of it, which are described next."""
 
 _INSTALLED = {"site-packages", "dist-packages"}
+_UNORDERED = "_use_default_values"
+"""The names of defaults that a model of diffusers has, in the order of a set."""
+
 _STANDARD = os.path.dirname(os.__file__)
 
 
@@ -123,8 +126,8 @@ def attributes_of(value: Any) -> list[Any]:
 
 
 def flat(pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
-    """Return both parts of each pair, one after the other."""
-    return [part for pair in pairs for part in pair]
+    """Return names and values one after the other, without those of no fixed order."""
+    return [part for pair in pairs if pair[0] != _UNORDERED for part in pair]
 
 
 def name_of(of: Any) -> str:

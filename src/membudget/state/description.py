@@ -49,6 +49,9 @@ from membudget.state.walk import MAX_OBJECTS, MAX_VALUES
 MOST_OBJECTS = 200_000
 """A description of more objects takes longer than what it might save."""
 
+_LEAST_ADDRESS = 1 << 40
+"""A larger integer is an address, a hash or a seed, and another one in each process."""
+
 _PLAIN = (int, float, complex, str, bytes, type(None), type(...))
 _SHOWN = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
@@ -81,13 +84,15 @@ def describe(root: Any) -> Iterator[str]:
     """
     pending = [(root, 0)]
     seen: dict[int, tuple[int, int, Any]] = {}
-    for _ in range(MOST_OBJECTS):
-        if not pending:
-            return
+    visited = 0
+    while pending:
+        visited += 1
+        if visited > MOST_OBJECTS:
+            raise IndescribableError(f"it leads to more than {MOST_OBJECTS:,} objects")
         value, depth = pending.pop()
         kind = type(value)
         if issubclass(kind, _PLAIN) and not issubclass(kind, enum.Enum):
-            yield f"{kind.__qualname__} {value!r}"
+            yield f"{kind.__qualname__} {_plain(value)}"
             continue
         number, least, _ = seen.get(id(value), (len(seen), MAX_OBJECTS + 1, None))
         if depth >= least:
@@ -104,7 +109,11 @@ def describe(root: Any) -> Iterator[str]:
             depth = 0
         yield f"{text} of {len(parts)}"
         pending.extend((part, depth) for part in reversed(parts))
-    raise IndescribableError(f"it leads to more than {MOST_OBJECTS:,} objects")
+
+
+def _plain(value: Any) -> str:
+    is_address = isinstance(value, int) and abs(value) >= _LEAST_ADDRESS
+    return "(an address)" if is_address else repr(value)
 
 
 def _tensor(tensor: Tensor) -> Parts:
