@@ -30,6 +30,8 @@ def helper(x: Tensor) -> Tensor:
 class Net(nn.Module):
     """A model with an attribute, a buffer and a helper function."""
 
+    shift: Tensor
+
     def __init__(self, width: int = 8, **attributes: Any) -> None:
         super().__init__()
         self.first, self.last = nn.Linear(4, width), nn.Linear(width, 4)
