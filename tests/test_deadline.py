@@ -162,13 +162,13 @@ def test_a_plan_that_takes_too_much_is_followed_by_others_after_the_deadline(
         assert fitted.audit().equal
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("resnet", "unet")]
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lstm_tagger", "resnet")]
 
 
-@pytest.mark.parametrize("name", ["mlp", "lstm_tagger", *SLOW])
+@pytest.mark.parametrize("name", ["mlp", *SLOW])
 def test_a_budget_that_is_met_with_time_is_met_without(name):
     plain = mb.profile(*made(name), fake=True)
-    for percent in range(20, 100, 15):
+    for percent in range(20, 100, 30):
         budget_bytes = plain.peak_bytes * percent // 100
         fits = [
             planned(plain, budget_bytes, is_late)
