@@ -162,7 +162,9 @@ def test_a_plan_that_takes_too_much_is_followed_by_others_after_the_deadline(
         assert fitted.audit().equal
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lstm_tagger", "resnet")]
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow) for name in ("lstm_tagger", "resnet")
+]
 
 
 @pytest.mark.parametrize("name", ["mlp", *SLOW])
