@@ -15,6 +15,7 @@ import pytest
 import membudget
 from membudget.cli import DIFFERENT, FAILED, OK, main
 from membudget.planner.plan import VERSION, KeptOutput, Plan, RegionPlan
+from membudget.profile import profiling
 from membudget.report.plan_text import described, differences, kept_text
 from tests.commands import without_torch
 from tests.planner import drafts
@@ -61,6 +62,35 @@ def test_the_commands_are_in_the_help_and_diff_needs_no_torch(tmp_path: Path):
     for command in ("plan", "fit", "tradeoff", "diff"):
         assert f"\n    {command} " in out
     assert "the plans are equal" in out
+
+
+@pytest.mark.parametrize("options", ["", "--fake"])
+def test_commands_share_a_cache_of_profiles(
+    step, tmp_path, capsys, monkeypatch, options
+):
+    recorded: list[object] = []
+    record = profiling._new_profile
+
+    def noting(*arguments: Any) -> Any:
+        recorded.append(arguments)
+        return record(*arguments)
+
+    monkeypatch.setattr(profiling, "_new_profile", noting)
+    for command in ("plan --budget 60%", "tradeoff", "profile", "fit --budget 60%"):
+        name, *rest = command.split()
+        cache = ["--cache", str(tmp_path / "cache"), *options.split()]
+        assert main([name, f"{step}:make", *rest, *cache]) == OK
+    # A model without memory is another one than `fit` needs.
+    assert len(recorded) == (2 if options else 1)
+    assert "read from the cache" in capsys.readouterr().out
+
+
+def test_fit_may_be_given_seconds(step, capsys):
+    options = ["--budget", "60%", "--steps", "1", "--seconds", "0"]
+    assert main(["fit", f"{step}:make", *options]) == OK
+    assert "skipped: annealing" in capsys.readouterr().out
+    assert main(["fit", f"{step}:make", *options[:-1], "-1"]) == FAILED
+    assert "seconds must be a number" in capsys.readouterr().err
 
 
 # membudget plan

@@ -13,6 +13,7 @@ import membudget as mb
 from membudget.apply import RegionStatus, Status
 from membudget.fit import fit
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
+from membudget.profile.cache import FROM_CACHE, NOT_CACHED
 from membudget.report.plan_text import PLAIN_FITS, head
 from tests.planner.models import mlp
 
@@ -40,7 +41,8 @@ def lines(mode: str = "auto", notes: Any = (), count: int = 1, **parts: Any) -> 
     ]
     profile = replace(done.profile, notes=notes)
     applied: Any = parts.get("applied", Regions())
-    fitted = Fitted(mode, done._step, profile, attempts, applied)
+    skipped = parts.get("skipped", ())
+    fitted = Fitted(mode, done._step, profile, attempts, applied, None, skipped)
     text = head(fitted.plan, fitted.peak_bytes, profile.peak_bytes)
     assert fitted.report().startswith(text + "\n")
     assert fitted.report().endswith(f"\n\n{PLAIN_FITS}")
@@ -57,7 +59,16 @@ def test_a_usual_report_has_nothing_between_head_and_table():
         ({"mode": "every_2"}, "mode           every_2  a rule, without planning"),
         ({"notes": (DOES_NOT_FIT,)}, f"profile           fake  {DOES_NOT_FIT}"),
         ({"notes": (MAPS_BLOCKS,)}, f"malloc            maps  {MAPS_BLOCKS}"),
+        ({"notes": (FROM_CACHE,)}, f"profile         cached  {FROM_CACHE}"),
+        (
+            {"notes": ("another", f"{NOT_CACHED}it is compiled")},
+            f"profile     not cached  {NOT_CACHED}it is compiled",
+        ),
         ({"notes": ("another",)}, None),
+        (
+            {"skipped": ["annealing", "timing steps"]},
+            "seconds           over  skipped: annealing, timing steps",
+        ),
         (
             {"count": 3},
             "plans                3  the earlier ones took 13,000, 12,000 bytes",

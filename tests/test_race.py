@@ -134,7 +134,7 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
         raced.append(plans)
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
-    monkeypatch.setattr(sys.modules["membudget.fit"], "race", last_wins)
+    monkeypatch.setattr(sys.modules["membudget.recorded"], "race", last_wins)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         (plans,) = raced
         assert len(plans) > 1

@@ -15,10 +15,9 @@ from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.outcome import Metered, at_fault, check_equal, metered
 from membudget.planner.plan import Plan, RegionPlan
 from membudget.planner.schedule import Schedule
-from membudget.profile.profiling import state_kept
 from membudget.progress import stage
 from membudget.state.snapshot import State
-from membudget.step import Step
+from membudget.step import Step, state_kept
 
 MOST_PLANS = 4
 """The first plan, and three with lower targets after measured excesses."""

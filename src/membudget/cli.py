@@ -201,7 +201,7 @@ def _swept_sizes(text: str, chosen: dict[str, Any]) -> tuple[str, list[int]]:
         raise OptionError(
             f"--sweep takes NAME=N,N,..., such as batch=1,2,4; got {text!r}"
         )
-    if name in ("fake", "device", "optimizer"):
+    if name in ("fake", "device", "optimizer", "cache"):
         raise OptionError(f"a size cannot be called {name!r}, which is an option")
     if name in chosen:
         raise OptionError(f"{name} is swept, so it cannot be set to {chosen[name]!r}")

@@ -52,6 +52,7 @@ def add_profiling(
         help="pass a keyword to the function; repeatable",
     )
     add("--batch", metavar="N", type=int, help="short for --set batch=N")
+    add("--cache", metavar="FOLDER", help="keep profiles there, and read them again")
 
 
 def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
@@ -62,6 +63,7 @@ def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
     return {
         "fake": True if options.fake else None,
         "device": options.device,
+        "cache": options.cache,
         "optimizer": None if name is None else optimizer_named(name),
     }
 

@@ -68,6 +68,9 @@ def _add_fit(commands: Any) -> None:
         default=20,
         help="number of steps to run (default: 20)",
     )
+    parser.add_argument(
+        "--seconds", metavar="S", type=float, help="seconds for finding a faster plan"
+    )
     add_profiling(
         parser,
         "profile on tensors without memory, for a plain step that does not fit: no "
@@ -160,6 +163,7 @@ def _fit(options: argparse.Namespace) -> int:
         **profiling_of(options),
         "fake": options.fake,
         "mode": options.mode,
+        "seconds": options.seconds,
         "measure": "none",  # `try_steps` measures more steps.
     }
     with fit(model, batch, options.budget, loss, **keywords) as fitted:

@@ -10,50 +10,26 @@ record the plain step  ──>  choose a schedule  ──>  apply its plan  ─�
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
 
 from torch.nn import Module
 
-from membudget.allocation import (
-    is_out_of_memory,
-    map_blocks_if_limited,
-    without_shortage,
-)
-from membudget.apply import Applied
-from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
+from membudget.allocation import is_out_of_memory, map_blocks_if_limited
 from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
-from membudget.errors import (
-    BudgetError,
-    OptionError,
-    RecomputeMismatchError,
-    UnrepeatableWarning,
-)
+from membudget.deadline import Deadline
+from membudget.errors import OptionError
 from membudget.fittable import check_fittable
-from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, NOT_COMPARED, Fitted
+from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.modes import AUTO, check_mode
-from membudget.outcome import Metered, plain_run
-from membudget.planned import put_on, take_off, without_plan
-from membudget.planner.schedule import Schedule
-from membudget.planning import (
-    make_plan,
-    next_schedules,
-    unseen_bytes,
-    without_calls,
-)
-from membudget.profile import Device, Profile, profile_step
+from membudget.planned import without_plan
+from membudget.profile import Cache, Device, Profile, profile_step
 from membudget.profile.workspace import OptimizerLike
-from membudget.race import Slowdown, race
-from membudget.refusal import explaining_shortage
+from membudget.recorded import Measure, StaleProfileError, fit_recorded
 from membudget.step import ABSENT, LossFunction, Step, step_of
-
-Measure = Literal["best", "one", "none"]
-
-QUICK_S = 1.0
-"""A plain step of fewer seconds is quick enough to time several plans."""
 
 
 def fit(
@@ -68,6 +44,8 @@ def fit(
     fake: bool = False,
     device: str | Device | None = None,
     measure: Measure | None = None,
+    cache: str | Path | None = None,
+    seconds: float | None = None,
 ) -> Fitted:
     """Apply the fastest plan found under which a training step fits the budget.
 
@@ -107,6 +85,11 @@ def fit(
             with other engines, of which the fastest is taken, `"none"` means nobody's.
             By default `"best"` if the plain step takes less than a second, else
             `"one"`. Nothing is timed if the plain step does not fit.
+        cache: Folder in which profiles are kept; see `profile`. The step is profiled
+            anew if it turns out that the cached profile is of another one.
+        seconds: Seconds after which no annealing begins, no plan with other engines is
+            tried and no step is timed; the report says what was skipped. One plan that
+            fits is made and verified in any case. `None` means no limit.
 
     Returns:
         The fitted model, with its report.
@@ -114,8 +97,9 @@ def fit(
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
         OptionError: If the budget is neither bytes nor a share, the mode is unknown,
-            the model already has regions that `fit` did not attach, or it is trained by
-            several processes together (DTensor, FSDP, DistributedDataParallel).
+            the cache is no folder, the seconds are negative, the model already has
+            regions that `fit` did not attach, or it is trained by several processes
+            together (DTensor, FSDP, DistributedDataParallel).
         OutOfMemoryError: If a step, or planning it, finds less memory than the budget
             allows.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
@@ -135,6 +119,7 @@ def fit(
         ()
         >>> fitted.remove()
     """
+    deadline = Deadline(seconds)
     check_mode(mode)
     if measure not in (None, *get_args(Measure)):
         raise OptionError(
@@ -142,144 +127,38 @@ def fit(
         )
     if budget is not None:
         check_budget(budget)
+    kept = None if cache is None else Cache.at(cache)
     step = step_of(model, batch, loss_fn, modules)
     notes = (MAPS_BLOCKS,) if map_blocks_if_limited() else ()
     with without_plan(step.model):
         check_fittable(step)
         # Read before profiling, which allocates memory itself.
         usable = free_bytes(step.model) if budget is None else 0
-        plain = _profiled(step, optimizer, fake, device)
-        plain = replace(plain, notes=plain.notes + notes)
-        if budget is None:
-            budget = budget_in_all(plain.graph.static, optimizer, usable)
-        return fit_recorded(step, plain, Budget.of(budget, plain), mode, measure)
+        while True:
+            plain = _profiled(step, optimizer, fake, device, kept)
+            plain = replace(plain, notes=plain.notes + notes)
+            if budget is None:
+                budget = budget_in_all(plain.graph.static, optimizer, usable)
+            limit = Budget.of(budget, plain)
+            with suppress(StaleProfileError):
+                return fit_recorded(step, plain, limit, mode, measure, deadline)
+            assert kept is not None  # Only a profile of the cache can be stale.
+            kept = replace(kept, reads=False)
 
 
 def _profiled(
-    step: Step, optimizer: OptimizerLike, fake: bool, device: str | Device | None
+    step: Step,
+    optimizer: OptimizerLike,
+    fake: bool,
+    device: str | Device | None,
+    cache: Cache | None,
 ) -> Profile:
     """Profile a step, on fake tensors if asked to or if it runs out of memory."""
     if not fake:
         try:
-            return profile_step(step, optimizer, fake, device)
+            return profile_step(step, optimizer, fake, device, cache)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-    found = profile_step(step, optimizer, True, device)
+    found = profile_step(step, optimizer, True, device, cache)
     return found if fake else replace(found, notes=(*found.notes, DOES_NOT_FIT))
-
-
-def fit_recorded(
-    step: Step,
-    profile: Profile,
-    budget: Budget,
-    mode: str = AUTO,
-    measure: Measure | None = None,
-) -> Fitted:
-    """Fit an already profiled step; see `fit` for what is raised and warned of."""
-    plain = _measured(step, profile)
-    if plain is None and profile.tensors == "real":
-        profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
-    left_out: dict[str, str] = {}
-    while True:
-        plannable = without_calls(profile, left_out)
-        try:
-            found = _first_that_fits(step, plannable, plain, budget, mode)
-        except RegionsAtFaultError as error:
-            left_out |= error.reasons
-            warnings.warn(str(error), UnrepeatableWarning, stacklevel=3)
-        except BudgetError as error:
-            if left_out:
-                error.add_note(str(RegionsAtFaultError(left_out)))
-            raise
-        else:
-            break
-    if measure is None:
-        measure = "best" if profile.graph.seconds < QUICK_S else "one"
-    slowdown = None
-    if plain is not None and found.attempts[-1].plan.regions and measure != "none":
-        others = found.others if measure == "best" else []
-        slowdown = _raced(step, plannable, plain, budget, found, others)
-    found.applied.left_out = left_out
-    return Fitted(mode, step, profile, found.attempts, found.applied, slowdown)
-
-
-@dataclass
-class _Fitting:
-    """Plans that were tried, the last of which fits, and is applied.
-
-    Attributes:
-        attempts: Every plan, with its measured peak.
-        applied: The regions of the last.
-        others: Schedules with other engines that are predicted to fit, too.
-    """
-
-    attempts: list[Attempt]
-    applied: Applied
-    others: Sequence[Schedule]
-
-
-def _raced(
-    step: Step,
-    profile: Profile,
-    plain: Metered,
-    budget: Budget,
-    found: _Fitting,
-    others: Sequence[Schedule],
-) -> Slowdown | None:
-    """Race the plan that was found against others that fit; apply the fastest.
-
-    The first is applied, and nothing returned, if a plain step runs out of memory.
-    """
-    entries = [(found.attempts.pop(), found.applied, take_off(step.model))]
-    for schedule in others:
-        unseen = unseen_bytes(profile, plain)
-        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
-        wrong = suppress(RecomputeMismatchError)
-        with warnings.catch_warnings(), wrong, without_shortage():
-            warnings.simplefilter("ignore", UnrepeatableWarning)
-            attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
-            regions = take_off(step.model)
-            if attempt.peak_bytes <= budget.step_bytes:
-                entries.append((attempt, applied, regions))
-    place, slowdown = 0, None
-    with without_shortage():
-        place, slowdown = race(step, [regions for _, _, regions in entries])
-    attempt, found.applied, regions = entries[place]
-    found.attempts.append(attempt)
-    put_on(regions)
-    return slowdown
-
-
-def _measured(step: Step, profile: Profile) -> Metered | None:
-    """Meter the plain step; `None` if that, or recording it, runs out of memory."""
-    found = None
-    if profile.tensors == "real":
-        with without_shortage():  # Measuring takes a little more than recording.
-            found = plain_run(step)
-    return found
-
-
-def _first_that_fits(
-    step: Step, profile: Profile, plain: Metered | None, budget: Budget, mode: str
-) -> _Fitting:
-    """Try plans until one is within the budget.
-
-    Raises:
-        BudgetError: If no plan fits, by prediction or by measurement.
-        OutOfMemoryError: If a step finds less memory than the budget allows it.
-        RegionsAtFaultError: If the step goes wrong under some regions of a plan.
-    """
-    attempts: list[Attempt] = []
-    unseen = unseen_bytes(profile, plain)
-    while True:
-        planning = "while planning a step that takes", profile.peak_bytes
-        with explaining_shortage(budget, *planning):
-            schedule, *others = next_schedules(profile, budget, mode, attempts, unseen)
-            plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
-        with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):
-            found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
-        attempts.append(found)
-        if found.peak_bytes <= budget.step_bytes:
-            return _Fitting(attempts, applied, others)
-        applied.remove()  # Over budget: the next schedule aims lower, or raises.

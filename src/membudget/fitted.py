@@ -13,6 +13,7 @@ from membudget.modes import AUTO
 from membudget.planner.plan import Plan
 from membudget.planner.planner import smoothed
 from membudget.profile import Profile
+from membudget.profile.cache import FROM_CACHE, NOT_CACHED
 from membudget.race import Slowdown
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import CallableStep, Step
@@ -33,6 +34,15 @@ MAPS_BLOCKS = (
     "the system when they are freed"
 )
 
+_LINES = {
+    DOES_NOT_FIT: ("profile", "fake"),
+    FROM_CACHE: ("profile", "cached"),
+    NOT_CACHED: ("profile", "not cached"),
+    NOT_COMPARED: ("compared", "no"),
+    MAPS_BLOCKS: ("malloc", "maps"),
+}
+"""What the report says of a note of the profile, by how the note begins."""
+
 
 class Fitted:
     """A model whose step fits its budget; as a context manager, undoes `fit` on exit.
@@ -43,6 +53,7 @@ class Fitted:
         profile: Profile of the plain step, without regions.
         attempts: Every plan that was measured; the last one is applied.
         slowdown: Measured slowdown of the plan; `None` if nothing was timed.
+        skipped: What `fit` did not do, because its seconds were over, in words.
     """
 
     def __init__(
@@ -53,6 +64,7 @@ class Fitted:
         attempts: Sequence[Attempt],
         applied: Applied,
         slowdown: Slowdown | None = None,
+        skipped: Sequence[str] = (),
     ):
         """Store the results of fitting; called by `fit`."""
         self.mode = mode
@@ -61,6 +73,7 @@ class Fitted:
         self.attempts = tuple(attempts)
         self._applied = applied
         self.slowdown = slowdown
+        self.skipped = tuple(skipped)
 
     @property
     def plan(self) -> Plan:
@@ -96,12 +109,11 @@ class Fitted:
             lines += [f"off       {off}"] if off else []
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
-        if DOES_NOT_FIT in self.profile.notes:
-            lines.append(f"profile   {'fake':>12}  {DOES_NOT_FIT}")
-        if NOT_COMPARED in self.profile.notes:
-            lines.append(f"compared  {'no':>12}  {NOT_COMPARED}")
-        if MAPS_BLOCKS in self.profile.notes:
-            lines.append(f"malloc    {'maps':>12}  {MAPS_BLOCKS}")
+        for start, (what, how) in _LINES.items():
+            found = [note for note in self.profile.notes if note.startswith(start)]
+            lines += [f"{what:10}{how:>12}  {note}" for note in found]
+        if self.skipped:
+            lines.append(f"seconds   {'over':>12}  skipped: {', '.join(self.skipped)}")
         if before:
             more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
             lines.append(

@@ -16,10 +16,9 @@ from membudget.audit.differences import Outcome, Results, compare
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
 from membudget.planned import without_plan
-from membudget.profile.profiling import state_kept
 from membudget.state.identity import digest
 from membudget.state.snapshot import State
-from membudget.step import Step
+from membudget.step import Step, state_kept
 
 R = TypeVar("R")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -34,6 +34,7 @@ from membudget.planner.schedule import (
     Overheads,
     Schedule,
 )
+from membudget.planner.search import never
 from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.progress import stage
@@ -107,6 +108,7 @@ def next_schedules(
     mode: str,
     attempts: Sequence[Attempt] = (),
     unseen: int = 0,
+    is_late: Callable[[], bool] = never,
 ) -> list[Schedule]:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
@@ -115,7 +117,8 @@ def next_schedules(
     other modes have only one schedule. Before `auto` refuses a budget, it returns the
     smallest schedule, whatever its prediction; on fake tensors, only if that is near
     the budget, because trying it may need more memory than there is. What the plain
-    step takes beyond its profile (`unseen`) is assumed of plans, too.
+    step takes beyond its profile (`unseen`) is assumed of plans, too. If `is_late`, no
+    annealing begins, unless nothing fits without it.
 
     The planner is not kept between calls, because its tables occupy host memory, too.
 
@@ -136,7 +139,7 @@ def next_schedules(
         planner = planner_of(profile)
         if len(attempts) < MOST_PLANS and not cannot_fit(profile.graph, budget):
             with suppress(BudgetError):
-                return planner.candidates(target_bytes)
+                return planner.candidates(target_bytes, is_late=is_late)
         # No search helps: try the smallest plan, whose prediction may be too high.
         smallest = planner.smallest()
     has_run = profile.tensors == "real"  # The plain step has, which takes more.
@@ -192,7 +195,8 @@ def _mode_is_over(
 
 def overheads_of(profile: Profile) -> Overheads:
     """Return the engine's overheads; zero if operator times are for another device."""
-    if profile.cost not in ("measured", this_processor().name):
+    # Its name is asked for last, because it is measured then.
+    if profile.cost != "measured" and profile.cost != this_processor().name:
         return NO_OVERHEADS
     return NATIVE_OVERHEADS if native.is_available() else CPU_OVERHEADS
 

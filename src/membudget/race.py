@@ -16,9 +16,8 @@ import torch
 
 from membudget.planned import PlanRegions, put_on, take_off
 from membudget.profile.cost import synchronised_clock
-from membudget.profile.profiling import state_kept
 from membudget.progress import stage
-from membudget.step import Step
+from membudget.step import Step, state_kept
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 

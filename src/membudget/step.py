@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget.allocation import is_out_of_memory
+from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
 from membudget.state.autocast import outside_autocast
@@ -156,6 +157,10 @@ class Step:
         roots = {"": self.model, "batch": self.batch, "loss_fn": self.loss_fn}
         return {name: root for name, root in roots.items() if root is not None}
 
+    def decided_by(self) -> dict[str, Any]:
+        """Return the objects that decide what the step runs, keyed by name."""
+        return self.roots()
+
     def batch_tensors(self) -> dict[str, Tensor]:
         """Return the tensors in the batch, keyed by expressions such as `batch[0]`."""
         found = walk([("batch", self.batch)]).tensors
@@ -180,6 +185,38 @@ class CallableStep(Step):
     def run(self, before_backward: Callable[[], None] | None = None) -> Any:
         """Call the function; `before_backward` is not called."""
         return self._function()
+
+    def decided_by(self) -> dict[str, Any]:
+        """Return the objects that decide what the step runs, keyed by name."""
+        return {**self.roots(), "step": self._function}
+
+
+@contextmanager
+def state_kept(step: Step, has_values: bool) -> Iterator[State]:
+    """Restore the step's state on exit; inside, runs begin with one state of the batch.
+
+    With `has_values`, `step.prepare()` restores the batch and the random number
+    generators as they are now, so that each run of the step draws the same numbers. It
+    leaves the model as the last run did: what the first run made, such as tables of
+    positions, later steps find.
+
+    Yields:
+        The state of model, loss function and batch, without gradients.
+    """
+    whole = State(step.roots().items(), contents=has_values)
+    batch = State([("batch", step.batch)], contents=has_values, part_of=whole)
+    try:
+        whole.restore()
+        step.start = batch if has_values else None
+        with torch.inference_mode(False), torch.enable_grad():
+            yield whole
+    except BaseException as error:
+        let_go(error)
+        raise
+    finally:
+        step.start = None
+        whole.restore()
+        whole.restore_gradients()
 
 
 ABSENT: Any = object()

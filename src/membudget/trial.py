@@ -10,8 +10,7 @@ from membudget.errors import OptionError
 from membudget.fitted import Fitted
 from membudget.memory import peak
 from membudget.profile.cost import synchronised_clock
-from membudget.profile.profiling import state_kept
-from membudget.step import Step
+from membudget.step import Step, state_kept
 
 
 @dataclass(frozen=True, slots=True)

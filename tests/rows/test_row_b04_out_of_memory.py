@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget._torch import DispatchMode, is_fake
-from membudget.profile.profiling import state_kept
-from membudget.step import Step
+from membudget.step import Step, state_kept
 from tests.garbage import no_collector
 from tests.limited_step import make, train
 from tests.model_state import state_of
@@ -73,10 +72,10 @@ def test_row_b04_a_step_that_runs_out_of_memory_is_profiled_fake_and_says_so(
     fitting: Any = import_module("membudget.fit")
     profile_step = fitting.profile_step
 
-    def short(step: Any, optimizer: Any, fake: bool, device: Any) -> mb.Profile:
+    def short(step: Any, optimizer: Any, fake: bool, *others: Any) -> mb.Profile:
         if not fake:
             raise torch.OutOfMemoryError("on purpose")
-        found: mb.Profile = profile_step(step, optimizer, fake, device)
+        found: mb.Profile = profile_step(step, optimizer, fake, *others)
         return found
 
     monkeypatch.setattr(fitting, "profile_step", short)
@@ -99,7 +98,7 @@ def test_row_b04_a_step_that_can_be_recorded_but_not_measured_is_planned_for(
     def short(step: Step) -> None:
         raise error
 
-    monkeypatch.setattr(import_module("membudget.fit"), "plain_run", short)
+    monkeypatch.setattr(import_module("membudget.recorded"), "plain_run", short)
     with mb.fit(layers(), torch.randn(64, 16), "70%") as fitted:
         assert fitted.profile.tensors == "real"
         assert fitted.plan.regions
@@ -112,7 +111,7 @@ def test_row_b04_a_plan_that_fits_is_taken_although_it_cannot_be_timed(
     def short(step: Step, plans: Any) -> None:
         raise torch.OutOfMemoryError("on purpose")
 
-    monkeypatch.setattr(import_module("membudget.fit"), "race", short)
+    monkeypatch.setattr(import_module("membudget.recorded"), "race", short)
     with mb.fit(layers(), torch.randn(64, 16), "70%") as fitted:
         assert fitted.plan.regions
         assert fitted.slowdown is None
@@ -152,9 +151,9 @@ def test_row_b04_no_tensor_of_the_failed_step_lives_when_the_next_one_begins(
     model, profile_step, alive = layers(Short()), fitting.profile_step, []
     MADE.clear()
 
-    def noting(step: Any, optimizer: Any, fake: bool, device: Any) -> mb.Profile:
+    def noting(step: Any, *options: Any) -> mb.Profile:
         alive.append([made() is not None for made in MADE])
-        found: mb.Profile = profile_step(step, optimizer, fake, device)
+        found: mb.Profile = profile_step(step, *options)
         return found
 
     monkeypatch.setattr(fitting, "profile_step", noting)

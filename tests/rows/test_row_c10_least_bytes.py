@@ -18,11 +18,12 @@ from membudget import attempt
 from membudget.budget import Budget
 from membudget.engine.controls import disable_checkpointing
 from membudget.errors import BudgetError
-from membudget.fit import fit, fit_recorded
+from membudget.fit import fit
 from membudget.fitted import Fitted
 from membudget.memory import peak
 from membudget.outcome import Metered
 from membudget.planning import plan_for, planner_of
+from membudget.recorded import fit_recorded
 from membudget.step import Step
 from tests.planner.models import MODELS, gpt
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import planning
 from membudget.budget import Budget
-from membudget.fit import fit_recorded
 from membudget.fitted import Fitted
 from membudget.planner.schedule import CPU_OVERHEADS
 from membudget.profile import profile_step
+from membudget.recorded import fit_recorded
 from membudget.step import step_of
 
 STEPS = 40

@@ -11,10 +11,10 @@ from torch import nn
 
 import membudget as mb
 from membudget.budget import Budget
-from membudget.fit import fit_recorded
 from membudget.outcome import plain_run
 from membudget.planning import unseen_bytes
 from membudget.profile import Profile
+from membudget.recorded import fit_recorded
 from membudget.step import Step
 
 
@@ -67,7 +67,7 @@ def test_row_c14_a_profile_on_fake_tensors_is_not_metered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step, plain = step_and_profile(is_fake=True)
-    monkeypatch.setattr(sys.modules["membudget.fit"], "plain_run", not_called)
+    monkeypatch.setattr(sys.modules["membudget.recorded"], "plain_run", not_called)
     fit_recorded(step, with_workspace(plain, 40_000), Budget.of("70%", plain))
     assert unseen_bytes(with_workspace(plain, 40_000), None) == 0
 

@@ -27,7 +27,7 @@ from membudget.planner.schedule import (
     Simulator,
     Solver,
 )
-from membudget.planner.search import improved
+from membudget.planner.search import improved, never
 from membudget.planner.simulate import timeline
 
 SolverMaker = Callable[[Simulator], list[Solver]]
@@ -79,10 +79,16 @@ class Planner:
         """
         return self.candidates(budget_bytes, quickly)[0]
 
-    def candidates(self, budget_bytes: int, quickly: bool = False) -> list[Schedule]:
+    def candidates(
+        self,
+        budget_bytes: int,
+        quickly: bool = False,
+        is_late: Callable[[], bool] = never,
+    ) -> list[Schedule]:
         """Return the fastest schedule that fits, then the fastest with other engines.
 
         The times of the engines are priced roughly, so another of them may be faster.
+        Once `is_late`, no annealing begins, unless nothing fits without it.
 
         Raises:
             BudgetError: If no schedule fits; the error names the smallest feasible
@@ -90,7 +96,7 @@ class Planner:
         """
         if self.plain_peak_bytes <= budget_bytes:
             return [plain_schedule(self.graph)]
-        fitting = self._fitting(budget_bytes, quickly)
+        fitting = self._fitting(budget_bytes, quickly, is_late)
         if not fitting:
             least_bytes, before_bytes = self.least_bytes(), self.graph.static.total
             raise BudgetError(
@@ -109,14 +115,16 @@ class Planner:
             of_engines.setdefault(engines, schedule)
         return [self._with_plain_times(s) for s in of_engines.values()]
 
-    def _fitting(self, budget_bytes: int, quickly: bool) -> list[Schedule]:
+    def _fitting(
+        self, budget_bytes: int, quickly: bool, is_late: Callable[[], bool]
+    ) -> list[Schedule]:
         kinds = [
             [s for solver in kind for s in solver.schedules(budget_bytes)]
             for kind in self._kinds
         ]
         if all(s.peak_bytes > budget_bytes for of in kinds for s in of):
             kinds.append(self._least)  # To anneal until they fit.
-        return improved(self.simulator, kinds, budget_bytes, quickly)
+        return improved(self.simulator, kinds, budget_bytes, quickly, is_late)
 
     @cached_property
     def _least(self) -> list[Schedule]:

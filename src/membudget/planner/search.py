@@ -32,7 +32,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
@@ -73,16 +73,23 @@ RATE = 1.03  # By which each flip changes the price.
 _seconds = attrgetter("seconds")
 
 
+def never() -> bool:
+    """Return that it is not late: there is no limit of time."""
+    return False
+
+
 def improved(
     simulator: Simulator,
     kinds: Sequence[Sequence[Schedule]],
     budget_bytes: int,
     quickly: bool,
+    is_late: Callable[[], bool] = never,
 ) -> list[Schedule]:
     """Return schedules that fit; the fastest is no slower than any given one that fits.
 
     `kinds` holds each kind of solver's initial schedules, which may exceed the budget.
-    If `quickly`, fill only the fastest schedule that fits, and skip annealing.
+    If `quickly`, fill only the fastest schedule that fits, and skip annealing. Once
+    something fits, no annealing begins if `is_late`.
     """
     fitting = [[s for s in of if s.peak_bytes <= budget_bytes] for of in kinds]
     fastest = sorted((s for of in fitting for s in of), key=_seconds)
@@ -96,7 +103,7 @@ def improved(
     over = (s for of in kinds for s in of if s.peak_bytes > budget_bytes)
     nearest = sorted(over, key=lambda s: _penalised(s, budget_bytes))[:1]
     if not is_large:
-        found = _annealed(simulator, found, nearest, budget_bytes)
+        found = _annealed(simulator, found, nearest, budget_bytes, is_late)
     best = sorted(found, key=_seconds)[:MOST_FILLED]
     rerun = [rerun_where_faster(simulator, s, budget_bytes) for s in best]
     return _distinct([*rerun, *found, *fastest])
@@ -123,6 +130,7 @@ def _annealed(
     found: Sequence[Schedule],
     nearest: Sequence[Schedule],
     budget_bytes: int,
+    is_late: Callable[[], bool],
 ) -> list[Schedule]:
     """Anneal the best schedule with and without stages, and the nearest to fitting."""
     flat = [
@@ -136,6 +144,8 @@ def _annealed(
     for place, start in enumerate(_distinct([*first, *found[1:], *flat[1:]])):
         # Further starts use the simulations that hopeless runs saved.
         if place >= len(first) and simulator.operators + each > limit:
+            break
+        if results and is_late():
             break
         known_s = min((s.seconds for s in results), default=math.inf)
         annealed = anneal(simulator, start, budget_bytes, known_s)

@@ -1,7 +1,8 @@
 """Profile a training step: saved tensors, cost of each operator, peak memory.
 
 `profiling` defines `profile`. `step_recorder` and `lifetimes` observe the step;
-`result` assembles its graph; `fake` runs a step on fake tensors; `workspace`, `cost`
+`result` assembles its graph; `cache` keeps it in a file; `fake` runs a step on fake
+tensors; `workspace`, `cost`
 and `devices` measure or estimate memory and time; `live_ranges` analyses the graph.
 
 `sweep`, in this module, profiles a step at several sizes and extrapolates. The live
@@ -17,9 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from membudget.errors import OptionError
+from membudget.profile.cache import Cache
 from membudget.profile.devices import DEVICES, Device
 from membudget.profile.live_ranges import saved_activations
 from membudget.profile.polynomial import (
@@ -39,6 +43,7 @@ from membudget.text import format_bytes, parse_bytes
 
 __all__ = [
     "DEVICES",
+    "Cache",
     "Device",
     "Profile",
     "Sweep",
@@ -194,6 +199,7 @@ def sweep(
     fake: bool | None = True,
     device: str | Device | None = None,
     optimizer: OptimizerLike = None,
+    cache: str | Path | None = None,
     **sizes: Iterable[int],
 ) -> Sweep:
     """Profile a training step at several sizes and fit polynomials to its bytes.
@@ -204,6 +210,7 @@ def sweep(
         fake: Whether to run on fake tensors, as in `profile`, but `True` by default.
         device: Device whose roofline gives the operator times, as in `profile`.
         optimizer: Optimizer whose memory is counted, as in `profile`.
+        cache: Folder in which the profiles are kept, as in `profile`.
         **sizes: One keyword with the sizes to profile, such as `batch=[1, 2, 4, 8]`.
 
     Returns:
@@ -223,12 +230,12 @@ def sweep(
         ('144 + 32 batch', True)
     """
     name, values = _one_size(sizes)
+    profiled = partial(
+        profile, fake=fake, device=device, optimizer=optimizer, cache=cache
+    )
     points, curves = [], []
     for size in values:
-        model, batch, loss_fn = call_make(make, {name: size})
-        found = profile(
-            model, batch, loss_fn, fake=fake, device=device, optimizer=optimizer
-        )
+        found = profiled(*call_make(make, {name: size}))
         graph = found.graph
         points.append(
             Point(

@@ -16,10 +16,14 @@ generation 4, and 63 GB/s for generation 5 (PCI-SIG).
 
 from __future__ import annotations
 
+import os
+import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -152,6 +156,24 @@ def this_processor() -> Device:
         speed = 2 * block.nbytes / _seconds_of(lambda: target.copy_(block))
     # The CPU's memory is the host's, so a copy to the host is a copy in memory.
     return Device("this CPU, measured", {"float32": rate}, speed, speed)
+
+
+@cache
+def processor_name() -> str:
+    """Return what this machine calls its processors, and how many it has."""
+    name = platform.processor()
+    with suppress(OSError):  # Only Linux has this file, which knows the model.
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        name = next((line for line in lines if line.startswith("model name")), name)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{os.cpu_count()} × {platform.machine()} {name} {capability}"
+
+
+def accelerator_name(device: torch.device) -> str:
+    """Return what a device that is no CPU calls itself; empty for a CPU."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return "" if device.type == "cpu" else str(device)
+    return f"{torch.cuda.get_device_properties(device)} {torch.version.cuda}"
 
 
 def _seconds_of(function: Callable[[], object], repeats: int = 7) -> float:

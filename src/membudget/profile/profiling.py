@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
-from membudget.allocation import let_go
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
+from membudget.profile.cache import Cache
 from membudget.profile.cost import (
     TimerEvents,
     notes_on,
@@ -25,6 +25,7 @@ from membudget.profile.cost import (
 )
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
+from membudget.profile.key import key_of
 from membudget.profile.result import Profile, assemble
 from membudget.profile.step_recorder import StepRecorder
 from membudget.profile.workspace import (
@@ -38,8 +39,14 @@ from membudget.progress import stage
 from membudget.selection import default_names
 from membudget.sharding import check_replaceable
 from membudget.state.identity import is_leaf
-from membudget.state.snapshot import State
-from membudget.step import ABSENT, CallableStep, LossFunction, Step, step_of
+from membudget.step import (
+    ABSENT,
+    CallableStep,
+    LossFunction,
+    Step,
+    state_kept,
+    step_of,
+)
 
 _FEWEST_TIMED, _MOST_TIMED = 3, 15
 _TIMED_S = 0.5
@@ -55,6 +62,7 @@ def profile(
     optimizer: OptimizerLike = None,
     fake: bool | None = None,
     device: str | Device | None = None,
+    cache: str | Path | None = None,
 ) -> Profile:
     """Profile one training step: saved tensors, cost of each operator, peak memory.
 
@@ -89,6 +97,8 @@ def profile(
         device: Device whose roofline gives the operator times: a name in
             `membudget.profile.devices.DEVICES`, `"cpu"` or a `Device`. By default, real
             steps are timed, and fake steps use the roofline of this machine's CPU.
+        cache: Folder in which the profile is kept. No step runs if it has the profile
+            of one with the same code, shapes and settings (docs/limits.md).
 
     Raises:
         OptionError: If `model` is not a module or is lazy, the loss is not a scalar or
@@ -107,7 +117,8 @@ def profile(
         (144, 256)
     """
     step = step_of(model, batch, loss_fn, modules)
-    return profile_step(step, optimizer, fake, device)
+    kept = None if cache is None else Cache.at(cache)
+    return profile_step(step, optimizer, fake, device, kept)
 
 
 def profile_step(
@@ -115,17 +126,30 @@ def profile_step(
     optimizer: OptimizerLike = None,
     fake: bool | None = None,
     device: str | Device | None = None,
+    cache: Cache | None = None,
 ) -> Profile:
     """Profile one step; see `profile` for the arguments, and what is raised."""
     target = None if device is None else device_of(device)
-    has_memory = not any(is_fake(t) or t.is_meta for t in step.model.parameters())
     if fake is None:
-        fake = not has_memory
+        fake = not _has_memory(step)
+    make = partial(_new_profile, step, optimizer, fake, target)
+    if cache is None:
+        return make()
+    return cache.profile(partial(key_of, step, optimizer, fake, target), make)
+
+
+def _has_memory(step: Step) -> bool:
+    return not any(is_fake(t) or t.is_meta for t in step.model.parameters())
+
+
+def _new_profile(
+    step: Step, optimizer: OptimizerLike, fake: bool, target: Device | None
+) -> Profile:
     if fake:
         check_replaceable(step.model)
         with stage("recording the step, without memory"):
             return _fake_profile(step, optimizer, target)
-    if not has_memory:
+    if not _has_memory(step):
         raise OptionError(
             "the model's parameters are fake or on `meta`, so no real step can run: "
             "pass fake=True, or materialise the model"
@@ -256,34 +280,6 @@ def _blocks(model: Module) -> dict[str, Module]:
         return {name: model.get_submodule(name) for name in default_names(model)}
     except SelectionError:
         return {}
-
-
-@contextmanager
-def state_kept(step: Step, has_values: bool) -> Iterator[State]:
-    """Restore the step's state on exit; inside, runs begin with one state of the batch.
-
-    With `has_values`, `step.prepare()` restores the batch and the random number
-    generators as they are now, so that each run of the step draws the same numbers. It
-    leaves the model as the last run did: what the first run made, such as tables of
-    positions, later steps find.
-
-    Yields:
-        The state of model, loss function and batch, without gradients.
-    """
-    whole = State(step.roots().items(), contents=has_values)
-    batch = State([("batch", step.batch)], contents=has_values, part_of=whole)
-    try:
-        whole.restore()
-        step.start = batch if has_values else None
-        with torch.inference_mode(False), torch.enable_grad():
-            yield whole
-    except BaseException as error:
-        let_go(error)
-        raise
-    finally:
-        step.start = None
-        whole.restore()
-        whole.restore_gradients()
 
 
 def _profile(

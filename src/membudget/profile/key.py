@@ -1,0 +1,95 @@
+"""What decides the profile of a step, as the name under which a cache keeps it.
+
+Two steps with the same key run the same operators on the same shapes under the same
+settings on the same processor, as far as can be said before they run: the contents of
+tensors are not a part of the key, and may decide how often a loop runs.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from membudget import _torch, _torch_settings
+from membudget._torch import is_profiling
+from membudget.profile.devices import Device, accelerator_name, processor_name
+from membudget.profile.workspace import OptimizerLike
+from membudget.state.autocast import device_types
+from membudget.state.code import IndescribableError
+from membudget.state.description import describe
+from membudget.step import Step
+
+_SCHEDULED = ("lr", "initial_lr")
+"""Options of an optimizer that change in training, and decide no bytes."""
+
+
+def key_of(
+    step: Step, optimizer: OptimizerLike, fake: bool, device: Device | None
+) -> str:
+    """Return the key of a step's profile, as a text of digits.
+
+    Raises:
+        IndescribableError: If the step cannot be described, or the ranks of a process
+            group must all run it.
+    """
+    _check_alone()
+    decided_by = {
+        "kind": type(step).__name__,
+        "fake": fake,
+        "device": device,
+        "versions": (_own_digest(), torch.__version__, platform.python_version()),
+        "machine": (processor_name(), torch.cuda.is_available()),
+        "accelerators": sorted({accelerator_name(t.device) for t in step.tensors()}),
+        "settings": repr(_torch_settings.read()),
+        "autocast": _autocast(),
+        "default device": torch.get_default_device(),
+        **step.decided_by(),
+        "optimizer": _options(optimizer),
+    }
+    found = sha256()
+    for line in describe(decided_by):
+        found.update(f"{line}\n".encode())
+    return found.hexdigest()
+
+
+def _check_alone() -> None:
+    """Reject circumstances that the key does not name."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise IndescribableError("all ranks of a process group run as many steps")
+    if is_profiling():
+        raise IndescribableError("a profiler is running")
+    functions = [m for m in _torch.function_modes() if not _torch.is_device_context(m)]
+    modes = [*functions, *_torch.dispatch_modes()]
+    if modes:
+        raise IndescribableError(f"it runs under a {type(modes[0]).__name__}")
+
+
+def _autocast() -> list[Any]:
+    states: list[Any] = [torch.is_autocast_cache_enabled()]
+    for kind in device_types():
+        states += kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return states
+
+
+def _options(optimizer: OptimizerLike) -> Any:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return optimizer
+    groups = [
+        {key: value for key, value in group.items() if key not in _SCHEDULED}
+        for group in optimizer.param_groups
+    ]
+    return type(optimizer), optimizer.defaults, groups
+
+
+@cache
+def _own_digest() -> str:
+    """Return the digest of this package's files: a version may be worked on."""
+    found = sha256()
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()

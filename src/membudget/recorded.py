@@ -1,0 +1,199 @@
+"""Fit a step that is recorded already: plan, apply, verify, measure, race."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
+
+from membudget.allocation import without_shortage
+from membudget.apply import Applied
+from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
+from membudget.budget import Budget
+from membudget.deadline import Deadline
+from membudget.errors import (
+    BudgetError,
+    MembudgetError,
+    RecomputeMismatchError,
+    UnrepeatableWarning,
+)
+from membudget.fitted import NOT_COMPARED, Fitted
+from membudget.modes import AUTO
+from membudget.outcome import Metered, plain_run
+from membudget.planned import put_on, take_off
+from membudget.planner.schedule import Schedule
+from membudget.planning import (
+    make_plan,
+    next_schedules,
+    unseen_bytes,
+    without_calls,
+)
+from membudget.profile import Profile
+from membudget.profile.cache import FROM_CACHE
+from membudget.race import Slowdown, race
+from membudget.refusal import explaining_shortage
+from membudget.step import Step
+
+Measure = Literal["best", "one", "none"]
+
+QUICK_S = 1.0
+"""A plain step of fewer seconds is quick enough to time several plans."""
+
+
+class StaleProfileError(MembudgetError):
+    """A profile that was read from a cache is not that of the step."""
+
+
+def fit_recorded(
+    step: Step,
+    profile: Profile,
+    budget: Budget,
+    mode: str = AUTO,
+    measure: Measure | None = None,
+    deadline: Deadline | None = None,
+) -> Fitted:
+    """Fit an already profiled step; see `fit` for what is raised and warned of.
+
+    Raises:
+        StaleProfileError: If the profile was read from a cache, and is of another step.
+    """
+    deadline = deadline or Deadline(None)
+    plain = _measured(step, profile)
+    _check_current(profile, plain)
+    if plain is None and profile.tensors == "real":
+        profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
+    left_out: dict[str, str] = {}
+    while True:
+        plannable = without_calls(profile, left_out)
+        try:
+            found = _first_that_fits(step, plannable, plain, budget, mode, deadline)
+        except RegionsAtFaultError as error:
+            left_out |= error.reasons
+            warnings.warn(str(error), UnrepeatableWarning, stacklevel=3)
+        except BudgetError as error:
+            if plain is None and FROM_CACHE in profile.notes:
+                raise StaleProfileError from error
+            if left_out:
+                error.add_note(str(RegionsAtFaultError(left_out)))
+            raise
+        else:
+            break
+    _check_current(profile, plain, found.applied)
+    if measure is None:
+        measure = "best" if profile.graph.seconds < QUICK_S else "one"
+    slowdown = None
+    if plain is not None and found.attempts[-1].plan.regions and measure != "none":
+        others = found.others if measure == "best" else []
+        slowdown = _raced(step, plannable, plain, budget, found, others, deadline)
+    found.applied.left_out = left_out
+    attempts, skipped = found.attempts, deadline.skipped
+    return Fitted(mode, step, profile, attempts, found.applied, slowdown, skipped)
+
+
+def _check_current(
+    profile: Profile, plain: Metered | None, applied: Applied | None = None
+) -> None:
+    """Raise if a cached profile is not that of the steps that have run."""
+    regions = () if applied is None else applied.status().regions
+    differs = any(region.differences for region in regions)
+    if FROM_CACHE in profile.notes and (differs or unseen_bytes(profile, plain)):
+        if applied is not None:
+            applied.remove()
+        raise StaleProfileError
+
+
+@dataclass
+class _Fitting:
+    """Plans that were tried, the last of which fits, and is applied.
+
+    Attributes:
+        attempts: Every plan, with its measured peak.
+        applied: The regions of the last.
+        others: Schedules with other engines that are predicted to fit, too.
+    """
+
+    attempts: list[Attempt]
+    applied: Applied
+    others: Sequence[Schedule]
+
+
+def _raced(
+    step: Step,
+    profile: Profile,
+    plain: Metered,
+    budget: Budget,
+    found: _Fitting,
+    others: Sequence[Schedule],
+    deadline: Deadline,
+) -> Slowdown | None:
+    """Race the plan that was found against others that fit; apply the fastest.
+
+    The first is applied, and nothing returned, if a plain step runs out of memory or
+    the time is over.
+    """
+    entries = [(found.attempts.pop(), found.applied, take_off(step.model))]
+    for schedule in others:
+        if deadline.forbids("plans with other engines"):
+            break
+        unseen = unseen_bytes(profile, plain)
+        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        wrong = suppress(RecomputeMismatchError)
+        with warnings.catch_warnings(), wrong, without_shortage():
+            warnings.simplefilter("ignore", UnrepeatableWarning)
+            attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
+            regions = take_off(step.model)
+            if attempt.peak_bytes <= budget.step_bytes:
+                entries.append((attempt, applied, regions))
+    place, slowdown = 0, None
+    if not deadline.forbids("timing steps"):
+        with without_shortage():
+            place, slowdown = race(step, [regions for _, _, regions in entries])
+    attempt, found.applied, regions = entries[place]
+    found.attempts.append(attempt)
+    put_on(regions)
+    return slowdown
+
+
+def _measured(step: Step, profile: Profile) -> Metered | None:
+    """Meter the plain step; `None` if that, or recording it, runs out of memory."""
+    found = None
+    if profile.tensors == "real":
+        with without_shortage():  # Measuring takes a little more than recording.
+            found = plain_run(step)
+    return found
+
+
+def _first_that_fits(
+    step: Step,
+    profile: Profile,
+    plain: Metered | None,
+    budget: Budget,
+    mode: str,
+    deadline: Deadline,
+) -> _Fitting:
+    """Try plans until one is within the budget.
+
+    Raises:
+        BudgetError: If no plan fits, by prediction or by measurement.
+        OutOfMemoryError: If a step finds less memory than the budget allows it.
+        RegionsAtFaultError: If the step goes wrong under some regions of a plan.
+    """
+    attempts: list[Attempt] = []
+    unseen = unseen_bytes(profile, plain)
+    is_late = partial(deadline.forbids, "annealing")
+    while True:
+        planning = "while planning a step that takes", profile.peak_bytes
+        with explaining_shortage(budget, *planning):
+            schedule, *others = next_schedules(
+                profile, budget, mode, attempts, unseen, is_late
+            )
+            plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):
+            found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
+        attempts.append(found)
+        if found.peak_bytes <= budget.step_bytes:
+            return _Fitting(attempts, applied, others)
+        applied.remove()  # Over budget: the next schedule aims lower, or raises.
