@@ -131,6 +131,7 @@ def test_a_peer_that_fails_is_a_row_with_its_error_and_no_step():
     assert list(arms.steps) == [PLAIN]
 
 
+@pytest.mark.slow
 def test_ours_takes_at_most_what_it_is_given_and_says_the_least_where_none_fits():
     torch.manual_seed(0)
     arms = Arms(*make())
@@ -141,6 +142,7 @@ def test_ours_takes_at_most_what_it_is_given_and_says_the_least_where_none_fits(
     assert list(arms.steps) == [PLAIN, ours(most)]
 
 
+@pytest.mark.slow
 def test_each_peer_has_a_difference_from_ours():
     found = measure(SUBJECT, seconds=0, least_rounds=3)
     assert found["rounds"] == 3
