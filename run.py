@@ -35,7 +35,13 @@ OLDEST = (3, 11)
 # More test processes than this would spend their time on importing torch.
 MOST_WORKERS = 8
 # The extra of pyproject.toml that a command needs beside the tests' own.
-EXTRAS = {"field": "field", "mutants": "mutants", "peaks": "hf", "planners": "hf"}
+EXTRAS = {
+    "field": "field",
+    "mutants": "mutants",
+    "peaks": "hf",
+    "peers": "field",
+    "planners": "hf",
+}
 # The tests that run over both recorders of the replay engine, in C++ and in Python.
 REPLAY_TESTS = (
     *("tests/engine/replay", "tests/replay", "tests/conformance"),

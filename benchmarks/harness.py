@@ -12,12 +12,14 @@ them here.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import platform
 import random
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,6 +33,10 @@ from rich.table import Table
 RESULTS = Path(__file__).parent / "results"
 
 Case = Callable[[], object]
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # In malloc.h.
+_MOST_IN_HEAP = 32 * 2**20
+"""The largest block that glibc can be made to serve from its heap."""
 
 
 @dataclass(frozen=True)
@@ -82,19 +88,50 @@ def in_turns(
     Returns:
         The estimate of one call for each case, and the number of rounds.
     """
+    rounds = rounds_in_turns(cases, seconds=seconds, batch_s=batch_s)
+    estimates = {name: Estimate.of(samples_us) for name, samples_us in rounds.items()}
+    return estimates, len(next(iter(rounds.values())))
+
+
+def rounds_in_turns(
+    cases: Mapping[str, Case],
+    *,
+    seconds: float,
+    batch_s: float = 0.004,
+    least_rounds: int = 5,
+) -> dict[str, list[float]]:
+    """Time the cases in turns; return the microseconds of one call in each round.
+
+    Samples of one round stand at the same place of each list, so that they can be
+    compared with each other: what slowed the machine then slowed all of them.
+    """
     counts = {name: _calls_in(case, batch_s) for name, case in cases.items()}
     samples_us: dict[str, list[float]] = {name: [] for name in cases}
     order = list(cases)
     shuffle = random.Random(0).shuffle
     end_s = time.monotonic() + seconds
     rounds = 0
-    while rounds < 5 or time.monotonic() < end_s:
+    while rounds < least_rounds or time.monotonic() < end_s:
         shuffle(order)
         for name in order:
             batch_ns = _batch_ns(cases[name], counts[name])
             samples_us[name].append(batch_ns / counts[name] / 1e3)
         rounds += 1
-    return {name: Estimate.of(times) for name, times in samples_us.items()}, rounds
+    return samples_us
+
+
+def keep_heap() -> bool:
+    """Make glibc keep the memory that is freed; say whether it does.
+
+    By default it returns memory to the system at the end of a step, and the next step
+    pays for a page fault at each 4 KiB: the more, the more bytes are live at its peak.
+    Which steps pay, and for what, then depends on which step ran before.
+    """
+    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    settings = ((_M_MMAP_THRESHOLD, _MOST_IN_HEAP), (_M_TRIM_THRESHOLD, 2**31 - 1))
+    return all(libc.mallopt(name, value) for name, value in settings)
 
 
 def _batch_ns(case: Case, calls: int) -> int:

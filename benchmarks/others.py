@@ -191,13 +191,13 @@ def _measured(
 ) -> dict[str, dict[str, Any]]:
     """Return a row for each way of a group that is timed in turns."""
     plain = Step(copy.deepcopy(origin), batch, None)
-    wanted = _left_behind(plain)
+    wanted = left_behind(plain)
     rows: dict[str, dict[str, Any]] = {}
     steps = {"plain": plain}
     for name, way in group.items():
         step = Step(copy.deepcopy(origin), batch, None)
         try:
-            rows[name] = _tried(way, step, wanted, limit)
+            rows[name] = tried(way, step, wanted, limit)
         except Exception as error:
             rows[name] = {"error": one_line(error)}
             continue
@@ -219,9 +219,17 @@ def run_step(step: Step) -> None:
     step.prepare()
 
 
-def _tried(
+def tried(
     way: Way, step: Step, wanted: dict[str, list[Tensor]], limit: int
 ) -> dict[str, Any]:
+    """Put a way on a step's model; compare a step with the plain one, and meter one.
+
+    Args:
+        way: The way.
+        step: The step of a copy of the model.
+        wanted: What the plain step left behind.
+        limit: The seconds after which the first step is given up.
+    """
     before = {name: t.clone() for name, t in step.model.state_dict().items()}
     start = time.perf_counter()
     way.put(step.model)
@@ -229,7 +237,7 @@ def _tried(
         run_step(step)
     ready_s = time.perf_counter() - start
     step.model.load_state_dict(before)
-    left = _left_behind(step)
+    left = left_behind(step)
     differs = [kind for kind, of in wanted.items() if not _are_equal(of, left[kind])]
     del left
     gc.collect()
@@ -238,7 +246,7 @@ def _tried(
     return {"peak_bytes": peak_bytes, "differs": differs, "first_step_s": ready_s}
 
 
-def _left_behind(step: Step) -> dict[str, list[Tensor]]:
+def left_behind(step: Step) -> dict[str, list[Tensor]]:
     """Run one step with the generator at a known place, and hold what it left."""
     torch.manual_seed(1)
     loss = step.run().detach()
