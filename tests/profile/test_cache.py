@@ -94,6 +94,7 @@ def damaged(text: str) -> dict[str, bytes]:
         "empty": b"",
         "truncated": data[:middle],
         "a bit is another one": data[:middle] + flipped + data[middle + 1 :],
+        "a number is another one": data.replace(b'_start": ', b'_start": 1'),
         "not text": b"\xff\xfe" + data,
         "longer": data + b"more\n",
         "no profile": f"{digest}\n{no_profile}\n".encode(),

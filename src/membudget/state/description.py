@@ -80,7 +80,7 @@ def describe(root: Any) -> Iterator[str]:
 
     Example:
         >>> list(describe([1, None, "a"]))
-        ['list of 3', 'int 1', 'NoneType None', "str 'a'"]
+        ['list 3 of 3', 'int 1', 'NoneType None', "str 'a'"]
     """
     pending = [(root, 0)]
     seen: dict[int, tuple[int, int, Any]] = {}
