@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from membudget.state.code import is_built_in
+from membudget.state import packages
 from tests.state.test_description import words
 
 HEAD = """
@@ -185,28 +185,21 @@ def installed(root: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> ModuleT
 
 @pytest.fixture
 def fresh() -> Any:
-    from membudget.state import code
-
-    code._package_of.cache_clear()
-    code.is_built_in.cache_clear()
+    packages.is_installed.cache_clear()
     yield
-    code._package_of.cache_clear()
-    code.is_built_in.cache_clear()
+    packages.is_installed.cache_clear()
 
 
 @pytest.mark.usefixtures("fresh")
 def test_of_an_installed_package_the_version_and_the_file_are_described(
     monkeypatch, tmp_path
 ):
-    from membudget.state import code
-
     text = "__version__ = '{}'\nLIMIT = {}\ndef function(x):\n    return x + LIMIT"
     found = []
     for version, limit in [("1", 3), ("1", 3), ("2", 3), ("1", 44)]:
         package = installed(tmp_path, text.format(version, limit), monkeypatch)
-        monkeypatch.setattr(code, "Path", unchanging)
+        monkeypatch.setattr(packages, "Path", unchanging)
         found.append(words(package.function))
-        code._package_of.cache_clear()
     assert found[0] == found[1]
     assert len(set(found)) == 3
     assert "code" not in found[0]
@@ -224,18 +217,6 @@ def unchanging(path: str) -> Any:
         stat = Facts
 
     return Unchanging()
-
-
-@pytest.mark.usefixtures("fresh")
-def test_a_file_of_the_users_may_have_the_name_of_one_of_the_library(
-    monkeypatch, tmp_path
-):
-    assert is_built_in("profile")
-    is_built_in.cache_clear()
-    own = file("profile", BODY, monkeypatch)
-    own.__file__ = str(tmp_path / "profile.py")
-    assert not is_built_in("profile")
-    assert "code" in words(own.function)
 
 
 def logged(function: Callable[..., Any]) -> Callable[..., Any]:

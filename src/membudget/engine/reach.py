@@ -6,7 +6,7 @@ objects that these reference in turn. `reach` walks this object graph before eve
 forward, so it must be fast: the names of globals are cached per code object and class,
 and module attributes that cannot reference a tensor are skipped.
 
-The walk descends into containers, and into plain objects to a depth of `_MAX_DEPTH`. It
+The walk descends into containers, and into plain objects to a depth of `MAX_DEPTH`. It
 may find tensors that the function never reads, which does no harm: a change of a tensor
 is an error only if a recompute reads it (see `comparison`).
 """
@@ -14,30 +14,32 @@ is an error only if a recompute reads it (see `comparison`).
 from __future__ import annotations
 
 import functools
-import random
-import sys
 import types
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_lazy
+from torch.nn.parameter import is_lazy
 
-from membudget._torch import NormalizationWithStatistics, torchscript_types
-from membudget.engine.slots import (
+from membudget._torch import NormalizationWithStatistics
+from membudget.engine.families import (
     INERT,
+    Opaque,
+    Scripted,
+    Uninitialised,
+    family_of,
+)
+from membudget.engine.slots import (
+    MAX_DEPTH,
     attribute_names,
     class_slots,
+    closed_over,
     global_slots,
-    is_library,
     reaches_nothing,
 )
 from membudget.text import dotted
-
-_MAX_DEPTH = 3
 
 _MAX_ITEMS = 4096  # A longer container is taken for data, and skipped.
 
@@ -133,15 +135,19 @@ class Reached:
         if len(value) > _MAX_ITEMS:
             return
         self.containers.append((value, list(map(id, value))))
-        self._note(value, name)
-        pairs = list(value.items()) if isinstance(value, dict) else enumerate(value)
+        if self.names is not None:
+            self._note(value, name)
+        is_dict = isinstance(value, dict)
+        if INERT.issuperset(map(type, value.values() if is_dict else value)):
+            return
+        pairs = list(value.items()) if is_dict else enumerate(value)
         for key, item in pairs:
             if type(item) not in INERT:
                 inner = f"{name}[{key!r}]" if self.names is not None else ""
                 self.visit(item, inner, depth)
 
     def _object(self, value: Any, name: str, depth: int) -> None:
-        if depth >= _MAX_DEPTH:
+        if depth >= MAX_DEPTH:
             return
         self._class(type(value))
         for key, item in list(getattr(value, "__dict__", {}).items()):
@@ -158,27 +164,26 @@ class Reached:
         self._container(value.keywords, "argument", depth)
 
     def _function(self, value: types.FunctionType, name: str, depth: int) -> None:
-        closure = value.__closure__
-        if closure is not None:
-            free = value.__code__.co_freevars
-            for cell_name, cell in zip(free, closure, strict=True):
-                try:
-                    content = cell.cell_contents
-                except ValueError:  # The cell is still empty.
-                    continue
+        if value.__closure__ is not None:
+            for cell_name, content in closed_over(value).items():
                 if type(content) not in INERT:
                     self.visit(content, cell_name, depth)
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
-        for namespace, key in global_slots(value):
-            self.visit(namespace.get(key), key, depth + 1)
+        for namespace, key, inner in global_slots(value):
+            self.visit(namespace.get(key), key, depth + inner)
+
+    def _skip(self, value: Any, name: str, depth: int) -> None:
+        """Skip an instance of a library class, which references no user state."""
 
     def _class(self, kind: type) -> bool:
         """Visit the globals that a class refers to; return whether a user wrote it."""
         slots, is_by_user = class_slots(kind)
-        for namespace, key in slots:
-            self.visit(namespace.get(key), key, 1)
+        if slots and id(kind) not in self._seen:
+            self._seen.add(id(kind))
+            for namespace, key, depth in slots:
+                self.visit(namespace.get(key), key, depth)
         return is_by_user
 
     def _note_buffers(self, value: Module) -> None:
@@ -209,7 +214,7 @@ class Reached:
             # A tensor with a history is a stored activation, not state.
             if isinstance(item, Tensor) and item.grad_fn is None:
                 self.buffers.append(item)
-            if depth < _MAX_DEPTH and type(item) not in INERT:
+            if depth < MAX_DEPTH and type(item) not in INERT:
                 inner = dotted(name, key) if self.names is not None else ""
                 self.visit(item, inner, depth + 1)
 
@@ -225,53 +230,26 @@ class Reached:
 
 Visitor = Callable[[Reached, Any, str, int], None]
 
-_VISITORS: dict[type, Visitor] = {
+_BY_FAMILY: dict[type, Visitor] = {
     Tensor: Reached._tensor,
-    Parameter: Reached._tensor,
+    Uninitialised: Reached._uninitialised,
+    Module: Reached._module,
+    Scripted: Reached._torchscript,
     torch.Generator: Reached._generator,
-    random.Random: Reached._generator,
     list: Reached._container,
-    tuple: Reached._container,
-    set: Reached._container,
-    deque: Reached._container,
-    types.SimpleNamespace: Reached._object,
-    dict: Reached._container,
     functools.partial: Reached._partial,
     types.FunctionType: Reached._function,
     types.MethodType: Reached._method,
+    object: Reached._object,
+    Opaque: Reached._skip,
 }
+_VISITORS: dict[type, Visitor] = {}
 
 
 def _visitor_of(kind: type) -> Visitor:
     """Select and cache the method that visits instances of a class."""
-    visitor: Visitor = Reached._object
-    if issubclass(kind, UninitializedParameter | UninitializedBuffer):
-        visitor = Reached._uninitialised
-    elif issubclass(kind, Tensor):
-        visitor = Reached._tensor
-    elif issubclass(kind, torchscript_types):
-        visitor = Reached._torchscript
-    elif issubclass(kind, Module):
-        visitor = Reached._module
-    elif issubclass(kind, random.Random | torch.Generator) or _is_numpy_generator(kind):
-        visitor = Reached._generator
-    elif issubclass(kind, list | tuple | set | dict):
-        visitor = Reached._container
-    elif issubclass(kind, type) or is_library(kind.__module__):
-        visitor = _skip
-    _VISITORS[kind] = visitor
+    visitor = _VISITORS[kind] = _BY_FAMILY[family_of(kind)]
     return visitor
-
-
-def _skip(reached: Reached, value: Any, name: str, depth: int) -> None:
-    """Skip an instance of a library class, which references no user state."""
-
-
-def _is_numpy_generator(kind: type) -> bool:
-    numpy_random: Any = sys.modules.get("numpy.random")
-    return numpy_random is not None and issubclass(
-        kind, numpy_random.Generator | numpy_random.RandomState
-    )
 
 
 # Shared by the functions that read nothing but tensor arguments.

@@ -3,51 +3,45 @@
 *Slots* are the places that hold references: globals that code names, and attributes of
 modules. Their names are cached per code object, class and module; the values, which may
 be rebound, are looked up by every `reach`.
+
+Functions of an installed package name each other by the hundred: the configuration of a
+transformers block leads through the methods of its class to all of the code that loads
+checkpoints. Such functions are not replaced while a program runs, so they are followed
+once, and what is cached is where state may lie beyond them.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 from weakref import ReferenceType, ref
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 
-# Types whose values reference no user state; so frequent that they are skipped first.
-INERT = frozenset(
-    (
-        *(int, float, bool, complex, str, bytes, type(None), type, range, slice),
-        *(torch.dtype, torch.device, torch.Size, torch.layout, types.ModuleType),
-        *(types.BuiltinFunctionType, types.MethodWrapperType, type(Tensor.sin)),
-    )
-)
-_STANDARD = frozenset(sys.stdlib_module_names) - {"__main__"}
+from membudget.engine.families import INERT, Opaque, family_of
+from membudget.state.code import names_of
+from membudget.state.packages import is_installed, is_library
 
+Slots = list[tuple[dict[str, Any], str, int]]
+"""Each as namespace, key, and how many functions lie before it, itself included."""
 
-@functools.cache
-def is_library(module_name: str | None) -> bool:
-    """Return whether a module is part of torch, NumPy, membudget or Python itself."""
-    root = (module_name or "").partition(".")[0]
-    return root in {"torch", "membudget", "numpy"} or root in _STANDARD
+MAX_DEPTH = 3
+"""So deep is looked into plain objects, and into the functions that methods call."""
 
+_ANY = 1_000_000
 
-# Globals that code refers to, each as namespace and key.
-Slots = list[tuple[dict[str, Any], str]]
 _CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
 
 
 def global_slots(function: types.FunctionType) -> Slots:
-    """Return the global variables that a function's code refers to."""
+    """Return the slots that a function's code refers to."""
     code = function.__code__
     known = _CODE_SLOTS.get(id(code))
     if known is None:
         # Keep the code object alive, so that its `id` is not reused.
-        known = _CODE_SLOTS[id(code)] = (code, list(_named_globals(function)))
+        known = _CODE_SLOTS[id(code)] = (code, _followed([function]))
     return known[1]
 
 
@@ -55,13 +49,72 @@ def reaches_nothing(function: types.FunctionType) -> bool:
     """Return whether a function's code can name nothing but its arguments."""
     if function.__defaults__ or function.__kwdefaults__ or global_slots(function):
         return False
-    for cell in function.__closure__ or ():
+    return all(type(content) in INERT for content in closed_over(function).values())
+
+
+def closed_over(function: types.FunctionType) -> dict[str, Any]:
+    """Return the variables of a function's closure that were assigned."""
+    found = {}
+    for name, cell in zip(
+        function.__code__.co_freevars, function.__closure__ or (), strict=True
+    ):
         try:
-            if type(cell.cell_contents) not in INERT:
-                return False
+            found[name] = cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
-    return True
+    return found
+
+
+def _followed(functions: Iterable[types.FunctionType], most: int = _ANY) -> Slots:
+    """Return slots of functions, and of the installed functions that those name.
+
+    No slot is returned before which more than `most` functions lie.
+    """
+    found: dict[tuple[int, str], tuple[dict[str, Any], str, int]] = {}
+    reached = [(function, 1) for function in functions]
+    seen = {id(function) for function, _ in reached}
+    for function, depth in reached:
+        is_fixed = is_installed(_file_of(function))
+        held = _held(function) if depth > 1 else ()
+        for namespace, key in (*_named_globals(function), *held):
+            value = namespace[key]
+            if not is_fixed or not _is_fixed(value):
+                found.setdefault((id(namespace), key), (namespace, key, depth))
+            elif type(value) is types.FunctionType and id(value) not in seen:
+                if depth == most:
+                    continue
+                seen.add(id(value))
+                reached.append((value, depth + 1))
+    return list(found.values())
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether what an installed package binds to a name stays as it is."""
+    if type(value) is tuple:
+        return all(item is None or _is_fixed(item) for item in value)
+    if type(value) is types.FunctionType:
+        return is_installed(_file_of(value))
+    # A `None` may be a place that is filled later.
+    kind: Any = type(value)
+    return value is not None and family_of(kind) is Opaque
+
+
+def _file_of(function: types.FunctionType) -> str | None:
+    # Not `__module__`, which a wrapper takes over from what it wraps.
+    return function.__globals__.get("__name__")
+
+
+def _held(function: types.FunctionType) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield what a function closed over, and its defaults, like globals."""
+    held = closed_over(function)
+    yield from ((held, name) for name in held)
+    if function.__defaults__ or function.__kwdefaults__:
+        name = f"{function.__name__}'s default"
+        both = (
+            *(function.__defaults__ or ()),
+            *(function.__kwdefaults__ or {}).values(),
+        )
+        yield {name: both}, name
 
 
 def _named_globals(
@@ -71,7 +124,7 @@ def _named_globals(
     if is_library(function.__module__):
         return
     namespace = function.__globals__
-    for key in _all_names(function.__code__):
+    for key in names_of(function.__code__):
         value = namespace.get(key, namespace)
         kind = type(value)
         if value is namespace or (value is not None and kind in INERT):
@@ -81,29 +134,23 @@ def _named_globals(
         yield namespace, key
 
 
-def _all_names(code: types.CodeType) -> set[str]:
-    names = set(code.co_names)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            names |= _all_names(constant)
-    return names
-
-
 @functools.cache
 def class_slots(kind: type) -> tuple[Slots, bool]:
     """Return the globals that a class's methods refer to, and whether a user wrote it.
 
     Methods of library classes are skipped, which refer to no user state.
     """
-    slots: Slots = []
+    functions = []
     for base in kind.__mro__:
         if is_library(base.__module__):
             continue
         for value in list(vars(base).values()):
             function = getattr(value, "__func__", value)
             if isinstance(function, types.FunctionType):
-                slots.extend(global_slots(function))
-    return slots, not is_library(kind.__module__)
+                functions.append(function)
+    # What loads and saves an object is called by its methods, but not by a forward.
+    most = _ANY if issubclass(kind, Module) else MAX_DEPTH
+    return _followed(functions, most), not is_library(kind.__module__)
 
 
 def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:

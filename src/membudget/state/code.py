@@ -9,25 +9,19 @@ written, in place of the code.
 
 from __future__ import annotations
 
-import os
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import suppress
-from functools import cache
-from pathlib import Path
+from collections.abc import Iterable
 from types import CodeType, FunctionType, MemberDescriptorType, ModuleType
 from typing import Any
 
 from membudget.errors import MembudgetError
+from membudget.state.packages import is_built_in, package_of, root_of
 
 Parts = tuple[str, list[Any]]
 """An object in words, and the objects inside of it, which are described next."""
 
-_INSTALLED = {"site-packages", "dist-packages"}
 _UNORDERED = "_use_default_values"
 """The names of defaults that a model of diffusers has, in the order of a set."""
-
-_STANDARD = os.path.dirname(os.__file__)
 
 
 class IndescribableError(MembudgetError):
@@ -37,7 +31,7 @@ class IndescribableError(MembudgetError):
 def class_parts(kind: type) -> Parts:
     """Return a class in words, its bases and functions."""
     text = f"class {name_of(kind)}"
-    package = _package_of(str(kind.__module__))
+    package = package_of(str(kind.__module__))
     if package and _is_found(kind):
         return f"{text} {package}", []
     own = {
@@ -68,7 +62,7 @@ def function_parts(function: FunctionType) -> Parts:
     cells = [_content(cell) for cell in function.__closure__ or ()]
     parts = [function.__defaults__, function.__kwdefaults__, *cells]
     # A wrapper bears the name of what it wraps; its code does not.
-    package = _package_of(str(function.__globals__.get("__name__")))
+    package = package_of(str(function.__globals__.get("__name__")))
     if package:
         is_made = "<locals>" in code.co_qualname
         text += f" {package} {code.co_qualname} {code.co_firstlineno}"
@@ -85,7 +79,7 @@ def _content(cell: Any) -> Any:
 
 def _named(function: FunctionType) -> list[Any]:
     """Return what a function's code names of its file, and of modules named there."""
-    names = sorted(set(_names(function.__code__)))
+    names = sorted(n for n in names_of(function.__code__) if not n.startswith("__"))
     spaces = [function.__globals__]
     found: list[Any] = []
     for space in spaces:
@@ -93,17 +87,19 @@ def _named(function: FunctionType) -> list[Any]:
             value = space.get(name)
             if not isinstance(value, ModuleType):
                 found += [name, value] if name in space else []
-            elif not _package_of(str(vars(value).get("__name__"))):
+            elif not package_of(str(vars(value).get("__name__"))):
                 is_new = all(vars(value) is not known for known in spaces)
                 spaces += [vars(value)] if is_new else []
     return found
 
 
-def _names(code: CodeType) -> Iterator[str]:
-    yield from (name for name in code.co_names if not name.startswith("__"))
+def names_of(code: CodeType) -> set[str]:
+    """Return the globals and attributes that code names, functions inside included."""
+    names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _names(constant)
+            names |= names_of(constant)
+    return names
 
 
 def code_parts(code: CodeType) -> Parts:
@@ -133,34 +129,3 @@ def flat(pairs: Iterable[tuple[Any, Any]]) -> list[Any]:
 def name_of(of: Any) -> str:
     """Return the full name of a class or function."""
     return f"{of.__module__}.{of.__qualname__}"
-
-
-def root_of(kind: type) -> str:
-    """Return the package or file that a class belongs to."""
-    return str(kind.__module__).partition(".")[0]
-
-
-@cache
-def is_built_in(root: str) -> bool:
-    """Return whether a package is torch, NumPy, or of the standard library."""
-    if root in sys.stdlib_module_names - {"__main__"}:
-        # A file of the user's may be called `test.py` or `profile.py`.
-        file = getattr(sys.modules.get(root), "__file__", None)
-        return file is None or file.startswith(_STANDARD)
-    return root in ("torch", "numpy")
-
-
-@cache
-def _package_of(module: str) -> str:
-    """Return the package that a file was installed with; empty for the user's own."""
-    root = module.partition(".")[0]
-    if is_built_in(root) or root == "membudget":
-        return root
-    path = Path(getattr(sys.modules.get(module), "__file__", None) or ".")
-    if not _INSTALLED.intersection(path.parts):
-        return ""
-    version = getattr(sys.modules.get(root), "__version__", "")
-    with suppress(OSError):  # Such as a file in an archive.
-        facts = path.stat()
-        version = f"{version} {facts.st_size} {facts.st_mtime_ns}"
-    return f"{root} {version}"

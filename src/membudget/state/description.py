@@ -39,11 +39,10 @@ from membudget.state.code import (
     code_parts,
     flat,
     function_parts,
-    is_built_in,
     name_of,
-    root_of,
 )
 from membudget.state.identity import is_leaf
+from membudget.state.packages import is_built_in, root_of
 from membudget.state.walk import MAX_OBJECTS, MAX_VALUES
 
 MOST_OBJECTS = 200_000
