@@ -59,7 +59,7 @@ def tried(count: int, measured_bytes: int = 0, **options: Any) -> Trial:
 def clock_of(monkeypatch: pytest.MonkeyPatch, *durations: float) -> None:
     """Let the steps take so many seconds, one after the other."""
     readings = iter([t for d in durations for t in (100.0, 100.0 + d)])
-    monkeypatch.setattr(trial, "synchronised_clock", lambda: lambda: next(readings))
+    monkeypatch.setattr(trial, "step_clock", lambda: lambda: next(readings))
 
 
 def test_planned_and_plain_steps_take_turns_and_the_first_round_is_not_counted(

@@ -36,7 +36,7 @@ def timed(
 ) -> tuple[Step, list[PlanRegions]]:
     """Return a step of a second, and plans under which it takes other times."""
     clock = Clock()
-    monkeypatch.setattr(racing, "_clock", lambda: clock)
+    monkeypatch.setattr(racing, "step_clock", lambda: clock)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in seconds))
 

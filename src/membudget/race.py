@@ -12,10 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-import torch
-
 from membudget.planned import PlanRegions, put_on, take_off
-from membudget.profile.cost import synchronised_clock
+from membudget.profile.cost import step_clock
 from membudget.progress import stage
 from membudget.step import Step, state_kept
 
@@ -77,7 +75,7 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
         plans: What the model carries under each plan.
     """
     begin_s = time.perf_counter()
-    clock = _clock()
+    clock = step_clock()
     ratios: list[list[float]] = [[] for _ in plans]
     forwards: list[list[float]] = [[] for _ in plans]
     with stage("timing steps"), state_kept(step, has_values=True):
@@ -125,9 +123,3 @@ def _timed(step: Step, clock: Callable[[], float]) -> _Timed:
     step.run(lambda: between.append(clock()))
     step_s = max(clock() - start_s, 1e-9)
     return _Timed(step_s, between[0] - start_s if between else None)
-
-
-def _clock() -> Callable[[], float]:
-    if torch.cuda.is_initialized():
-        return synchronised_clock()
-    return time.process_time

@@ -9,7 +9,7 @@ from membudget.engine.controls import disable_checkpointing
 from membudget.errors import OptionError
 from membudget.fitted import Fitted
 from membudget.memory import peak
-from membudget.profile.cost import synchronised_clock
+from membudget.profile.cost import step_clock
 from membudget.step import Step, state_kept
 
 
@@ -67,7 +67,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
 
 def _seconds(step: Step) -> float:
     """Return the time of one step, then drop the gradients."""
-    clock = synchronised_clock()
+    clock = step_clock()
     start = clock()
     step.run()
     taken = clock() - start

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ from membudget.profile.cost import (
     roofline,
     roofline_of_optimizer,
     share_out,
-    synchronised_clock,
+    step_clock,
 )
 from tests.planner.drafts import operator
 from tests.seconds import PROCESSOR
@@ -231,9 +232,16 @@ def test_a_clock_waits_for_kernels_where_there_may_be_any(is_used, monkeypatch):
     waited = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
-    clock = synchronised_clock()
+    clock = step_clock()
     assert clock() <= clock()
     assert len(waited) == (2 if is_used else 0)
+
+
+def test_steps_of_one_thread_are_timed_by_what_they_compute(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    assert step_clock() is time.process_time
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    assert step_clock() is time.perf_counter
 
 
 def test_an_operator_without_a_formula_takes_no_operations():

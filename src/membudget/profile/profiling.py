@@ -21,7 +21,7 @@ from membudget.profile.cost import (
     roofline,
     roofline_of_optimizer,
     share_out,
-    synchronised_clock,
+    step_clock,
 )
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
@@ -262,7 +262,7 @@ def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]
         if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
             break
         step.prepare()
-        events = TimerEvents(synchronised_clock())
+        events = TimerEvents(step_clock())
         with events.on(blocks):
             events.note("start")
             step.run(partial(events.note, "loss"))

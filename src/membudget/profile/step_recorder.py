@@ -36,7 +36,7 @@ from membudget.callsite import place_of
 from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
 from membudget.ops import OperatorFacts, facts_of, flat_outputs, tensors_in
-from membudget.profile.cost import flops_of
+from membudget.profile.cost import computes_alone, flops_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 
@@ -90,6 +90,8 @@ class StepRecorder(Observer):
         self._finds_backward = finds_backward
         self.calls: list[ModuleCall] = []
         self.distinct: dict[Any, RecordedCall] = {}
+        alone = computes_alone()
+        self._clock_ns = time.process_time_ns if alone else time.perf_counter_ns
         self._is_suspended = False
         self._last_node = 0
         self._newest_node = 0
@@ -174,9 +176,9 @@ class StepRecorder(Observer):
             self._note_call(index, operator, args, kwargs)
         event = _NOTHING if self._is_fake else record_function(f"{MARK}{index}")
         with event:
-            start = time.perf_counter_ns()
+            start = self._clock_ns()
             output = operator(*args, **kwargs)
-            recorded.nanoseconds = time.perf_counter_ns() - start
+            recorded.nanoseconds = self._clock_ns() - start
         outputs = flat_outputs(output)
         recorded.flops = flops_of(operator, args, kwargs, output)
         written = [] if facts is None else _written(operator, facts, args, kwargs)
