@@ -59,6 +59,7 @@ class Calls:
 
     Attributes:
         owner: Data about the function, shared by all of its signatures.
+        expected: The path that was remembered last, which the next call likely takes.
         fills_late: Whether an operator fills a tensor only after saving it (as RReLU
             does with its noise), so that a recompute must not stop at the save.
         paths: The latest saved-tensor metadata for each number of saved tensors; most
@@ -69,12 +70,13 @@ class Calls:
 
     __slots__ = (
         *("_awaited", "_count", "_given_up", "_is_settled", "_patience", "_refs"),
-        *("_verified", "fills_late", "owner", "paths", "writes_silently"),
+        *("_verified", "expected", "fills_late", "owner", "paths", "writes_silently"),
     )
 
     def __init__(self, owner: Owner, key: Signature, parts: list[Any]):
         """Create an empty call history, dropped when an object in `parts` dies."""
         self.owner = owner
+        self.expected: SavedPath = []
         self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
         self._refs = _held_weakly(parts, _KNOWN, key)
@@ -127,7 +129,7 @@ class Calls:
     def _remember(self, path: SavedPath) -> None:
         if len(self.paths) >= _MOST_PATHS:
             self.paths.clear()
-        self.paths[len(path)] = path
+        self.paths[len(path)] = self.expected = path
 
 
 def _hash_of(path: SavedPath) -> int:

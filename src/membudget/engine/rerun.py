@@ -41,6 +41,9 @@ from membudget.engine.recording import Recording, RerunHandle, Trace, side_by_si
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
+EXTENSION: list[Any] = []
+"""The extension module, once it has been bound to the classes of this engine."""
+
 
 class _StopRecompute(BaseException):
     """Raised to end a recompute once all needed tensors are available.
@@ -59,15 +62,20 @@ class Rerun:
     forward's recording and handles when the run ends (Rule 10).
     """
 
-    _cursor = 0
-    _stopped = False
-    _failure: CheckpointError | None = None
-    _trace: Trace | None = None
-    _externals: Externals | None = None
-    _site: CallSite | None = None
+    __slots__ = (
+        *("_cursor", "_externals", "_failure", "_fingerprints", "_handles"),
+        *("_is_guarded", "_last_needed", "_may_stop", "_metadata", "_recording"),
+        *("_site", "_stopped", "_trace"),
+    )
 
     def __init__(self, recording: Recording):
         """Prepare to fill the handles of `recording`."""
+        self._cursor = 0
+        self._stopped = False
+        self._failure: CheckpointError | None = None
+        self._trace: Trace | None = None
+        self._externals: Externals | None = None
+        self._site: CallSite | None = None
         self._recording = recording
         self._handles = recording.handles
         self._metadata = recording.metadata
@@ -151,7 +159,9 @@ class Rerun:
     def _pack_hook(self) -> Callable[[Tensor], Tensor | None]:
         if self._recording.nested_backward:
             return self._pack_whole
-        return self._pack if self._fingerprints is None else self._pack_with_fingerprint
+        if self._fingerprints is not None:
+            return self._pack_with_fingerprint
+        return EXTENSION[0].fill_hook(self) if EXTENSION else self._pack
 
     def _pack(self, tensor: Tensor) -> None:
         """Fill the next handle with the tensor that autograd is saving.

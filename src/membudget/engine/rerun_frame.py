@@ -8,25 +8,30 @@ handle, a `Rerun` fills all live handles. The module `region` lists the engine's
 from __future__ import annotations
 
 from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from membudget._torch import (
+    hide_from_dynamo,
     may_read_bytes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
 )
-from membudget.engine import isolation
-from membudget.engine.comparison import Fingerprints
+from membudget.engine import isolation, native
+from membudget.engine.comparison import Fingerprints, Metadata
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.recording import Recording, RerunHandle, Trace
-from membudget.engine.rerun import Rerun
+from membudget.engine.rerun import EXTENSION, Rerun
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
+
+_NOTHING: list[Metadata] = []
 
 
 class RerunFrame(Recording):
@@ -47,7 +52,7 @@ class RerunFrame(Recording):
         ):
             result = self._run_in_contexts(args, kwargs)
         else:
-            push_saved_tensors_hooks(self.pack, self._unpack)
+            push_saved_tensors_hooks(*_hooks_of(self))
             try:
                 result = self.function(*args, **kwargs)
             finally:
@@ -179,3 +184,31 @@ class RerunFrame(Recording):
             RECOMPUTING.remove(me)
             if counted:
                 isolation.leave()
+
+
+def _hooks_of(frame: RerunFrame) -> tuple[Any, Any]:
+    """Return the saved-tensor hooks of a call; in C++ where that has been built."""
+    extension = EXTENSION[0] if EXTENSION else _accelerated()
+    if extension is None:
+        return frame.pack, frame._unpack
+    expected = _NOTHING if frame.calls is None else frame.calls.expected
+    hooks: tuple[Any, Any] = extension.rerun_hooks(
+        frame.pack, frame._unpack, frame.handles, frame.metadata, expected
+    )
+    return hooks
+
+
+def _accelerated() -> Any:
+    """Bind the extension to the classes of this engine, if there is one."""
+    extension = native.built_extension()
+    if extension is not None:
+        names = (Parameter, Rerun, RerunHandle)
+        bound = SimpleNamespace(**{kind.__name__: kind for kind in names})
+        bound.OPEN_GROUPS = OPEN_GROUPS
+        extension.bind_rerun(bound)
+        # In a thread that is compiling, a function called from C++ would be traced.
+        for function in (Recording.pack, RerunFrame._unpack, Rerun._pack):
+            hide_from_dynamo(function)
+        hide_from_dynamo(Rerun._check_external)
+        EXTENSION.append(extension)
+    return extension

@@ -1,4 +1,4 @@
-"""The recorder in C++, an optional accelerator of the replay engine.
+"""The recorder and the hooks in C++, an optional accelerator of both engines.
 
 The extension does what the Python recorder does, on the same objects: it makes and
 changes the instances of the Python classes of the tape, through the offsets of their
@@ -10,10 +10,12 @@ Python code, so that each rule of the engine has one home.
     call.h        arguments as they were passed recorder.h   Recorder.observe
     tracking.h    Tracker                       record.h, observe.h, write.h, draws.h
     replay.h      plans                         hooks.h      saved-tensor hooks
-    execute.h     operators run again           module.cpp   what Python sees
+    execute.h     operators run again           rerun.h      the hooks of rerun regions
+    module.cpp    what Python sees
 
-Regions use it where it has been built, or a compiler is found. `MEMBUDGET_NATIVE=0`
-turns it off, `python -m membudget native` builds it ahead.
+Replay regions use it where it has been built, or a compiler is found; rerun regions
+where it has been built. `MEMBUDGET_NATIVE=0` turns it off, `python -m membudget native`
+builds it ahead.
 
 Rejected: classes of the tape in C++, with Python methods for the rare cases. Each rule
     would then be written once for either recorder.
@@ -29,6 +31,7 @@ from typing import Any
 from membudget.engine.native.library import NoExtensionError, build, find, why_not
 
 _LOADED: list[Any] = []
+_SOUGHT: list[bool] = []
 _WHY_NOT: list[str] = []
 
 
@@ -49,6 +52,15 @@ def extension() -> Any:
             _LOADED.append(_imported(str(build())))
         except (NoExtensionError, ImportError) as error:
             _WHY_NOT.append(str(error))
+    return _LOADED[0] if _LOADED else None
+
+
+def built_extension() -> Any:
+    """Return the extension module if it was built before; `None` otherwise."""
+    if not _LOADED and not _SOUGHT:
+        _SOUGHT.append(True)
+        if is_wanted() and find() is not None:
+            extension()
     return _LOADED[0] if _LOADED else None
 
 

@@ -1,7 +1,7 @@
 // The recorder of the replay engine in C++, an optional accelerator.
 
-#include "hooks.h"
 #include "kernel.h"
+#include "rerun.h"
 
 namespace membudget {
 namespace {
@@ -159,11 +159,14 @@ PyObject* bind(PyObject*, PyObject* names) {
 
 PyMethodDef functions[] = {
     {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
+    {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
     {"count_path", count_path, METH_O, "As `Replayer._count_path`, without stages."},
+    {"fill_hook", fill_hook, METH_O, "Return the hook that fills handles again."},
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
+    {"rerun_hooks", (PyCFunction)(void*)rerun_hooks, METH_FASTCALL, "Of a forward."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
     {nullptr, nullptr, 0, nullptr},
