@@ -20,7 +20,16 @@ FLOOR_OF = {unit: n for n, (_, units) in enumerate(FLOORS) for unit in units.spl
 PLANNER_MAY = {"planner", "graph", "text", "errors"}
 
 WITHOUT_TORCH = (
-    *("errors", "graph", "cli", "cli_options", "cli_plan", "text", "progress"),
+    *(
+        "errors",
+        "graph",
+        "columns",
+        "cli",
+        "cli_options",
+        "cli_plan",
+        "text",
+        "progress",
+    ),
     *("tradeoff", "__init__", "profile/live_ranges", "profile/polynomial"),
     *(f"report/{path.stem}" for path in sorted((SOURCE / "report").glob("*.py"))),
     *(f"planner/{path.stem}" for path in sorted((SOURCE / "planner").glob("*.py"))),

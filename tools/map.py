@@ -38,7 +38,7 @@ FLOORS = (
         "a step and its state",
         "step batch selection sharding state scope ops observer graph",
     ),
-    ("records", "callsite text progress"),
+    ("records", "callsite columns text progress"),
     (
         "torch, errors",
         "_torch _torch_observing _torch_settings allocation errors",

@@ -15,11 +15,12 @@ The records contain no torch objects, so that they can be stored in files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from membudget.columns import from_table, to_table
 from membudget.errors import OptionError
 
 Phase = Literal["forward", "backward", "optimizer"]
@@ -209,7 +210,7 @@ class StepGraph:
         """Floating-point operations of the whole step."""
         return sum(operator.flops for operator in self.operators)
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """Execution time of the whole step, according to the profile's cost model."""
         return sum(operator.seconds for operator in self.operators)
@@ -217,11 +218,12 @@ class StepGraph:
     @cached_property
     def born_at(self) -> dict[int, list[int]]:
         """Indices of the storages that each operator allocates, keyed by op index."""
-        table: dict[int, list[int]] = {}
-        for index, storage in enumerate(self.storages):
-            if storage.birth >= 0:
-                table.setdefault(storage.birth, []).append(index)
-        return table
+        return _indices_by((s.birth, s.birth) for s in self.storages)
+
+    @cached_property
+    def died_at(self) -> dict[int, list[int]]:
+        """Indices of the allocated storages that are freed before each operator."""
+        return _indices_by((s.birth, s.death) for s in self.storages)
 
     @cached_property
     def saved_on(self) -> dict[int, list[int]]:
@@ -238,7 +240,7 @@ class StepGraph:
             "backward_start": self.backward_start,
             "optimizer_start": self.optimizer_start,
             "static": dataclasses.asdict(self.static),
-            **{name: _to_table(getattr(self, name), kind) for name, kind in _TABLES},
+            **{name: to_table(getattr(self, name), kind) for name, kind in _TABLES},
         }
 
     @classmethod
@@ -258,7 +260,7 @@ class StepGraph:
             calls = data["calls"]  # Older files lack what they were called with.
             calls = {"inputs": [()] * len(calls["path"]), **calls}
             data = {**data, "calls": calls}
-            tables = {name: _from_table(data[name], kind) for name, kind in _TABLES}
+            tables = {name: from_table(data[name], kind) for name, kind in _TABLES}
             return cls(
                 backward_start=int(data["backward_start"]),
                 optimizer_start=int(data["optimizer_start"]),
@@ -269,9 +271,6 @@ class StepGraph:
             raise OptionError(f"the profile is incomplete: {error!r}") from error
 
 
-_COLUMNS = {"must_keep": "is_pinned"}
-"""Fields whose column has another name in files of version 1."""
-
 _TABLES: tuple[tuple[str, type], ...] = (
     ("operators", Operator),
     ("values", Value),
@@ -281,20 +280,10 @@ _TABLES: tuple[tuple[str, type], ...] = (
 )
 
 
-def _to_table(records: tuple[Any, ...], kind: type) -> dict[str, Any]:
-    """Return records as columns, so that a file stores each field name only once."""
-    names = [field.name for field in dataclasses.fields(kind)]
-    return {
-        _COLUMNS.get(name, name): [getattr(record, name) for record in records]
-        for name in names
-    }
-
-
-def _from_table(table: Mapping[str, Any], kind: Any) -> tuple[Any, ...]:
-    names = [field.name for field in dataclasses.fields(kind)]
-    columns = [map(_tuples, table[_COLUMNS.get(name, name)]) for name in names]
-    return tuple(kind(*row) for row in zip(*columns, strict=True))
-
-
-def _tuples(cell: Any) -> Any:
-    return tuple(cell) if isinstance(cell, list) else cell  # JSON has no tuples.
+def _indices_by(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
+    """Return places of storages by the second number, without those born before."""
+    table: dict[int, list[int]] = {}
+    for index, (birth, moment) in enumerate(pairs):
+        if birth >= 0:
+            table.setdefault(moment, []).append(index)
+    return table

@@ -18,8 +18,8 @@ from membudget.engine.rerun_frame import RerunFrame
 @pytest.fixture(params=["Python", "C++"])
 def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "Python":
-        monkeypatch.setattr(rerun, "EXTENSION", [])
-        monkeypatch.setattr(rerun_frame, "EXTENSION", [])
+        monkeypatch.setattr(rerun, "RERUN", [])
+        monkeypatch.setattr(rerun_frame, "RERUN", [])
         monkeypatch.setattr(native, "built_extension", lambda: None)
     elif native.built_extension() is None:
         pytest.skip("the extension has not been built")

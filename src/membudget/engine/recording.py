@@ -55,6 +55,11 @@ class RerunHandle:
     tensor: Tensor | None
     version: int | None
 
+    def mark(self, tensor: Tensor) -> None:
+        """Note a tensor that may lack a version, and has no storage."""
+        self.version = None if tensor.is_inference() else tensor._version
+        self.address = None
+
 
 class KeptHandle(RerunHandle):
     """A handle that keeps its tensor in memory."""

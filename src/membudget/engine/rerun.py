@@ -21,7 +21,7 @@ from membudget._torch import (
     set_grad_enabled,
     storage_address,
 )
-from membudget.callsite import CallSite, calling_frame
+from membudget.callsite import CallSite, calling_frame, fills_what_it_saved
 from membudget.engine.arguments import must_keep
 from membudget.engine.comparison import (
     Metadata,
@@ -36,13 +36,11 @@ from membudget.engine.messages import (
     mismatch_error,
     module_names,
 )
+from membudget.engine.native import RERUN
 from membudget.engine.reads import Externals
 from membudget.engine.recording import Recording, RerunHandle, Trace, side_by_side
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
-
-EXTENSION: list[Any] = []
-"""The extension module, once it has been bound to the classes of this engine."""
 
 
 class _StopRecompute(BaseException):
@@ -161,7 +159,7 @@ class Rerun:
             return self._pack_whole
         if self._fingerprints is not None:
             return self._pack_with_fingerprint
-        return EXTENSION[0].fill_hook(self) if EXTENSION else self._pack
+        return RERUN[0].fill_hook(self) if RERUN else self._pack
 
     def _pack(self, tensor: Tensor) -> None:
         """Fill the next handle with the tensor that autograd is saving.
@@ -189,13 +187,13 @@ class Rerun:
                     )
                     handle.version = tensor._version
                 except (RuntimeError, NotImplementedError):
-                    _mark_what_it_has(handle, tensor)
+                    handle.mark(tensor)
                 if self._externals is not None:
                     self._check_external(handle, self._externals)
         if (
             index >= self._last_needed
             and self._may_stop
-            and not _fills_what_it_saved(sys._getframe(1))
+            and not fills_what_it_saved(sys._getframe(1))
         ):
             # Unless an operator has yet to fill a tensor it saved.
             if self._fingerprints is None or self._fingerprints.is_filled():
@@ -212,7 +210,7 @@ class Rerun:
     def _give_and_compare(self, tensor: Tensor, caller: FrameType) -> None:
         # `_pack` cannot see the caller.
         stops = self._recording.stops_early()
-        self._may_stop = stops and not _fills_what_it_saved(caller)
+        self._may_stop = stops and not fills_what_it_saved(caller)
         if self._fingerprints is not None:
             self._fingerprints.add_saved_by(caller.f_code, tensor)
             self._compare(self._fingerprints)
@@ -292,19 +290,3 @@ class Rerun:
 
 def _as_it_is(tensor: Tensor) -> Tensor:
     return tensor
-
-
-def _mark_what_it_has(handle: RerunHandle, tensor: Tensor) -> None:
-    """Set a handle's version and address if its tensor lacks a version or a storage."""
-    handle.version = None if tensor.is_inference() else tensor._version
-    handle.address = None
-
-
-def _fills_what_it_saved(caller: FrameType) -> bool:
-    """Return whether the current operator saves a tensor before computing its content.
-
-    RReLU saves its noise before drawing it (pytorch/pytorch#193671), so a recompute
-    that stops at the save would return uninitialised memory. RReLU is recognised by its
-    name in the calling Python code.
-    """
-    return "rrelu" in caller.f_code.co_names

@@ -26,8 +26,9 @@ from membudget.engine.comparison import Fingerprints, Metadata
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
+from membudget.engine.native import RERUN
 from membudget.engine.recording import Recording, RerunHandle, Trace
-from membudget.engine.rerun import EXTENSION, Rerun
+from membudget.engine.rerun import Rerun
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
@@ -188,7 +189,7 @@ class RerunFrame(Recording):
 
 def _hooks_of(frame: RerunFrame) -> tuple[Any, Any]:
     """Return the saved-tensor hooks of a call; in C++ where that has been built."""
-    extension = EXTENSION[0] if EXTENSION else _accelerated()
+    extension = RERUN[0] if RERUN else _accelerated()
     if extension is None:
         return frame.pack, frame._unpack
     expected = _NOTHING if frame.calls is None else frame.calls.expected
@@ -210,5 +211,5 @@ def _accelerated() -> Any:
         for function in (Recording.pack, RerunFrame._unpack, Rerun._pack):
             hide_from_dynamo(function)
         hide_from_dynamo(Rerun._check_external)
-        EXTENSION.append(extension)
+        RERUN.append(extension)
     return extension

@@ -35,6 +35,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
@@ -190,7 +191,6 @@ class _Machine:
         blocks = [_backward(self.ledger, choice) for choice in choices]
         for block in blocks:
             block.move_ends()
-        self.asks = sorted({m for saved in graph.saved for m in saved.asked})
         # Events by op index: storages allocated and freed, saved tensors unpacked and
         # freed.
         self.births: dict[int, list[int]] = {}
@@ -218,16 +218,26 @@ class _Machine:
         if len(saved.asked) == 1 and saved.asked[0] >= self.graph.backward_start:
             return  # The only pass frees what it returns.
         for moment in saved.asked:
-            place = bisect_right(self.asks, moment)
-            if place < len(self.asks):
-                yield self.asks[place]
+            place = bisect_right(self._asks, moment)
+            if place < len(self._asks):
+                yield self._asks[place]
+
+    @cached_property
+    def _asks(self) -> list[int]:
+        """Op indices at which autograd asks for saved tensors, in order."""
+        return sorted({m for saved in self.graph.saved for m in saved.asked})
 
     def run(self) -> Simulation:
         graph, ledger = self.graph, self.ledger
-        self._schedule(range(len(graph.storages)))
+        # Few live ranges change: the others are those of the plain step.
+        for storage in ledger.ends:
+            self._end(storage)
         alive_bytes = []
         for moment in range(len(graph.operators)):
-            self._step(moment)
+            for storage in graph.died_at.get(moment, ()):
+                if storage not in ledger.ends:
+                    ledger.release(storage)
+            self._step(moment, graph.born_at.get(moment, ()))
             alive_bytes.append(ledger.live_bytes)
         again = [*ledger.replayed, *ledger.reran]
         again_s = sum(graph.operators[index].seconds for index in again)
@@ -241,28 +251,27 @@ class _Machine:
         )
 
     def run_block(self, choice: Choice) -> BlockTimeline:
-        self._schedule(made_in(self.graph, choice))
+        own, born = range(choice.start, choice.end), self.graph.born_at
+        for storage in made_in(self.graph, choice):
+            self._end(storage)
         events = {*self.births, *self.deaths, *self.frees, *self.unpacks, *self.returns}
         # Every operator of the block is an event: its workspace counts.
-        events |= set(range(choice.start, choice.end))
+        events |= set(own)
         count = len(self.graph.operators)
         steps = []
         for start, end in pairwise([*sorted(e for e in events if e < count), count]):
             self.ledger.peak_bytes = 0  # The peak of this event alone.
-            self._step(start)
+            self._step(start, born.get(start, ()) if start in own else ())
             live_bytes, peak_bytes = self.ledger.live_bytes, self.ledger.peak_bytes
             steps.append(BlockStep(start, end, live_bytes, peak_bytes))
         return steps
 
-    def _schedule(self, storages: Iterable[int]) -> None:
-        """Register when the given storages of the forward are allocated and freed."""
-        for index in storages:
-            birth = self.graph.storages[index].birth
-            if birth >= 0:
-                self.births.setdefault(birth, []).append(index)
-                self.deaths.setdefault(self.ledger.end_of(index), []).append(index)
+    def _end(self, storage: int) -> None:
+        """Register when a storage of the forward is freed."""
+        if self.graph.storages[storage].birth >= 0:
+            self.deaths.setdefault(self.ledger.end_of(storage), []).append(storage)
 
-    def _step(self, moment: int) -> None:
+    def _step(self, moment: int, born: Iterable[int]) -> None:
         ledger = self.ledger
         ledger.moment = moment
         # Storages die before the operator at their death runs: frees come first.
@@ -274,6 +283,6 @@ class _Machine:
             block.take_back(index)
         for block, index in self.unpacks.get(moment, ()):
             block.unpack(index)
-        for storage in self.births.get(moment, ()):
+        for storage in (*self.births.get(moment, ()), *born):
             ledger.allocate(storage)
         ledger.update_peak(moment)

@@ -30,6 +30,9 @@ from typing import Any
 
 from membudget.engine.native.library import NoExtensionError, build, find, why_not
 
+RERUN: list[Any] = []
+"""The extension module, once it has been bound to the classes of the rerun engine."""
+
 _LOADED: list[Any] = []
 _SOUGHT: list[bool] = []
 _WHY_NOT: list[str] = []
