@@ -13,6 +13,7 @@ import membudget as mb
 from membudget import race as racing
 from membudget import recorded
 from membudget.attach import has_region
+from membudget.attempt import try_plan
 from membudget.planned import PlanRegions, take_off
 from membudget.planner.choice import RERUN
 from membudget.planner.plan import RegionPlan
@@ -148,7 +149,7 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
 
 def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
     """Let all plans but the first warn; return their numbers, and let one win."""
-    try_plan, tried = recorded.try_plan, []
+    tried: list[int] = []
 
     def warning(*args: Any) -> Any:
         tried.append(args[-1])

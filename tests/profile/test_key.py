@@ -304,7 +304,7 @@ def test_the_model_of_the_processors_is_the_kernel_s_or_the_system_s(
     if text is not None:
         file.write_text(text)
     monkeypatch.setattr(devices, "Path", lambda path: file)
-    monkeypatch.setattr(devices.platform, "processor", lambda: "arm")
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
     assert processor_model() == model
 
 
