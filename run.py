@@ -42,8 +42,8 @@ EXTRAS = {
     "peers": "field",
     "planners": "hf",
 }
-# The tests that run over both recorders of the replay engine, in C++ and in Python: all
-# that are named after it.
+# The tests that run over both recorders of the replay engine, in C++ and in Python: of
+# those of conformance, all that are named after the engine, or with `--all` all.
 REPLAY_TESTS = (
     *("tests/engine/replay", "tests/replay", "tests/operators/test_planted_faults.py"),
     *sorted(map(str, ROOT.glob("tests/conformance/test_replay*.py"))),
@@ -86,13 +86,14 @@ def test(arguments: Sequence[str]) -> int:
     if "--field" in arguments:
         return field([*workers, *rest])
     # A file's tests share what they make, so each file has one worker.
-    options = [*workers, "--dist", "loadfile"]
-    chosen = "not field" if "--all" in arguments else "not slow"
+    options, chosen = [*workers, "--dist", "loadfile"], "not slow"
+    again = ("not slow and not distributed", *REPLAY_TESTS)
+    if "--all" in arguments:  # Some files take hours: all workers share them.
+        options, chosen = workers, "not field"
+        again = ("not field", *REPLAY_TESTS, "tests/conformance")
     failed = failed_checks()
     if not rest and run_python("-m", "membudget", "native") == 0:
-        # Processes that train together do so over either recorder alike.
-        fewer = chosen if "--all" in arguments else f"{chosen} and not distributed"
-        failed |= over_python([*options, "-m", fewer])
+        failed |= over_python([*options, "-m", *again])
     # These tests are last, so that their closing line is: it says what failed before.
     os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
     tested = run_python("-m", "pytest", "-q", *options, "-m", chosen, *rest)
@@ -103,7 +104,7 @@ def over_python(options: Sequence[str]) -> dict[str, int]:
     """Test the replay engine over its recorder in Python; return an exit code not 0."""
     print("The replay engine over its recorder in Python, then all over that in C++:")
     os.environ["MEMBUDGET_NATIVE"] = "0"
-    code = run_python("-m", "pytest", "-q", *options, *REPLAY_TESTS)
+    code = run_python("-m", "pytest", "-q", *options)
     del os.environ["MEMBUDGET_NATIVE"]
     return {"pytest over Python": code} if code else {}
 
