@@ -88,7 +88,7 @@ def test(arguments: Sequence[str]) -> int:
     # A file's tests share what they make, so each file has one worker.
     options, chosen = [*workers, "--dist", "loadfile"], "not slow"
     again = ("not slow and not distributed", *REPLAY_TESTS)
-    if "--all" in arguments:  # Some files take hours: all workers share them.
+    if "--all" in arguments:  # Some files take long: all workers share them.
         options, chosen = workers, "not field"
         again = ("not field", *REPLAY_TESTS, "tests/conformance")
     failed = failed_checks()
