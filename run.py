@@ -1,7 +1,7 @@
 """Set up this project and run it, with nothing but Python.
 
     python3 run.py demo              train a small GPT plain and under regions, compare
-    python3 run.py test [--all] ...  lint, types, tests; --all adds the slow ones
+    python3 run.py test [--all] ...  lint, types, a share of the tests; or all of them
     python3 run.py test --field ...  models of other libraries, which it installs first
     python3 run.py check             lint and types only
     python3 run.py bench NAME ...    one benchmark, such as region_cost
@@ -42,10 +42,11 @@ EXTRAS = {
     "peers": "field",
     "planners": "hf",
 }
-# The tests that run over both recorders of the replay engine, in C++ and in Python.
+# The tests that run over both recorders of the replay engine, in C++ and in Python: of
+# those of conformance, all that are named after the engine, or with `--all` all.
 REPLAY_TESTS = (
-    *("tests/engine/replay", "tests/replay", "tests/conformance"),
-    "tests/operators/test_planted_faults.py",
+    *("tests/engine/replay", "tests/replay", "tests/operators/test_planted_faults.py"),
+    *sorted(map(str, ROOT.glob("tests/conformance/test_replay*.py"))),
 )
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
@@ -84,13 +85,18 @@ def test(arguments: Sequence[str]) -> int:
     workers = ["-n", str(min(max(2, usable_cores()), MOST_WORKERS))]
     if "--field" in arguments:
         return field([*workers, *rest])
-    markers = ["-m", "not field" if "--all" in arguments else "not slow"]
+    # A file's tests share what they make, so each file has one worker.
+    options, chosen = [*workers, "--dist", "loadfile"], "not slow"
+    again = ("not slow and not distributed", *REPLAY_TESTS)
+    if "--all" in arguments:  # Some files take long: all workers share them.
+        options, chosen = workers, "not field"
+        again = ("not field", *REPLAY_TESTS, "tests/conformance")
     failed = failed_checks()
     if not rest and run_python("-m", "membudget", "native") == 0:
-        failed |= over_python([*workers, *markers])
+        failed |= over_python([*options, "-m", *again])
     # These tests are last, so that their closing line is: it says what failed before.
     os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
-    tested = run_python("-m", "pytest", "-q", *workers, *markers, *rest)
+    tested = run_python("-m", "pytest", "-q", *options, "-m", chosen, *rest)
     return next(iter(failed.values()), tested)
 
 
@@ -98,7 +104,7 @@ def over_python(options: Sequence[str]) -> dict[str, int]:
     """Test the replay engine over its recorder in Python; return an exit code not 0."""
     print("The replay engine over its recorder in Python, then all over that in C++:")
     os.environ["MEMBUDGET_NATIVE"] = "0"
-    code = run_python("-m", "pytest", "-q", *options, *REPLAY_TESTS)
+    code = run_python("-m", "pytest", "-q", *options)
     del os.environ["MEMBUDGET_NATIVE"]
     return {"pytest over Python": code} if code else {}
 

@@ -30,6 +30,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from membudget.profile.devices import processor_model
+
 RESULTS = Path(__file__).parent / "results"
 
 Case = Callable[[], object]
@@ -156,21 +158,12 @@ def _calls_in(case: Case, batch_s: float) -> int:
 def machine() -> dict[str, str]:
     """Return what a reader must know of where the figures come from."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": processor_model() or "unknown cpu",
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
     }
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
-        text = ""
-    found = re.search(r"model name\s*:\s*(.+)", text)
-    return found.group(1).strip() if found else platform.processor() or "unknown cpu"
 
 
 def show(console: Console, table: Table) -> None:

@@ -5,6 +5,7 @@ The header names the device.
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import random
@@ -83,6 +84,17 @@ def same_start() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_heap() -> None:
+    """Let the garbage collector visit only what the tests of one file make.
+
+    Collecting, and profiles, which search the heap, took most of the time of many tests
+    that make little, because torch and the list of tests are a million objects.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

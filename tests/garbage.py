@@ -13,12 +13,11 @@ from torch import Tensor
 @contextmanager
 def no_collector() -> Iterator[None]:
     """Switch the garbage collector off, so that only reference counts free memory."""
+    gc.collect()
     gc.disable()
-    gc.freeze()  # The collections inside look at what is new alone, and so are quick.
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.enable()
 
 

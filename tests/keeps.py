@@ -38,6 +38,9 @@ KEEPS: dict[str, Any] = {
     "by-stages": ByStages(),
 }
 
+# Of a product with all, what finds most: these two keep little and much, at odds.
+QUICK = ("nothing", "every-second")
+
 VERIFIES: tuple[Verify, ...] = (False, True, "fingerprints")
 
 BACKWARDS: dict[str, Backward] = {

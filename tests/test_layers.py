@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -46,13 +45,19 @@ def module_name(path: Path) -> str:
     return ".".join(parts)
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Yield each module that a file imports, and whether for type checking alone.
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@cache
+def imports(path: Path) -> list[tuple[str, bool]]:
+    """Return each module that a file imports, and whether for type checking alone.
 
     A result may print itself: imports of `report` inside its `__str__` or `report` are
     left out, because they run when somebody prints it and load nothing before.
     """
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     prints_itself = {
         id(inner)
         for node in ast.walk(tree)
@@ -67,6 +72,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
         for inner in ast.walk(node)
     }
+    found = []
     for node in ast.walk(tree):
         if id(node) in prints_itself:
             continue
@@ -78,8 +84,8 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
             module = node.module or ""
             inner = [f"{module}.{alias.name}" for alias in node.names]
             names = [n if is_module(n) else module for n in inner]
-        for name in names:
-            yield name, id(node) in typing_only
+        found += [(name, id(node) in typing_only) for name in names]
+    return found
 
 
 def is_module(dotted: str) -> bool:
@@ -90,6 +96,7 @@ def is_module(dotted: str) -> bool:
     return path.with_suffix(".py").is_file() or (path / "__init__.py").is_file()
 
 
+@cache
 def ours(path: Path) -> set[str]:
     """Return the modules of ours that a file imports, by their dotted names."""
     return {
@@ -163,7 +170,7 @@ def test_some_modules_do_not_import_torch(name: str):
     ids=module_name,
 )
 def test_private_names_of_torch_appear_only_in_torch_modules(path: Path):
-    tree = ast.parse(path.read_text())
+    tree = tree_of(path)
     private = [
         ast.unparse(node)
         for node in ast.walk(tree)
@@ -216,7 +223,6 @@ def test_measuring_a_step_loads_nothing_that_applies_plans(package: str):
     ]
 
 
-@cache
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_file_is_long(path: Path):
     assert len(path.read_text().splitlines()) <= 300
@@ -224,7 +230,7 @@ def test_no_file_is_long(path: Path):
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_no_function_is_long(path: Path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.FunctionDef):
             body = node.body
             if ast.get_docstring(node) is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 
 import membudget as mb
 from membudget import race as racing
+from membudget import recorded
 from membudget.attach import has_region
+from membudget.attempt import try_plan
 from membudget.planned import PlanRegions, take_off
 from membudget.planner.choice import RERUN
 from membudget.planner.plan import RegionPlan
@@ -134,7 +136,7 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
         raced.append(plans)
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
-    monkeypatch.setattr(sys.modules["membudget.recorded"], "race", last_wins)
+    monkeypatch.setattr(recorded, "race", last_wins)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         (plans,) = raced
         assert len(plans) > 1
@@ -142,6 +144,53 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
         assert {r.path for r in fitted.plan.regions} == {n for n, _, _ in plans[-1]}
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
         assert fitted.audit().equal
+    assert not any(has_region(module) for module in model.modules())
+
+
+def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
+    """Let all plans but the first warn; return their numbers, and let one win."""
+    tried: list[int] = []
+
+    def warning(*args: Any) -> Any:
+        tried.append(args[-1])
+        if args[-1] > 1:
+            warnings.warn(
+                f"plan {args[-1]} keeps more", mb.UnrepeatableWarning, stacklevel=1
+            )
+            warnings.warn("of the step itself", UserWarning, stacklevel=1)
+        return try_plan(*args)
+
+    def race(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
+        return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
+
+    monkeypatch.setattr(recorded, "try_plan", warning)
+    monkeypatch.setattr(recorded, "race", race)
+    return tried
+
+
+@pytest.mark.parametrize("winner", [0, 1])
+def test_what_another_plan_warns_of_is_shown_if_that_plan_wins(monkeypatch, winner):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    tried = warning_plans(monkeypatch, winner)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        mb.fit(model, batch, "50%", measure="best").remove()
+    assert tried == [1, 2]
+    assert all(warning.filename == __file__ for warning in shown)
+    held = ["plan 2 keeps more"] * winner
+    assert [str(w.message) for w in shown] == ["of the step itself", *held]
+
+
+def test_where_a_warning_of_the_plan_that_wins_is_an_error_no_plan_stays(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    warning_plans(monkeypatch, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        warnings.simplefilter("error", mb.UnrepeatableWarning)
+        with pytest.raises(mb.UnrepeatableWarning, match="plan 2 keeps more"):
+            mb.fit(model, batch, "50%", measure="best")
     assert not any(has_region(module) for module in model.modules())
 
 

@@ -77,6 +77,26 @@ def test_another_budget_is_planned_from_the_same_profile(tmp_path, recorded):
     assert recorded == ["real"]
 
 
+def test_without_a_budget_what_is_there_is_read_of_the_profile_that_is_made_anew(
+    tmp_path, recorded, monkeypatch
+):
+    fitting: Any = import_module("membudget.fit")
+    monkeypatch.setattr(fitting, "free_bytes", lambda model: 1 << 30)
+    options: dict[str, Any] = {"cache": tmp_path, "measure": "none"}
+
+    def heavier(found: Profile) -> Profile:
+        static = found.graph.static
+        static = dataclasses.replace(static, buffers=static.buffers + 100_000)
+        graph = dataclasses.replace(found.graph, static=static)
+        return with_workspace(dataclasses.replace(found, graph=graph), 40_000)
+
+    with mb.fit(*made(), **options) as right:
+        alter(tmp_path, heavier)
+    with mb.fit(*made(), **options) as fitted:
+        assert recorded == ["real", "real"]
+        assert fitted.plan.budget_bytes == right.plan.budget_bytes == 1 << 30
+
+
 def test_a_step_of_the_user_is_read_from_the_cache(tmp_path, recorded):
     options: dict[str, Any] = {"cache": tmp_path, "measure": "none"}
     for _ in range(2):

@@ -25,10 +25,10 @@ def fitted() -> Fitted:
 
 def off(over: float, in_forward: float | None) -> str:
     """Return what is said of a slowdown that is so much over its prediction."""
-    found = fitted()
-    plan = replace(found.plan, slowdown=1.5)
+    last = fitted().attempts[-1]
+    last = replace(last, plan=replace(last.plan, slowdown=1.5))
     slowdown = Slowdown(1.5 + over, 1.0, 2.0, 3, 1.0, (), in_forward)
-    return term_off(found.profile, plan, found.attempts[-1].schedule, slowdown)
+    return term_off(fitted().profile, last, slowdown)
 
 
 @pytest.fixture

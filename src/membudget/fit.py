@@ -137,9 +137,10 @@ def fit(
         while True:
             plain = _profiled(step, optimizer, fake, device, kept)
             plain = replace(plain, notes=plain.notes + notes)
-            if budget is None:
-                budget = budget_in_all(plain.graph.static, optimizer, usable)
-            limit = Budget.of(budget, plain)
+            asked = budget
+            if asked is None:
+                asked = budget_in_all(plain.graph.static, optimizer, usable)
+            limit = Budget.of(asked, plain)
             with suppress(StaleProfileError):
                 return fit_recorded(step, plain, limit, mode, measure, deadline)
             assert kept is not None  # Only a profile of the cache can be stale.

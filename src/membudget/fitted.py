@@ -105,7 +105,7 @@ class Fitted:
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         if self.slowdown is not None:
             lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
-            off = term_off(self.profile, self.plan, last.schedule, self.slowdown)
+            off = term_off(self.profile, last, self.slowdown)
             lines += [f"off       {off}"] if off else []
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")

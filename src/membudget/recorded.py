@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from membudget.allocation import without_shortage
 from membudget.apply import Applied
@@ -23,7 +23,7 @@ from membudget.errors import (
 from membudget.fitted import NOT_COMPARED, Fitted
 from membudget.modes import AUTO
 from membudget.outcome import Metered, plain_run
-from membudget.planned import put_on, take_off
+from membudget.planned import PlanRegions, put_on, take_off
 from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
@@ -120,6 +120,15 @@ class _Fitting:
     others: Sequence[Schedule]
 
 
+class _Entry(NamedTuple):
+    """A plan in a race, with what it warned of."""
+
+    attempt: Attempt
+    applied: Applied
+    regions: PlanRegions
+    warned: list[warnings.WarningMessage]
+
+
 def _raced(
     step: Step,
     profile: Profile,
@@ -133,28 +142,54 @@ def _raced(
 
     The first is applied, and nothing returned, if a plain step runs out of memory or
     the time is over.
+
+    Warns:
+        UnrepeatableWarning: Those of the fastest plan, if it is not the first.
     """
-    entries = [(found.attempts.pop(), found.applied, take_off(step.model))]
+    unseen = unseen_bytes(profile, plain)
+    entries = [_Entry(found.attempts.pop(), found.applied, take_off(step.model), [])]
     for schedule in others:
         if deadline.forbids("plans with other engines"):
             break
-        unseen = unseen_bytes(profile, plain)
         plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         wrong = suppress(RecomputeMismatchError)
-        with warnings.catch_warnings(), wrong, without_shortage():
-            warnings.simplefilter("ignore", UnrepeatableWarning)
+        with wrong, without_shortage(), _held_back() as warned:
             attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
             regions = take_off(step.model)
             if attempt.peak_bytes <= budget.step_bytes:
-                entries.append((attempt, applied, regions))
+                entries.append(_Entry(attempt, applied, regions, warned))
     place, slowdown = 0, None
     if not deadline.forbids("timing steps"):
         with without_shortage():
-            place, slowdown = race(step, [regions for _, _, regions in entries])
-    attempt, found.applied, regions = entries[place]
-    found.attempts.append(attempt)
-    put_on(regions)
+            place, slowdown = race(step, [entry.regions for entry in entries])
+    fastest = entries[place]
+    for warning in fastest.warned:  # First: where it is an error, no plan stays.
+        _issue(warning)
+    put_on(fastest.regions)
+    found.attempts.append(fastest.attempt)
+    found.applied = fastest.applied
     return slowdown
+
+
+@contextmanager
+def _held_back() -> Iterator[list[warnings.WarningMessage]]:
+    """Collect what a plan that may not be taken warns of; let other warnings pass."""
+    held: list[warnings.WarningMessage] = []
+    found: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always", UnrepeatableWarning)
+            yield held
+    finally:
+        for warning in found:
+            is_held = issubclass(warning.category, UnrepeatableWarning)
+            held.append(warning) if is_held else _issue(warning)
+
+
+def _issue(warning: warnings.WarningMessage) -> None:
+    """Issue a recorded warning, from where it came."""
+    where = warning.filename, warning.lineno
+    warnings.warn_explicit(warning.message, warning.category, *where)
 
 
 def _measured(step: Step, profile: Profile) -> Metered | None:

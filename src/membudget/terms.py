@@ -7,8 +7,7 @@ recomputes, and by serving saved tensors. Timed apart, the passes tell which is 
 
 from __future__ import annotations
 
-from membudget.planner.plan import Plan
-from membudget.planner.schedule import Schedule
+from membudget.attempt import Attempt
 from membudget.planning import overheads_of
 from membudget.profile import Profile
 from membudget.race import Slowdown
@@ -17,10 +16,9 @@ MOST_OFF = 0.05
 """How far a measured slowdown may be off before the report says which term is."""
 
 
-def term_off(
-    profile: Profile, plan: Plan, schedule: Schedule, slowdown: Slowdown
-) -> str:
+def term_off(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> str:
     """Return how far a prediction is off, and in which pass; empty if it is near."""
+    plan, schedule = attempt.plan, attempt.schedule
     off = slowdown.median - plan.slowdown
     plain_s = profile.graph.seconds
     if abs(off) <= MOST_OFF or slowdown.forward is None or not plain_s:

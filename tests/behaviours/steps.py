@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -139,17 +137,6 @@ def sines(x: Tensor, storages: Storages, steps: int = SINES) -> Tensor:
     for _ in range(steps):
         x = storages.see(x.sin())
     return x
-
-
-@contextmanager
-def no_garbage_collector() -> Iterator[None]:
-    """Switch the garbage collector off, so that only reference counts free memory."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def perceptron(width: int = 6) -> nn.Sequential:

@@ -15,16 +15,16 @@ from tests.behaviours.steps import (
     SINES,
     Region,
     Storages,
-    no_garbage_collector,
     plain,
     sines,
 )
+from tests.garbage import no_collector
 
 
 def test_b111_the_forward_of_a_region_keeps_the_output_only() -> None:
     def alive(region: Region) -> int:
         storages = Storages()
-        with no_garbage_collector():
+        with no_collector():
             x = torch.randn(4, requires_grad=True)
             y = region(sines, x, storages)
             count = storages.alive()
@@ -38,7 +38,7 @@ def test_b111_the_forward_of_a_region_keeps_the_output_only() -> None:
 @pytest.mark.parametrize("keyword", [False, True])
 def test_b111_a_chain_of_regions_keeps_the_borders(keyword: bool) -> None:
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         h = torch.randn(4, requires_grad=True)
         for _ in range(6):
             if keyword:
@@ -51,7 +51,7 @@ def test_b111_a_chain_of_regions_keeps_the_borders(keyword: bool) -> None:
 
 def test_b112_the_peak_of_the_backward_is_the_borders_and_one_region() -> None:
     regions, storages = 6, Storages()
-    with no_garbage_collector():
+    with no_collector():
         h = torch.randn(4, requires_grad=True)
         for _ in range(regions):
             h = mb.checkpoint(sines, h, storages)
@@ -98,7 +98,7 @@ def test_b113_recomputed_tensors_are_freed_as_they_are_used(
             x.register_hook(lambda grad: alive.append(storages.alive()))
         return x
 
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         loss = mb.checkpoint(function, x.exp(), early_stop=early_stop).sum()
         storages.seen.clear()
@@ -110,7 +110,7 @@ def test_b113_recomputed_tensors_are_freed_as_they_are_used(
 
 def test_b113_a_second_backward_frees_them_too() -> None:
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         loss = mb.checkpoint(sines, x, storages).sum()
         for _ in range(3):

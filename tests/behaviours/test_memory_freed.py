@@ -16,10 +16,10 @@ import membudget as mb
 from tests.behaviours.steps import (
     SINES,
     Storages,
-    no_garbage_collector,
     region_with,
     sines,
 )
+from tests.garbage import no_collector
 
 
 class Token:
@@ -51,7 +51,7 @@ GUARDS = pytest.mark.parametrize("guards", [True, False])
 @GUARDS
 def test_b114_nothing_is_left_when_an_unused_output_is_dropped(guards: bool) -> None:
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         y, token, outside = region_over_token(storages, guards=guards)
         assert y.requires_grad
         assert token() is not None
@@ -66,7 +66,7 @@ def test_b114_after_the_backward_the_inputs_and_the_closure_are_gone(
     guards: bool,
 ) -> None:
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         y, token, outside = region_over_token(storages, guards=guards)
         y.sum().backward()
         # The output is still held, like the graph of a plain run after its backward.
@@ -81,7 +81,7 @@ def test_b114_after_a_step_only_the_gradients_are_there() -> None:
     def tensors() -> int:
         return sum(issubclass(type(thing), Tensor) for thing in gc.get_objects())
 
-    with no_garbage_collector():
+    with no_collector():
         before = tensors()
         w = torch.randn(4, 4, requires_grad=True)
         mb.checkpoint(lambda x: (x @ w).sin().exp(), torch.randn(4, 4)).sum().backward()
@@ -91,7 +91,7 @@ def test_b114_after_a_step_only_the_gradients_are_there() -> None:
 
 def test_b114_a_nested_region_leaves_nothing_either() -> None:
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
 
         def outer(x: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ STEPS: dict[str, Callable[[Storages], None]] = {
 @pytest.mark.parametrize("kind", STEPS)
 def test_b115_no_storage_is_left_by_any_step(kind: str) -> None:
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         for _ in range(5):
             STEPS[kind](storages)
             assert storages.alive() == 0
@@ -150,7 +150,7 @@ def test_b115_no_storage_is_left_by_any_step(kind: str) -> None:
 @pytest.mark.parametrize("kind", STEPS)
 def test_b115_no_object_piles_up_over_steps(kind: str) -> None:
     # torch 2.13 leaves some objects of every call in reference cycles.
-    with no_garbage_collector():
+    with no_collector():
         for _ in range(3):
             STEPS[kind](Storages())
         before = len(gc.get_objects())
@@ -167,7 +167,7 @@ def two_branches(x: Tensor, storages: Storages) -> tuple[Tensor, Tensor]:
 def test_b116_partial_backwards_with_retain_graph_do_not_pile_up() -> None:
     # torch 2.13 keeps what each backward recomputed and did not use.
     storages = Storages()
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         first, second = mb.checkpoint(two_branches, x, storages)
         left = []
@@ -184,7 +184,7 @@ def test_b116_partial_backwards_with_retain_graph_do_not_pile_up() -> None:
 
 def test_b117_parts_of_the_graph_that_were_freed_are_not_kept_again() -> None:
     storages, alive = Storages(), []
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         h = x.exp()
         h.register_hook(lambda grad: alive.append(storages.alive()))
@@ -206,7 +206,7 @@ def test_b117_what_was_freed_inside_the_region_is_not_kept_again() -> None:
         del y
         return (x.cos() * grad).exp()
 
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         result = mb.checkpoint(function, x.exp())
         assert inner.alive() == 0

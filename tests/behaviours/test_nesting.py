@@ -17,11 +17,11 @@ from tests.behaviours.steps import (
     Region,
     Storages,
     differences,
-    no_garbage_collector,
     perceptron,
     plain,
     region_with,
 )
+from tests.garbage import no_collector
 
 
 def nested(
@@ -84,7 +84,7 @@ def test_b50_the_graph_of_a_nest_dies_with_its_output(
             x = mb.checkpoint(level, x, k + 1)
         return storages.see(storages.see(x.cos()).tanh())
 
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         y = mb.checkpoint(level, x, 1)
         if backward:
@@ -176,7 +176,7 @@ def test_b53_recursion_by_halves_keeps_only_the_outermost_input(blocks: int) -> 
     def block(x: Tensor) -> Tensor:
         return storages.see(x.sin())
 
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, requires_grad=True)
         y = mb.checkpoint(halves, mb.checkpoint, [block] * blocks, x)
         assert storages.alive() == 1  # y

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget.compat import create_selective_checkpoint_contexts
-from tests.behaviours.steps import no_garbage_collector
+from tests.garbage import no_collector
 
 aten = torch.ops.aten
 
@@ -76,7 +76,7 @@ def test_b88_exactly_the_bytes_that_are_named_are_kept(
     policy: Any, products: int
 ) -> None:
     x = leaf(N)
-    with no_garbage_collector():
+    with no_collector():
         with Living(x) as living:
             y = mb.checkpoint(layers, x, context_fn=keeping(policy))
         output_bytes = y.untyped_storage().nbytes()
@@ -85,7 +85,7 @@ def test_b88_exactly_the_bytes_that_are_named_are_kept(
 
 def test_b89_what_is_kept_dies_in_the_backward() -> None:
     x = leaf(N)
-    with no_garbage_collector():
+    with no_collector():
         with Living(x) as living:
             y = mb.checkpoint(layers, x, context_fn=keeping([aten.mm.default]))
         y.sum().backward()
@@ -96,7 +96,7 @@ def test_b89_what_is_kept_dies_in_the_backward() -> None:
 
 def test_b89_what_is_kept_dies_with_a_graph_that_nobody_uses() -> None:
     x = leaf(N)
-    with no_garbage_collector():
+    with no_collector():
         with Living(x) as living:
             y = mb.checkpoint(layers, x, context_fn=keeping([aten.mm.default]))
         del y

@@ -15,10 +15,10 @@ from tests.behaviours.steps import (
     Region,
     Storages,
     differences,
-    no_garbage_collector,
     perceptron,
     plain,
 )
+from tests.garbage import no_collector
 
 
 def test_b21_parameters_train_although_no_input_needs_gradient() -> None:
@@ -65,7 +65,7 @@ def test_b23_under_no_grad_a_region_runs_once_and_keeps_nothing() -> None:
         return layer(storages.see(x.exp())).sin()
 
     counted = Counted(function)
-    with no_garbage_collector():
+    with no_collector():
         x = torch.randn(4, 6)
         seen = storages.see(x)
         with torch.no_grad():

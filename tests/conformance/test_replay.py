@@ -20,7 +20,15 @@ from hypothesis import strategies as st
 import membudget as mb
 from membudget.engine.options import Verify
 from membudget.policies import Candidate
-from tests.keeps import BACKWARDS, KEEPS, VERIFIES, replay, replayed, replayed_twice
+from tests.keeps import (
+    BACKWARDS,
+    KEEPS,
+    QUICK,
+    VERIFIES,
+    replay,
+    replayed,
+    replayed_twice,
+)
 from tests.oracles import StepResult, assert_same_step, plain, run_step
 from tests.programs import Program, case_of, merely_call
 from tests.strategies import generated, programs
@@ -46,17 +54,15 @@ def skip_what_is_not_offered(case: Case, backward: str) -> None:
         pytest.skip(case.not_double)
 
 
-# Of the whole product, what finds most: these two keep little and much, at odds.
-_QUICK = ("nothing", "every-second")
 _KEEPS = [
-    pytest.param(keep, marks=() if keep in _QUICK else pytest.mark.slow)
+    pytest.param(keep, marks=() if keep in QUICK else pytest.mark.slow)
     for keep in KEEPS
 ]
 _KEEPS_AND_BACKWARDS = [
     pytest.param(
         keep,
         backward,
-        marks=() if keep in _QUICK or backward == "once" else pytest.mark.slow,
+        marks=() if keep in QUICK or backward == "once" else pytest.mark.slow,
     )
     for keep in KEEPS
     for backward in BACKWARDS
@@ -89,7 +95,7 @@ def test_a_verified_step_is_the_plain_step_and_pins_nothing(
         assert_same_step(plain_step(case, "once"), run_step(case, way))
 
 
-@pytest.mark.parametrize("keep", _QUICK)
+@pytest.mark.parametrize("keep", QUICK)
 @pytest.mark.parametrize(
     "case", [case for case in CASES if not case.not_twice], ids=str
 )

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
 from membudget.engine.options import Verify
-from tests.keeps import BACKWARDS, KEEPS, replay
+from tests.keeps import BACKWARDS, KEEPS, QUICK, replay
 from tests.oracles import StepResult, assert_same_step, run_step
 from tests.zoo import Call, Case
 from tests.zoo.case import leaf
@@ -219,8 +219,19 @@ def plain_step(model: Case, composition: Composition, backward: str) -> StepResu
     return run_step(model, way, BACKWARDS[backward])
 
 
-@pytest.mark.parametrize("verify", [True, "fingerprints"])
-@pytest.mark.parametrize("keep", KEEPS)
+# Each keep-set and each way to verify; their whole product is slow.
+_KEEPS_AND_VERIFIES = [
+    pytest.param(
+        keep,
+        verify,
+        marks=() if verify is True or keep in QUICK else pytest.mark.slow,
+    )
+    for keep in KEEPS
+    for verify in (True, "fingerprints")
+]
+
+
+@pytest.mark.parametrize(("keep", "verify"), _KEEPS_AND_VERIFIES)
 @pytest.mark.parametrize("composition", COMPOSITIONS, ids=lambda c: c.__name__)
 @pytest.mark.parametrize("model", MODELS, ids=str)
 def test_a_composition_is_the_same_without_replay(

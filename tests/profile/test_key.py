@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from membudget.profile import key
-from membudget.profile.devices import DEVICES, accelerator_name, processor_name
+from membudget.profile import devices, key
+from membudget.profile.devices import (
+    DEVICES,
+    accelerator_name,
+    processor_model,
+    processor_name,
+)
 from membudget.profile.key import key_of
 from membudget.state.code import IndescribableError
 from membudget.step import ABSENT, Step, step_of
@@ -282,6 +287,25 @@ def test_machine_and_devices_say_what_they_are():
     assert accelerator_name(torch.device("cpu")) == ""
     assert accelerator_name(torch.device("meta")) == "meta"
     assert key._own_digest() == key._own_digest.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("processor\t: 0\nmodel name\t: AMD EPYC \nmodel name\t: B\n", "AMD EPYC"),
+        ("processor\t: 0\nBogoMIPS\t: 50.00\n", "arm"),
+        (None, "arm"),
+    ],
+)
+def test_the_model_of_the_processors_is_the_kernel_s_or_the_system_s(
+    monkeypatch, tmp_path, text, model
+):
+    file = tmp_path / "cpuinfo"
+    if text is not None:
+        file.write_text(text)
+    monkeypatch.setattr(devices, "Path", lambda path: file)
+    monkeypatch.setattr(platform, "processor", lambda: "arm")
+    assert processor_model() == model
 
 
 @pytest.mark.cuda

@@ -26,12 +26,14 @@ KEEPS = {
     "matmuls": mb.policies.matmuls,
     "everything": mb.policies.everything,
 }
+# Each keep-set and each way to verify; their whole product is slow.
 every_region = pytest.mark.parametrize(
     "region",
     [
         pytest.param(
             region_with(engine="replay", keep=keep, verify=verify),
             id=f"{name}-{verify}",
+            marks=pytest.mark.slow if name == "matmuls" and verify else (),
         )
         for (name, keep), verify in itertools.product(KEEPS.items(), VERIFIES)
         if not (name == "everything" and verify)

@@ -29,11 +29,11 @@ class Overheads:
     """The engines' own time: per operator for a replay, per region for a rerun.
 
     A replay region records each forward operator, serves saved tensors and runs
-    operators again. That takes few µs per operator while the engine's code stays in the
-    CPU cache. A kernel that moves more bytes than the cache holds evicts the engine's
-    code, which makes the overhead of that operator up to ten times as large. A rerun
-    region records no operator. It notes the state that its modules reach, restores it,
-    and gives each saved tensor a handle.
+    operators again. That takes a few µs per operator while the engine's code stays in
+    the CPU cache. A kernel that moves more bytes than the cache holds evicts the
+    engine's code, which makes the overhead of that operator up to ten times as large. A
+    rerun region records no operator. It notes the state that its modules reach,
+    restores it, and gives each saved tensor a handle.
 
     The overheads are fitted to the times of forward and backward passes of
     transformers, MLPs and ResNets, plain and under regions, on one AMD EPYC core under

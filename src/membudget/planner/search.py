@@ -74,7 +74,7 @@ _seconds = attrgetter("seconds")
 
 
 def never() -> bool:
-    """Return that it is not late: there is no limit of time."""
+    """Return `False`: there is no time limit."""
     return False
 
 

@@ -2,8 +2,8 @@
 
 `profiling` defines `profile`. `step_recorder` and `lifetimes` observe the step;
 `result` assembles its graph; `cache` keeps it in a file; `fake` runs a step on fake
-tensors; `workspace`, `cost`
-and `devices` measure or estimate memory and time; `live_ranges` analyses the graph.
+tensors; `workspace`, `cost` and `devices` measure or estimate memory and time;
+`live_ranges` analyses the graph.
 
 `sweep`, in this module, profiles a step at several sizes and extrapolates. The live
 bytes at one op index are usually a polynomial in the size: linear in the batch size,

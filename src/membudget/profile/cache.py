@@ -1,7 +1,7 @@
 """Profiles of earlier runs, kept in a folder that several processes may share.
 
-A file holds one profile, as JSON, below the digest of it: a file that was damaged is
-written anew, and so is one whose digest is right but whose contents no longer are.
+A file holds a digest and, below it, one profile as JSON. A file that was damaged is
+written anew, and so is one whose digest is right but whose JSON is no valid profile.
 """
 
 from __future__ import annotations

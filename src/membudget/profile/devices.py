@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -161,12 +162,17 @@ def this_processor() -> Device:
 @cache
 def processor_name() -> str:
     """Return what this machine calls its processors, and how many it has."""
-    name = platform.processor()
-    with suppress(OSError):  # Only Linux has this file, which knows the model.
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        name = next((line for line in lines if line.startswith("model name")), name)
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{os.cpu_count()} × {platform.machine()} {name} {capability}"
+    return f"{os.cpu_count()} × {platform.machine()} {processor_model()} {capability}"
+
+
+def processor_model() -> str:
+    """Return the model of this machine's processors; empty if nothing tells it."""
+    with suppress(OSError):  # Only Linux has this file.
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        if found := re.search(r"^model name\s*:\s*(.+)", text, re.MULTILINE):
+            return found[1].strip()
+    return platform.processor()
 
 
 def accelerator_name(device: torch.device) -> str:

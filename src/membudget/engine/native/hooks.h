@@ -190,11 +190,7 @@ inline PyMethodDef unpack_method = {"unpack", unpack, METH_O, nullptr};
 
 // hooks(frame): the pair of hooks, as methods of the frame.
 inline PyObject* hooks(PyObject*, PyObject* of) {
-  HANDLE_TH_ERRORS
-  Ref pack = Ref::made(PyCFunction_New(&pack_method, of));
-  Ref unpack = Ref::made(PyCFunction_New(&unpack_method, of));
-  return PyTuple_Pack(2, (PyObject*)pack, (PyObject*)unpack);
-  END_HANDLE_TH_ERRORS
+  return bound_pair(&pack_method, &unpack_method, of);
 }
 
 } // namespace membudget

@@ -118,6 +118,23 @@ void bind_replay(PyObject* names) {
   parameter_type = reinterpret_cast<PyTypeObject*>(attribute(names, "Parameter"));
 }
 
+// The names of methods that C++ calls, interned, so that look-ups compare pointers.
+const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
+    {"__exit__", &exit_name}, {"_lent", &lent_name},
+    {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
+    {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
+    {"acquire", &acquire_name}, {"advance", &advance_name}, {"asks", &asks_name},
+    {"decided", &decided_name}, {"explained", &explained_name},
+    {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
+    {"note_empty", &note_empty_name}, {"note_outputs", &note_outputs_name},
+    {"release", &release_name}};
+
+void intern_names() {
+  for (auto [text, name] : method_names) {
+    *name = Ref::made(PyUnicode_InternFromString(text)).release();
+  }
+}
+
 // bind(names): meet the classes and functions of Python, once.
 PyObject* bind(PyObject*, PyObject* names) {
   HANDLE_TH_ERRORS
@@ -125,28 +142,11 @@ PyObject* bind(PyObject*, PyObject* names) {
   no_targets = PyTuple_New(0);
   empty_operator = attribute(names, "EMPTY");
   find_operator = attribute(names, "find_operator");
-  meet_name = PyUnicode_InternFromString("meet");
-  mark_read_name = PyUnicode_InternFromString("mark_read");
-  asks_name = PyUnicode_InternFromString("asks");
-  note_empty_name = PyUnicode_InternFromString("note_empty");
-  exit_name = PyUnicode_InternFromString("__exit__");
-  explained_name = PyUnicode_InternFromString("explained");
   operator_lock = attribute(names, "OPERATOR_LOCK");
   isolation_enter = attribute(names, "enter");
   isolation_leave = attribute(names, "leave");
   scope_class = attribute(names, "Scope");
-  advance_name = PyUnicode_InternFromString("advance");
-  decided_name = PyUnicode_InternFromString("decided");
-  note_outputs_name = PyUnicode_InternFromString("note_outputs");
-  inputs_name = PyUnicode_InternFromString("inputs");
-  lent_name = PyUnicode_InternFromString("_lent");
-  may_overwrite_name = PyUnicode_InternFromString("_may_overwrite");
-  run_name = PyUnicode_InternFromString("_run");
-  source_name = PyUnicode_InternFromString("_source");
-  pack_name = PyUnicode_InternFromString("_pack");
-  unpack_name = PyUnicode_InternFromString("_unpack");
-  acquire_name = PyUnicode_InternFromString("acquire");
-  release_name = PyUnicode_InternFromString("release");
+  intern_names();
   bind_tape(names);
   bind_tracking(names);
   bind_recording(names);

@@ -63,6 +63,15 @@ Ref call(PyObject* object, PyObject* name, Arguments... arguments) {
       object, name, static_cast<PyObject*>(arguments)..., nullptr));
 }
 
+// A pair of functions with one `self`, for Python; null with an error set if that fails.
+inline PyObject* bound_pair(PyMethodDef* one, PyMethodDef* other, PyObject* self) {
+  HANDLE_TH_ERRORS
+  Ref first = Ref::made(PyCFunction_New(one, self));
+  Ref second = Ref::made(PyCFunction_New(other, self));
+  return PyTuple_Pack(2, (PyObject*)first, (PyObject*)second);
+  END_HANDLE_TH_ERRORS
+}
+
 // An attribute that a class declares in `__slots__`: a pointer at a fixed offset.
 class Slot {
  public:

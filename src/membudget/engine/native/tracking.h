@@ -234,11 +234,7 @@ inline PyMethodDef freed_method = {"freed", freed, METH_O, nullptr};
 
 // callbacks(table, places): both, as functions that hold the tables, not the tracker.
 inline PyObject* callbacks(PyObject*, PyObject* tables) {
-  HANDLE_TH_ERRORS
-  Ref forget = Ref::made(PyCFunction_New(&forget_method, tables));
-  Ref freed = Ref::made(PyCFunction_New(&freed_method, tables));
-  return PyTuple_Pack(2, (PyObject*)forget, (PyObject*)freed);
-  END_HANDLE_TH_ERRORS
+  return bound_pair(&forget_method, &freed_method, tables);
 }
 
 } // namespace membudget
