@@ -45,7 +45,8 @@ EXTRAS = {
 # The tests that run over both recorders of the replay engine, in C++ and in Python: of
 # those of conformance, all that are named after the engine, or with `--all` all.
 REPLAY_TESTS = (
-    *("tests/engine/replay", "tests/replay", "tests/operators/test_planted_faults.py"),
+    *("tests/engine/replay", "tests/replay", "tests/engine/test_rerun.py"),
+    "tests/operators/test_planted_faults.py",
     *sorted(map(str, ROOT.glob("tests/conformance/test_replay*.py"))),
 )
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"

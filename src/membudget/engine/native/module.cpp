@@ -120,14 +120,14 @@ void bind_replay(PyObject* names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
-    {"__exit__", &exit_name}, {"_lent", &lent_name},
+    {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
     {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
     {"acquire", &acquire_name}, {"advance", &advance_name}, {"asks", &asks_name},
     {"decided", &decided_name}, {"explained", &explained_name},
     {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
     {"note_empty", &note_empty_name}, {"note_outputs", &note_outputs_name},
-    {"release", &release_name}};
+    {"release", &release_name}, {"shape", &shape_name}};
 
 void intern_names() {
   for (auto [text, name] : method_names) {
@@ -146,7 +146,6 @@ PyObject* bind(PyObject*, PyObject* names) {
   isolation_enter = attribute(names, "enter");
   isolation_leave = attribute(names, "leave");
   scope_class = attribute(names, "Scope");
-  intern_names();
   bind_tape(names);
   bind_tracking(names);
   bind_recording(names);
@@ -179,5 +178,6 @@ PyModuleDef definition = {
 } // namespace membudget
 
 PyMODINIT_FUNC PyInit__recorder() {
+  membudget::intern_names();
   return PyModule_Create(&membudget::definition);
 }

@@ -187,9 +187,6 @@ inline PyObject* bind_rerun(PyObject*, PyObject* names) {
        {"_last_needed", &rerun::last_needed}, {"_metadata", &rerun::metadata}});
   open_groups = attribute("OPEN_GROUPS");
   parameter_type = reinterpret_cast<PyTypeObject*>(attribute("Parameter"));
-  pack_name = PyUnicode_InternFromString("_pack");
-  shape_name = PyUnicode_InternFromString("shape");
-  check_external_name = PyUnicode_InternFromString("_check_external");
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
