@@ -20,7 +20,6 @@ from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
 from tests import seconds
 
-
 EMULATED = Path(__file__).parent / "emulated"
 
 

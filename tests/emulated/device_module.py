@@ -1,4 +1,4 @@
-"""`torch.emu`: what torch and its users ask of a device's module, as of `torch.cuda`."""
+"""`torch.emu`: what torch and its users ask of the module of a device."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ sources, and registers it for the rest of the process:
     from tests.emulated import emu
 
     emu.configure(mode="lazy", limit_bytes=1 << 22)
-    model.to("emu")
+    model.to("emu")  # or "emu:1": there are two
 
 `device/queue.h` says what the modes mean, `device/memory.h` what counts as reserved.
 """
@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch._meta_registrations  # Shapes of the operators that have none in C++.
+
+# Shapes of the operators that have none in C++.
+import torch._meta_registrations  # noqa: F401
 
 from membudget.engine.native.library import Library
 from tests.emulated import device_module
@@ -29,16 +31,13 @@ LIBRARY = Library(
 
 Mode = Literal["eager", "lazy", "threads"]
 
-# Two devices can be named at any time; `configure` says how many there are.
-_MOST_DEVICES = 2
-
 
 def _register() -> None:
     torch.utils.rename_privateuse1_backend("emu")
     torch._register_device_module("emu", device_module)
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     device_module.default_generators = tuple(
-        _EMU.default_generator(index) for index in range(_MOST_DEVICES)
+        _EMU.default_generator(index) for index in range(_EMU.device_count)
     )
 
 
@@ -49,7 +48,6 @@ _register()
 def configure(
     *,
     mode: Mode = "lazy",
-    devices: int = 1,
     limit_bytes: int = 0,
     fail_at: int = 0,
     segment_bytes: int = 2 << 20,
@@ -66,7 +64,6 @@ def configure(
     Args:
         mode: When work runs: as it is launched, when somebody waits for it, or on a
             thread for each stream.
-        devices: How many devices there are, `emu:0` and so on.
         limit_bytes: What a device may reserve before it raises; 0 means no limit.
         fail_at: Which allocation from now on raises; 0 means none.
         segment_bytes: What the allocator reserves for small blocks, CUDA's 2 MiB; its
@@ -79,10 +76,8 @@ def configure(
         launch_s: What the host spends on each launch.
         kernel_s: What kernels cost, by the operator's name, such as `mm`.
     """
-    if not 1 <= devices <= _MOST_DEVICES:
-        raise ValueError(f"devices must be 1 to {_MOST_DEVICES}, not {devices}")
     _EMU.configure(
-        *(mode, devices, limit_bytes, fail_at, segment_bytes, poison, flops_per_s),
+        *(mode, limit_bytes, fail_at, segment_bytes, poison, flops_per_s),
         *(bytes_per_s, link_bytes_per_s, link_latency_s, launch_s),
         dict(kernel_s or {}),
     )

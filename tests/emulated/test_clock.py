@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from tests.emulated import emu
 MEGABYTE = 1_000_000
 
 
-def timed(run) -> float:
+def timed(run: Callable[[], object]) -> float:
     """Return the virtual milliseconds between two events around `run`."""
     start, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
     torch.accelerator.synchronize()
@@ -44,9 +46,13 @@ def test_copies_beside_kernels_take_the_time_of_the_longer():
     assert copies_and_products(8, overlap=True) == 8.0
 
 
-@pytest.mark.parametrize("bound", ["kernels", "launches"])
-def test_a_step_takes_the_longer_of_its_kernels_and_its_launches(bound: str):
-    kernel_s, launch_s = (3e-6, 1e-6) if bound == "kernels" else (1e-6, 3e-6)
+@pytest.mark.parametrize(
+    ("kernel_s", "launch_s", "ms"),
+    [(3e-6, 1e-6, 0.031), (1e-6, 3e-6, 0.031), (2e-6, 0.0, 0.02), (0.0, 2e-6, 0.02)],
+)
+def test_a_step_takes_the_longer_of_its_kernels_and_its_launches(
+    kernel_s: float, launch_s: float, ms: float
+):
     emu.configure(kernel_s={"mm": kernel_s}, launch_s=launch_s)
     a = torch.ones(8, 8, device="emu")
 
@@ -54,7 +60,7 @@ def test_a_step_takes_the_longer_of_its_kernels_and_its_launches(bound: str):
         for _ in range(10):
             torch.mm(a, a)
 
-    assert timed(run) == (0.031 if bound == "kernels" else 0.031)
+    assert timed(run) == ms
 
 
 def test_a_copy_costs_its_bytes_and_the_latency_of_the_link():

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-
-from tests.emulated import emu
 
 
 class Attention(nn.Module):

@@ -116,13 +116,14 @@ def test_a_limit_raises_and_what_was_freed_fits_again():
 
 def test_a_limit_gives_cached_segments_back_before_it_raises():
     emu.configure(limit_bytes=4 * MIB)
+    retries = torch.accelerator.memory_stats()["num_alloc_retries"]
     small = [new(MIB) for _ in range(4)]
     assert stat("reserved_bytes") == 4 * MIB
     del small
     with torch.Stream("emu"):
         x = new(MIB)  # The blocks of the other stream are not its own.
     assert stat("reserved_bytes") == 2 * MIB
-    assert torch.accelerator.memory_stats()["num_alloc_retries"] == 1
+    assert torch.accelerator.memory_stats()["num_alloc_retries"] == retries + 1
     del x
 
 
@@ -176,9 +177,9 @@ def test_a_storage_is_resized_in_place():
 
 
 def test_page_locked_memory_is_counted_apart():
-    before = emu.counters()["pinned_bytes"]
+    before, reserved = emu.counters()["pinned_bytes"], stat("reserved_bytes")
     x = torch.ones(1024).pin_memory()
     assert x.is_pinned()
     assert not torch.ones(4).is_pinned()
     assert emu.counters()["pinned_bytes"] == before + 4096
-    assert stat("reserved_bytes") == 0
+    assert stat("reserved_bytes") == reserved

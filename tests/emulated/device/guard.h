@@ -13,7 +13,7 @@ namespace emulated {
 
 inline void check_device(int index) {
   TORCH_CHECK(
-      index < settings.devices, "emu has ", settings.devices, " devices, and no emu:", index);
+      index < device_count, "emu has ", device_count, " devices, and no emu:", index);
 }
 
 inline c10::Stream stream_of(int device, int64_t id) {
@@ -48,7 +48,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return before;
   }
   Index deviceCount() const noexcept override {
-    return static_cast<Index>(settings.devices);
+    return static_cast<Index>(device_count);
   }
 
   // The default stream is 0; the pool of torch.Stream's C++ users has 32.
@@ -119,7 +119,7 @@ class Hooks final : public at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(Index) const override { return true; }
-  Index deviceCount() const override { return static_cast<Index>(settings.devices); }
+  Index deviceCount() const override { return static_cast<Index>(device_count); }
   Index getCurrentDevice() const override { return static_cast<Index>(current_device); }
   void setCurrentDevice(Index device) const override {
     check_device(device);

@@ -57,6 +57,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl(name, boxed<&fallback>());
 }
 
+// A copy reads these bits itself; torch would resolve them first, by a copy.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFallthrough());
 }
@@ -76,19 +84,18 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 
 // Wait for everything, then take other settings.
 void configure(
-    const std::string& mode, int devices, size_t limit_bytes, int64_t fail_at,
+    const std::string& mode, size_t limit_bytes, int64_t fail_at,
     size_t segment_bytes, bool poison, double flops_per_s, double bytes_per_s,
     double link_bytes_per_s, double link_latency_s, double launch_s,
     const std::map<std::string, double>& kernel_s) {
   Lock lock;
-  for (int device = 0; device < settings.devices; ++device)
+  for (int device = 0; device < device_count; ++device)
     queues.synchronize_device(device);
   const bool same_segments = settings.segment_bytes == segment_bytes;
   if (!same_segments) memory.emptyCache();
   settings.mode = mode == "eager" ? Mode::eager
       : mode == "threads"         ? Mode::threads
                                   : Mode::lazy;
-  settings.devices = devices;
   settings.limit_bytes = limit_bytes;
   settings.fail_at = fail_at;
   settings.segment_bytes = segment_bytes;
@@ -125,5 +132,6 @@ PYBIND11_MODULE(_emu, m) {
   at::RegisterPrivateUse1HooksInterface(&emulated::hooks);
   m.def("configure", &emulated::configure);
   m.def("counters", &emulated::counters);
+  m.attr("device_count") = emulated::device_count;
   m.def("default_generator", [](int device) { return emulated::default_generator(device); });
 }

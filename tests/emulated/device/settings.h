@@ -19,6 +19,9 @@ namespace emulated {
 
 using Picoseconds = int64_t;
 
+// Always: autograd makes a thread for each device once, at the first backward pass.
+constexpr int device_count = 2;
+
 constexpr auto device_type = c10::DeviceType::PrivateUse1;
 constexpr auto device_key = c10::DispatchKey::PrivateUse1;
 
@@ -28,7 +31,6 @@ enum class Mode { eager, lazy, threads };
 
 struct Settings {
   Mode mode = Mode::lazy;
-  int devices = 1;
   size_t limit_bytes = 0;  // Of each device; 0 means none.
   int64_t fail_at = 0;  // Which allocation from now on raises; 0 means none.
   size_t segment_bytes = 2 << 20;  // What CUDA's allocator takes for small blocks.
