@@ -88,6 +88,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(skip)
 
 
+@pytest.fixture(autouse=True)
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make tensors on the device that the run chose, unless the test names its own."""
+    device = request.config.getoption("--device")
+    if device == "cpu" or EMULATED in request.path.parents:
+        yield
+        return
+    with torch.device(device):
+        yield
+    torch.accelerator.synchronize()
+
+
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
     """Let no graph of another test be found again."""

@@ -14,34 +14,30 @@ sources, and registers it for the rest of the process:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 # Shapes of the operators that have none in C++.
 import torch._meta_registrations  # noqa: F401
+from torch.utils import backend_registration
 
-from membudget.engine.native.library import Library
 from tests.emulated import device_module
-
-LIBRARY = Library(
-    "emulated", Path(__file__).parent / "device", "the emulated device", "-O1"
-)
+from tests.emulated.library import DEVICE
 
 Mode = Literal["eager", "lazy", "threads"]
 
 
 def _register() -> None:
-    torch.utils.rename_privateuse1_backend("emu")
+    backend_registration.rename_privateuse1_backend("emu")
     torch._register_device_module("emu", device_module)
-    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
     device_module.default_generators = tuple(
         _EMU.default_generator(index) for index in range(_EMU.device_count)
     )
 
 
-_EMU = LIBRARY.imported("_emu")
+_EMU = DEVICE.imported("_emu")
 _register()
 
 

@@ -31,9 +31,9 @@ class Recurrent(nn.Module):
         return self.cell(x)[0]
 
 
-def convolutions(**options: int) -> nn.Module:
+def convolutions(groups: int = 1) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(4, 8, 3, padding=1, **options),
+        nn.Conv2d(4, 8, 3, padding=1, groups=groups),
         nn.BatchNorm2d(8),
         nn.ReLU(inplace=True),
         nn.MaxPool2d(2),

@@ -17,6 +17,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from tests.devices import default_generators
+
 TorchOutcome = Literal["right", "wrong", "raises"]
 
 
@@ -73,7 +75,8 @@ class Case:
         """Seed every global random stream and build the call."""
         # Not `torch.manual_seed`, which takes a stack trace for every kind of device
         # that is not in use.
-        torch.default_generator.manual_seed(0)
+        for generator in default_generators():
+            generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 - the global stream is what is under test
         return self.make()
