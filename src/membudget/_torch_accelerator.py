@@ -11,12 +11,13 @@ use its accelerator at any time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Generator
+from torch import Generator, Tensor
 
 from membudget.errors import CheckpointError, OptionError
 
@@ -32,6 +33,15 @@ def kind() -> str | None:
     """Return the type of the accelerator's devices; `None` if torch knows none."""
     found = torch.accelerator.current_accelerator()
     return None if found is None else found.type
+
+
+def main_device(tensors: Iterable[Tensor]) -> torch.device:
+    """Return the accelerator's device with most bytes of `tensors`, or the CPU."""
+    sizes = Counter[torch.device]()
+    for tensor in tensors:
+        if is_on_accelerator(tensor.device):
+            sizes[tensor.device] += tensor.nbytes
+    return sizes.most_common(1)[0][0] if sizes else HOST
 
 
 def is_in_use() -> bool:
@@ -115,7 +125,8 @@ def generator_of(device: torch.device) -> Generator:
             "no default_generators. Pass preserve_rng_state=False and engine='rerun' "
             "for code that draws nothing"
         )
-    return found[index]
+    generator: Generator = found[index]
+    return generator
 
 
 def check_repeatable(devices: Iterable[torch.device]) -> None:
