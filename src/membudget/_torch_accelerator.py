@@ -25,7 +25,7 @@ HOST = torch.device("cpu")
 
 Stats = dict[str, int]
 
-Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+UndoList = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 """What a `Scope` is: functions to be called when it ends."""
 
 
@@ -147,7 +147,7 @@ def current_stream() -> Any:
     return torch.accelerator.current_stream() if is_in_use() else None
 
 
-def enter_stream(stream: Any, scope: Undo) -> None:
+def enter_stream(stream: Any, scope: UndoList) -> None:
     """Launch work on `stream`, and on its device, until `scope` ends.
 
     It runs after all that was launched on the stream that is left, which in turn waits
@@ -165,7 +165,8 @@ def enter_stream(stream: Any, scope: Undo) -> None:
 def _leave_stream(stream: Any, of_device: Any, left: Any) -> None:
     left.wait_stream(stream)
     torch.accelerator.set_stream(of_device)
-    torch.accelerator.set_stream(left)
+    if left != of_device:
+        torch.accelerator.set_stream(left)
 
 
 # Memory.

@@ -104,9 +104,7 @@ class Fitted:
         """Return predicted and measured values, and what each region keeps, as text."""
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
-        memory = last.memory
-        for taken in () if memory is None else memory.devices:
-            lines += memory_lines(taken, memory.host_bytes)
+        lines += memory_lines(last.memory)
         if self.slowdown is not None:
             lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
             off = term_off(self.profile, self.plan, last.schedule, self.slowdown)

@@ -197,7 +197,7 @@ def test_settings_of_the_process_have_a_part_in_the_key(write, read, value):
         (key, "_own_digest", lambda: "another"),
         (torch, "__version__", "another"),
         (platform, "python_version", lambda: "another"),
-        (torch.cuda, "is_available", lambda: "another"),
+        (torch.accelerator, "is_available", lambda: "another"),
         (sys.modules[__name__], "SCALE", 4.0),
         (sys.modules[__name__], "helper", F.relu),
         (Net, "forward", Otherwise.forward),

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from membudget.text import format_bytes
 
 if TYPE_CHECKING:
-    from membudget.memory import DevicePeak
+    from membudget.memory import DevicePeak, Peak
 
 
-def memory_lines(taken: DevicePeak, host_bytes: int) -> list[str]:
+def memory_lines(measured: Peak[Any] | None) -> list[str]:
+    """Return lines on what a step took on the accelerator; none if that was nothing."""
+    if measured is None:
+        return []
+    host_bytes = measured.host_bytes
+    return [line for d in measured.devices for line in device_lines(d, host_bytes)]
+
+
+def device_lines(taken: DevicePeak, host_bytes: int) -> list[str]:
     r"""Return lines that say what the reserved bytes of a device were taken for.
 
     Example:
         >>> from membudget.memory import DevicePeak
         >>> taken = DevicePeak("cuda:0", 3_000_000, 0, 3_145_728, 4_194_304, 0)
-        >>> print(*memory_lines(taken, 2048), sep="\\n")
+        >>> print(*device_lines(taken, 2048), sep="\\n")
         requested      2.9 MiB  of cuda:0, by tensors
         allocated      3.0 MiB  the same, rounded up to blocks
         reserved       4.0 MiB  of which 25.0% are in no such block: fragmentation
