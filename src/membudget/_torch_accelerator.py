@@ -169,6 +169,14 @@ def _leave_stream(stream: Any, of_device: Any, left: Any) -> None:
         torch.accelerator.set_stream(left)
 
 
+def lend_to_current_stream(tensor: Tensor, made_on: Any) -> None:
+    """Let work that is launched now use a tensor that was made on another stream."""
+    now = torch.accelerator.current_stream(made_on.device_index)
+    if now != made_on:
+        now.wait_stream(made_on)
+        tensor.record_stream(now)
+
+
 # Memory.
 
 

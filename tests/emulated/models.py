@@ -73,7 +73,9 @@ def outcome(model: nn.Module, batch: Tensor, run: Any = step) -> list[Tensor]:
     return [tensor.detach().cpu() for tensor in found] + [state]
 
 
-def unequal(made: Callable[[], tuple[nn.Module, Tensor]], wrap: Wrap, **how: Any) -> str:
+def unequal(
+    made: Callable[[], tuple[nn.Module, Tensor]], wrap: Wrap, **how: Any
+) -> str:
     """Compare a wrapped model's step with the plain one; return what differs."""
     plain = outcome(*made(), **how)
     model, batch = made()

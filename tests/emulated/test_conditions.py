@@ -92,6 +92,7 @@ class Sides(nn.Module):
         self.side.wait_stream(main)
         with self.side:
             y = self.one(x).sin().exp()
+            x.record_stream(self.side)
             y.record_stream(main)
         z = self.two(x).cos()
         main.wait_stream(self.side)

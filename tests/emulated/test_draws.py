@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -39,9 +37,8 @@ def test_g1_a_region_draws_on_the_device_what_its_forward_drew(made, options):
     assert unequal(lambda: (made()[0], batch), each_block(**options)) == ""
 
 
-@pytest.mark.parametrize("made", [gpt, cnn])
-def test_g5_without_guards_a_region_draws_what_its_forward_drew(made):
-    assert unequal(made, each_block(guards=False)) == ""
+def test_g5_without_guards_a_region_draws_what_its_forward_drew():
+    assert unequal(gpt, each_block(guards=False)) == ""
 
 
 def test_g1_a_region_leaves_another_device_s_stream_where_it_was():
@@ -57,7 +54,9 @@ def test_g1_a_region_leaves_another_device_s_stream_where_it_was():
     step(gpt()[0], batch)
     torch.emu.manual_seed_all(3)  # type: ignore[attr-defined]
     again = [torch.rand(2, device="emu:1") for _ in range(2)]
-    assert torch.equal(torch.stack([first.cpu(), second.cpu()]), torch.stack(again).cpu())
+    assert torch.equal(
+        torch.stack([first.cpu(), second.cpu()]), torch.stack(again).cpu()
+    )
 
 
 @pytest.mark.parametrize("engine", ["rerun", "replay"])
@@ -67,7 +66,8 @@ def test_g1_regions_of_two_threads_draw_again_what_each_drew(engine):
     wrong: list[str] = []
 
     def noise(x: Tensor) -> Tensor:
-        together.wait(60)
+        if threading.current_thread() in threads:  # A recompute is in the device's.
+            together.wait(60)
         drawn = torch.rand_like(x)
         seen.append(drawn.detach().cpu())
         return (x * drawn).sin()
@@ -155,8 +155,9 @@ def test_g1_a_replay_refuses_only_what_draws_from_such_a_generator(monkeypatch):
 
 
 def test_g1_fit_trains_to_the_plain_step_s_bits_on_the_device():
-    def wrap(model: nn.Module) -> Any:
-        return mb.fit(model, gpt()[1], "60%", measure="none")
+    def wrap(model: nn.Module) -> None:
+        fitted = mb.fit(model, cnn(6)[1], "70%", measure="none")
+        assert fitted.plan.regions
 
     emu.configure(segment_bytes=512)
-    assert unequal(gpt, wrap) == ""
+    assert unequal(lambda: cnn(6), wrap) == ""
