@@ -11,6 +11,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,27 @@ import torch
 from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
 from tests import seconds
+
+EMULATED = Path(__file__).parent / "emulated"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose the device that tests make their tensors on."""
+    parser.addoption("--device", choices=["cpu", "emu"], default="cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the emulated device, for the whole of this process."""
+    if config.getoption("--device") == "emu":
+        from tests.emulated import emu
+
+        emu.configure()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keep what imports the emulated device out of every other process."""
+    is_wanted = config.getoption("--device") == "emu"
+    return None if is_wanted or collection_path != EMULATED else True
 
 
 def device_name() -> str:
@@ -54,7 +76,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a CUDA device where there is none."""
+    """Mark the tests of the emulated device; skip those that need a missing CUDA."""
+    if items and items[0].config.getoption("--device") == "emu":
+        for item in items:
+            item.add_marker("emulated")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
