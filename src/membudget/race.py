@@ -12,8 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
-import torch
-
+from membudget._torch_accelerator import is_in_use
 from membudget.planned import PlanRegions, put_on, take_off
 from membudget.profile.cost import synchronised_clock
 from membudget.progress import stage
@@ -128,6 +127,6 @@ def _timed(step: Step, clock: Callable[[], float]) -> _Timed:
 
 
 def _clock() -> Callable[[], float]:
-    if torch.cuda.is_initialized():
+    if is_in_use():
         return synchronised_clock()
     return time.process_time

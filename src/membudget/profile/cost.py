@@ -37,6 +37,7 @@ from torch.utils.flop_counter import (
 )
 
 from membudget._torch import tree_iter
+from membudget._torch_accelerator import in_use, synchronize
 from membudget.graph import Operator, StepGraph
 from membudget.profile.devices import Device, this_processor
 
@@ -97,12 +98,13 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
 
 
 def synchronised_clock() -> Callable[[], float]:
-    """Return a clock that waits for pending CUDA kernels before each reading."""
-    if not torch.cuda.is_initialized():
+    """Return a clock that waits for what was launched before each reading."""
+    devices = in_use()
+    if not devices:
         return time.perf_counter
 
     def clock() -> float:
-        torch.cuda.synchronize()
+        synchronize(devices)
         return time.perf_counter()
 
     return clock
