@@ -47,6 +47,8 @@ REPLAY_TESTS = (
     *("tests/engine/replay", "tests/replay", "tests/conformance"),
     "tests/operators/test_planted_faults.py",
 )
+# The tests that run on the emulated device: its own, and these over again.
+DEVICE_TESTS = ("tests/emulated", "tests/conformance")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -88,6 +90,8 @@ def test(arguments: Sequence[str]) -> int:
     failed = failed_checks()
     if not rest and run_python("-m", "membudget", "native") == 0:
         failed |= over_python([*workers, *markers])
+    if not rest:
+        failed |= on_device([*workers, *markers])
     # These tests are last, so that their closing line is: it says what failed before.
     os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
     tested = run_python("-m", "pytest", "-q", *workers, *markers, *rest)
@@ -101,6 +105,23 @@ def over_python(options: Sequence[str]) -> dict[str, int]:
     code = run_python("-m", "pytest", "-q", *options, *REPLAY_TESTS)
     del os.environ["MEMBUDGET_NATIVE"]
     return {"pytest over Python": code} if code else {}
+
+
+def on_device(options: Sequence[str]) -> dict[str, int]:
+    """Test on the emulated device, in processes of its own; return what failed.
+
+    It takes a C++ compiler. Where there is none, the closing line of the tests says so,
+    and CI fails.
+    """
+    print("On the emulated device, then all on the CPU:")
+    built = run_python("-m", "tests.emulated")
+    if built:
+        os.environ["MEMBUDGET_SKIPPED_CHECKS"] = "the emulated device"
+        has_no_compiler = built == 3
+        is_allowed = has_no_compiler and not os.environ.get("CI")
+        return {} if is_allowed else {"building the emulated device": built}
+    code = run_python("-m", "pytest", "-q", "--device=emu", *options, *DEVICE_TESTS)
+    return {"pytest on the emulated device": code} if code else {}
 
 
 def field(arguments: Sequence[str]) -> int:

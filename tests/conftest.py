@@ -18,7 +18,7 @@ import torch
 
 from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
-from tests import seconds
+from tests import devices, seconds
 
 EMULATED = Path(__file__).parent / "emulated"
 
@@ -62,6 +62,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if failed := os.environ.get("MEMBUDGET_FAILED_CHECKS"):
         terminalreporter.section("failed before pytest", red=True)
         terminalreporter.line(f"{failed}: see the output above")
+    if skipped := os.environ.get("MEMBUDGET_SKIPPED_CHECKS"):
+        terminalreporter.line(f"not tested, for want of a C++ compiler: {skipped}")
     if triples := [
         value
         for reports in terminalreporter.stats.values()
@@ -75,11 +77,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of the emulated device; skip those that need a missing CUDA."""
-    if items and items[0].config.getoption("--device") == "emu":
-        for item in items:
-            item.add_marker("emulated")
+    """Mark and share out tests for the device; skip those that need a missing one."""
+    if items and (device := items[0].config.getoption("--device")) != "cpu":
+        devices.share_out(items, device, EMULATED)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -82,12 +82,6 @@ inline int device_of(const c10::OperatorHandle& op, c10::ArrayRef<IValue> operan
   return device.value_or(current_device);
 }
 
-inline bool is_generator(const c10::Argument& argument) {
-  auto type = argument.type();
-  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-  return type->kind() == c10::TypeKind::GeneratorType;
-}
-
 inline Stack operands_on_cpu(
     const c10::OperatorHandle& op, c10::ArrayRef<IValue> operands, OnCpu& on_cpu, int device) {
   Stack stack;

@@ -90,6 +90,15 @@ inline Tensor on_meta(const Tensor& tensor) {
   return meta;
 }
 
+inline Tensor zeros_on_cpu(const Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return tensor;
+  auto zeros = at::empty_strided(
+      tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU)).zero_();
+  if (tensor.is_conj()) zeros._set_conj(true);
+  if (tensor.is_neg()) zeros._set_neg(true);
+  return zeros;
+}
+
 inline Tensor new_tensor(
     c10::IntArrayRef sizes, c10::IntArrayRef strides, at::ScalarType type, int device) {
   c10::DeviceGuard guard(c10::Device(device_type, static_cast<c10::DeviceIndex>(device)));

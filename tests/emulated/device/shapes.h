@@ -1,9 +1,10 @@
 // What an operator returns, by its shape function, remembered by its operands.
 //
-// The results of a launch need memory before their values exist. Their shapes come from
-// the operator's kernel for the device "meta". Most of those are Python and take up to a
-// millisecond, so what they say is kept, by operator and by whatever of the operands can
-// change it: layouts, data types, integers; of a number only its type, unless the
+// The results of a launch need memory before their values exist. The operator's kernel
+// for the device "meta" says whether their shapes are known without values; the CPU's
+// kernel, run on zeros, says how it lays them out, which for some differs. Both take up
+// to a millisecond, so what they say is kept, by operator and by whatever of the operands
+// can change it: layouts, data types, integers; of a number only its type, unless the
 // operator has no tensor among its operands, as `arange` has none.
 
 #pragma once
@@ -102,6 +103,12 @@ inline std::optional<size_t> operand_of(const c10::FunctionSchema& schema, size_
   return {};
 }
 
+inline bool is_generator(const c10::Argument& argument) {
+  auto type = argument.type();
+  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  return type->kind() == c10::TypeKind::GeneratorType;
+}
+
 class ShapeCache {
  public:
   const Shapes& of(const c10::OperatorHandle& op, c10::ArrayRef<IValue> operands) {
@@ -139,6 +146,7 @@ class ShapeCache {
     } catch (const std::exception&) {
       return {};  // No shape function, or one that needs the values, or an error to see.
     }
+    if (schema.name().rfind("aten::", 0) == 0) ask_cpu(op, operands, &stack);
     Shapes shapes{true};
     for (size_t i = 0; i < schema.returns().size(); ++i)
       shapes.results.push_back(result(schema, i, stack[i]));
@@ -147,6 +155,25 @@ class ShapeCache {
           metas[i].toTensor().sizes() != operands[i].toTensor().sizes())
         shapes.resized.emplace_back(i, metas[i].toTensor().sizes().vec());
     return shapes;
+  }
+
+  // Put in place of the shapes what the CPU's kernel makes of zeros, if it takes them.
+  static void ask_cpu(
+      const c10::OperatorHandle& op, c10::ArrayRef<IValue> operands, Stack* shapes) {
+    Stack stack;
+    try {
+      StraightToKernels straight;
+      for (size_t i = 0; i < operands.size(); ++i)
+        stack.push_back(
+            is_generator(op.schema().arguments()[i])
+                ? IValue(at::detail::createCPUGenerator())
+                : operands[i].isDevice() ? IValue(c10::Device(at::kCPU))
+                                         : mapped(operands[i], zeros_on_cpu));
+      op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+    } catch (const std::exception&) {
+      return;  // Such as the inverse of zeros.
+    }
+    *shapes = std::move(stack);
   }
 
   static Result result(const c10::FunctionSchema& schema, size_t i, const IValue& value) {
