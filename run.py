@@ -49,6 +49,8 @@ REPLAY_TESTS = (
     "tests/operators/test_planted_faults.py",
     *sorted(map(str, ROOT.glob("tests/conformance/test_replay*.py"))),
 )
+# The tests that run on the emulated device: its own, and these over again.
+DEVICE_TESTS = ("tests/emulated", "tests/conformance")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
@@ -95,6 +97,8 @@ def test(arguments: Sequence[str]) -> int:
     failed = failed_checks()
     if not rest and run_python("-m", "membudget", "native") == 0:
         failed |= over_python([*options, "-m", *again])
+    if not rest:
+        failed |= on_device([*options, "-m", chosen])
     # These tests are last, so that their closing line is: it says what failed before.
     os.environ["MEMBUDGET_FAILED_CHECKS"] = ", ".join(failed)
     tested = run_python("-m", "pytest", "-q", *options, "-m", chosen, *rest)
@@ -108,6 +112,23 @@ def over_python(options: Sequence[str]) -> dict[str, int]:
     code = run_python("-m", "pytest", "-q", *options)
     del os.environ["MEMBUDGET_NATIVE"]
     return {"pytest over Python": code} if code else {}
+
+
+def on_device(options: Sequence[str]) -> dict[str, int]:
+    """Test on the emulated device, in processes of its own; return what failed.
+
+    It takes a C++ compiler. Where there is none, the closing line of the tests says so,
+    and CI fails.
+    """
+    print("On the emulated device, then all on the CPU:")
+    built = run_python("-m", "tests.emulated")
+    if built:
+        os.environ["MEMBUDGET_SKIPPED_CHECKS"] = "the emulated device"
+        has_no_compiler = built == 3
+        is_allowed = has_no_compiler and not os.environ.get("CI")
+        return {} if is_allowed else {"building the emulated device": built}
+    code = run_python("-m", "pytest", "-q", "--device=emu", *options, *DEVICE_TESTS)
+    return {"pytest on the emulated device": code} if code else {}
 
 
 def field(arguments: Sequence[str]) -> int:

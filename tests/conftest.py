@@ -12,13 +12,35 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
-from tests import seconds
+from tests import devices, seconds
+
+EMULATED = Path(__file__).parent / "emulated"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run choose the device that tests make their tensors on."""
+    parser.addoption("--device", choices=["cpu", "emu"], default="cpu")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the emulated device, for the whole of this process."""
+    if config.getoption("--device") == "emu":
+        from tests.emulated import emu
+
+        emu.configure()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Keep what imports the emulated device out of every other process."""
+    is_wanted = config.getoption("--device") == "emu"
+    return None if is_wanted or collection_path != EMULATED else True
 
 
 def device_name() -> str:
@@ -41,6 +63,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if failed := os.environ.get("MEMBUDGET_FAILED_CHECKS"):
         terminalreporter.section("failed before pytest", red=True)
         terminalreporter.line(f"{failed}: see the output above")
+    if skipped := os.environ.get("MEMBUDGET_SKIPPED_CHECKS"):
+        terminalreporter.line(f"not tested, for want of a C++ compiler: {skipped}")
     if triples := [
         value
         for reports in terminalreporter.stats.values()
@@ -54,14 +78,29 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests that need a CUDA device where there is none."""
+    """Mark and share out tests for the device; skip those that need a missing one."""
+    if items and (device := items[0].config.getoption("--device")) != "cpu":
+        devices.share_out(items, device, EMULATED)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Make tensors on the device that the run chose, unless the test names its own."""
+    device = request.config.getoption("--device")
+    if device == "cpu" or EMULATED in request.path.parents:
+        yield
+        return
+    with torch.device(device):
+        yield
+    torch.accelerator.synchronize()
 
 
 @pytest.fixture

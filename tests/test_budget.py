@@ -7,44 +7,56 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget.budget import MARGIN_PERCENT, budget_in_all, free_bytes, usable_bytes
+from membudget import budget
+from membudget.budget import MARGIN_PERCENT, Budget, absent_bytes, free_budget
 from membudget.errors import OptionError
 from membudget.fit import fit
 from membudget.graph import StaticBytes
+from tests.accelerators import Allocator, pretend
 
 STATIC = StaticBytes(parameters=800, buffers=30, inputs=70, optimizer=1600)
 
 
-@pytest.mark.parametrize(
-    ("free", "reserved", "allocated"),
-    [(0, 0, 0), (10**10, 0, 0), (10**9, 5 * 10**8, 10**8), (0, 1000, 1000), (19, 1, 1)],
-)
-def test_what_is_usable_is_free_or_reserved_and_unused_less_the_margin(
-    free, reserved, allocated
+def test_without_a_budget_a_step_gets_what_is_allocated_and_most_of_what_is_free(
+    monkeypatch,
 ):
-    found = usable_bytes(free, reserved, allocated)
-
-    whole = free + reserved - allocated
-    assert 0 <= found <= whole
-    assert whole - found == whole * MARGIN_PERCENT // 100
-
-
-def test_what_is_there_counts_in_the_budget_and_state_that_is_not_there_has_to_fit():
-    assert budget_in_all(STATIC, torch.optim.AdamW, 5000) == 900 + 5000
-    without = StaticBytes(parameters=800, buffers=30, inputs=70, optimizer=0)
-    assert budget_in_all(without, None, 5000) == 900 + 5000
+    device = pretend(monkeypatch)  # 1,000 bytes are free on each device.
+    device.allocators[0] = Allocator(requested=300, reserved=500)
+    model = nn.Linear(2, 2)
+    monkeypatch.setattr(budget, "_device_of", lambda model: torch.device("cuda:0"))
+    assert free_budget(model) == 300 + (1000 + 500 - 300) * 95 // 100
+    # The process may use no more than 1,200 of the device's 10,000 bytes.
+    device.module.get_per_process_memory_fraction = lambda device: 0.12
+    assert free_budget(model) == 300 + (1200 - 300) * 95 // 100
 
 
-def test_state_that_an_optimizer_has_already_is_there():
+def test_optimizer_state_that_the_first_step_makes_is_absent():
+    assert absent_bytes(STATIC, torch.optim.AdamW) == 1600
     weight = nn.Parameter(torch.ones(10))
     optimizer = torch.optim.Adam([weight])
     static = StaticBytes(parameters=40, buffers=0, inputs=0, optimizer=84)
-    assert budget_in_all(static, optimizer, 1000) == 40 + 1000
+    assert absent_bytes(static, optimizer) == 84
 
     weight.grad = torch.ones(10)
     optimizer.step()
 
-    assert budget_in_all(static, optimizer, 1000) == 40 + 84 + 1000
+    assert absent_bytes(static, optimizer) == 0
+
+
+def test_on_a_device_bytes_bound_all_that_the_process_reserves():
+    graph = mb.profile(nn.Linear(2, 2), torch.ones(1, 2), fake=True).graph
+    asked = Budget(step_bytes=2000, before_bytes=500, absent_bytes=100)
+    found = asked.on_device(graph, 700, plain_bytes=5000)
+    assert (found.step_bytes, found.before_bytes) == (2500 - 800, 800)
+
+
+@pytest.mark.parametrize(("asked", "step_bytes"), [("50%", 2500), ("100%", 5000)])
+def test_on_a_device_a_share_is_of_what_the_plain_step_reserves(asked, step_bytes):
+    plain = mb.profile(nn.Linear(2, 2), torch.ones(1, 2), fake=True)
+    found = Budget.of(asked, plain).on_device(plain.graph, 700, plain_bytes=5000)
+    assert (found.step_bytes, found.before_bytes) == (step_bytes, 700)
+    unmeasured = Budget.of(asked, plain).on_device(plain.graph, 700, plain_bytes=None)
+    assert unmeasured.step_bytes == Budget.of(asked, plain).step_bytes
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -56,10 +68,10 @@ def test_a_cpu_has_no_budget_of_its_own(device):
 
 def test_a_model_on_no_device_or_on_several_needs_a_budget():
     with pytest.raises(OptionError, match="is on no device: give bytes"):
-        free_bytes(nn.GELU())
+        free_budget(nn.GELU())
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
     with pytest.raises(OptionError, match="is on cpu and meta: give bytes"):
-        free_bytes(model)
+        free_budget(model)
 
 
 def test_without_a_budget_no_step_is_run_on_a_cpu():

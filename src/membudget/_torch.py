@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import (
 )
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from membudget._torch_accelerator import is_capturing
 from membudget._torch_observing import exclude_observers, is_observing_excluded
 
 # torch names the modules of modes and trees with an underscore, although its own
@@ -199,14 +200,12 @@ def without_modes() -> Iterator[None]:
 def may_read_bytes() -> bool:
     """Return whether the contents of tensors can be read now.
 
-    Reading is impossible during CUDA graph capture, which forbids synchronisation, and
+    Reading is impossible while work is captured into a graph, and
     inside `torch.func` transforms, which wrap tensors.
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    return not (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )
+    return not is_capturing()
 
 
 # The error message set by code that disabled saved-tensor hooks; `None` while they are

@@ -9,9 +9,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from membudget.apply import Applied, apply
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
+from membudget.memory import Peak
 from membudget.outcome import Metered, at_fault, check_equal, metered
 from membudget.planner.plan import Plan, RegionPlan
 from membudget.planner.schedule import Schedule
@@ -31,11 +33,13 @@ class Attempt:
         plan: The plan that was applied.
         schedule: The schedule that the plan implements.
         peak_bytes: Measured peak bytes that a step under the plan allocates.
+        memory: What the meter measured, in detail.
     """
 
     plan: Plan
     schedule: Schedule
     peak_bytes: int
+    memory: Peak[Any] | None = None
 
 
 class RegionsAtFaultError(RecomputeMismatchError):
@@ -81,7 +85,7 @@ def try_plan(
             if plain is None:
                 raise
             raise RegionsAtFaultError(_reasons(step, plan, plain, error)) from error
-    return Attempt(plan, schedule, found.peak_bytes), applied
+    return Attempt(plan, schedule, found.peak_bytes, found.memory), applied
 
 
 def run_under(step: Step, plan: Plan, plain: Metered | None) -> tuple[Metered, Applied]:

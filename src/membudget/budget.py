@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import tree_iter
+from membudget._torch_accelerator import is_on_accelerator, usable_bytes
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import StaticBytes, StepGraph
 from membudget.memory.peak import storage_bytes
@@ -20,7 +21,9 @@ from membudget.profile import Profile
 from membudget.text import parse_bytes
 
 MARGIN_PERCENT = 5
-"""Percentage of free memory left for the allocator's rounding and fragmentation."""
+"""Percentage of free memory left for what the allocator does not count."""
+
+_USED_PERCENT = 100 - MARGIN_PERCENT
 
 
 @dataclass(frozen=True)
@@ -31,13 +34,17 @@ class Budget:
         step_bytes: Peak bytes that the step may add to the bytes in use before it.
         before_bytes: Bytes in use before the step: parameters, buffers, optimizer
             state and batch.
+        share: What was asked for, if that is relative to the plain step.
+        absent_bytes: Bytes of `before_bytes` that a first step has yet to allocate.
     """
 
     step_bytes: int
     before_bytes: int
+    share: Share | None = None
+    absent_bytes: int = 0
 
     @classmethod
-    def of(cls, asked: int | str, plain: Profile) -> Budget:
+    def of(cls, asked: int | str, plain: Profile, absent_bytes: int = 0) -> Budget:
         """Create a budget from the user's setting.
 
         Args:
@@ -46,6 +53,7 @@ class Budget:
                 `"40% of activations"`: all gradients of parameters, and 40 % of what
                 the peak of the plain step exceeds them by.
             plain: Profile of the plain step, without regions.
+            absent_bytes: Bytes of optimizer state that does not exist yet.
 
         Raises:
             OptionError: If `asked` is neither a size in bytes nor a percentage.
@@ -53,11 +61,30 @@ class Budget:
         before_bytes = plain.graph.static.total
         share = share_of(asked)
         if share is not None:
-            whole = gradient_bytes(plain.graph) if share.is_of_activations else 0
-            step_bytes = whole + int(share.part * (plain.peak_bytes - whole))
-            return cls(step_bytes, before_bytes)
-        # May be negative: the planner then refuses, and names the smallest budget.
-        return cls(_bytes_of(asked) - before_bytes, before_bytes)
+            step_bytes = share.of(plain.graph, plain.peak_bytes)
+        else:
+            # May be negative: the planner then refuses, and names the smallest budget.
+            step_bytes = _bytes_of(asked) - before_bytes
+        return cls(step_bytes, before_bytes, share, absent_bytes)
+
+    def on_device(
+        self, graph: StepGraph, reserved_bytes: int, plain_bytes: int | None
+    ) -> Budget:
+        """Return the budget for a device, where it bounds what the process reserves.
+
+        Args:
+            graph: The plain step.
+            reserved_bytes: Bytes that the process has reserved before the step, be it
+                for the model or for anything else.
+            plain_bytes: Bytes that the plain step reserves beyond these, if measured.
+        """
+        before = reserved_bytes + self.absent_bytes
+        step_bytes = self.bytes_in_all - before
+        if self.share is not None:
+            step_bytes = self.step_bytes
+            if plain_bytes is not None:
+                step_bytes = self.share.of(graph, plain_bytes)
+        return replace(self, step_bytes=step_bytes, before_bytes=before)
 
     @property
     def bytes_in_all(self) -> int:
@@ -127,6 +154,11 @@ class Share(NamedTuple):
     part: float
     is_of_activations: bool
 
+    def of(self, graph: StepGraph, peak_bytes: int) -> int:
+        """Return this share of a plain step's peak, with gradients whole if asked."""
+        whole = gradient_bytes(graph) if self.is_of_activations else 0
+        return whole + int(self.part * (peak_bytes - whole))
+
 
 _SHARE = re.compile(r"([^%]*)%\s*(of\s+activations)?", re.IGNORECASE)
 
@@ -168,57 +200,39 @@ def gradient_bytes(graph: StepGraph) -> int:
     return max(live_bytes(len(graph.operators), made), default=0)
 
 
-# Without a budget, a step may use all free memory of its device.
+def free_budget(model: Module) -> int:
+    """Return the budget of those who give none: all that the model's device has.
 
-
-def free_bytes(model: Module) -> int:
-    """Return the bytes that a model's device can allocate now, minus a 5 % margin.
+    It is what the process has allocated there, and what is free, minus a 5 % margin.
 
     Raises:
-        OptionError: If the model is not entirely on one CUDA device.
+        OptionError: If the model is not entirely on one device of an accelerator.
     """
     device = _device_of(model)
-    free, total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    free = min(free, int(share * total) - reserved)
-    return usable_bytes(free, reserved, torch.cuda.memory_allocated(device))
+    free = usable_bytes(device)
+    return torch.accelerator.memory_allocated(device) + free * _USED_PERCENT // 100
 
 
-def usable_bytes(free: int, reserved: int, allocated: int) -> int:
-    """Return the bytes that the CUDA allocator can provide, minus a 5 % margin.
-
-    Example:
-        >>> usable_bytes(free=700, reserved=500, allocated=200)
-        950
-    """
-    found = free + reserved - allocated  # Blocks in the allocator's cache are usable.
-    return found - found * MARGIN_PERCENT // 100
-
-
-def budget_in_all(static: StaticBytes, optimizer: Any, usable: int) -> int:
-    """Return the total budget: bytes in use before the step plus free bytes.
-
-    Optimizer state that the first step has yet to create comes out of the free bytes.
+def absent_bytes(static: StaticBytes, optimizer: Any) -> int:
+    """Return the bytes of optimizer state that the first step has yet to create.
 
     Example:
         >>> static = StaticBytes(parameters=100, buffers=0, inputs=20, optimizer=200)
-        >>> budget_in_all(static, torch.optim.AdamW, 1000)
-        1120
+        >>> absent_bytes(static, torch.optim.AdamW)
+        200
     """
     state = getattr(optimizer, "state", None)
     leaves = tree_iter(dict(state)) if isinstance(state, dict) else ()
     there = storage_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor))
-    absent = max(0, static.optimizer - there)
-    return static.total - absent + usable
+    return max(0, static.optimizer - there)
 
 
 def _device_of(model: Module) -> torch.device:
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    if len(devices) != 1 or any(device.type != "cuda" for device in devices):
+    if len(devices) != 1 or not all(map(is_on_accelerator, devices)):
         names = " and ".join(sorted(map(str, devices))) or "no device"
         raise OptionError(
-            "budget=None takes what is free on the model's CUDA device; this model is "
+            "budget=None takes what is free on the model's accelerator; this model is "
             f"on {names}: give bytes, such as budget='8GiB'"
         )
     return devices.pop()

@@ -125,10 +125,11 @@ def _add_native(commands: Any) -> None:
 
 
 def _native(options: argparse.Namespace) -> int:
-    from membudget.engine.native.library import build, find
+    from membudget.engine.native.library import RECORDER
 
     # A build that failed before is tried again.
-    print(f"The recorder in C++ is {build(again=find() is None)}")
+    built = RECORDER.build(again=RECORDER.find() is None)
+    print(f"The recorder in C++ is {built}")
     return OK
 
 

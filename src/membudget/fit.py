@@ -19,7 +19,7 @@ from typing import Any, get_args
 from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory, map_blocks_if_limited
-from membudget.budget import Budget, budget_in_all, check_budget, free_bytes
+from membudget.budget import Budget, absent_bytes, check_budget, free_budget
 from membudget.deadline import Deadline
 from membudget.errors import OptionError
 from membudget.fittable import check_fittable
@@ -67,7 +67,9 @@ def fit(
         budget: Total bytes, as a number or `"8GiB"`, including the memory in use before
             the step (parameters, buffers, optimizer state, the batch). `"40%"` means
             40 % of the plain step's peak above that, `"40% of activations"` its
-            gradients plus 40 % of the rest. `None` means the free CUDA memory less 5 %.
+            gradients plus 40 % of the rest. On an accelerator, it bounds what the
+            process reserves, which is what runs out, and `None` takes what is free,
+            less 5 %.
         loss_fn: Computes the loss from `(output, batch)`, or for a pair from `(output,
             targets)`. By default, the loss is what the model's `training_step` returns
             (Lightning), or found in the output; see `profile`.
@@ -132,15 +134,13 @@ def fit(
     notes = (MAPS_BLOCKS,) if map_blocks_if_limited() else ()
     with without_plan(step.model):
         check_fittable(step)
-        # Read before profiling, which allocates memory itself.
-        usable = free_bytes(step.model) if budget is None else 0
+        if budget is None:  # Before profiling, which allocates memory itself.
+            budget = free_budget(step.model)
         while True:
             plain = _profiled(step, optimizer, fake, device, kept)
             plain = replace(plain, notes=plain.notes + notes)
-            asked = budget
-            if asked is None:
-                asked = budget_in_all(plain.graph.static, optimizer, usable)
-            limit = Budget.of(asked, plain)
+            absent = absent_bytes(plain.graph.static, optimizer)
+            limit = Budget.of(budget, plain, absent)
             with suppress(StaleProfileError):
                 return fit_recorded(step, plain, limit, mode, measure, deadline)
             assert kept is not None  # Only a profile of the cache can be stale.

@@ -15,6 +15,7 @@ from membudget.planner.planner import smoothed
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE, NOT_CACHED
 from membudget.race import Slowdown
+from membudget.report.memory_text import memory_lines
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import CallableStep, Step
 from membudget.terms import term_off
@@ -103,6 +104,7 @@ class Fitted:
         """Return predicted and measured values, and what each region keeps, as text."""
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
+        lines += memory_lines(last.memory)
         if self.slowdown is not None:
             lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
             off = term_off(self.profile, last, self.slowdown)

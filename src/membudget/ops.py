@@ -168,7 +168,8 @@ class OperatorFacts:
         self.is_copy = name == "aten::_to_copy"
         self.is_foreign = operator.namespace not in _HONEST_NAMESPACES
         self.is_gather = name == "fsdp::all_gather_copy_in"
-        self.is_query = operator.namespace in _QUERY_NAMESPACES
+        is_note = name == "aten::record_stream"  # To the allocator.
+        self.is_query = is_note or operator.namespace in _QUERY_NAMESPACES
         self.is_numbered = name not in ("aten::detach", "aten::alias")
         self.is_routing = name in _ROUTING
         self.statistics = _statistics(name)

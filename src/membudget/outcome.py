@@ -9,12 +9,12 @@ and draws the same random numbers; the first fills caches, and verifies the plan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar, cast
 
 from membudget.audit.differences import Outcome, Results, compare
 from membudget.errors import RecomputeMismatchError
-from membudget.memory import peak
+from membudget.memory import Peak, peak_on
 from membudget.planned import without_plan
 from membudget.state.identity import digest
 from membudget.state.snapshot import State
@@ -32,12 +32,19 @@ class Metered:
     """One run of a step.
 
     Attributes:
-        peak_bytes: Peak bytes that the step allocated.
+        peak_bytes: Peak bytes that the step allocated; on an accelerator, reserved.
         outcome: Fingerprints of all that it computed or changed.
+        memory: What the meter measured, in detail.
     """
 
     peak_bytes: int
     outcome: Outcome
+    memory: Peak[Any] | None = None
+
+    @property
+    def live_bytes(self) -> int:
+        """Peak bytes of tensors, without what an allocator reserves beside them."""
+        return self.peak_bytes if self.memory is None else self.memory.peak_bytes
 
 
 def metered(step: Step, start: State) -> Metered:
@@ -48,10 +55,12 @@ def metered(step: Step, start: State) -> Metered:
         start: What `state_kept` yields.
     """
     step.prepare()
-    found = peak(step.run)
+    found = peak_on(step.device, step.run)
     results = Results(digest)
     results.add("loss", found.result)
-    return Metered(found.peak_bytes, Outcome(step.roots(), start, results))
+    outcome = Outcome(step.roots(), start, results)
+    memory: Peak[Any] = replace(cast(Peak[Any], found), result=None)
+    return Metered(found.bounded_bytes, outcome, memory)
 
 
 def plain_run(step: Step) -> Metered:

@@ -51,12 +51,16 @@ MOST_UNMETERED = 0.005
 def unseen_bytes(profile: Profile, plain: Metered | None) -> int:
     """Return the bytes that the plain step was measured to take beyond its profile.
 
+    On an accelerator, that is the margin that its allocator needs beside the tensors.
     It is 0 if the two agree, and if no plain step ran, because it may not fit.
     """
-    if plain is None:
-        return 0
-    unseen = plain.peak_bytes - profile.peak_bytes
-    return unseen if abs(unseen) > MOST_UNMETERED * plain.peak_bytes else 0
+    return 0 if plain is None else unlike_bytes(profile, plain.peak_bytes)
+
+
+def unlike_bytes(profile: Profile, peak_bytes: int) -> int:
+    """Return by how much a measured peak differs from a profile's; 0 if they agree."""
+    unseen = peak_bytes - profile.peak_bytes
+    return unseen if abs(unseen) > MOST_UNMETERED * peak_bytes else 0
 
 
 def without_calls(profile: Profile, paths: Container[str]) -> Profile:

@@ -21,6 +21,8 @@ from membudget.errors import (
     UnrepeatableWarning,
 )
 from membudget.fitted import NOT_COMPARED, Fitted
+from membudget.memory import storage_bytes
+from membudget.memory.allocator import RESERVED, at_rest
 from membudget.modes import AUTO
 from membudget.outcome import Metered, plain_run
 from membudget.planned import PlanRegions, put_on, take_off
@@ -28,6 +30,7 @@ from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
     next_schedules,
+    unlike_bytes,
     unseen_bytes,
     without_calls,
 )
@@ -63,6 +66,7 @@ def fit_recorded(
     deadline = deadline or Deadline(None)
     plain = _measured(step, profile)
     _check_current(profile, plain)
+    budget = _for_device(step, profile, plain, budget)
     if plain is None and profile.tensors == "real":
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
     left_out: dict[str, str] = {}
@@ -99,10 +103,24 @@ def _check_current(
     """Raise if a cached profile is not that of the steps that have run."""
     regions = () if applied is None else applied.status().regions
     differs = any(region.differences for region in regions)
-    if FROM_CACHE in profile.notes and (differs or unseen_bytes(profile, plain)):
+    unseen = 0 if plain is None else unlike_bytes(profile, plain.live_bytes)
+    if FROM_CACHE in profile.notes and (differs or unseen):
         if applied is not None:
             applied.remove()
         raise StaleProfileError
+
+
+def _for_device(
+    step: Step, profile: Profile, plain: Metered | None, budget: Budget
+) -> Budget:
+    """Return the budget for what the process reserves on the step's device."""
+    if step.device.type == "cpu":
+        return budget
+    gradients = (leaf.grad for leaf in step.leaves() if leaf.grad is not None)
+    # Every step runs with those set aside, and makes its own.
+    reserved = at_rest(step.device)[RESERVED] - storage_bytes(gradients)
+    plain_bytes = None if plain is None else plain.peak_bytes
+    return budget.on_device(profile.graph, reserved, plain_bytes)
 
 
 @dataclass

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from membudget._torch_accelerator import main_device
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
@@ -165,6 +166,11 @@ class Step:
         """Return the tensors in the batch, keyed by expressions such as `batch[0]`."""
         found = walk([("batch", self.batch)]).tensors
         return {name: tensor for name, (_, tensor) in found.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """The accelerator's device that has most of the model or batch, or the CPU."""
+        return main_device(self.tensors())
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every tensor of the model and of the batch."""

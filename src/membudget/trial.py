@@ -8,7 +8,7 @@ from statistics import median
 from membudget.engine.controls import disable_checkpointing
 from membudget.errors import OptionError
 from membudget.fitted import Fitted
-from membudget.memory import peak
+from membudget.memory import peak_on
 from membudget.profile.cost import step_clock
 from membudget.step import Step, state_kept
 
@@ -58,7 +58,7 @@ def try_steps(fitted: Fitted, step: Step, count: int, plain: bool = True) -> Tri
                     unplanned = _seconds(step)
                 if number:
                     plain_seconds.append(unplanned)
-        most = peak(step.run).peak_bytes
+        most = peak_on(step.device, step.run).bounded_bytes
         step.prepare()
     return Trial(
         max(most, fitted.peak_bytes), tuple(planned_seconds), tuple(plain_seconds)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import membudget as mb
+from tests import devices
 from tests.behaviours.steps import (
     Block,
     Region,
@@ -60,7 +61,7 @@ def test_b29_the_backward_of_a_region_draws_nothing() -> None:
 BETWEEN: dict[str, Callable[[], Any]] = {
     "draws": lambda: torch.randn(17),
     "reseeding": lambda: torch.manual_seed(123),
-    "another state": lambda: torch.set_rng_state(torch.Generator().get_state()),
+    "another state": lambda: torch.set_rng_state(devices.generator().get_state()),
 }
 
 

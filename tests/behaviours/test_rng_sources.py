@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
+from tests import devices
 from tests.behaviours.steps import (
     Region,
     differences,
@@ -63,7 +64,7 @@ def test_b34_an_explicit_generator_is_replayed_and_left_as_a_plain_run_does(
 ) -> None:
     # torch 2.13 restores the default generators only.
     def step(region: Region) -> Any:
-        generator = torch.Generator().manual_seed(3)
+        generator = devices.generator().manual_seed(3)
         x = torch.randn(20, requires_grad=True)
         y = USES[use](region, x, generator)
         if drawn_between:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from membudget.engine.arguments import HeldArguments
+from tests import devices
 
 Pair = namedtuple("Pair", "first second")
 
@@ -212,7 +213,7 @@ def test_a_container_in_which_an_item_was_exchanged_is_made_again():
 
 
 def test_the_tensors_and_the_other_objects_are_listed_in_order(x):
-    y, z, module, generator = x * 2, x * 3, torch.nn.Tanh(), torch.Generator()
+    y, z, module, generator = x * 2, x * 3, torch.nn.Tanh(), devices.generator()
     held = HeldArguments((x, [y, module], 3, x), {"a": z, "b": generator, "c": "d"})
     assert [t.data_ptr() for t in (x, y, z)] == [
         t.rebuild().data_ptr() for t in held.tensors
@@ -244,5 +245,5 @@ def test_the_devices_are_those_of_the_tensors():
 
     held = HeldArguments((), {})
     held.tensors += [Held(torch.device(name)) for name in ("cuda:1", "cpu", "cuda:0")]  # type: ignore[misc]
-    assert held.cuda_devices() == {0, 1}
-    assert HeldArguments((torch.ones(1),), {}).cuda_devices() == set()
+    assert list(map(str, held.devices())) == ["cuda:1", "cuda:0"]
+    assert HeldArguments((torch.ones(1),), {}).devices() == []

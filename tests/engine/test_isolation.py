@@ -10,21 +10,23 @@ import torch
 
 from membudget.engine import isolation
 from membudget.engine.isolation import generator_of
+from membudget.errors import CheckpointError
+from tests import devices
+from tests.accelerators import pretend
 
 X = torch.zeros(2)
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
+def two(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
     """Two CUDA devices, of which the second is the current one."""
-    generators = [torch.Generator(), torch.Generator()]
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    return generators
+    pretended = pretend(monkeypatch)
+    pretended.current = 1
+    return pretended.generators
 
 
 def test_a_generator_that_is_given_is_the_one():
-    generator = torch.Generator()
+    generator = devices.generator()
     assert generator_of((X, 0.5, generator), {}) is generator
     assert generator_of((X,), {"generator": generator}) is generator
     assert generator_of((X,), {"device": "cuda:0", "generator": generator}) is generator
@@ -42,11 +44,29 @@ def test_on_the_cpu_it_is_torch_s_own():
 @pytest.mark.parametrize(
     ("device", "index"), [("cuda:0", 0), ("cuda:1", 1), ("cuda", 1)]
 )
-def test_on_a_device_it_is_the_one_of_that_device(devices, device, index):
-    assert generator_of(([2],), {"device": device}) is devices[index]
-    assert generator_of(([2],), {"device": torch.device(device)}) is devices[index]
+def test_on_a_device_it_is_the_one_of_that_device(two, device, index):
+    assert generator_of(([2],), {"device": device}) is two[index]
+    assert generator_of(([2],), {"device": torch.device(device)}) is two[index]
     # The device that is named wins over that of an operand.
-    assert generator_of((X,), {"device": device}) is devices[index]
+    assert generator_of((X,), {"device": device}) is two[index]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says it lies on a CUDA device."""
+
+    device = torch.device("cuda:1")
+
+
+def test_beside_a_tensor_on_a_device_one_on_the_cpu_is_a_number(two):
+    on_device = torch.zeros(2).as_subclass(OnDevice)
+    assert generator_of((X, on_device), {}) is two[1]
+    assert generator_of((on_device, X), {}) is two[1]
+
+
+@pytest.mark.parametrize("device", ["xpu:0", "cuda:2"])
+def test_a_device_whose_generator_cannot_be_read_is_an_error(devices, device):
+    with pytest.raises(CheckpointError, match=f"generator of {device} cannot be read"):
+        generator_of(([2],), {"device": device})
 
 
 @pytest.fixture

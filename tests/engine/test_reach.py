@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from membudget.engine import reach as walk
 from membudget.engine import slots
 from membudget.engine.reach import Reached, reach
+from tests import devices
 
 # Globals that functions below name, among others that hold nothing.
 NUMBER, TEXT, NOTHING = 3, "text", None
 FIRST, SECOND, THIRD = torch.ones(1), torch.ones(2), torch.ones(3)
 IN_A_LIST, IN_A_DICT = [torch.ones(4)], {"key": [torch.ones(5)]}
-GENERATOR = torch.Generator()
+GENERATOR = devices.generator()
 
 
 def helper(x: Tensor) -> Tensor:
@@ -253,7 +254,7 @@ def test_a_normalisation_writes_its_statistics_in_training_and_in_silence(traini
 
 def test_private_generators_of_every_kind_are_found():
     generators = [
-        *(torch.Generator(), random.Random(0), np.random.default_rng(0)),
+        *(devices.generator(), random.Random(0), np.random.default_rng(0)),
         *(np.random.RandomState(0), type("Mine", (random.Random,), {})()),
     ]
     found = reach(Record(generators)).generators

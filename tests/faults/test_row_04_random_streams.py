@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from tests import devices
 from tests.faults.implementations import (
     Checkpoint,
     are_equal,
@@ -46,7 +47,7 @@ def scaled_by_numpy(x: Tensor) -> Tensor:
 
 
 def scaled_by_closed_over_generator() -> Region:
-    generator = torch.Generator().manual_seed(3)
+    generator = devices.generator().manual_seed(3)
     return lambda x: (x * torch.rand(x.shape, generator=generator)).sin()
 
 
@@ -55,7 +56,7 @@ class Jitter(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(3)
+        self.generator = devices.generator().manual_seed(3)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * torch.rand(x.shape, generator=self.generator)).sin()
@@ -84,7 +85,7 @@ def input_gradient(checkpoint: Checkpoint, make_region: Callable[[], Region]) ->
 def draws_after_step(checkpoint: Checkpoint) -> tuple[float, float, Tensor, Tensor]:
     """Run a step that draws from every stream; return the next draw from each."""
     seed_all(0)
-    own = torch.Generator().manual_seed(3)
+    own = devices.generator().manual_seed(3)
 
     def region(x: Tensor) -> Tensor:
         noise = torch.rand(8, generator=own)

@@ -12,7 +12,10 @@ from torch import nn
 from torch.autograd.profiler import profile
 
 import membudget as mb
+from membudget.errors import OptionError
+from membudget.memory import peak_on
 from membudget.memory.peak import Change, Events, _from_events
+from tests.accelerators import GIVEN_BYTES, Accelerator, pretend
 
 FLOAT_BYTES = 4
 
@@ -179,108 +182,89 @@ def test_the_peak_is_the_first_of_equal_ones_and_the_timeline_is_every_sum():
     assert (found.end_bytes, found.reserved_bytes, found.result) == (-2, 0, "result")
 
 
-class OnDevice(torch.Tensor):
-    """A tensor that says it lies on a CUDA device."""
-
-    is_cuda = True
-    device = torch.device("cuda:1")
-
-
-class Allocator:
-    """Counts as the allocator of a CUDA device does."""
-
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-        self.current = self.peak = 100
-        self.reserved = self.reserved_peak = 4096
-
-    def allocate(self, requested: int, reserved: int) -> None:
-        self.current += requested
-        self.reserved += reserved
-        self.peak = max(self.peak, self.current)
-        self.reserved_peak = max(self.reserved_peak, self.reserved)
-
-    def synchronize(self, device: torch.device) -> None:
-        self.asked.append(f"synchronize {device}")
-
-    def reset_peak_memory_stats(self, device: torch.device) -> None:
-        self.asked.append(f"reset {device}")
-        self.peak, self.reserved_peak = self.current, self.reserved
-
-    def memory_stats(self, device: torch.device) -> dict[str, int]:
-        self.asked.append(f"stats {device}")
-        return {
-            "requested_bytes.all.current": self.current,
-            "requested_bytes.all.peak": self.peak,
-            "reserved_bytes.all.current": self.reserved,
-            "reserved_bytes.all.peak": self.reserved_peak,
-        }
-
-
 @pytest.fixture
-def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
-    fake = Allocator()
-    for name in ("synchronize", "reset_peak_memory_stats", "memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, getattr(fake, name))
-    return fake
+def device(monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    return pretend(monkeypatch)
 
 
-@pytest.fixture
-def on_device() -> torch.Tensor:
-    return torch.zeros(2).as_subclass(OnDevice)
-
-
-def test_a_device_is_measured_by_its_allocator_s_statistics(allocator, on_device):
+def test_a_device_is_measured_by_its_allocator_s_statistics(device):
+    allocator = device.allocators[1]
     allocator.allocate(900, 2048)
     allocator.allocate(-900, 0)
 
     def function(x: object, *, scale: int) -> int:
-        allocator.asked.append("call")
+        device.asked.append("call")
         allocator.allocate(500, 1024)
         allocator.allocate(-300, 0)
         return scale
 
-    found = mb.peak(function, on_device, scale=3)
-    device = "cuda:1"
-    assert allocator.asked == [
-        *(f"synchronize {device}", f"reset {device}", f"stats {device}", "call"),
-        *(f"synchronize {device}", f"stats {device}"),
+    found = mb.peak(function, 1, scale=3)
+    before = [f"{ask} {{}}" for ask in ("synchronize", "reset", "stats")]
+    before.insert(1, "empty cache")
+    assert device.asked == [
+        *(ask.format(index) for index in range(2) for ask in before),
+        *("call", "synchronize 0", "stats 0", "synchronize 1", "stats 1"),
     ]
-    assert (found.peak_bytes, found.end_bytes) == (500, 200)
-    assert found.reserved_bytes == 1024 - 500
+    assert (found.device, found.peak_bytes, found.end_bytes) == ("cuda:1", 500, 200)
+    assert (found.reserved_bytes, found.bounded_bytes) == (1024, 1024)
     assert (found.operator, found.timeline, found.result) == ("", (), 3)
 
 
-def test_bytes_reserved_before_the_call_are_not_counted(allocator, on_device):
-    found = mb.peak(lambda x: allocator.allocate(500, 0), on_device)
+def test_bytes_reserved_before_the_call_are_not_counted(device):
+    found = mb.peak(lambda: device.allocators[0].allocate(500, 0))
     assert (found.peak_bytes, found.reserved_bytes) == (500, 0)
+    (taken,) = found.devices
+    assert (taken.before_bytes, taken.fragmented_bytes) == (GIVEN_BYTES, 0)
 
 
-def test_a_device_without_requested_bytes_reports_zero(monkeypatch, on_device):
-    asked = {"reserved_bytes.all.current": 0, "reserved_bytes.all.peak": 64}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: asked)
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda device: None)
-    found = mb.peak(lambda x: None, on_device)
-    assert (found.peak_bytes, found.end_bytes) == (0, 0)
-    assert found.reserved_bytes == 64
+def test_the_device_on_which_most_is_allocated_is_the_one(device):
+    def both() -> None:
+        device.allocators[0].allocate(300, 1024)
+        device.allocators[1].allocate(500, 0)
+        device.allocators[0].allocate(-300, 0)
+
+    found = mb.peak(both)
+    assert (found.device, found.peak_bytes) == ("cuda:1", 500)
+    assert [taken.device for taken in found.devices] == ["cuda:0", "cuda:1"]
+    assert found.devices[0].fragmented_bytes == 1024 - 300
+    found = peak_on(torch.device("cuda:0"), both)
+    assert (found.device, found.peak_bytes) == ("cuda:0", 300)
+    assert found.reserved_bytes == 1024
 
 
-def test_the_device_is_that_of_a_tensor_wherever_it_is_given(allocator, on_device):
-    model = nn.Module()
-    model.register_buffer("held", on_device)
-    owner = type("Owner", (), {"method": lambda self: None})()
+def test_the_host_is_measured_beside_a_device(device):
+    def both() -> torch.Tensor:
+        device.allocators[0].allocate(300, 1024)
+        return torch.zeros(1000)
 
-    def measured(function: object, *args: object, **kwargs: object) -> bool:
-        allocator.asked.clear()
-        mb.peak(function, *args, **kwargs)  # type: ignore[arg-type]
-        return bool(allocator.asked)
+    found = mb.peak(both)
+    assert (found.device, found.peak_bytes, found.host_bytes) == ("cuda:0", 300, 4000)
+    found = mb.peak(lambda: torch.zeros(1000))
+    assert (found.device, found.peak_bytes, found.host_bytes) == ("cpu", 4000, 4000)
+    assert (found.devices, found.bounded_bytes) == ((), 4000)
+    found = peak_on(torch.device("cuda:0"), lambda: torch.zeros(1000))
+    assert (found.device, found.peak_bytes, found.host_bytes) == ("cuda:0", 0, 4000)
 
-    def ignore(*args: object, **kwargs: object) -> None: ...
 
-    assert measured(ignore, [{"x": on_device}])
-    assert measured(ignore, x=on_device)
-    assert measured(ignore, model)
-    assert measured(on_device.numel)
-    assert not measured(ignore, torch.zeros(2), nn.Linear(1, 1))
-    assert not measured(owner.method)
+def test_an_accelerator_that_the_call_uses_first_is_measured(device):
+    device.is_used = False
+    for allocator in device.allocators:
+        allocator.allocate(-100, -GIVEN_BYTES)
+        allocator.reset_peak()
+
+    def first() -> None:
+        device.is_used = True
+        device.allocators[0].allocate(300, 512)
+
+    found = mb.peak(first)
+    assert (found.device, found.peak_bytes) == ("cuda:0", 300)
+    assert found.reserved_bytes == 512
+
+
+def test_an_allocator_without_statistics_is_refused(device, monkeypatch):
+    def fail(device: torch.device) -> None:
+        raise RuntimeError("not implemented for it")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", fail)
+    with pytest.raises(OptionError, match="allocator of cuda:0 keeps no statistics"):
+        mb.peak(lambda: None)

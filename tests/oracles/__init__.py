@@ -22,6 +22,7 @@ from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
+from tests.devices import default_generators
 from tests.zoo import Call, Case
 
 # Runs the call of a case, in a region or in several, and returns its outputs.
@@ -108,12 +109,13 @@ def run_step(case: Case, way: Way, backward: Backward = backward_once) -> StepRe
 
 def _draw_from_every_stream(held: Any) -> None:
     """Move every stream on, so that a recompute does not find it in place by luck."""
-    torch.rand(())
+    for generator in default_generators():
+        torch.rand((), generator=generator, device=generator.device)
     random.random()
     np.random.random()  # noqa: NPY002
     for _, stream in _walk(held, ""):
         if isinstance(stream, Generator):
-            torch.rand((), generator=stream)
+            torch.rand((), generator=stream, device=stream.device)
         elif _is_stream(stream):
             stream.random()
 
@@ -127,7 +129,8 @@ def scalar(outputs: Any) -> Tensor:
         if tensor.is_floating_point():
             is_strided = tensor.layout is torch.strided
             dense = tensor if is_strided else tensor.to_dense()
-            weights = torch.arange(1, dense.numel() + 1, dtype=torch.float64).cos()
+            n, place = dense.numel(), dense.device
+            weights = torch.arange(1, n + 1, dtype=torch.float64, device=place).cos()
             total = total + (dense.double().reshape(-1).sin() * weights).sum()
     return total
 
@@ -258,7 +261,7 @@ def _global_streams() -> Facts:
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002
     words = numpy["state"].pop("key").tobytes()
     return {
-        "torch": torch.get_rng_state(),
+        **{f"torch {g.device}": g.get_state() for g in default_generators()},
         "python": random.getstate(),
         "numpy": (words, repr(numpy)),
     }

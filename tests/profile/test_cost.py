@@ -20,6 +20,7 @@ from membudget.profile.cost import (
     share_out,
     step_clock,
 )
+from tests.accelerators import pretend
 from tests.planner.drafts import operator
 from tests.seconds import PROCESSOR
 
@@ -229,12 +230,11 @@ def test_events_end_with_the_context_if_it_fails():
 
 @pytest.mark.parametrize("is_used", [False, True])
 def test_a_clock_waits_for_kernels_where_there_may_be_any(is_used, monkeypatch):
-    waited = []
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_used)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: waited.append(1))
+    device = pretend(monkeypatch)
+    device.is_used = is_used
     clock = step_clock()
     assert clock() <= clock()
-    assert len(waited) == (2 if is_used else 0)
+    assert device.asked == ["synchronize 0", "synchronize 1"] * (2 * is_used)
 
 
 def test_steps_of_one_thread_are_timed_by_what_they_compute(monkeypatch):

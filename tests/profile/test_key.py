@@ -14,13 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from membudget._torch_accelerator import name_of
 from membudget.profile import devices, key
-from membudget.profile.devices import (
-    DEVICES,
-    accelerator_name,
-    processor_model,
-    processor_name,
-)
+from membudget.profile.devices import DEVICES, processor_model, processor_name
 from membudget.profile.key import key_of
 from membudget.state.code import IndescribableError
 from membudget.step import ABSENT, Step, step_of
@@ -197,11 +193,11 @@ def test_settings_of_the_process_have_a_part_in_the_key(write, read, value):
     ("owner", "name", "value"),
     [
         (key, "processor_name", lambda: "another"),
-        (key, "accelerator_name", lambda device: "another"),
+        (key, "name_of", lambda device: "another"),
         (key, "_own_digest", lambda: "another"),
         (torch, "__version__", "another"),
         (platform, "python_version", lambda: "another"),
-        (torch.cuda, "is_available", lambda: "another"),
+        (torch.accelerator, "is_available", lambda: "another"),
         (sys.modules[__name__], "SCALE", 4.0),
         (sys.modules[__name__], "helper", F.relu),
         (Net, "forward", Otherwise.forward),
@@ -284,8 +280,8 @@ def test_there_is_no_key_in_a_process_group(monkeypatch):
 
 def test_machine_and_devices_say_what_they_are():
     assert torch.backends.cpu.get_cpu_capability() in processor_name()
-    assert accelerator_name(torch.device("cpu")) == ""
-    assert accelerator_name(torch.device("meta")) == "meta"
+    assert name_of(torch.device("cpu")) == ""
+    assert name_of(torch.device("meta")) == "meta"
     assert key._own_digest() == key._own_digest.__wrapped__()
 
 
@@ -310,5 +306,5 @@ def test_the_model_of_the_processors_is_the_kernel_s_or_the_system_s(
 
 @pytest.mark.cuda
 def test_a_device_is_described_by_its_properties():
-    found = accelerator_name(torch.device("cuda"))
+    found = name_of(torch.device("cuda"))
     assert torch.cuda.get_device_name() in found

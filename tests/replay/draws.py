@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import devices
 from tests.replay.registry import operators
 from tests.zoo import Call
 from tests.zoo.case import leaf
@@ -85,7 +86,7 @@ def distributions() -> Call:
 
 @operators()
 def private_generators() -> Call:
-    streams = [torch.Generator().manual_seed(seed) for seed in (11, 12)]
+    streams = [devices.generator().manual_seed(seed) for seed in (11, 12)]
 
     def function(x: Tensor) -> Tensor:
         for stream in streams:
@@ -99,7 +100,7 @@ def private_generators() -> Call:
 
 @operators()
 def generators_seeded_inside() -> Call:
-    stream = torch.Generator().manual_seed(11)
+    stream = devices.generator().manual_seed(11)
 
     def function(x: Tensor) -> Tensor:
         x = F.dropout(x, 0.5).exp()
@@ -119,9 +120,9 @@ def generators_seeded_inside() -> Call:
 @operators()
 def generator_born_inside() -> Call:
     def function(x: Tensor) -> Tensor:
-        stream = torch.Generator().manual_seed(5)
+        stream = devices.generator().manual_seed(5)
         x = (x * torch.rand(5, 6, generator=stream)).sin()
-        twin = torch.Generator()
+        twin = devices.generator()
         twin.set_state(stream.get_state())
         del stream
         return (x * torch.rand(5, 6, generator=twin)).exp()

@@ -17,6 +17,7 @@ import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
 from membudget.engine.replay import verify
+from tests import devices
 from tests.keeps import VERIFIES
 from tests.oracles import (
     Backward,
@@ -180,7 +181,7 @@ def test_a_hidden_write_is_wrong_where_nobody_verifies(case: OperatorCase) -> No
 
 
 def _gradient(function: Any, seed: int, **options: Any) -> Tensor:
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+    x = torch.randn(5, 6, generator=devices.generator().manual_seed(seed))
     y = mb.checkpoint(function, x.requires_grad_(), **options)
     y.sum().backward()
     assert x.grad is not None

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
+from tests import devices
 from tests.behaviours.steps import Block, Region, differences, plain, region_with
 from tests.keeps import VERIFIES
 from tests.seconds import DEADLOCK_S
@@ -87,7 +88,7 @@ class Noisy(nn.Module):
 
     def __init__(self, seed: int) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = devices.generator().manual_seed(seed)
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:

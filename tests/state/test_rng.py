@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,17 +11,18 @@ import pytest
 import torch
 
 from membudget.scope import Scope
-from membudget.state import rng
 from membudget.state.rng import (
     Source,
     Sources,
     bring_back,
     global_sources,
+    global_streams,
     note,
     private_sources,
     source_of,
     torch_sources,
 )
+from tests.accelerators import pretend
 
 GENERATORS = {
     "torch": (
@@ -168,16 +168,9 @@ def test_private_sources_exclude_torch_s_default_generator():
 
 
 @pytest.fixture
-def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[torch.Generator]]:
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
     """Let two CUDA devices be in use; their generators lie on the CPU."""
-    generators = [torch.Generator().manual_seed(n) for n in range(2)]
-    monkeypatch.setattr(rng, "_cuda_is_in_use", lambda: True)
-    monkeypatch.setattr(torch.cuda, "default_generators", generators)
-    rng._cuda_source.cache_clear()
-    rng._global_sources.cache_clear()
-    yield generators
-    rng._cuda_source.cache_clear()
-    rng._global_sources.cache_clear()
+    return pretend(monkeypatch).generators
 
 
 def draws(generators: list[torch.Generator]) -> list[float]:
@@ -196,20 +189,20 @@ def test_the_generators_of_every_device_in_use_are_global(devices):
 
 
 def test_torch_sources_are_the_cpu_and_the_devices_of_the_arguments(devices):
-    assert len(torch_sources(list)) == 1
-    assert len(torch_sources(lambda: [1, 1, 0])) == 3
-    noted = note(torch_sources(lambda: [1]))
+    first, second = torch.device("cuda:0"), torch.device("cuda:1")
+    assert len(torch_sources([])) == 1
+    assert len(torch_sources([second, second, first])) == 3
+    noted = note(torch_sources([second]))
     assert len(noted) == 2
     zero, one = draws(devices)
     with Scope() as scope:
         bring_back(noted, scope)
-        first, second = draws(devices)
-    assert second == one
-    assert first != zero
+        others = draws(devices)
+    assert others[1] == one
+    assert others[0] != zero
 
 
-def test_without_cuda_the_device_indices_are_not_read():
-    def fail() -> Any:
-        raise AssertionError
-
-    assert len(torch_sources(fail)) == 1
+def test_the_generator_of_a_device_is_one_of_the_default_ones(devices):
+    assert source_of(devices[0]) is source_of(devices[0])
+    assert private_sources(devices, torch_too=True) == []
+    assert {"torch cuda:0", "torch cuda:1"} <= global_streams().keys()

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
+from tests import devices
 from tests.zoo.case import Call, case, leaf
 
 
@@ -108,7 +109,7 @@ def generator_in_a_nested_argument() -> Call:
     def function(x: Tensor, given: dict[str, torch.Generator]) -> Tensor:
         return (x * torch.rand(5, 6, generator=given["noise"])).sin()
 
-    given = {"noise": torch.Generator().manual_seed(11)}
+    given = {"noise": devices.generator().manual_seed(11)}
     return Call(function, (leaf(5, 6), given))
 
 
@@ -117,7 +118,7 @@ def generator_in_a_partial() -> Call:
     def function(x: Tensor, generator: torch.Generator) -> Tensor:
         return (x * torch.rand(5, 6, generator=generator)).sin()
 
-    generator = torch.Generator().manual_seed(11)
+    generator = devices.generator().manual_seed(11)
     return Call(
         functools.partial(function, generator=generator),
         (leaf(5, 6),),
@@ -129,7 +130,7 @@ class _Settings:
     """A plain object, with a generator two steps away."""
 
     def __init__(self) -> None:
-        self.streams = {"noise": torch.Generator().manual_seed(11)}
+        self.streams = {"noise": devices.generator().manual_seed(11)}
 
 
 @case(torch="wrong")

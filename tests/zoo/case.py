@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
+import pytest
 import torch
+
+from tests import devices
 
 TorchOutcome = Literal["right", "wrong", "raises"]
 
@@ -58,6 +61,7 @@ class Case:
         refused: What the error says with which a region refuses it, as a pattern.
         torch: What `torch.utils.checkpoint(use_reentrant=False)` makes of it.
         torch_says: If that raises: what the error says, as a pattern.
+        cpu_only: Why it is skipped on other devices.
     """
 
     name: str
@@ -68,12 +72,16 @@ class Case:
     refused: str = ""
     torch: TorchOutcome = "right"
     torch_says: str = ""
+    cpu_only: str = ""
 
     def build(self) -> Call:
         """Seed every global random stream and build the call."""
         # Not `torch.manual_seed`, which takes a stack trace for every kind of device
         # that is not in use.
-        torch.default_generator.manual_seed(0)
+        if self.cpu_only and not devices.is_cpu():
+            pytest.skip(self.cpu_only)
+        for generator in devices.default_generators():
+            generator.manual_seed(0)
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 - the global stream is what is under test
         return self.make()

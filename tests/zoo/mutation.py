@@ -184,7 +184,7 @@ def output_shared_with_intermediate() -> Call:
     return Call(function, (leaf(5, 6),))
 
 
-@case()
+@case(cpu_only="NumPy reaches the CPU's memory alone")
 def written_through_numpy() -> Call:
     def function(x: Tensor) -> Tensor:
         mask = torch.empty(5, 6)

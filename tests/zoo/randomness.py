@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import devices
 from tests.zoo.case import Call, case, leaf
 
 
@@ -62,7 +63,7 @@ class _Noise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.generator = torch.Generator().manual_seed(11)
+        self.generator = devices.generator().manual_seed(11)
 
     def forward(self, x: Tensor) -> Tensor:
         return (x * torch.rand(x.shape, generator=self.generator)).sin()
@@ -76,7 +77,7 @@ def generator_as_attribute() -> Call:
 
 @case(torch="wrong")
 def generator_closed_over() -> Call:
-    generator = torch.Generator().manual_seed(11)
+    generator = devices.generator().manual_seed(11)
 
     def function(x: Tensor) -> Tensor:
         return (x * torch.rand(5, 6, generator=generator)).sin()
@@ -86,7 +87,7 @@ def generator_closed_over() -> Call:
 
 @case(torch="wrong")
 def generators_in_a_list() -> Call:
-    generators = [torch.Generator().manual_seed(seed) for seed in (11, 12)]
+    generators = [devices.generator().manual_seed(seed) for seed in (11, 12)]
 
     def function(x: Tensor) -> Tensor:
         for generator in generators:
@@ -98,7 +99,7 @@ def generators_in_a_list() -> Call:
 
 @case(torch="wrong")
 def generator_as_argument() -> Call:
-    generator = torch.Generator().manual_seed(11)
+    generator = devices.generator().manual_seed(11)
 
     def function(x: Tensor, generator: torch.Generator) -> Tensor:
         return (x * torch.rand(5, 6, generator=generator)).sin()
@@ -140,7 +141,7 @@ def private_python_random() -> Call:
 def numpy_noise() -> Call:
     def function(x: Tensor) -> Tensor:
         noise = np.random.standard_normal((5, 6))  # noqa: NPY002 - the global stream
-        return (x * torch.from_numpy(noise).float()).sin()
+        return (x * torch.from_numpy(noise).to(x)).sin()
 
     return Call(function, (leaf(5, 6),))
 
@@ -150,7 +151,7 @@ def private_numpy_generator() -> Call:
     stream = np.random.default_rng(5)
 
     def function(x: Tensor) -> Tensor:
-        return (x * torch.from_numpy(stream.random((5, 6))).float()).sin()
+        return (x * torch.from_numpy(stream.random((5, 6))).to(x)).sin()
 
     return Call(function, (leaf(5, 6),), state={"stream": stream})
 
@@ -165,7 +166,7 @@ def rrelu_in_training() -> Call:
 
 @case(torch="wrong")
 def noise_of_five_sources() -> Call:
-    generator = torch.Generator().manual_seed(11)
+    generator = devices.generator().manual_seed(11)
     model = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.3))
 
     def function(x: Tensor) -> Tensor:

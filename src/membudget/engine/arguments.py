@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from membudget._torch import tree_iter
+from membudget._torch_accelerator import is_on_accelerator
 from membudget.engine.held import ArgumentPlace, HeldTensor, kind_of, nothing_surrounds
 
 Memo = dict[int, Any]
@@ -137,10 +138,10 @@ class HeldArguments:
         """Return the tensor arguments that have changed since the region began."""
         return [held for held in self.tensors if held.has_changed()]
 
-    def cuda_devices(self) -> set[int]:
-        """Return the indices of the CUDA devices that hold tensor arguments."""
+    def devices(self) -> list[torch.device]:
+        """Return each device of the accelerator that holds a tensor argument."""
         devices = (held.device for held in self.tensors)
-        return {device.index for device in devices if device.type == "cuda"}
+        return list(dict.fromkeys(filter(is_on_accelerator, devices)))
 
     def _hold(self, value: Any, place: ArgumentPlace) -> Any:
         memo = self._memo

@@ -2,7 +2,7 @@
 
 A *signature* groups calls to a function that are expected to behave alike. A signature
 combines the function, the modules that it references or receives, their training flags,
-whether autocast is on, shapes and dtypes of tensor arguments, and Boolean and string
+the state of autocast, shapes and dtypes of tensor arguments, and Boolean and string
 arguments. Numeric arguments are excluded, because a function that takes the step number
 would otherwise have a new signature in every step. Functions and modules are identified
 by `id`, so a stored signature must be dropped as soon as one of these objects dies.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from membudget._torch import is_any_autocast_enabled
+from membudget.state.autocast import autocast_state
 
 Signature = tuple[Any, ...]
 
@@ -37,7 +37,7 @@ def signature_of(
     Also return the objects that the signature identifies by `id`, and how many of these
     objects belong to the function itself rather than to its arguments.
     """
-    key: list[Any] = [is_any_autocast_enabled()]
+    key: list[Any] = [autocast_state()]
     parts: list[Any] = []
     # The common cases, functions and tensors, are inlined for speed.
     if type(function) is types.FunctionType:

@@ -24,6 +24,8 @@ import torch
 from torch import Generator, Tensor
 
 from membudget._torch import is_random_operator
+from membudget._torch_accelerator import HOST, is_on_accelerator
+from membudget._torch_accelerator import generator_of as default_generator_of
 from membudget.observer import Observer
 
 _HANDSHAKE_S = 1.0  # How long a second thread waits for the owner to leave its regions.
@@ -145,15 +147,19 @@ class DrawPlayer(Observer):
 
 
 def generator_of(args: Any, kwargs: Any) -> Generator:
-    """Return the generator from which an operator with these arguments draws."""
-    device = kwargs.get("device")
-    for leaf in (*args, *kwargs.values()):  # No schema nests a generator.
+    """Return the generator from which an operator with these arguments draws.
+
+    Raises:
+        CheckpointError: If the state of the generator cannot be read.
+    """
+    leaves = (*args, *kwargs.values())  # No schema nests a generator.
+    devices = []
+    for leaf in leaves:
         if isinstance(leaf, Generator):
             return leaf
-        if isinstance(leaf, Tensor) and device is None:
-            device = leaf.device
-    if device is not None and torch.device(device).type == "cuda":
-        index = torch.device(device).index
-        current = torch.cuda.current_device() if index is None else index
-        return torch.cuda.default_generators[current]
-    return torch.default_generator
+        if isinstance(leaf, Tensor):
+            devices.append(leaf.device)
+    if kwargs.get("device") is not None:
+        devices = [torch.device(kwargs["device"])]
+    # Beside tensors on a device, an operand on the CPU is a number.
+    return default_generator_of(next(filter(is_on_accelerator, devices), HOST))

@@ -24,6 +24,11 @@ from torch import Tensor
 
 from membudget import _torch, _torch_settings
 from membudget._torch import is_any_autocast_enabled, without_modes
+from membudget._torch_accelerator import (
+    check_repeatable,
+    current_stream,
+    enter_stream,
+)
 from membudget.engine import isolation
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.calls import Calls
@@ -98,13 +103,13 @@ class Ambient:
 def operator_conditions() -> Callable[[Scope], None]:
     """Record the state that operators depend on; return a function to restore it."""
     ambient = Ambient()
-    if not torch.cuda.is_initialized():
+    stream = current_stream()
+    if stream is None:
         return ambient.enter_for_operators
-    stream = torch.cuda.current_stream()
 
     def enter(scope: Scope) -> None:
         ambient.enter_for_operators(scope)
-        scope.enter_context(torch.cuda.stream(stream))
+        enter_stream(stream, scope)
 
     return enter
 
@@ -152,6 +157,7 @@ class Surroundings:
     needs_repair = runs_torchscript = is_lazy = False
     _ambient: Ambient | None = None  # Only with guards.
     _autocast: Autocast | None = None
+    _stream: Any  # On which the forward began; `None` without an accelerator.
     _is_checked = False
     # The global generators with their states, and the states of generators that users
     # created.
@@ -169,10 +175,11 @@ class Surroundings:
         """Record the state before the function runs."""
         if is_any_autocast_enabled():
             self._autocast = Autocast()
+        self._stream = current_stream()
         if not options.guards:
             self.arguments = arguments = HeldArguments(args, kwargs)
             if options.preserve_rng_state:
-                self._sources = sources = torch_sources(arguments.cuda_devices)
+                self._sources = sources = torch_sources(arguments.devices())
                 self._noted = sources.note()
             return
         self._function = function
@@ -187,6 +194,7 @@ class Surroundings:
             shared = isolation.is_shared()
             if shared:
                 self.random_log = []
+            check_repeatable(arguments.devices())
             self._sources = sources = global_sources(not shared)
             self._noted = sources.note()
             if reached.generators:
@@ -229,7 +237,10 @@ class Surroundings:
             self._ambient.context.copy().run(body)
 
     def enter_ambient(self, scope: Scope) -> None:
-        """Restore random generators, modes and settings until `scope` ends."""
+        """Restore stream, random generators, modes and settings until `scope` ends."""
+        if self._stream is not None:
+            # First, so that what else is restored is written on the forward's stream.
+            enter_stream(self._stream, scope)
         ambient, sources, log = self._ambient, self._sources, self.random_log
         # True if the forward ran before a second thread entered regions.
         unlogged = ambient is not None and sources is not None and log is None

@@ -23,14 +23,17 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from membudget._torch import storage_address, tree_iter
 from membudget.callsite import CallSite, calling_frame
 from membudget.errors import ChangedSinceForwardError
-from membudget.memory.peak import Peak, peak, storage_bytes
+from membudget.memory.allocator import DevicePeak
+from membudget.memory.peak import Peak, peak, peak_on, storage_bytes
 from membudget.state.bits import plain_parts
 
 __all__ = [
+    "DevicePeak",
     "Peak",
     "SavedReport",
     "SavedTensor",
     "peak",
+    "peak_on",
     "saved",
     "storage_bytes",
 ]

@@ -3,9 +3,10 @@
 On the CPU, torch's profiler records every allocation and release, including those in
 autograd's threads and inside kernels. The running sum of allocations and releases is
 exact and reproducible to the byte. Releases of memory that was allocated before the
-recording are ignored, because they would push the sum below the live bytes. On CUDA,
-the allocator's own statistics are used. Memory that does not come from torch's
-allocator, such as a library's own workspace, is not counted.
+recording are ignored, because they would push the sum below the live bytes. On an
+accelerator, the statistics of its allocator are read, beside the host's events. Memory
+that does not come from torch's allocators, such as a library's own workspace, is not
+counted.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import profile
-from torch.nn import Module
 
-from membudget._torch import is_profiling, tree_iter
+from membudget._torch import is_profiling
 from membudget.errors import OptionError
+from membudget.memory.allocator import DevicePeak, metered_devices
 from membudget.state.bits import plain_parts
 
 
@@ -152,17 +155,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Peak(Generic[T]):
-    """The memory that a call needed.
+    """The memory that a call needed, on one device and on those beside it.
 
     Attributes:
         peak_bytes: Peak of the live bytes that the call allocated.
         end_bytes: Bytes allocated by the call and live at its end, including `result`.
         operator: The operator that reached the peak, such as `"aten::addmm"`; empty on
-            CUDA, or if no operator was running.
-        timeline: Live bytes after each allocation or release; empty on CUDA.
-        reserved_bytes: On CUDA, bytes that the allocator reserved beyond `peak_bytes`,
-            for rounding and cached blocks; 0 on the CPU.
+            an accelerator, or if no operator was running.
+        timeline: Live bytes after each allocation or release; empty on an accelerator.
+        reserved_bytes: On an accelerator, peak of the bytes that its allocator reserved
+            during the call, for rounding and cached blocks, too; 0 on the CPU.
         result: Return value of the call.
+        device: The device that these bytes are of, such as `"cpu"` or `"cuda:0"`.
+        host_bytes: Peak of the live bytes that the call allocated on the CPU.
+        devices: What the call took on each device of the accelerator.
     """
 
     peak_bytes: int
@@ -171,10 +177,25 @@ class Peak(Generic[T]):
     timeline: tuple[int, ...]
     reserved_bytes: int
     result: T
+    device: str = "cpu"
+    host_bytes: int = 0
+    devices: tuple[DevicePeak, ...] = ()
+
+    @property
+    def bounded_bytes(self) -> int:
+        """The bytes that a budget bounds: on an accelerator, those that are reserved.
+
+        Those run out; on the CPU, live tensors are all that a step can answer for.
+        """
+        return self.peak_bytes if self.device == "cpu" else self.reserved_bytes
 
 
 def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
     """Call a function and measure the peak of the tensor bytes that it allocates.
+
+    The CPU is measured, and every device of the accelerator, if it is in use. The
+    result is of the device on which the call allocated the most, or of the CPU if it
+    allocated on no other.
 
     Not counted: allocator rounding, and memory allocated before the call. For the total
     peak, add `storage_bytes` of the parameters, buffers, optimizer state and inputs. On
@@ -185,15 +206,14 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
         function: The function to call. Allocations in all threads of the process count,
             including autograd's threads.
         *args: Positional arguments of the function.
-        **kwargs: Keyword arguments of the function. If any argument, or the object of a
-            bound method, is on a CUDA device, that device is measured instead of the
-            CPU.
+        **kwargs: Keyword arguments of the function.
 
     Returns:
         The measured peak, and the function's result.
 
     Raises:
-        OptionError: If a profiler is already running.
+        OptionError: If a profiler is already running, or the allocator of the
+            accelerator keeps no statistics.
 
     Example:
         >>> x = torch.zeros(1000)  # 4,000 bytes
@@ -201,17 +221,44 @@ def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
         >>> measured.peak_bytes, measured.end_bytes  # both intermediates; the sum
         (8000, 4)
     """
-    device = _cuda_device(function, args, kwargs)
-    if device is not None:
-        return _peak_on_cuda(device, function, args, kwargs)
+    found = _measured(partial(function, *args, **kwargs))
+    most = max(found.devices, key=attrgetter("peak_bytes"), default=None)
+    return found if most is None else _of_device(found, most)
+
+
+def peak_on(device: torch.device, function: Callable[[], T]) -> Peak[T]:
+    """Call a function and measure what it allocates on a device; see `peak`."""
+    found = _measured(function)
+    if device.type == "cpu":
+        return found
+    nothing = DevicePeak(str(device), 0, 0, 0, 0, 0)
+    taken = (d for d in found.devices if d.device == str(device))
+    return _of_device(found, next(taken, nothing))
+
+
+def _measured(function: Callable[[], T]) -> Peak[T]:
+    """Call a function and measure what it takes on the CPU and beside it."""
     if is_profiling():
         raise OptionError(
             "a profiler is running, whose events and the meter's cannot be told apart; "
             "leave it before calling membudget.peak"
         )
-    with recorded_events() as events:
-        result = function(*args, **kwargs)
-    return _from_events(events, result)
+    with metered_devices() as devices, recorded_events() as events:
+        result = function()
+    found = _from_events(events, result)
+    return replace(found, host_bytes=found.peak_bytes, devices=tuple(devices))
+
+
+def _of_device(found: Peak[T], taken: DevicePeak) -> Peak[T]:
+    return replace(
+        found,
+        peak_bytes=taken.peak_bytes,
+        end_bytes=taken.end_bytes,
+        operator="",
+        timeline=(),
+        reserved_bytes=taken.reserved_bytes,
+        device=taken.device,
+    )
 
 
 def _from_events(events: Events, result: T) -> Peak[T]:
@@ -237,42 +284,3 @@ def _running(events: list[Any], change: Change) -> str:
     ]
     innermost = max(around, key=lambda event: event.start_ns(), default=None)
     return "" if innermost is None else str(innermost.name())
-
-
-def _peak_on_cuda(
-    device: torch.device,
-    function: Callable[..., T],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Peak[T]:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_stats(device)
-    result = function(*args, **kwargs)
-    torch.cuda.synchronize(device)
-    after = torch.cuda.memory_stats(device)
-    # Requested bytes exclude the allocator's rounding, as on the CPU.
-    start = before.get("requested_bytes.all.current", 0)
-    most = after.get("requested_bytes.all.peak", 0) - start
-    end = after.get("requested_bytes.all.current", 0) - start
-    reserved = after["reserved_bytes.all.peak"] - before["reserved_bytes.all.current"]
-    return Peak(most, end, "", (), max(0, reserved - most), result)
-
-
-def _cuda_device(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.device | None:
-    owner = getattr(function, "__self__", function)
-    for tensor in _tensors((owner, args, kwargs)):
-        if tensor.is_cuda:
-            return tensor.device
-    return None
-
-
-def _tensors(tree: Any) -> Iterable[Tensor]:
-    for leaf in tree_iter(tree):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif isinstance(leaf, Module):
-            yield from leaf.parameters()
-            yield from leaf.buffers()

@@ -37,6 +37,7 @@ from torch.utils.flop_counter import (
 )
 
 from membudget._torch import tree_iter
+from membudget._torch_accelerator import in_use, synchronize
 from membudget.graph import Operator, StepGraph
 from membudget.profile.devices import Device, this_processor
 
@@ -97,16 +98,17 @@ def _differentiable(output: Any) -> Iterator[Tensor]:
 
 
 def step_clock() -> Callable[[], float]:
-    """Return the clock of steps: it waits for pending CUDA kernels before each reading.
+    """Return the clock of steps: it waits for what was launched before each reading.
 
-    Without a GPU it is CPU time, which other processes take nothing of, if one thread
-    computes. Where several do, their CPU time is not what a user waits for.
+    Without an accelerator it is CPU time, which other processes take nothing of, if one
+    thread computes. Where several do, their CPU time is not what a user waits for.
     """
-    if not torch.cuda.is_initialized():
+    devices = in_use()
+    if not devices:
         return time.process_time if computes_alone() else time.perf_counter
 
     def clock() -> float:
-        torch.cuda.synchronize()
+        synchronize(devices)
         return time.perf_counter()
 
     return clock

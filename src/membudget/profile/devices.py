@@ -175,13 +175,6 @@ def processor_model() -> str:
     return platform.processor()
 
 
-def accelerator_name(device: torch.device) -> str:
-    """Return what a device that is no CPU calls itself; empty for a CPU."""
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return "" if device.type == "cpu" else str(device)
-    return f"{torch.cuda.get_device_properties(device)} {torch.version.cuda}"
-
-
 def _seconds_of(function: Callable[[], object], repeats: int = 7) -> float:
     function()  # The first call starts threads and touches new pages.
     times = []

@@ -17,7 +17,8 @@ import torch
 
 from membudget import _torch, _torch_settings
 from membudget._torch import is_profiling
-from membudget.profile.devices import Device, accelerator_name, processor_name
+from membudget._torch_accelerator import name_of
+from membudget.profile.devices import Device, processor_name
 from membudget.profile.workspace import OptimizerLike
 from membudget.state.autocast import device_types
 from membudget.state.code import IndescribableError
@@ -43,8 +44,8 @@ def key_of(
         "fake": fake,
         "device": device,
         "versions": (_own_digest(), torch.__version__, platform.python_version()),
-        "machine": (processor_name(), torch.cuda.is_available()),
-        "accelerators": sorted({accelerator_name(t.device) for t in step.tensors()}),
+        "machine": (processor_name(), torch.accelerator.is_available()),
+        "accelerators": sorted({name_of(t.device) for t in step.tensors()}),
         "settings": repr(_torch_settings.read()),
         "autocast": _autocast(),
         "default device": torch.get_default_device(),

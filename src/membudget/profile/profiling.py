@@ -77,7 +77,7 @@ def profile(
     Operators on integer tensors still run on real memory. In a fake step, code that
     needs the value of an activation (`loss.item()`, a branch, a loop over experts)
     raises an error that names the user's line. Fake operators dispatch as on the
-    model's device, CPU or CUDA; a `meta` model is treated as on the CPU.
+    model's device; a `meta` model is treated as on the CPU.
 
     Args:
         model: The module to train, whose parameters may be fake or on `meta`; or a step
@@ -218,7 +218,7 @@ def _fake_profile(
         graph = assemble(recorder, static_bytes)
         step.prepare()
     target = target or device_of("cpu")
-    if target in DEVICES.values() and not torch.cuda.is_available():
+    if target in DEVICES.values() and step.device.type == "cpu":
         notes.append(
             "operators dispatch as on the CPU: attention on the device may save and "
             "need other bytes"

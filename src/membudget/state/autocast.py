@@ -43,6 +43,19 @@ def enter_autocast(state: Autocast | None, scope: Scope) -> None:
             scope.enter_context(torch.autocast(device, enabled=False))
 
 
+def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
+    """Return whether autocast is enabled, and for which dtype, on each device type.
+
+    It is empty outside of autocast.
+    """
+    if not is_any_autocast_enabled():
+        return ()
+    return tuple(
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in device_types()
+    )
+
+
 def device_types() -> tuple[str, ...]:
     """Return the device types of this machine that have an autocast state."""
     accelerator = torch.accelerator.current_accelerator()

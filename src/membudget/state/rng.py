@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Generator
 
+from membudget._torch_accelerator import generator_of, generators, kind
 from membudget.scope import Scope
 from membudget.state.rng_memory import raw_state_reader
 
@@ -170,7 +171,8 @@ def source_of(generator: Any) -> Source | None:
     if generator is torch.default_generator:
         return _CPU[0]
     if isinstance(generator, Generator):
-        return _torch_source(generator)
+        is_default = any(generator is other for other in generators())
+        return (_default_source if is_default else _torch_source)(generator)
     stream = stream_of(generator)
     if stream is None:
         return None
@@ -182,7 +184,7 @@ def private_sources(generators: Iterable[Any], torch_too: bool) -> list[Source]:
     sources = [
         source_of(generator)
         for generator in generators
-        if generator is not torch.default_generator
+        if not any(generator is other for other in _default_generators())
         and (torch_too or not isinstance(generator, Generator))
     ]
     return [source for source in sources if source is not None]
@@ -193,15 +195,18 @@ def global_sources(torch_too: bool = True) -> Sources:
     return _global_sources(
         torch_too,
         "numpy.random" in sys.modules,
-        torch_too and _cuda_is_in_use(),
+        generators() if torch_too else (),
     )
 
 
-def torch_sources(device_indices: Callable[[], Iterable[int]]) -> Sources:
-    """Return a `Source` for torch's CPU generator and, with CUDA in use, each GPU's."""
-    if not _cuda_is_in_use():
-        return _CPU
-    return Sources((*_CPU, *map(_cuda_source, sorted(set(device_indices())))))
+def torch_sources(devices: Iterable[torch.device]) -> Sources:
+    """Return a `Source` for the default generators of the CPU and of other devices.
+
+    Raises:
+        CheckpointError: If the state of a device's generator cannot be read.
+    """
+    found = tuple(dict.fromkeys(map(generator_of, devices)))
+    return Sources((*_CPU, *map(_default_source, found))) if found else _CPU
 
 
 def global_streams() -> dict[str, Stream]:
@@ -218,13 +223,11 @@ def global_streams() -> dict[str, Stream]:
 
 
 def _device_generators() -> dict[str, Generator]:
-    found: dict[str, Generator] = {}
-    for kind in ("cuda", "xpu"):
-        module: Any = getattr(torch, kind, None)
-        if module is not None and module.is_available() and module.is_initialized():
-            for index, generator in enumerate(module.default_generators):
-                found[f"torch {kind}:{index}"] = generator
-    return found
+    return {f"torch {kind()}:{i}": found for i, found in enumerate(generators())}
+
+
+def _default_generators() -> tuple[Generator, ...]:
+    return (torch.default_generator, *generators())
 
 
 def _numpy_generator() -> Any:
@@ -255,23 +258,20 @@ def _torch_source(generator: Generator) -> Source:
 _CPU = Sources((_torch_source(torch.default_generator),))
 _PYTHON = Source(random.getstate, random.setstate, raw_state_reader(random._inst))
 
-# A build without CUDA never starts to use it, and asking costs 0.1 µs a region.
-_cuda_is_in_use = torch.cuda.is_initialized if torch.backends.cuda.is_built() else bool
+
+@cache
+def _default_source(generator: Generator) -> Source:
+    return _torch_source(generator)
 
 
 @cache
-def _cuda_source(index: int) -> Source:
-    return _torch_source(torch.cuda.default_generators[index])
-
-
-@cache
-def _global_sources(torch_too: bool, numpy_too: bool, cuda: bool) -> Sources:
+def _global_sources(
+    torch_too: bool, numpy_too: bool, of_devices: tuple[Generator, ...]
+) -> Sources:
     sources = [_PYTHON]
     if torch_too:
         sources += _CPU
     if numpy_too:
         source = source_of(_numpy_generator())
         sources += [source] if source is not None else []
-    if cuda:
-        sources += map(_cuda_source, range(len(torch.cuda.default_generators)))
-    return Sources(sources)
+    return Sources((*sources, *map(_default_source, of_devices)))

@@ -17,12 +17,13 @@ from pathlib import Path
 import pytest
 
 from membudget.engine import native
-from membudget.engine.native import library
-from membudget.engine.native.library import NoExtensionError, build, find, library_name
+from membudget.engine.native.library import RECORDER, Library, NoExtensionError
 
 SUCCEEDS = 'for output; do :; done; echo library > "$output"'
 FAILS = "echo no such header >&2; exit 1"
 NEVER_ENDS = "exec sleep 1000"
+
+build, find = RECORDER.build, RECORDER.find
 
 
 @pytest.fixture(autouse=True)
@@ -49,9 +50,9 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_library_is_compiled_once_and_found_again(cache: Path, compiler) -> None:
     runs = compiler(SUCCEEDS)
     assert find() is None
-    assert build() == cache / library_name() == build() == find()
+    assert build() == cache / RECORDER.file_name == build() == find()
     assert runs.read_text() == "run\n"
-    assert build(again=True) == cache / library_name()
+    assert build(again=True) == cache / RECORDER.file_name
     assert runs.read_text() == "run\nrun\n"
 
 
@@ -67,7 +68,7 @@ def test_a_build_that_was_killed_leaves_nothing_in_the_way(
     cache: Path, compiler
 ) -> None:
     runs = compiler(NEVER_ENDS)
-    program = "from membudget.engine.native.library import build; build()"
+    program = "from membudget.engine.native.library import RECORDER; RECORDER.build()"
     killed = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
     while not runs.exists():
         assert killed.poll() is None
@@ -103,7 +104,7 @@ def test_without_a_compiler_an_error_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(NoExtensionError, match="there is no C\\+\\+ compiler"):
         build()
-    assert library.why_not() == "there is no C++ compiler"
+    assert RECORDER.why_not() == "there is no C++ compiler"
 
 
 def test_a_cache_that_is_no_folder_is_an_error(cache: Path, compiler) -> None:
@@ -113,27 +114,19 @@ def test_a_cache_that_is_no_folder_is_an_error(cache: Path, compiler) -> None:
         build()
 
 
-def test_a_library_beside_the_sources_is_preferred(
-    tmp_path: Path, cache: Path, compiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_library_beside_the_sources_is_preferred(tmp_path: Path, compiler) -> None:
     compiler(SUCCEEDS)
-    name = build().name
-    monkeypatch.setattr(library, "SOURCES", tmp_path)
-    (tmp_path / name).write_text("from a wheel")
-    assert find() == tmp_path / name
+    beside = Library("beside", tmp_path, "a library")
+    beside.build()
+    (tmp_path / beside.file_name).write_text("from a wheel")
+    assert beside.find() == tmp_path / beside.file_name
 
 
-def test_the_name_changes_with_a_source(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "module.cpp").write_text("int one;")
-    monkeypatch.setattr(library, "SOURCES", tmp_path)
+def test_the_name_changes_with_a_source(tmp_path: Path) -> None:
     names = []
     for text in ("int one;", "int two;"):
         (tmp_path / "module.cpp").write_text(text)
-        library_name.cache_clear()
-        names.append(library_name())
-    library_name.cache_clear()
+        names.append(Library("changing", tmp_path, "a library").file_name)
     assert names[0] != names[1]
 
 

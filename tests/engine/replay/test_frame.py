@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ from membudget import policies
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
 from membudget.engine.replay.frame import ReplayFrame
+from tests.accelerators import pretend
 from tests.keeps import replay
 
 
@@ -220,23 +219,16 @@ def test_outer_hooks_see_what_the_region_holds(keep):
 
 
 def test_a_replay_runs_on_the_stream_of_its_forward(monkeypatch):
-    current, entered = ["forward"], []
-
-    @contextlib.contextmanager
-    def stream(name: str) -> Iterator[None]:
-        entered.append(name)
-        yield
-        entered.append(f"leave {name}")
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
-    monkeypatch.setattr(torch.cuda, "stream", stream)
+    device = pretend(monkeypatch)
+    device.streams[0] = device.stream("forward")
     x = torch.ones(3, requires_grad=True)
     y = replay()(lambda x: x.sin().exp())(x)
-    current[0] = "backward"
-    assert entered == []
+    device.streams[0] = device.stream("backward")
+    assert device.asked == []
     y.sum().backward()
-    assert entered == ["forward", "leave forward"]
+    assert device.asked[:2] == ["forward waits for backward", "on forward"]
+    assert device.asked[-2:] == ["backward waits for forward", "on backward"]
+    assert device.streams[0].name == "backward"
 
 
 def test_a_frame_knows_whether_something_lies_on_top_of_it():

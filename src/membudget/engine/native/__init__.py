@@ -23,12 +23,10 @@ Rejected: classes of the tape in C++, with Python methods for the rare cases. Ea
 
 from __future__ import annotations
 
-import importlib.util
 import os
-from importlib.machinery import ExtensionFileLoader
 from typing import Any
 
-from membudget.engine.native.library import NoExtensionError, build, find, why_not
+from membudget.engine.native.library import RECORDER, NoExtensionError
 
 RERUN: list[Any] = []
 """The extension module, once it has been bound to the classes of the rerun engine."""
@@ -45,14 +43,14 @@ def is_wanted() -> bool:
 
 def is_available() -> bool:
     """Return whether regions use the recorder in C++, or will once they replay."""
-    return is_wanted() and (bool(_LOADED) or not (_WHY_NOT or why_not()))
+    return is_wanted() and (bool(_LOADED) or not (_WHY_NOT or RECORDER.why_not()))
 
 
 def extension() -> Any:
     """Return the extension module, built if necessary; `None` if it cannot be had."""
     if not _LOADED and not _WHY_NOT:
         try:
-            _LOADED.append(_imported(str(build())))
+            _LOADED.append(RECORDER.imported("_recorder"))
         except (NoExtensionError, ImportError) as error:
             _WHY_NOT.append(str(error))
     return _LOADED[0] if _LOADED else None
@@ -62,18 +60,9 @@ def built_extension() -> Any:
     """Return the extension module if it was built before; `None` otherwise."""
     if not _LOADED and not _SOUGHT:
         _SOUGHT.append(True)
-        if is_wanted() and find() is not None:
+        if is_wanted() and RECORDER.find() is not None:
             extension()
     return _LOADED[0] if _LOADED else None
-
-
-def _imported(path: str) -> Any:
-    loader = ExtensionFileLoader("_recorder", path)
-    spec = importlib.util.spec_from_file_location("_recorder", path, loader=loader)
-    assert spec is not None
-    module = importlib.util.module_from_spec(spec)
-    loader.exec_module(module)
-    return module
 
 
 def status() -> str:
@@ -83,5 +72,9 @@ def status() -> str:
     if _LOADED:
         return "C++"
     if not is_available():
-        return f"Python; of the one in C++: {[*_WHY_NOT, why_not()][0]}"
-    return "C++" if find() is not None else "C++, which the first replay region builds"
+        return f"Python; of the one in C++: {[*_WHY_NOT, RECORDER.why_not()][0]}"
+    return (
+        "C++"
+        if RECORDER.find() is not None
+        else "C++, which the first replay region builds"
+    )

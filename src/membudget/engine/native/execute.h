@@ -238,7 +238,8 @@ inline bool materialise(PyObject* of, PyObject* value) {
   PyObject* dtype =
       python_dtype(c10::typeMetaToScalarType(at::get_default_dtype()));
   for (const Ref& operation : path) {
-    if (operation::default_dtype.of(operation) != dtype) {
+    bool is_on_stream = operation::stream.is_none(operation);
+    if (operation::default_dtype.of(operation) != dtype || !is_on_stream) {
       return false;
     }
   }

@@ -170,11 +170,22 @@ inline Ref taken_or_explained(PyObject* of, PyObject* handle) {
   }
 }
 
+// Whether what a handle stands for is ready for work that is launched now.
+inline bool is_awaited(PyObject* of, PyObject* handle) {
+  if (replayer::stream.is_none(of)) {
+    return true;
+  }
+  PyObject* made_by = value::operation.of(root_of(handle::value.of(handle)));
+  return is_current(replayer::stream.of(of)) &&
+      (made_by == Py_None || operation::stream.is_none(made_by));
+}
+
 // unpack(handle), a method of the frame.
 inline PyObject* unpack(PyObject* of, PyObject* handle) {
   HANDLE_TH_ERRORS
   if (frame::recorder.is_none(of) && handle::saved_version.is_none(handle) &&
-      handle::fingerprint.is_none(handle) && PyList_GET_SIZE(open_groups) == 0) {
+      handle::fingerprint.is_none(handle) && PyList_GET_SIZE(open_groups) == 0 &&
+      is_awaited(frame::replayer.of(of), handle)) {
     Locked lock(frame::lock.of(of));
     Ref tensor = lock.taken() ? taken_or_explained(of, handle) : Ref();
     if (tensor != nullptr) {

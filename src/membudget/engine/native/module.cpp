@@ -53,7 +53,7 @@ void bind_tape(PyObject* names) {
        {"is_foreign", &operation::is_foreign}, {"is_view", &operation::is_view},
        {"native", &operation::native}, {"number", &operation::number},
        {"operator", &operation::overload}, {"outputs", &operation::outputs},
-       {"plan", &operation::plan}, {"targets", &operation::targets}});
+       {"plan", &operation::plan}, {"stream", &operation::stream}, {"targets", &operation::targets}});
 }
 
 void bind_tracking(PyObject* names) {
@@ -83,7 +83,7 @@ void bind_recording(PyObject* names) {
       attribute(names, "ForwardRecord"),
       {{"_decisions", &recording::decisions}, {"kept", &recording::kept},
        {"number", &recording::number}, {"numbers", &recording::numbers}, {"path", &recording::path},
-       {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent}, {"taken", &recording::taken},
+       {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent}, {"stream", &recording::stream}, {"taken", &recording::taken},
        {"tracker", &recording::tracker}, {"_unrepeatable", &recording::unrepeatable}});
   recorder_class.bind(
       attribute(names, "Recorder"),
@@ -98,7 +98,8 @@ void bind_replay(PyObject* names) {
       {{"_enter", &replayer::enter}, {"_memoised", &replayer::memoised},
        {"_plan", &replayer::plan}, {"_plan_ran", &replayer::plan_ran},
        {"_stage", &replayer::stage}, {"_task", &replayer::task},
-       {"handles", &replayer::handles}, {"stages", &replayer::stages}});
+       {"handles", &replayer::handles}, {"stages", &replayer::stages},
+       {"stream", &replayer::stream}});
   handle_class.bind(
       attribute(names, "ReplayHandle"),
       {{"fingerprint", &handle::fingerprint}, {"saved_version", &handle::saved_version},

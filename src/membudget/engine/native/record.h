@@ -14,8 +14,8 @@ inline Slot fingerprinter, is_suspended, late, opaque_depth, recording;
 
 inline Class forward_record;
 namespace recording {
-inline Slot decisions, kept, number, numbers, path, reads_arguments, recent, taken, tracker,
-    unrepeatable;
+inline Slot decisions, kept, number, numbers, path, reads_arguments, recent, stream, taken,
+    tracker, unrepeatable;
 }
 
 inline PyObject *advance_name, *asks_name, *decided_name, *note_empty_name,

@@ -2,7 +2,7 @@
 //
 // Everything else is left to Python, which works on the same objects: calls that are
 // verified, tensors that are no plain dense ones, memory that was written before it was
-// met, policies that ask for more than the operator.
+// met, policies that ask for more than the operator, work on another stream.
 
 #pragma once
 
@@ -24,6 +24,9 @@ inline bool is_common(
     return false;
   }
   PyObject* recording = recorder::recording.of(of);
+  if (!is_current(recording::stream.of(recording))) {
+    return false;
+  }
   return !recording::reads_arguments.is_true(recording) ||
       decided(recording, known) != Py_None;
 }

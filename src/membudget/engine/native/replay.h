@@ -14,7 +14,7 @@ namespace membudget {
 
 inline Class replayer_class;
 namespace replayer {
-inline Slot enter, handles, memoised, plan, plan_ran, stage, stages, task;
+inline Slot enter, handles, memoised, plan, plan_ran, stage, stages, stream, task;
 }
 
 inline Class handle_class;

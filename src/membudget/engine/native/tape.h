@@ -13,6 +13,7 @@
 
 #include "call.h"
 #include "python.h"
+#include "streams.h"
 
 namespace membudget {
 
@@ -25,7 +26,7 @@ inline Slot address, content, index, is_carried, is_needed, is_state, is_used, o
 inline Class tape_operation;
 namespace operation {
 inline Slot args, call, decides, default_dtype, drawn, grad_enabled, inputs,
-    is_foreign, is_view, kwargs, native, number, overload, outputs, plan, targets;
+    is_foreign, is_view, kwargs, native, number, overload, outputs, plan, stream, targets;
 }
 
 inline Class recorded_memory;
@@ -135,6 +136,7 @@ inline Ref new_operation(
   operation::decides.set(made, Py_False);
   operation::is_foreign.set(made, Py_False);
   operation::drawn.set(made, Py_None);
+  operation::stream.set(made, Py_None);
   operation::outputs.set(made, Ref::made(PyList_New(0)));
   operation::targets.set(made, no_targets);
   operation::plan.set(made, zero);

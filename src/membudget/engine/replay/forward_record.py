@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from membudget._torch_accelerator import current_stream
 from membudget.engine import isolation
 from membudget.engine.arguments import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
@@ -42,11 +43,13 @@ class ForwardRecord:
         taken: The operators of this call so far, if they follow no verified sequence.
         left_path: Callback for a call that deviates from its verified sequence.
         kept: Number of outputs that the policy kept.
+        stream: The stream on which the region began; `None` without an accelerator.
     """
 
     __slots__ = (
         *("_decisions", "_module_path", "_unrepeatable", "kept", "left_path", "number"),
-        *("numbers", "path", "policy", "reads_arguments", "recent", "taken", "tracker"),
+        *("numbers", "path", "policy", "reads_arguments", "recent", "stream"),
+        *("taken", "tracker"),
     )
 
     def __init__(
@@ -70,6 +73,7 @@ class ForwardRecord:
         self._unrepeatable = unrepeatable
         self._module_path = module_path
         self._decisions = decisions
+        self.stream = current_stream()
 
     def advance(self, facts: OperatorFacts | None) -> None:
         """Count an operator, and check that the call follows its verified sequence."""
@@ -97,6 +101,8 @@ class ForwardRecord:
             func, args, kwargs, tracker.clock, torch.is_grad_enabled()
         )
         operation.call = self.number
+        if self.stream is not None and (now := current_stream()) != self.stream:
+            operation.stream = now
         return operation
 
     def record_tensors(

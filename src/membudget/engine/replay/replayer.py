@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -26,6 +27,11 @@ from membudget._torch import (
     WithoutAutocast,
     current_graph_task_id,
     set_grad_enabled,
+)
+from membudget._torch_accelerator import (
+    current_stream,
+    enter_stream,
+    lend_to_current_stream,
 )
 from membudget.engine.policy import Stages
 from membudget.engine.replay.execute import Executor
@@ -44,9 +50,12 @@ class Replayer(Executor):
         plans_run: Number of plans that ran operations; the stages of one backward pass
             count once.
         stages: The stages of the backward pass; `None` if there is only one.
+        stream: The stream on which the region began; `None` without an accelerator.
     """
 
-    __slots__ = ("_enter", "_plan_ran", "_task", "handles", "plans_run", "stages")
+    __slots__ = (
+        *("_enter", "_plan_ran", "_task", "handles", "plans_run", "stages", "stream"),
+    )
 
     def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
         """Create a replayer; `enter` restores the modes and settings of the forward."""
@@ -56,6 +65,7 @@ class Replayer(Executor):
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
+        self.stream = current_stream()
         self._task = -1  # The backward for which the plan was made.
 
     def is_ready(self, handle: ReplayHandle) -> bool:
@@ -82,11 +92,18 @@ class Replayer(Executor):
             self._materialise(value)
         tensor = value.tensor
         assert tensor is not None
+        if self.stream is not None:
+            lend_to_current_stream(tensor, self._stream_of(value))
         if stays:
             return tensor
         handle.served = self._plan
         self._used(value)
         return self._lent(value, tensor)
+
+    def _stream_of(self, value: TapeValue) -> Any:
+        """Return the stream on which a dropped value is recomputed."""
+        operation = (value.root or value).operation
+        return self.stream if operation is None else operation.stream or self.stream
 
     def _lent(self, value: TapeValue, tensor: Tensor) -> Tensor:
         """Return a tensor, or a copy of it, that backward kernels may overwrite.
@@ -236,11 +253,16 @@ class Replayer(Executor):
             return
         with Scope() as scope, BelowAutograd(), WithoutAutocast():
             self._enter(scope)
-            for dtype, run in groupby(operations, key=attrgetter("default_dtype")):
+            for (dtype, stream), run in groupby(operations, key=_CONDITIONS):
                 if dtype is not torch.get_default_dtype():
                     scope.callback(torch.set_default_dtype, torch.get_default_dtype())
                     torch.set_default_dtype(dtype)
-                self._run_all(list(run))
+                with Scope() as on_stream:
+                    if stream is not None:
+                        # Later work there may get memory that was read elsewhere.
+                        scope.callback(stream.wait_stream, self.stream)
+                        enter_stream(stream, on_stream)
+                    self._run_all(list(run))
 
     def _run_all(self, operations: list[Operation]) -> None:
         """Run operations again, each in the grad mode of its forward."""
@@ -276,5 +298,7 @@ class Replayer(Executor):
             wanted += [v for v in operation.inputs() if v.tensor is None]
         return sorted(operations.values(), key=attrgetter("number")), packed
 
+
+_CONDITIONS = attrgetter("default_dtype", "stream")
 
 _FIRST_TASK = 3  # Task numbers start at -2; these become negative.

@@ -2,9 +2,8 @@
 
 A `TapeValue` is the content of a tensor between two writes: either the output of an
 `Operation`, or a *source*, which stays in memory. Only the handles in the autograd
-graph keep values alive; a value references its operation, and an operation its inputs.
-References point only from outputs to inputs, so the tape has no cycles, and operations
-that no handle needs are freed.
+graph keep values alive. A value references its operation, and that its inputs, never
+the reverse: the tape has no cycles, and operations that no handle needs are freed.
 """
 
 from __future__ import annotations
@@ -104,6 +103,7 @@ class Operation:
         decides: Whether to keep all outputs, because a recompute could select a
             different index or branch.
         drawn: For a random operator, the generator and its state before the draw.
+        stream: The stream on which it ran; `None` for the one of the region's begin.
         outputs: Weak references to the produced values, each with its output index.
         targets: Each value that the operator overwrites, with the output index of the
             new content; -1 if a replay does not recompute the new content.
@@ -115,7 +115,7 @@ class Operation:
     __slots__ = (
         *("_args", "_inputs", "_kwargs", "call", "decides", "default_dtype", "drawn"),
         *("grad_enabled", "is_foreign", "is_view", "native", "number", "operator"),
-        *("outputs", "plan", "targets"),
+        *("outputs", "plan", "stream", "targets"),
     )
 
     def __init__(
@@ -138,6 +138,7 @@ class Operation:
         self.default_dtype = torch.get_default_dtype()
         self.decides = self.is_foreign = False
         self.drawn: tuple[Any, Any] | None = None
+        self.stream: Any = None
         self.outputs: list[tuple[int, ReferenceType[TapeValue]]] = []
         self.targets: Sequence[tuple[TapeValue, int]] = ()
         self.is_view = True  # Until an output with memory of its own is added.

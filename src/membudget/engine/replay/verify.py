@@ -36,6 +36,7 @@ from membudget.engine.replay.execute import SourceFreedError, is_freed_parameter
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
 from membudget.errors import UnrepeatableWarning
+from membudget.state.autocast import autocast_state
 from membudget.state.bits import PLAIN_CLASSES, same_bits
 from membudget.state.copies import alias, copy_of
 from membudget.state.identity import address_of
@@ -114,7 +115,7 @@ def verified(
     """Return the verification results for a call's signature, and count the call."""
     key = (
         policy,
-        torch.is_autocast_enabled("cpu"),
+        autocast_state(),
         _key(function, 0),
         *(_key(argument, 0) for argument in args),
         *((name, _key(argument, 0)) for name, argument in kwargs.items()),

@@ -1,0 +1,59 @@
+"""The device that a run of the tests is about: `pytest --device=NAME`, or the CPU.
+
+Tests name no device: a fixture makes theirs the default one, so that the same tests run
+on each. What is about the CPU itself is marked `cpu_only`, with the reason.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+import torch
+
+# Of each test function, one in so many of its cases runs on a device each time, by the
+# case's name; all of them under `run.py test --all`.
+SHARE = 8
+
+
+def default_generators() -> list[torch.Generator]:
+    """Return the random streams of the CPU and of the accelerator in use."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return [torch.default_generator]
+    module = torch.get_device_module(accelerator)
+    return [torch.default_generator, *module.default_generators]
+
+
+def generator() -> torch.Generator:
+    """Return a private generator of the device that tensors are made on."""
+    return torch.Generator(torch.get_default_device())
+
+
+def is_cpu() -> bool:
+    """Return whether tensors are made on the CPU."""
+    return torch.get_default_device().type == "cpu"
+
+
+def share_out(items: list[pytest.Item], device: str, own: Path) -> None:
+    """Mark tests for a run on `device`.
+
+    Args:
+        items: The tests.
+        device: The device.
+        own: The folder of the tests that are about this device alone.
+    """
+    functions = defaultdict(list)
+    for item in items:
+        item.add_marker("emulated")
+        if own in item.path.parents:
+            continue
+        if mark := item.get_closest_marker("cpu_only"):
+            item.add_marker(pytest.mark.skip(reason=f"not on {device}: {mark.args[0]}"))
+        functions[item.nodeid.split("[")[0]].append(item)
+    for cases in functions.values():
+        chosen = [case for case in cases if crc32(case.nodeid.encode()) % SHARE == 0]
+        for case in set(cases) - set(chosen or cases[:1]):
+            case.add_marker("slow")

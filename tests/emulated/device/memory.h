@@ -1,0 +1,236 @@
+// The device's memory: CUDA's caching allocator, with a limit and with poison.
+//
+// Blocks are cut from segments, as `CUDACachingAllocator` does it, so that allocated and
+// reserved bytes differ as they do there, and a segment of which one block is in use
+// cannot go back:
+//
+//     requested            allocated (512 bytes)    cut from a segment of
+//     up to 1 MiB          rounded up               2 MiB, shared by such blocks
+//     up to 10 MiB         rounded up               20 MiB, shared by such blocks
+//     more                 rounded up               the size, rounded up to 2 MiB
+//
+// The sizes scale with `segment_bytes`, 2 MiB there, so that small models show them too.
+//
+// A block is free, for its own stream, as soon as its tensor dies: the stream's order
+// protects it. Another stream that uses it must be named by `record_stream`; the block
+// then waits until that stream has passed. A freed block is filled with NaN in the order
+// of its stream, so that whoever forgot `record_stream` reads NaN or another's values.
+
+#pragma once
+
+#include "blocks.h"
+
+namespace emulated {
+
+class Memory final : public c10::DeviceAllocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    const int device = current_device;
+    const c10::Device place(device_type, static_cast<c10::DeviceIndex>(device));
+    if (!bytes) return {nullptr, place};
+    Lock lock;
+    check_planned_failure(bytes);
+    auto& pool = pools_[device];
+    release_passed(pool);
+    auto* block = take(pool, rounded(bytes, smallest_block), bytes);
+    block->requested = bytes;
+    ++allocations;
+    count(pool.stats, *block, 1);
+    count_active(pool.stats, *block, 1);
+    report(*block, static_cast<int64_t>(block->size));
+    return {block->start, block, &Memory::release, place};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  bool initialized() override { return true; }
+
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    queues.synchronize_device(current_device);
+    std::memcpy(to, from, bytes);
+  }
+
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    Lock lock;
+    auto* block = static_cast<Block*>(data.get_context());
+    if (block && block->stream != stream.id()) block->used_by.insert(stream.id());
+  }
+
+  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
+    Lock lock;
+    for (auto& [device, pool] : pools_) return_segments(device, pool);
+  }
+
+  DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    Lock lock;
+    release_passed(pools_[device]);
+    return pools_[device].stats;
+  }
+
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    each(device, [](auto& stat) { stat.reset_accumulated(); });
+  }
+
+  void resetPeakStats(c10::DeviceIndex device) override {
+    each(device, [](auto& stat) { stat.reset_peak(); });
+  }
+
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    Lock lock;
+    const size_t total = settings.limit_bytes ? settings.limit_bytes : size_t(1) << 40;
+    const size_t taken = reserved(pools_[device].stats);
+    return {total - std::min(total, taken), total};
+  }
+
+  int64_t allocations = 0;  // Since `configure`.
+
+ private:
+  struct Pool {
+    Free small;
+    Free large;
+    std::vector<Block*> passing;  // Freed, but another stream has yet to pass.
+    DeviceStats stats;
+  };
+
+  static Free& free_of(Pool& pool, bool small) { return small ? pool.small : pool.large; }
+
+  void report(const Block& block, int64_t change) {
+    const auto& stats = pools_[block.device].stats;
+    c10::reportMemoryUsageToProfiler(
+        block.start, change, stats.allocated_bytes[0].current,
+        stats.reserved_bytes[0].current,
+        c10::Device(device_type, static_cast<c10::DeviceIndex>(block.device)));
+  }
+
+  void check_planned_failure(size_t bytes) {
+    if (settings.fail_at && allocations + 1 == settings.fail_at) {
+      ++allocations;
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "emu out of memory, as planned: allocation ",
+          allocations, ", of ", bytes, " bytes");
+    }
+  }
+
+  // A free block of this stream, the smallest that is large enough, or a new segment.
+  Block* take(Pool& pool, size_t size, size_t requested) {
+    const bool small = size <= settings.segment_bytes / 2;
+    const auto stream = current_stream(current_device);
+    auto& free = free_of(pool, small);
+    auto found = free.lower_bound({stream, size, nullptr});
+    Block* block;
+    if (found != free.end() && found->second->stream == stream) {
+      block = found->second;
+      free.erase(found);
+    } else {
+      block = new_segment(pool, size, small, requested);
+    }
+    const size_t rest = block->size - size;
+    if (rest >= (small ? smallest_block : settings.segment_bytes / 2 + 1))
+      cut(free, block, size);
+    return block;
+  }
+
+  Block* new_segment(Pool& pool, size_t size, bool small, size_t requested) {
+    const size_t unit = settings.segment_bytes;
+    const size_t bytes = small ? unit : size < 5 * unit ? 10 * unit : rounded(size, unit);
+    const auto fits = [&] {
+      return !settings.limit_bytes || reserved(pool.stats) + bytes <= settings.limit_bytes;
+    };
+    if (!fits()) {
+      ++pool.stats.num_alloc_retries;
+      return_segments(current_device, pool);
+    }
+    if (!fits()) {
+      ++pool.stats.num_ooms;
+      TORCH_CHECK_WITH(
+          OutOfMemoryError, false, "emu out of memory. Tried to allocate ", requested,
+          " bytes, for which a segment of ", bytes, " is needed. Of ",
+          settings.limit_bytes, " bytes, ", reserved(pool.stats), " are reserved and ",
+          pool.stats.allocated_bytes[0].current, " allocated.");
+    }
+    auto* start = static_cast<char*>(std::aligned_alloc(64, rounded(bytes, 64)));
+    TORCH_CHECK_WITH(OutOfMemoryError, start, "the host has no ", bytes, " bytes");
+    if (settings.poison) std::memset(start, poison_byte, bytes);
+    count_segment(pool.stats, bytes, 1);
+    return new Block{start, bytes, small, current_device, current_stream(current_device)};
+  }
+
+  static void release(void* context);
+
+  // Let the stream have the block again.
+  void free_block(Pool& pool, Block* block) {
+    count_active(pool.stats, *block, -1);
+    if (settings.poison) {
+      Launch fill;
+      fill.work = [start = block->start, size = block->size] {
+        std::memset(start, poison_byte, size);
+      };
+      fill.by_host = false;
+      queues.launch(block->device, block->stream, std::move(fill));
+    }
+    join_free(free_of(pool, block->small), block);
+  }
+
+  // Free the blocks whose other streams have passed, by the clocks.
+  void release_passed(Pool& pool, bool wait = false) {
+    auto passing = std::exchange(pool.passing, {});
+    for (auto* block : passing) {
+      const auto passed = [](const Position& p) { return queues.is_done(p); };
+      if (!wait && !std::all_of(block->until.begin(), block->until.end(), passed)) {
+        pool.passing.push_back(block);
+        continue;
+      }
+      for (const auto& position : block->until) queues.run(position);
+      block->until.clear();
+      free_block(pool, block);
+    }
+  }
+
+  // Give back every segment that has no block in use, once its work has run.
+  void return_segments(int device, Pool& pool) {
+    release_passed(pool, true);
+    for (const auto& end : queues.ends_of(device)) queues.run(end);
+    for (auto* free : {&pool.small, &pool.large}) {
+      for (auto it = free->begin(); it != free->end();) {
+        auto* block = it->second;
+        if (block->before || block->after) {
+          ++it;
+          continue;
+        }
+        it = free->erase(it);
+        count_segment(pool.stats, block->size, -1);
+        std::free(block->start);
+        delete block;
+      }
+    }
+  }
+
+  template <class F>
+  void each(int device, F action) {
+    Lock lock;
+    auto& s = pools_[device].stats;
+    for (auto* stat :
+         {&s.allocation, &s.segment, &s.active, &s.allocated_bytes, &s.reserved_bytes,
+          &s.active_bytes, &s.requested_bytes})
+      action((*stat)[0]);
+  }
+
+  std::map<int, Pool> pools_;
+};
+
+inline Memory& memory = *new Memory;
+
+inline void Memory::release(void* context) {
+  Lock lock;
+  auto* block = static_cast<Block*>(context);
+  auto& pool = memory.pools_[block->device];
+  count(pool.stats, *block, -1);
+  memory.report(*block, -static_cast<int64_t>(block->size));
+  for (auto stream : std::exchange(block->used_by, {}))
+    block->until.push_back(queues.end_of(block->device, stream));
+  if (block->until.empty())
+    memory.free_block(pool, block);
+  else
+    pool.passing.push_back(block);
+}
+
+}  // namespace emulated

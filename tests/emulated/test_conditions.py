@@ -1,0 +1,126 @@
+"""G3, G4: autocast and streams of a device are those of the forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from membudget import policies
+from membudget.engine.callees import signature_of
+from membudget.engine.replay.verify import verified
+from tests.emulated import emu
+from tests.emulated.models import DEVICE, each_block, gpt, step, unequal
+
+ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
+
+
+@pytest.fixture(autouse=True)
+def device() -> None:
+    emu.configure()
+
+
+def casts() -> list[Any]:
+    return [
+        torch.autocast(DEVICE, torch.bfloat16),
+        torch.autocast(DEVICE, torch.float16),
+        torch.autocast("cpu", torch.bfloat16),
+    ]
+
+
+def test_g3_a_call_is_verified_anew_under_autocast_of_the_device():
+    function, policy, x = torch.sin, policies.matmuls, torch.ones(2, device=DEVICE)
+    known = [verified(policy, function, (x,), {})]
+    for cast in casts():
+        with cast:
+            known.append(verified(policy, function, (x,), {}))
+    assert len(set(map(id, known))) == 4
+    assert verified(policy, function, (x,), {}) is known[0]
+
+
+def test_g3_a_rerun_is_another_call_under_autocast_of_the_device():
+    function, x = torch.sin, torch.ones(2, device=DEVICE)
+    known = [signature_of(function, (x,), {})[0]]
+    for cast in casts():
+        with cast:
+            known.append(signature_of(function, (x,), {})[0])
+    assert len(set(known)) == 4
+
+
+def under_autocast(model: nn.Module, batch: Tensor) -> Tensor:
+    for parameter in model.parameters():
+        parameter.grad = None
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss: Tensor = model(batch).float().square().mean()
+    loss.backward()
+    return loss
+
+
+@ENGINES
+def test_g3_a_region_under_autocast_of_the_device_has_the_plain_bits(engine):
+    assert unequal(gpt, each_block(engine=engine), run=under_autocast) == ""
+
+
+def on_side(model: nn.Module, batch: Tensor) -> Tensor:
+    """Run the forward on a stream of its own, and the backward from the main one."""
+    main, side = torch.accelerator.current_stream(), torch.Stream(device=DEVICE)
+    side.wait_stream(main)
+    with side:
+        loss: Tensor = model(batch).square().mean()
+    main.wait_stream(side)
+    loss.backward()
+    return loss
+
+
+@ENGINES
+def test_g4_a_forward_on_a_side_stream_is_recomputed_there(engine):
+    assert unequal(gpt, each_block(engine=engine), run=on_side) == ""
+
+
+class Sides(nn.Module):
+    """Runs half of its work on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.side = torch.Stream(device=DEVICE)
+        self.one, self.two = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        main = torch.accelerator.current_stream()
+        self.side.wait_stream(main)
+        with self.side:
+            y = self.one(x).sin().exp()
+            x.record_stream(self.side)
+            y.record_stream(main)
+        z = self.two(x).cos()
+        main.wait_stream(self.side)
+        return (y * z).tanh()
+
+
+def sides() -> tuple[nn.Module, Tensor]:
+    torch.manual_seed(1)
+    model = nn.Sequential(Sides(), Sides(), nn.Linear(16, 2)).to(DEVICE)
+    return model, torch.randn(4, 16, device=DEVICE)
+
+
+@ENGINES
+@pytest.mark.parametrize("run", [step, on_side])
+def test_g4_streams_inside_a_region_wait_for_each_other_again(engine, run):
+    assert unequal(sides, each_block(engine=engine), run=run) == ""
+
+
+@ENGINES
+def test_g4_a_recompute_ahead_is_ready_on_every_stream(engine):
+    import membudget as mb
+
+    def ahead(model: nn.Module, batch: Tensor) -> Tensor:
+        with mb.collect_regions() as regions:
+            loss: Tensor = model(batch).square().mean()
+        with torch.Stream(device=DEVICE):
+            regions.recompute()
+        loss.backward()
+        return loss
+
+    assert unequal(sides, each_block(engine=engine), run=ahead) == ""

@@ -1,0 +1,151 @@
+"""G2: the device is measured, and the host beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.step import Step
+from membudget.trial import try_steps
+from tests.emulated import emu
+from tests.emulated.models import DEVICE, cnn, gpt, step
+
+
+@pytest.fixture(autouse=True)
+def device() -> None:
+    emu.configure(segment_bytes=512)
+
+
+def true_peak(run: Callable[[], object]) -> int:
+    """Return what the device's allocator counts, beyond what was there."""
+    torch.accelerator.synchronize()
+    torch.accelerator.reset_peak_memory_stats()
+    before = torch.accelerator.memory_stats()["requested_bytes.all.current"]
+    run()
+    torch.accelerator.synchronize()
+    return int(torch.accelerator.memory_stats()["requested_bytes.all.peak"]) - before
+
+
+def forgetful(model: nn.Module, batch: Tensor) -> Callable[[], object]:
+    """Return a step that leaves no gradients."""
+
+    def run() -> None:
+        step(model, batch)
+        model.zero_grad()
+
+    return run
+
+
+@pytest.mark.parametrize("made", [gpt, cnn])
+def test_g2_peak_measures_the_device_that_a_closure_uses(made):
+    run = forgetful(*made())
+    run()
+    found = mb.peak(run)
+    assert (found.device, found.peak_bytes) == ("emu:0", true_peak(run))
+    assert found.host_bytes < found.peak_bytes
+
+
+def test_g2_a_call_on_the_host_is_measured_there():
+    x = torch.zeros(1000)
+    found = mb.peak(lambda: x.sin().exp().sum())
+    assert (found.device, found.peak_bytes) == ("cpu", 2 * x.nbytes)
+
+
+def test_g2_profile_predicts_what_the_device_s_allocator_counts():
+    model, batch = gpt()
+    found = mb.profile(model, batch)
+    run = forgetful(model, batch)
+    run()
+    assert found.peak_bytes == true_peak(lambda: model(batch).sum().backward())
+
+
+@pytest.mark.parametrize("share", ["70%", "85%"])
+def test_g2_fit_bounds_what_the_process_reserves_on_the_device(share):
+    model, batch = cnn(6)
+    with mb.fit(model, batch, share, measure="none") as fitted:
+        assert fitted.plan.regions
+        assert fitted.peak_bytes <= fitted.plan.budget_bytes
+        (taken,) = fitted.attempts[-1].memory.devices
+        assert taken.reserved_bytes == fitted.peak_bytes
+        budget = fitted.plan.budget_bytes + taken.before_bytes
+        torch.accelerator.synchronize()
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        step(model, batch)
+        torch.accelerator.synchronize()
+        assert torch.accelerator.max_memory_reserved() <= budget
+        lines = fitted.report()
+    for word in ("requested", "allocated", "reserved", "fragmentation", "host"):
+        assert word in lines
+
+
+def test_g2_a_fitted_step_trains_where_the_plain_one_runs_out_of_memory():
+    model, batch = cnn(6)
+    with mb.fit(model, batch, "55%", measure="none") as fitted:
+        (taken,) = fitted.attempts[-1].memory.devices
+        limit = fitted.plan.budget_bytes + taken.before_bytes
+
+        def train() -> None:
+            torch.accelerator.empty_cache()
+            emu.configure(segment_bytes=512, limit_bytes=limit)
+            for _ in range(5):
+                step(model, batch)
+                model.zero_grad()
+            torch.accelerator.synchronize()
+
+        train()
+        emu.configure(segment_bytes=512)
+    with pytest.raises(torch.OutOfMemoryError, match="memory"):
+        train()
+
+
+def test_g2_a_budget_in_bytes_counts_what_else_the_process_holds():
+    model, batch = cnn(6)
+    with mb.fit(model, batch, "70%", measure="none") as fitted:
+        total = sum(
+            (
+                fitted.plan.budget_bytes,
+                fitted.attempts[-1].memory.devices[0].before_bytes,
+            )
+        )
+    other = torch.empty(1 << 16, dtype=torch.uint8, device=DEVICE)
+    with mb.fit(model, batch, total + other.nbytes, measure="none") as fitted:
+        assert fitted.plan.budget_bytes <= total
+        assert fitted.plan.regions
+
+
+def test_g2_a_trial_measures_the_device():
+    model, batch = cnn(4)
+    with mb.fit(model, batch, "80%", measure="none") as fitted:
+        trial = try_steps(fitted, Step(model, batch, None), 1)
+    assert trial.peak_bytes == fitted.peak_bytes > 10_000
+
+
+def test_g4_without_a_budget_a_step_gets_what_the_device_has_free():
+    model, batch = cnn(6)
+    torch.accelerator.empty_cache()
+    plain = mb.fit(model, batch, "100%", measure="none")
+    (taken,) = plain.attempts[-1].memory.devices
+    plain.remove()
+    limit = taken.before_bytes + taken.reserved_bytes
+    emu.configure(segment_bytes=512, limit_bytes=2 * limit)
+    with mb.fit(model, batch, measure="none") as fitted:
+        assert fitted.plan.regions == ()
+        assert fitted.plan.budget_bytes < 2 * limit - taken.before_bytes
+
+
+def test_g4_a_clock_waits_for_what_was_launched():
+    from membudget.profile.cost import step_clock
+
+    x = torch.ones(4, device=DEVICE)
+    clock = step_clock()
+    y = x.sin()
+    clock()
+    event = torch.accelerator.current_stream().record_event()
+    clock()
+    assert event.query()
+    assert y.shape == (4,)
