@@ -15,6 +15,7 @@ from membudget.profile import DEVICES, Device, profile
 from membudget.profile.cost import (
     TimerEvents,
     flops_of,
+    level,
     roofline,
     roofline_of_optimizer,
     share_out,
@@ -242,6 +243,21 @@ def test_steps_of_one_thread_are_timed_by_what_they_compute(monkeypatch):
     assert step_clock() is time.process_time
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     assert step_clock() is time.perf_counter
+
+
+def test_the_same_call_of_an_operator_takes_the_same_time():
+    blocks = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(8, 4), nn.Tanh())
+    graph = profile(model, torch.ones(2, 8)).graph
+    noisy = tuple(replace(o, seconds=1.0 + i) for i, o in enumerate(graph.operators))
+    found = level(replace(graph, operators=noisy))
+    assert found.seconds == pytest.approx(sum(o.seconds for o in noisy))
+    both = zip(found.operators, noisy, strict=True)
+    forward = [pair for pair in both if pair[0].phase == "forward"]
+    for name in ("addmm", "tanh"):
+        of = [(o.seconds, before.seconds) for o, before in forward if name in o.name]
+        assert of[0][0] == of[1][0] == of[2][0] == of[1][1]
+        assert of[3][0] == of[3][1]  # The shapes of the last one are others.
 
 
 def test_an_operator_without_a_formula_takes_no_operations():

@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -162,6 +162,31 @@ def _scaled(operators: Sequence[Operator], seconds: float) -> list[Operator]:
     total = sum(operator.seconds for operator in operators)
     factor = seconds / total if total else 0.0
     return [dataclasses.replace(o, seconds=o.seconds * factor) for o in operators]
+
+
+def level(graph: StepGraph) -> StepGraph:
+    """Return the graph with the same time for the same call of an operator.
+
+    The blocks of a model repeat calls, whose times differ by noise. Their mean is
+    nearer to the truth, and a planner treats blocks alike that are alike.
+    """
+    calls = [_call(graph, operator) for operator in graph.operators]
+    times: dict[Hashable, list[float]] = {}
+    for call, operator in zip(calls, graph.operators, strict=True):
+        times.setdefault(call, []).append(operator.seconds)
+    means = {call: fmean(seconds) for call, seconds in times.items()}
+    operators = tuple(
+        dataclasses.replace(operator, seconds=means[call])
+        for call, operator in zip(calls, graph.operators, strict=True)
+    )
+    return dataclasses.replace(graph, operators=operators)
+
+
+def _call(graph: StepGraph, operator: Operator) -> Hashable:
+    """Return what makes two calls of an operator the same: code, shapes and dtypes."""
+    values = [graph.values[i] for i in (*operator.inputs, *operator.outputs)]
+    operands = tuple((value.shape, value.dtype) for value in values)
+    return operator.name, operator.phase, operator.line, len(operator.inputs), operands
 
 
 def roofline(graph: StepGraph, device: Device) -> StepGraph:

@@ -17,6 +17,7 @@ from membudget.graph import StepGraph
 from membudget.profile.cache import Cache
 from membudget.profile.cost import (
     TimerEvents,
+    level,
     notes_on,
     roofline,
     roofline_of_optimizer,
@@ -179,7 +180,7 @@ def _real_profile(
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
     if target is None:
-        timed_graph = share_out(roofline_of_optimizer(graph), events, timed)
+        timed_graph = level(share_out(roofline_of_optimizer(graph), events, timed))
         notes = notes_on(events, timed)
         if optimizer is not None:
             notes += (
