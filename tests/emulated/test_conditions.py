@@ -8,18 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from membudget.engine.callees import signature_of
 from membudget import policies
+from membudget.engine.callees import signature_of
 from membudget.engine.replay.verify import verified
-from tests.emulated import emu
 from tests.emulated.models import DEVICE, each_block, gpt, step, unequal
 
 ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
-
-
-@pytest.fixture(autouse=True)
-def device() -> None:
-    emu.configure()
 
 
 def casts() -> list[Any]:

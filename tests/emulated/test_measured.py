@@ -63,10 +63,15 @@ def test_g2_profile_predicts_what_the_device_s_allocator_counts():
     assert found.peak_bytes == true_peak(lambda: model(batch).sum().backward())
 
 
+def loss(output: Tensor, batch: Tensor) -> Tensor:
+    """Return the loss that `step` computes."""
+    return output.float().square().mean()
+
+
 @pytest.mark.parametrize("share", ["70%", "85%"])
 def test_g2_fit_bounds_what_the_process_reserves_on_the_device(share):
     model, batch = cnn(6)
-    with mb.fit(model, batch, share, measure="none") as fitted:
+    with mb.fit(model, batch, share, loss, measure="none") as fitted:
         assert fitted.plan.regions
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
         (taken,) = fitted.attempts[-1].memory.devices
@@ -85,7 +90,7 @@ def test_g2_fit_bounds_what_the_process_reserves_on_the_device(share):
 
 def test_g2_a_fitted_step_trains_where_the_plain_one_runs_out_of_memory():
     model, batch = cnn(6)
-    with mb.fit(model, batch, "55%", measure="none") as fitted:
+    with mb.fit(model, batch, "55%", loss, measure="none") as fitted:
         (taken,) = fitted.attempts[-1].memory.devices
         limit = fitted.plan.budget_bytes + taken.before_bytes
 
@@ -122,7 +127,9 @@ def test_g2_a_trial_measures_the_device():
     model, batch = cnn(4)
     with mb.fit(model, batch, "80%", measure="none") as fitted:
         trial = try_steps(fitted, Step(model, batch, None), 1)
-    assert trial.peak_bytes == fitted.peak_bytes > 10_000
+    # The allocator may find other blocks than in the step that `fit` measured.
+    assert fitted.peak_bytes <= trial.peak_bytes <= 1.2 * fitted.peak_bytes
+    assert fitted.peak_bytes > 10_000
 
 
 def test_g4_without_a_budget_a_step_gets_what_the_device_has_free():
