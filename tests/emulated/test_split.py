@@ -65,7 +65,9 @@ def test_g6_the_peaks_of_two_devices_are_measured_apart():
 def test_g6_a_plan_made_on_the_cpu_is_refused_where_kernels_differ():
     model, batch = gpt(4, 32)
     on_cpu = copy.deepcopy(model).cpu()
-    with mb.fit(on_cpu, batch.cpu(), "75%", measure="none", mode="selective") as fitted:
+    with mb.fit(
+        on_cpu, batch.cpu(), "1MiB", measure="none", mode="selective"
+    ) as fitted:
         plan = fitted.plan
     assert plan.device == "cpu"
     mb.apply(model, plan)
@@ -77,7 +79,7 @@ def test_g6_a_plan_made_on_the_cpu_applies_where_kernels_are_the_same():
     torch.manual_seed(1)
     blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
     model, batch = nn.Sequential(*blocks), torch.randn(64, 16)
-    with mb.fit(model, batch, "70%", measure="none", mode="selective") as fitted:
+    with mb.fit(model, batch, "1MiB", measure="none", mode="selective") as fitted:
         plan = fitted.plan
 
     def made() -> tuple[nn.Module, Tensor]:

@@ -12,11 +12,11 @@ def test_outside_of_autocast_there_is_no_state():
     assert autocast_state() == ()
 
 
-def test_each_device_and_dtype_is_another_state(monkeypatch):
+def test_each_dtype_is_another_state_and_each_device_a_part_of_it(monkeypatch):
     pretend(monkeypatch)
     states = set()
-    for device in ("cpu", "cuda"):
-        for dtype in (torch.float16, torch.bfloat16):
-            with torch.autocast(device, dtype):
-                states.add(autocast_state())
-    assert len(states) == 4
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast("cpu", dtype):
+            states.add(autocast_state())
+    assert len(states) == 2
+    assert all(len(state) == 2 for state in states)
