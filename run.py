@@ -5,6 +5,7 @@
     python3 run.py test --field ...  models of other libraries, which it installs first
     python3 run.py check             lint and types only
     python3 run.py bench NAME ...    one benchmark, such as region_cost
+    python3 run.py gpu               on a machine with a GPU: its tests, its figures
     python3 run.py mutants ...       plant faults at random, print what the tests miss
     python3 run.py sentences ...     docstring sentences at random, to be read aloud
     python3 run.py help              this text
@@ -61,7 +62,9 @@ def main(arguments: Sequence[str]) -> int:
     if cpu:
         arguments.pop(0)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("help", [])
-    commands = {f.__name__: f for f in (demo, test, check, bench, mutants, sentences)}
+    commands = {
+        f.__name__: f for f in (demo, test, check, bench, gpu, mutants, sentences)
+    }
     if command not in commands:
         print(__doc__)
         return 0 if command in {"help", "--help", "-h"} else 2
@@ -175,6 +178,17 @@ def bench(arguments: Sequence[str]) -> int:
         return 2
     install_for(arguments[0])
     return run_python(f"benchmarks/{arguments[0]}.py", *arguments[1:])
+
+
+def gpu(arguments: Sequence[str]) -> int:
+    """Run the tests that need a GPU, then measure on it; refuse where there is none."""
+    ask = "import sys, torch; sys.exit(not torch.accelerator.is_available())"
+    if run_python("-c", ask):
+        print("torch knows no accelerator here: docs/gpu.md says what was not run")
+        return 2
+    tested = run_python("-m", "pytest", "-q", "-m", "cuda", *arguments)
+    measured = run_python("benchmarks/gpu.py")
+    return tested or measured
 
 
 def mutants(arguments: Sequence[str]) -> int:

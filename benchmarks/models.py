@@ -117,7 +117,7 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the residual stream: (batch, length, width)."""
-        places = torch.arange(tokens.shape[1])
+        places = torch.arange(tokens.shape[1], device=tokens.device)
         x: Tensor = self.dropout(self.tokens(tokens) + self.positions(places))
         return x
 

@@ -259,3 +259,9 @@ def test_a_model_that_carries_regions_of_its_user_is_not_fitted():
     check_refused(model, batch, words, "90%", fake=True)
     applied.remove()
     fit(model, batch, "90%", fake=True).remove()
+
+
+def test_parameters_on_several_devices_are_not_one_budget():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
+    with pytest.raises(OptionError, match="Sequential are on cpu and meta, and a bud"):
+        mb.fit(model, torch.ones(2, 4), "50%")

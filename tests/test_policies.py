@@ -5,9 +5,11 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 
 from membudget.engine.policy import Candidate
+from membudget.errors import PlanError
 from membudget.policies import Planned
 
 SIN: Any = torch.ops.aten.sin.default
@@ -97,3 +99,23 @@ def test_outside_of_a_call_only_the_output_itself_is_compared():
     assert not keeps(SIN, 2, 1)
     assert not keeps(SIN, 1, 0)
     assert policy.differences == 0
+
+
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+EFFICIENT: Any = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
+
+def test_attention_is_kept_whole_whichever_kernel_serves():
+    policy = Planned({(1, 0): FLASH, (2, 0): "aten.sin.default"})
+    of_attention = [(1, output, EFFICIENT) for output in range(4)]
+    assert asks(policy, *of_attention, (2, 0, SIN)) == [True] * 5
+    assert policy.differences == 0
+
+
+def test_a_plan_for_another_device_is_refused_at_an_operator_that_differs():
+    policy = Planned({(1, 0): "aten.sin.default"}, made_for="cuda")
+    assert asks(policy, (1, 0, SIN)) == [True]
+    with pytest.raises(PlanError, match=r"made for cuda, .* 1 .* aten\.cos"):
+        asks(policy, (1, 0, COS))
+    with pytest.raises(PlanError, match=r"is aten\.sin\.default; here it is absent"):
+        asks(policy)

@@ -174,7 +174,8 @@ def lend_to_current_stream(tensor: Tensor, made_on: Any) -> None:
     now = torch.accelerator.current_stream(made_on.device_index)
     if now != made_on:
         now.wait_stream(made_on)
-        tensor.record_stream(now)
+        if is_on_accelerator(tensor.device):
+            tensor.record_stream(now)
 
 
 # Memory.

@@ -20,6 +20,7 @@ def check_fittable(step: Step) -> None:
         OptionError: If it is such a step.
     """
     _check_processes(step.model)
+    _check_devices(step.model)
     _check_regions(step.model)
     _check_batch(step)
 
@@ -43,6 +44,18 @@ def _check_processes(model: Module) -> None:
             "wrapped, whose steps wait for nobody: fit(model.module, ...); or do so on "
             "one rank, save the plan by plan.to_json(path), and apply(model.module, "
             "path) on all"
+        )
+
+
+def _check_devices(model: Module) -> None:
+    """Reject a model that trains on several devices, whose bytes are not one budget."""
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise OptionError(
+            f"the parameters of {type(model).__name__} are on {' and '.join(devices)}, "
+            "and a budget is of one device. Give each device's part regions by a rule, "
+            "as in apply(model, blocks=Block), whose gradients are those of the plain "
+            "step; peak(step).devices tells what each device takes"
         )
 
 

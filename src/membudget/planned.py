@@ -8,6 +8,7 @@ from typing import Any
 
 from torch.nn import Module
 
+from membudget._torch_accelerator import main_device
 from membudget.attach import (
     Carried,
     ModuleRegion,
@@ -51,7 +52,11 @@ def carried_of_plan(
             raise PlanError(f"the plan names {region.path!r}, which the model lacks")
         check_can_carry(region.path, known[region.path])
         of_path.setdefault(region.path, []).append(region)
-    carried = {path: _carried(path, of, options) for path, of in of_path.items()}
+    # Kernels may differ on another device than the one that the plan was made for.
+    made_for = "" if plan.device == device_type(model) else plan.device
+    carried = {
+        path: _carried(path, of, options, made_for) for path, of in of_path.items()
+    }
     numbered = [c for c in carried.values() if isinstance(c, NumberedRegions)]
     if numbered:
         if "" in carried:
@@ -77,22 +82,25 @@ def _check_parameters(model: Module, plan: Plan) -> None:
 
 
 def _carried(
-    path: str, regions: list[RegionPlan], options: Mapping[str, Any]
+    path: str, regions: list[RegionPlan], options: Mapping[str, Any], made_for: str
 ) -> Carried:
     statistics, times = Statistics(path), regions[0].times
     if times == 1:
-        return ModuleRegion(_options(options, regions[-1]), statistics, True)
+        return ModuleRegion(_options(options, regions[-1], made_for), statistics, True)
     numbered: dict[int, RegionOptions] = {}
     for region in regions:
-        numbered |= dict.fromkeys(region.numbers, _options(options, region))
+        found = _options(options, region, made_for)
+        numbered |= dict.fromkeys(region.numbers, found)
     return NumberedRegions(numbered, _replayed(options, Unplanned()), times, statistics)
 
 
-def _options(options: Mapping[str, Any], region: RegionPlan) -> RegionOptions:
+def _options(
+    options: Mapping[str, Any], region: RegionPlan, made_for: str
+) -> RegionOptions:
     if region.engine == RERUN:
         # It is replayed after all if a second run would repeat side effects.
         return checked_options({**_VERIFY, **options, "engine": "auto", "keep": None})
-    return _replayed(options, _policy(region))
+    return _replayed(options, _policy(region, made_for))
 
 
 def _replayed(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
@@ -103,7 +111,7 @@ def _replayed(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
 _VERIFY = {"verify": "fingerprints"}
 
 
-def _policy(region: RegionPlan) -> Planned:
+def _policy(region: RegionPlan, made_for: str) -> Planned:
     stages = Stages(
         [stage.first_saved for stage in region.stages],
         [
@@ -114,6 +122,7 @@ def _policy(region: RegionPlan) -> Planned:
     return Planned(
         {(kept.number, kept.output): kept.operator for kept in region.kept},
         stages if region.stages else None,
+        made_for,
     )
 
 
@@ -169,6 +178,14 @@ def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
     finally:
         if put_back:
             put_on(planned)
+
+
+def device_type(model: Module) -> str:
+    """Return the type of the device on which a model's operators run.
+
+    A model on `meta` is recorded as on the CPU.
+    """
+    return main_device((*model.parameters(), *model.buffers())).type
 
 
 def model_parameters(model: Module) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.outcome import Metered
-from membudget.planned import model_parameters
+from membudget.planned import device_type, model_parameters
 from membudget.planner.bound import least_seconds
 from membudget.planner.plan import Plan
 from membudget.planner.planner import (
@@ -224,6 +224,7 @@ def make_plan(
         bound=_bound(smoothed(graph), budget_bytes),
         cost=profile.cost,
         regions=region_plans(graph, schedule.calls, schedule.choices),
+        device=device_type(model),
     )
 
 

@@ -24,6 +24,7 @@ from membudget.engine.policy import (
     nothing,
     operators,
 )
+from membudget.errors import PlanError
 
 __all__ = [
     "Candidate",
@@ -53,13 +54,26 @@ convolutions = operators(
 )
 
 
-attention = operators(
+_ATTENTION = (
     *("_scaled_dot_product_flash_attention", "_flash_attention_forward"),
     *("_scaled_dot_product_flash_attention_for_cpu", "_efficient_attention_forward"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     *("_scaled_dot_product_attention_math_for_mps", "_cudnn_attention_forward"),
     "_scaled_dot_product_fused_attention_overrideable",
 )
+
+attention = operators(*_ATTENTION)
+
+_BATCH_NORM = (
+    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
+    *("cudnn_batch_norm", "miopen_batch_norm"),
+)
+
+_ROLES = {
+    **{f"{name}.default": "attention" for name in _ATTENTION},
+    **{f"{name}.default": "batch normalisation" for name in _BATCH_NORM},
+}
+"""What kernels do that devices choose among; the first output of each is the result."""
 
 
 class Planned(Policy):
@@ -72,7 +86,10 @@ class Planned(Policy):
     reads_arguments = False
 
     def __init__(
-        self, kept: Mapping[tuple[int, int], str], stages: Stages | None = None
+        self,
+        kept: Mapping[tuple[int, int], str],
+        stages: Stages | None = None,
+        made_for: str = "",
     ):
         """Create a policy that keeps the outputs that a plan names.
 
@@ -80,8 +97,11 @@ class Planned(Policy):
             kept: Name of the overload that produces each kept output, keyed by operator
                 number (from 1) and output index.
             stages: Stages of the region's backward pass; `None` for a single stage.
+            made_for: Type of the device that the plan was made for, if that is another;
+                operators that differ are then an error.
         """
         self._kept = dict(kept)
+        self.made_for = made_for
         self.stages = stages
         self.differences = 0
 
@@ -132,17 +152,28 @@ class _PlannedCall(Policy):
         expected = self._names.get(number)
         if expected is None:
             return False
-        if not _is(candidate.operator, expected):
-            self._differ()
-            return False
-        self._awaited.discard(number)
-        return (number, candidate.output_index) in self._kept
+        if _is(candidate.operator, expected):
+            self._awaited.discard(number)
+            return (number, candidate.output_index) in self._kept
+        if is_same_role(str(candidate.operator), expected):
+            # Its other outputs are not those of the plan's, and take few bytes.
+            self._awaited.discard(number)
+            return True
+        self._differ(number, str(candidate.operator))
+        return False
 
     def end(self) -> None:
         if self._awaited and not self._has_differed:
-            self._differ()
+            self._differ(min(self._awaited), "absent")
 
-    def _differ(self) -> None:
+    def _differ(self, number: int, found: str) -> None:
+        if self._plan.made_for:
+            raise PlanError(
+                f"the plan was made for {self._plan.made_for}, where operator {number} "
+                f"of a region is {self._names[number]}; here it is {found}, because "
+                "the devices choose other kernels. Nothing of the plan is trusted: "
+                "make it on this device, by fit or by profile(..., fake=True)"
+            )
         self._has_differed = True
         self._plan.differences += 1
 
@@ -155,6 +186,20 @@ def _is(operator: Any, expected: str) -> bool:
     """
     name = str(operator)
     return name == expected or in_place_or_not(name) == in_place_or_not(expected)
+
+
+def is_same_role(name: str, other: str) -> bool:
+    """Return whether two operators do the same, by kernels of different devices.
+
+    Example:
+        >>> name = "aten._scaled_dot_product_flash_attention"
+        >>> is_same_role(f"{name}.default", f"{name}_for_cpu.default")
+        True
+        >>> is_same_role(f"{name}.default", "aten.mm.default")
+        False
+    """
+    role, other_role = (_ROLES.get(n.partition(".")[2]) for n in (name, other))
+    return role is not None and role == other_role
 
 
 def in_place_or_not(name: str) -> str:

@@ -91,6 +91,6 @@ def each_block(**options: Any) -> Wrap:
 
     def wrap(model: nn.Module) -> None:
         for block in list(model.children())[:-1]:
-            block.forward = mb.checkpoint(**options)(block.forward)  # type: ignore[method-assign]
+            block.forward = mb.checkpoint(**options)(block.forward)
 
     return wrap

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 from membudget import policies
 from membudget.engine.callees import signature_of
 from membudget.engine.replay.verify import verified
-from tests.emulated import emu
 from tests.emulated.models import DEVICE, each_block, gpt, step, unequal
 
 ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
-
-
-@pytest.fixture(autouse=True)
-def device() -> None:
-    emu.configure()
 
 
 def casts() -> list[Any]:
@@ -124,3 +118,36 @@ def test_g4_a_recompute_ahead_is_ready_on_every_stream(engine):
         return loss
 
     assert unequal(sides, each_block(engine=engine), run=ahead) == ""
+
+
+def test_g4_memory_that_a_replay_reads_on_a_side_stream_is_not_reused_before():
+    """What a third stream made and another read is read there again, not on ours."""
+    import membudget as mb
+
+    main = torch.accelerator.current_stream()
+    maker, reader = torch.Stream(device=DEVICE), torch.Stream(device=DEVICE)
+
+    def block(x: Tensor) -> Tensor:
+        with maker:
+            made = mb.name(torch.arange(64.0, device=DEVICE) + 1, "made")
+        made.record_stream(reader)
+        reader.wait_stream(maker)
+        with reader:
+            read = made.sin()
+        read.record_stream(main)
+        main.wait_stream(reader)
+        return x * read
+
+    def gradient(call: Any) -> Tensor:
+        x = torch.ones(64, device=DEVICE, requires_grad=True)
+        torch.accelerator.synchronize()
+        call(x).sum().backward()
+        with maker:  # The block of `made` is free by now.
+            for _ in range(4):
+                torch.full((64,), 9.0, device=DEVICE)
+        maker.synchronize()
+        assert x.grad is not None
+        return x.grad.cpu()
+
+    region = mb.checkpoint(keep=mb.policies.named("made"), verify=False)(block)
+    assert torch.equal(gradient(region), gradient(block))

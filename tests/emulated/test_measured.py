@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.memory import DevicePeak
 from membudget.step import Step
 from membudget.trial import try_steps
 from tests.emulated import emu
@@ -63,13 +64,26 @@ def test_g2_profile_predicts_what_the_device_s_allocator_counts():
     assert found.peak_bytes == true_peak(lambda: model(batch).sum().backward())
 
 
+def measured(fitted: mb.Fitted) -> DevicePeak:
+    """Return what the device took in the last step that `fit` measured."""
+    memory = fitted.attempts[-1].memory
+    assert memory is not None
+    (taken,) = memory.devices
+    return taken
+
+
+def loss(output: Tensor, batch: Tensor) -> Tensor:
+    """Return the loss that `step` computes."""
+    return output.float().square().mean()
+
+
 @pytest.mark.parametrize("share", ["70%", "85%"])
 def test_g2_fit_bounds_what_the_process_reserves_on_the_device(share):
     model, batch = cnn(6)
-    with mb.fit(model, batch, share, measure="none") as fitted:
+    with mb.fit(model, batch, share, loss, measure="none") as fitted:
         assert fitted.plan.regions
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
-        (taken,) = fitted.attempts[-1].memory.devices
+        taken = measured(fitted)
         assert taken.reserved_bytes == fitted.peak_bytes
         budget = fitted.plan.budget_bytes + taken.before_bytes
         torch.accelerator.synchronize()
@@ -85,8 +99,8 @@ def test_g2_fit_bounds_what_the_process_reserves_on_the_device(share):
 
 def test_g2_a_fitted_step_trains_where_the_plain_one_runs_out_of_memory():
     model, batch = cnn(6)
-    with mb.fit(model, batch, "55%", measure="none") as fitted:
-        (taken,) = fitted.attempts[-1].memory.devices
+    with mb.fit(model, batch, "55%", loss, measure="none") as fitted:
+        taken = measured(fitted)
         limit = fitted.plan.budget_bytes + taken.before_bytes
 
         def train() -> None:
@@ -106,12 +120,7 @@ def test_g2_a_fitted_step_trains_where_the_plain_one_runs_out_of_memory():
 def test_g2_a_budget_in_bytes_counts_what_else_the_process_holds():
     model, batch = cnn(6)
     with mb.fit(model, batch, "70%", measure="none") as fitted:
-        total = sum(
-            (
-                fitted.plan.budget_bytes,
-                fitted.attempts[-1].memory.devices[0].before_bytes,
-            )
-        )
+        total = fitted.plan.budget_bytes + measured(fitted).before_bytes
     other = torch.empty(1 << 16, dtype=torch.uint8, device=DEVICE)
     with mb.fit(model, batch, total + other.nbytes, measure="none") as fitted:
         assert fitted.plan.budget_bytes <= total
@@ -122,14 +131,16 @@ def test_g2_a_trial_measures_the_device():
     model, batch = cnn(4)
     with mb.fit(model, batch, "80%", measure="none") as fitted:
         trial = try_steps(fitted, Step(model, batch, None), 1)
-    assert trial.peak_bytes == fitted.peak_bytes > 10_000
+    # The allocator may find other blocks than in the step that `fit` measured.
+    assert fitted.peak_bytes <= trial.peak_bytes <= 1.2 * fitted.peak_bytes
+    assert fitted.peak_bytes > 10_000
 
 
 def test_g4_without_a_budget_a_step_gets_what_the_device_has_free():
     model, batch = cnn(6)
     torch.accelerator.empty_cache()
     plain = mb.fit(model, batch, "100%", measure="none")
-    (taken,) = plain.attempts[-1].memory.devices
+    taken = measured(plain)
     plain.remove()
     limit = taken.before_bytes + taken.reserved_bytes
     emu.configure(segment_bytes=512, limit_bytes=2 * limit)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -164,8 +165,11 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"plan\.regions\[1\]\.kept\[0\] must be an object; it is a int",
     ),
 }
+# Plans of an earlier day do not say for which device they are.
+REQUIRED = PLAN.to_dict().keys() - {"device"}
+
 MISSING: dict[str, tuple[Change, str]] = {
-    **{name: (_drop(_top, name), rf"plan\.{name}") for name in PLAN.to_dict()},
+    **{name: (_drop(_top, name), rf"plan\.{name}") for name in REQUIRED},
     **{
         f"region-{name}": (_drop(_region, name), rf"plan\.regions\[1\]\.{name}")
         for name in ("path", "operators", "kept")
@@ -191,6 +195,12 @@ def test_what_is_missing_is_named_with_its_place(change, message):
     change(data)
     with pytest.raises(PlanError, match=message + " is missing: the plan is not whole"):
         Plan.from_dict(data)
+
+
+def test_a_plan_that_names_no_device_is_read():
+    data = PLAN.to_dict()
+    del data["device"]
+    assert Plan.from_dict(data) == dataclasses.replace(PLAN, device="")
 
 
 def test_what_to_dict_returns_is_read():

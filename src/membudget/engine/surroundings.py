@@ -179,7 +179,8 @@ class Surroundings:
         if not options.guards:
             self.arguments = arguments = HeldArguments(args, kwargs)
             if options.preserve_rng_state:
-                self._sources = sources = torch_sources(arguments.devices())
+                devices = () if self._stream is None else arguments.devices()
+                self._sources = sources = torch_sources(devices)
                 self._noted = sources.note()
             return
         self._function = function
@@ -194,7 +195,8 @@ class Surroundings:
             shared = isolation.is_shared()
             if shared:
                 self.random_log = []
-            check_repeatable(arguments.devices())
+            if self._stream is not None:  # To ask for the devices takes 3 µs.
+                check_repeatable(arguments.devices())
             self._sources = sources = global_sources(not shared)
             self._noted = sources.note()
             if reached.generators:

@@ -103,6 +103,8 @@ class Plan:
         bound: Lower bound on the slowdown of any schedule; see `planner.bound`.
         cost: Source of the operator times: `"measured"` or the name of a device.
         regions: The regions, in forward order.
+        device: Type of the device whose operators the plan names, such as `"cpu"`;
+            empty if that is not known.
     """
 
     model: str
@@ -114,6 +116,7 @@ class Plan:
     bound: float
     cost: str
     regions: tuple[RegionPlan, ...]
+    device: str = ""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data that JSON can represent."""
@@ -146,7 +149,7 @@ class Plan:
                 f"this membudget reads plans of version {VERSION}; this one has "
                 f"version {version}: make the plan again"
             )
-        plan: Plan = _read(data, cls, "plan")
+        plan: Plan = _read({"device": "", **data}, cls, "plan")
         return plan
 
     @classmethod

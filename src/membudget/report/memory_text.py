@@ -24,7 +24,7 @@ def device_lines(taken: DevicePeak, host_bytes: int) -> list[str]:
     Example:
         >>> from membudget.memory import DevicePeak
         >>> taken = DevicePeak("cuda:0", 3_000_000, 0, 3_145_728, 4_194_304, 0)
-        >>> print(*device_lines(taken, 2048), sep="\\n")
+        >>> print(*device_lines(taken, 2048), sep="\n")
         requested      2.9 MiB  of cuda:0, by tensors
         allocated      3.0 MiB  the same, rounded up to blocks
         reserved       4.0 MiB  of which 25.0% are in no such block: fragmentation

@@ -14,6 +14,9 @@ inline bool is_current(PyObject* stream) {
   if (stream == Py_None) {
     return true;
   }
+  if (!PyObject_TypeCheck(stream, THPStreamClass)) {
+    return false;  // A stream of a test; Python can tell.
+  }
   auto* wanted = reinterpret_cast<THPStream*>(stream);
   c10::impl::VirtualGuardImpl guard(static_cast<c10::DeviceType>(wanted->device_type));
   c10::Device device = guard.getDevice();

@@ -22,16 +22,12 @@ from weakref import ReferenceType, ref
 import torch
 from torch import Tensor
 
+from membudget import _torch_accelerator as accelerator
 from membudget._torch import (
     BelowAutograd,
     WithoutAutocast,
     current_graph_task_id,
     set_grad_enabled,
-)
-from membudget._torch_accelerator import (
-    current_stream,
-    enter_stream,
-    lend_to_current_stream,
 )
 from membudget.engine.policy import Stages
 from membudget.engine.replay.execute import Executor
@@ -65,7 +61,7 @@ class Replayer(Executor):
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
-        self.stream = current_stream()
+        self.stream = accelerator.current_stream()
         self._task = -1  # The backward for which the plan was made.
 
     def is_ready(self, handle: ReplayHandle) -> bool:
@@ -93,7 +89,7 @@ class Replayer(Executor):
         tensor = value.tensor
         assert tensor is not None
         if self.stream is not None:
-            lend_to_current_stream(tensor, self._stream_of(value))
+            accelerator.lend_to_current_stream(tensor, self._stream_of(value))
         if stays:
             return tensor
         handle.served = self._plan
@@ -261,7 +257,7 @@ class Replayer(Executor):
                     if stream is not None:
                         # Later work there may get memory that was read elsewhere.
                         scope.callback(stream.wait_stream, self.stream)
-                        enter_stream(stream, on_stream)
+                        accelerator.enter_stream(stream, on_stream)
                     self._run_all(list(run))
 
     def _run_all(self, operations: list[Operation]) -> None:

@@ -37,8 +37,7 @@ class TapeValue:
             the forward; `None` once compared, or if contents are never compared.
         is_used: Whether a replay may read the value itself, not only views of it.
         is_needed: Whether a replay may read the value or views; writes preserve that.
-        is_state: Whether the value is a running statistic, which is copied because
-            every call of the region overwrites it.
+        is_state: Whether it is a running statistic, copied because each call writes it.
         packed: The stored tensor, packed by saved-tensor hooks around the region.
         plan: Index of the replay plan for which uses of the value were counted.
         uses: Number of handles and operations that still need the value.
@@ -105,8 +104,8 @@ class Operation:
         drawn: For a random operator, the generator and its state before the draw.
         stream: The stream on which it ran; `None` for the one of the region's begin.
         outputs: Weak references to the produced values, each with its output index.
-        targets: Each value that the operator overwrites, with the output index of the
-            new content; -1 if a replay does not recompute the new content.
+        targets: Each value that it overwrites, with the output index of the content;
+            -1 if a replay does not recompute that.
         plan: Index of the last replay plan that includes the operation.
         is_foreign: Whether the operator is custom and so may violate its schema.
         is_view: Whether all outputs are views, so that a replay launches no kernel.
