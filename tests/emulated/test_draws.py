@@ -37,6 +37,7 @@ def test_g5_without_guards_a_region_draws_what_its_forward_drew():
 
 
 def test_g1_a_region_leaves_another_device_s_stream_where_it_was():
+    emu.configure()
     model, batch = gpt()
     each_block(engine="rerun")(model)
     loss = model(batch).square().mean()

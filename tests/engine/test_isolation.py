@@ -11,7 +11,6 @@ import torch
 from membudget.engine import isolation
 from membudget.engine.isolation import generator_of
 from membudget.errors import CheckpointError
-from tests import devices
 from tests.accelerators import pretend
 
 X = torch.zeros(2)
@@ -26,7 +25,7 @@ def two(monkeypatch: pytest.MonkeyPatch) -> list[torch.Generator]:
 
 
 def test_a_generator_that_is_given_is_the_one():
-    generator = devices.generator()
+    generator = torch.Generator()
     assert generator_of((X, 0.5, generator), {}) is generator
     assert generator_of((X,), {"generator": generator}) is generator
     assert generator_of((X,), {"device": "cuda:0", "generator": generator}) is generator
