@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests import devices
 from tests.zoo import Call, Case
 
 # Calls `function(*args, **kwargs)`, as a region or not.
@@ -57,7 +58,7 @@ class Machine(nn.Module):
         self.moving = MovingMean(in_place=True)
         self.rebound = MovingMean(in_place=False)
         self.scale = nn.Parameter(torch.rand(4))
-        self.generator = torch.Generator().manual_seed(5)
+        self.generator = devices.generator().manual_seed(5)
 
 
 @dataclass(frozen=True, repr=False)
