@@ -257,10 +257,10 @@ def test_a_fit_without_regions_needs_no_audit(step, capsys):
 
 def test_a_peak_over_the_budget_gives_1(step, capsys, monkeypatch):
     class More:
-        peak_bytes = 1 << 40
+        bounded_bytes = 1 << 40
 
     module = import_module("membudget.trial")
-    monkeypatch.setattr(module, "peak", lambda run: (run(), More)[1])
+    monkeypatch.setattr(module, "peak_on", lambda device, run: (run(), More)[1])
     arguments = ["fit", f"{step}:make", "--budget", "60%", "--steps", "1"]
     assert main(arguments) == DIFFERENT
     out = capsys.readouterr().out

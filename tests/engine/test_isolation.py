@@ -63,7 +63,7 @@ def test_beside_a_tensor_on_a_device_one_on_the_cpu_is_a_number(two):
 
 
 @pytest.mark.parametrize("device", ["xpu:0", "cuda:2"])
-def test_a_device_whose_generator_cannot_be_read_is_an_error(devices, device):
+def test_a_device_whose_generator_cannot_be_read_is_an_error(two, device):
     with pytest.raises(CheckpointError, match=f"generator of {device} cannot be read"):
         generator_of(([2],), {"device": device})
 
