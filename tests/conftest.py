@@ -145,13 +145,10 @@ def given_seconds() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def unhurried_threads(request: pytest.FixtureRequest) -> Iterator[None]:
+def unhurried_threads() -> Iterator[None]:
     """Let a second thread wait for regions of the first, however slow the machine."""
     with pytest.MonkeyPatch.context() as patch:
-        # Not on a device: there, a backward pass inside a region runs on a thread of
-        # autograd, for which the region's own thread waits.
-        if request.config.getoption("--device") == "cpu":
-            patch.setattr(isolation, "_HANDSHAKE_S", seconds.DEADLOCK_S)
+        patch.setattr(isolation, "_HANDSHAKE_S", seconds.DEADLOCK_S)
         yield
 
 

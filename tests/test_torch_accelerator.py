@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -87,3 +89,14 @@ def test_the_main_device_has_most_of_the_bytes():
     assert accelerator.main_device([small, large]) == accelerator.HOST
     found = accelerator.main_device([small.as_subclass(On), large])
     assert found == torch.device("cuda:1")
+
+
+def test_a_thread_that_has_begun_a_backward_pass_is_known_by_its_frame():
+    callers = []
+    x = torch.ones(1, requires_grad=True)
+    y = x.sin()
+    y.register_hook(lambda gradient: callers.append(sys._getframe(1).f_code))
+    y.backward()
+    assert callers == [accelerator._RUN_BACKWARD]
+    assert not accelerator.waits_in_backward(threading.get_ident())
+    assert not accelerator.waits_in_backward(-1)

@@ -11,6 +11,7 @@ use its accelerator at any time.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -176,6 +177,19 @@ def lend_to_current_stream(tensor: Tensor, made_on: Any) -> None:
         now.wait_stream(made_on)
         if is_on_accelerator(tensor.device):
             tensor.record_stream(now)
+
+
+_RUN_BACKWARD = torch.autograd.graph._engine_run_backward.__code__
+"""What a thread that has begun a backward pass runs until the pass ends."""
+
+
+def waits_in_backward(thread: int) -> bool:
+    """Return whether a thread waits for a backward pass that it has begun.
+
+    Autograd computes the gradients of each device in a thread of its own.
+    """
+    frame = sys._current_frames().get(thread)
+    return frame is not None and frame.f_code is _RUN_BACKWARD
 
 
 # Memory.

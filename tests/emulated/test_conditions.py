@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import membudget as mb
 from membudget import policies
+from membudget.engine import isolation
 from membudget.engine.callees import signature_of
 from membudget.engine.replay.verify import verified
 from tests.emulated.models import DEVICE, each_block, gpt, step, unequal
@@ -151,3 +153,31 @@ def test_g4_memory_that_a_replay_reads_on_a_side_stream_is_not_reused_before():
 
     region = mb.checkpoint(keep=mb.policies.named("made"), verify=False)(block)
     assert torch.equal(gradient(region), gradient(block))
+
+
+@ENGINES
+def test_a_backward_pass_inside_a_region_does_not_wait_for_the_region(
+    engine, monkeypatch
+):
+    """It runs on a thread of autograd, for which the region's own thread waits."""
+
+    def never(seconds: float) -> None:
+        raise AssertionError("it waited")
+
+    monkeypatch.setattr(isolation._REGISTRY.quiet, "wait", never)
+
+    def penalised(x: Tensor) -> Tensor:
+        def inner(y: Tensor) -> Tensor:
+            return y.sin().exp()
+
+        y = mb.checkpoint(inner, x, engine=engine).sum()
+        (slope,) = torch.autograd.grad(y, x, create_graph=True)
+        return slope.square()
+
+    found = []
+    for wrapped in (penalised, mb.checkpoint(engine=engine)(penalised)):
+        x = torch.linspace(-1, 1, 6, device=DEVICE).requires_grad_()
+        wrapped(x).sum().backward()
+        assert x.grad is not None
+        found.append(x.grad)
+    assert torch.equal(*found)

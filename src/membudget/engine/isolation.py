@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from membudget._torch import is_random_operator
-from membudget._torch_accelerator import HOST, is_on_accelerator
+from membudget._torch import current_graph_task_id, is_random_operator
+from membudget._torch_accelerator import HOST, is_on_accelerator, waits_in_backward
 from membudget._torch_accelerator import generator_of as default_generator_of
 from membudget.observer import Observer
 
@@ -95,10 +95,16 @@ def _enter_slowly(registry: _Registry, me: int) -> bool:
             registry.shared = True
         registry.threads.add(me)
     # The owner's open regions restore whole generator states, so give it time to leave
-    # them. Wait for a limited time, because the owner may be waiting for this thread.
-    if registry.running > 0 and me != registry.owner:
+    # them. Wait for a limited time, because the owner may be waiting for this thread;
+    # on a device, it surely is if it has begun a backward pass inside a region.
+    if registry.running > 0 and me != registry.owner and not _serves(registry.owner):
         registry.quiet.wait(_HANDSHAKE_S)
     return False
+
+
+def _serves(owner: int) -> bool:
+    """Return whether this thread runs a backward pass, and `owner` waits for one."""
+    return current_graph_task_id() >= 0 and waits_in_backward(owner)
 
 
 def _others_alive(registry: _Registry, me: int) -> bool:
