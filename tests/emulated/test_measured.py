@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -160,3 +161,15 @@ def test_g4_a_clock_waits_for_what_was_launched():
     clock()
     assert event.query()
     assert y.shape == (4,)
+
+
+def test_g2_garbage_that_is_freed_in_a_call_does_not_lower_its_peak():
+    holder: list[object] = [torch.empty(1 << 16, device=DEVICE)]
+    holder.append(holder)
+    del holder
+
+    def collecting() -> Tensor:
+        gc.collect()
+        return torch.empty(1 << 10, device=DEVICE)
+
+    assert mb.peak(collecting).peak_bytes == 4 << 10

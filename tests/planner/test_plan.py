@@ -166,7 +166,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
 }
 # Plans of an earlier day do not say for which device they are.
-REQUIRED = PLAN.to_dict().keys() - {"device"}
+REQUIRED = [name for name in PLAN.to_dict() if name != "device"]
 
 MISSING: dict[str, tuple[Change, str]] = {
     **{name: (_drop(_top, name), rf"plan\.{name}") for name in REQUIRED},

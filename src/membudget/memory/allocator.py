@@ -14,6 +14,7 @@ the same call takes the same bytes.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -75,7 +76,12 @@ def metered_devices() -> Iterator[list[DevicePeak]]:
 
 
 def at_rest(device: torch.device) -> Stats:
-    """Return a device's statistics, and begin to count peaks, without free blocks."""
+    """Return a device's statistics, and begin to count peaks, without free blocks.
+
+    Garbage is collected first: tensors in reference cycles would otherwise be freed
+    while a peak is counted, which would be too low by their bytes.
+    """
+    gc.collect()
     torch.accelerator.synchronize(device)
     torch.accelerator.empty_cache()
     torch.accelerator.reset_peak_memory_stats(device)
