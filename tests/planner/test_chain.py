@@ -137,6 +137,23 @@ def test_six_equal_operators_run_in_two_storages_where_checkpoints_move():
     assert chain.solve(7) is None
 
 
+def test_a_stage_retains_what_its_first_segment_saved():
+    # Each operator saves, as dropout does, a mask that no other operator reads.
+    draft = Draft()
+    value = draft.outside()
+    for _ in range(4):
+        value, mask = draft.run(value, makes=[1, 1])
+        draft.save(mask)
+    graph = draft.finish()
+    links = chain_by_operator(graph)
+    chain = links.chain(timeline(graph).peak_bytes)
+    answer = chain.solve(timeline(graph).peak_bytes - 1)
+    assert answer is not None
+    # Two run again; three would, if stages retained nothing but what crosses a cut.
+    assert simulate(graph, [links.choice(answer)]).seconds == 10.0
+    assert any(c.is_saved_set for choice in answer for c in choice.checkpoints)
+
+
 @given(chains(), st.data())
 @settings(max_examples=40, deadline=None)
 def test_what_must_not_run_again_does_not_in_any_answer(graph, data):

@@ -67,6 +67,10 @@ def test_a_line_is_taken_if_it_is_within_half_a_hundredth(far, degree):
     assert (fit.residual == 0) == (far != 10)
 
 
+def test_no_polynomial_goes_above_a_parabola():
+    assert fitted([1, 2, 3, 4, 5], [1, 16, 81, 256, 625]).degree == 2
+
+
 @pytest.mark.parametrize(
     ("coefficients", "budget", "size"),
     [
