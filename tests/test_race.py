@@ -14,7 +14,8 @@ from membudget import race as racing
 from membudget import recorded
 from membudget.attach import has_region
 from membudget.attempt import try_plan
-from membudget.planned import PlanRegions, take_off
+from membudget.engine.calls import Calls
+from membudget.planned import PlanRegions, put_on, take_off
 from membudget.planner.choice import RERUN
 from membudget.planner.plan import RegionPlan
 from membudget.race import LEAST_ROUNDS, MOST_ROUNDS, Slowdown, race
@@ -92,6 +93,24 @@ def test_a_race_leaves_no_plan_and_no_gradient_and_the_streams_as_they_were(
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(has_region(module) for module in step.model.modules())
     assert all(p.grad is None for p in step.model.parameters())
+
+
+def test_no_region_is_verified_anew_while_steps_are_timed(monkeypatch):
+    step, (plan,) = timed(monkeypatch, 1.5)
+    put_on(plan)
+    step.run()  # The first call is verified, and is not the race's.
+    take_off(step.model)
+    verified = []
+    begin = Calls.begin
+
+    def noted(calls: Calls, again: bool = True) -> bool:
+        verified.append(begin(calls, again))
+        return verified[-1]
+
+    monkeypatch.setattr(Calls, "begin", noted)
+    race(step, [plan])
+    assert len(verified) >= LEAST_ROUNDS
+    assert not any(verified)
 
 
 def test_a_step_that_fails_in_a_race_leaves_no_plan(monkeypatch):

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median, quantiles
 
+from membudget.engine.controls import verification_postponed
 from membudget.planned import PlanRegions, put_on, take_off
 from membudget.profile.cost import step_clock
 from membudget.progress import stage
@@ -78,7 +79,8 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
     clock = step_clock()
     ratios: list[list[float]] = [[] for _ in plans]
     forwards: list[list[float]] = [[] for _ in plans]
-    with stage("timing steps"), state_kept(step, has_values=True):
+    kept = state_kept(step, has_values=True)
+    with stage("timing steps"), kept, verification_postponed():
         while not _is_enough(ratios[0], begin_s):
             plain = _timed(step, clock)
             for place, plan in enumerate(plans):

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.engine import calls
+from membudget.engine.callees import signature_of
 from membudget.engine.calls import Calls, calls_of
+from membudget.engine.controls import verification_postponed
 
 X = torch.ones(2)
 
@@ -57,6 +59,23 @@ def test_calls_are_verified_until_one_was_recomputed_and_then_at_powers_of_two()
     assert [number for number, is_verified in enumerate(after, 4) if is_verified] == [
         *(4, 8, 16),
     ]
+
+
+def test_a_call_that_is_due_while_verification_is_postponed_is_verified_afterwards():
+    of_sine = known(torch.sin, X)
+    of_sine.verified(path_of(X))
+    of_sine.begin()
+
+    with verification_postponed():
+        inside = [of_sine.begin() for _ in range(9)]
+
+    assert inside == [False] * 9
+    assert [of_sine.begin() for _ in range(3)] == [True, False, True]
+
+
+def test_a_first_call_is_verified_although_verification_is_postponed():
+    with verification_postponed():
+        assert known(torch.sin, X).begin()
 
 
 def test_a_call_on_a_verified_path_changes_nothing():
@@ -176,6 +195,32 @@ def test_a_function_that_holds_itself_is_described():
         return function
 
     assert known(function, X) is known(function, X)
+
+
+def test_functions_that_hold_each_other_are_described_once():
+    def ping() -> Any:
+        return pong
+
+    def pong() -> Any:
+        return ping
+
+    key, parts, _ = signature_of(ping, (), {})
+
+    codes = ping.__code__, pong.__code__
+    assert parts == [*codes, codes[0]]
+    assert key[1:] == (*map(id, codes), id(codes[0]))
+
+
+def test_two_functions_of_one_code_are_described_by_what_each_holds():
+    def held(module: nn.Module) -> Callable[[], nn.Module]:
+        return lambda: module
+
+    layers = nn.Linear(1, 1), nn.Linear(1, 1)
+    functions = [held(layer) for layer in layers]
+
+    _, in_turn, _ = signature_of(functools.partial(print, *functions), (), {})
+
+    assert [part for part in in_turn if part in layers] == [*layers]
 
 
 def test_what_is_known_of_a_module_goes_when_it_dies():

@@ -29,6 +29,17 @@ _MOST_ENTRIES = 256  # In a key, before closures and containers are cut off.
 _MOST_ITEMS = 64  # Per container.
 
 
+class _Entries(list[Any]):
+    """The entries of a signature.
+
+    Attributes:
+        entered: Identities of the functions whose closures are in it: decorators let
+            functions close over each other.
+    """
+
+    entered: frozenset[int] = frozenset()
+
+
 def signature_of(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Signature, list[Any], int]:
@@ -37,7 +48,7 @@ def signature_of(
     Also return the objects that the signature identifies by `id`, and how many of these
     objects belong to the function itself rather than to its arguments.
     """
-    key: list[Any] = [autocast_state()]
+    key = _Entries([autocast_state()])
     parts: list[Any] = []
     # The common cases, functions and tensors, are inlined for speed.
     if type(function) is types.FunctionType:
@@ -61,12 +72,12 @@ def signature_of(
 # object that the key identifies by `id`.
 
 
-def _describe(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe(value: Any, key: _Entries, parts: list[Any]) -> None:
     kind = type(value)
     (_DESCRIBERS.get(kind) or _describer_of(kind))(value, key, parts)
 
 
-def _describe_callee(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_callee(value: Any, key: _Entries, parts: list[Any]) -> None:
     """Add a callee to a signature; identify user-defined callable objects by `id`."""
     kind = type(value)
     describe = _DESCRIBERS.get(kind) or _describer_of(kind)
@@ -75,7 +86,7 @@ def _describe_callee(value: Any, key: list[Any], parts: list[Any]) -> None:
     describe(value, key, parts)
 
 
-def _describe_identity(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_identity(value: Any, key: _Entries, parts: list[Any]) -> None:
     try:
         ref(value)
     except TypeError:  # A class with slots.
@@ -85,32 +96,32 @@ def _describe_identity(value: Any, key: list[Any], parts: list[Any]) -> None:
     key.append(id(value))
 
 
-def _describe_tensor(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_tensor(value: Any, key: _Entries, parts: list[Any]) -> None:
     key += (value.shape, value.dtype)
 
 
-def _describe_value(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_value(value: Any, key: _Entries, parts: list[Any]) -> None:
     key.append(value)
 
 
-def _describe_kind(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_kind(value: Any, key: _Entries, parts: list[Any]) -> None:
     key.append(type(value))
 
 
-def _describe_module(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_module(value: Any, key: _Entries, parts: list[Any]) -> None:
     parts.append(value)
     key += (id(value), value.training)
 
 
-def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_function(value: Any, key: _Entries, parts: list[Any]) -> None:
     # By code object: a lambda in a loop is a new function object in each iteration.
     code = value.__code__
     parts.append(code)
     key.append(id(code))
     closure = value.__closure__
-    # The limit also ends the recursion into functions that close over each other.
-    if closure is None or len(key) > _MOST_ENTRIES:
+    if closure is None or id(value) in key.entered or len(key) > _MOST_ENTRIES:
         return
+    key.entered |= {id(value)}
     for cell in closure:
         try:
             content = cell.cell_contents
@@ -120,23 +131,23 @@ def _describe_function(value: Any, key: list[Any], parts: list[Any]) -> None:
         (_DESCRIBERS.get(kind) or _describer_of(kind))(content, key, parts)
 
 
-def _describe_builtin(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_builtin(value: Any, key: _Entries, parts: list[Any]) -> None:
     key.append(type(value.__self__))
     key.append(value.__name__)
 
 
-def _describe_method(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_method(value: Any, key: _Entries, parts: list[Any]) -> None:
     _describe_callee(value.__self__, key, parts)
     _describe_callee(value.__func__, key, parts)
 
 
-def _describe_partial(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_partial(value: Any, key: _Entries, parts: list[Any]) -> None:
     _describe_callee(value.func, key, parts)
     for item in (*value.args, *value.keywords.values()):
         _describe(item, key, parts)
 
 
-def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_items(value: Any, key: _Entries, parts: list[Any]) -> None:
     """Add a container's modules to a call signature; other items change too often."""
     if len(key) > _MOST_ENTRIES:
         return
@@ -148,11 +159,11 @@ def _describe_items(value: Any, key: list[Any], parts: list[Any]) -> None:
             describe(item, key, parts)
 
 
-def _describe_mapping(value: Any, key: list[Any], parts: list[Any]) -> None:
+def _describe_mapping(value: Any, key: _Entries, parts: list[Any]) -> None:
     _describe_items(value.values(), key, parts)
 
 
-Describer = Callable[[Any, list[Any], list[Any]], None]
+Describer = Callable[[Any, _Entries, list[Any]], None]
 
 _DESCRIBERS: dict[type, Describer] = {
     Tensor: _describe_tensor,

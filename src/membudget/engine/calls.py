@@ -24,6 +24,7 @@ from weakref import ReferenceType, ref
 
 from membudget.engine.callees import Signature, signature_of
 from membudget.engine.comparison import Metadata
+from membudget.engine.controls import SWITCHES
 
 SavedPath = list[Metadata]
 
@@ -96,6 +97,8 @@ class Calls:
         if self._is_settled:
             # True for powers of two.
             is_due = again and not count & (count - 1)
+            if is_due and SWITCHES.postponed:
+                self._count, is_due = count - 1, False
             return is_due or self.owner.adds_gradients
         self._patience -= 1
         if self._patience < 0:

@@ -37,6 +37,7 @@ class _Switches(threading.local):
     disabled: bool = False
     early_stop: bool | None = None
     debug: bool | None = None
+    postponed: bool = False
     collector: Callable[[Any], None] | None = None
 
 
@@ -94,6 +95,17 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         enabled: Overrides the regions' `debug` argument; `None` means no override.
     """
     with _switched("debug", enabled):
+        yield
+
+
+@contextmanager
+def verification_postponed() -> Iterator[None]:
+    """Verify no call anew in this block, in this thread: the first one after it is.
+
+    What is timed in the block is what most calls take: verification doubles some, fewer
+    and fewer of them.
+    """
+    with _switched("postponed", True):
         yield
 
 
