@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.controls import verification_postponed
 from membudget.engine.replay import verify
-from membudget.engine.replay.verify import verified
+from membudget.engine.replay.verify import Verified, verified
 from tests.keeps import replay
 from tests.oracles import CountedOperators
 
@@ -149,7 +150,7 @@ def test_a_cell_that_is_still_empty_is_no_hindrance():
 
     before = of(function, X)
     later = torch.sin
-    assert isinstance(before, verify.Verified)
+    assert isinstance(before, Verified)
     assert of(function, X) is not before
 
 
@@ -323,3 +324,25 @@ def test_a_mode_of_the_user_does_not_see_the_comparison():
         verified.counts.total() > plain.counts.total()
     )  # It sees what is recomputed for it.
     assert verified.counts.keys() == plain.counts.keys()
+
+
+def test_calls_are_sampled_at_powers_of_two():
+    assert sampled(Verified(), 17) == [1, 2, 4, 8, 16]
+
+
+def test_a_call_that_is_due_while_verification_is_postponed_is_sampled_afterwards():
+    found = Verified()
+    sampled(found, 3)
+    with verification_postponed():
+        assert sampled(found, 9) == []
+    assert sampled(found, 5) == [1, 5]
+
+
+def sampled(found: Verified, count: int) -> list[int]:
+    """Count calls, and return the numbers of those that are sampled."""
+    numbers = []
+    for number in range(1, count + 1):
+        found.count()
+        if found.is_sampled:
+            numbers.append(number)
+    return numbers

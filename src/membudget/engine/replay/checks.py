@@ -178,7 +178,7 @@ class Checks:
             verified.is_pending = True
         if originals is not None:
             return content_of
-        return sample_of if verified.is_sampled() else None
+        return sample_of if verified.is_sampled else None
 
     def check_inside(
         self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer

@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
+from membudget.engine.controls import SWITCHES
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import SourceFreedError, is_freed_parameter
@@ -66,21 +67,22 @@ class Verified:
             partway through a known operator sequence: the shorter sequence may have
             hidden writes of its own.
         calls: Number of calls with this signature.
+        is_sampled: Whether a sample of what the latest call reads is compared.
         has_subclasses: Whether the region saves tensor subclasses, whose operators are
             observed only by a dispatch mode.
         has_warned: Whether the user was warned about overwritten saved tensors.
     """
 
     __slots__ = (
-        *("calls", "has_subclasses", "has_warned", "is_pending", "paths"),
-        "unrepeatable",
+        *("calls", "has_subclasses", "has_warned", "is_pending", "is_sampled"),
+        *("paths", "unrepeatable"),
     )
 
     def __init__(self) -> None:
         """Create an empty record for a signature with no calls so far."""
         self.unrepeatable: OutputIndices = set()
         self.paths: list[OperatorPath] = []
-        self.is_pending = False
+        self.is_pending = self.is_sampled = False
         self.calls = 0
         self.has_subclasses = self.has_warned = False
 
@@ -98,9 +100,15 @@ class Verified:
                 return known
         return None
 
-    def is_sampled(self) -> bool:
-        """Return whether the number of calls with this signature is a power of two."""
-        return self.calls & (self.calls - 1) == 0
+    def count(self) -> None:
+        """Count a call, and decide whether its inputs are sampled.
+
+        They are in the 1st, 2nd, 4th, 8th, ... call; while verification is postponed,
+        the next of these does not come.
+        """
+        is_due = self.calls & (self.calls + 1) == 0
+        self.is_sampled = is_due and not SWITCHES.postponed
+        self.calls += self.is_sampled or not is_due
 
 
 _VERIFIED: dict[RecordingKey, Verified] = {}
@@ -125,7 +133,7 @@ def verified(
         found = _VERIFIED[key] = Verified()
         if len(_VERIFIED) > _MOST_KEYS:
             del _VERIFIED[next(iter(_VERIFIED))]
-    found.calls += 1
+    found.count()
     return found
 
 
