@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -156,6 +157,7 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "race", last_wins)
+    monkeypatch.setattr(recorded, "NEARLY", math.inf)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
         (plans,) = raced
         assert len(plans) > 1
@@ -164,6 +166,19 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
         assert fitted.peak_bytes <= fitted.plan.budget_bytes
         assert fitted.audit().equal
     assert not any(has_region(module) for module in model.modules())
+
+
+def test_a_plan_is_not_raced_whose_prediction_is_far_from_the_first(monkeypatch):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    counts = []
+    for nearly in (math.inf, -math.inf):
+        monkeypatch.setattr(recorded, "NEARLY", nearly)
+        with mb.fit(model, batch, "50%", measure="best") as fitted:
+            assert fitted.slowdown is not None
+            counts.append(len(fitted.slowdown.others))
+    assert counts[0] > 0
+    assert counts[1] == 0
 
 
 def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
@@ -184,6 +199,7 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
 
     monkeypatch.setattr(recorded, "try_plan", warning)
     monkeypatch.setattr(recorded, "race", race)
+    monkeypatch.setattr(recorded, "NEARLY", math.inf)
     return tried
 
 

@@ -26,6 +26,12 @@ ENOUGH_S = 0.5
 CLEARLY = 0.02
 """By how much of a plain step a plan must be faster to be preferred to the first."""
 
+NEARLY = 0.05
+"""By how much of a plain step a plan may be predicted slower than the first in a race.
+
+Predictions are seldom further off, and each plan costs `fit` some ten steps.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Slowdown:

@@ -36,7 +36,7 @@ from membudget.planning import (
 )
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE
-from membudget.race import Slowdown, race
+from membudget.race import NEARLY, Slowdown, race
 from membudget.refusal import explaining_shortage
 from membudget.step import Step
 
@@ -166,7 +166,8 @@ def _raced(
     """
     unseen = unseen_bytes(profile, plain)
     entries = [_Entry(found.attempts.pop(), found.applied, take_off(step.model), [])]
-    for schedule in others:
+    slowest = entries[0].attempt.schedule.slowdown + NEARLY
+    for schedule in (other for other in others if other.slowdown <= slowest):
         if deadline.forbids("plans with other engines"):
             break
         plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
