@@ -72,6 +72,21 @@ def test_a_plan_wins_that_is_clearly_faster_than_the_first(
     assert LEAST_ROUNDS <= slowdown.rounds <= MOST_ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("ratios", "is_enough"),
+    [
+        ([1.2] * 2, False),
+        ([1.2] * 3, True),
+        ([1.2, 1.5, 1.2], False),
+        ([1.2, 1.5, 1.2, 1.2, 1.2], True),
+        ([1.2, 1.5] * 3, False),
+        ([1.2, 1.5] * 4, True),
+    ],
+)
+def test_rounds_are_repeated_that_other_load_disturbs(ratios, is_enough):
+    assert racing._is_enough(ratios, -math.inf) is is_enough
+
+
 def test_what_the_forward_takes_longer_is_timed_apart(monkeypatch):
     step, plans = timed(monkeypatch, 1.5)
     _, slowdown = race(step, plans)
@@ -132,6 +147,8 @@ def test_a_slowdown_says_what_was_measured_and_what_else_was_raced():
     assert str(found) == "1.250  measured in 5 rounds, quartiles 1.200 and 1.300"
     found = Slowdown(1.25, 1.2, 1.3, 5, 0.1, (1.4, 2.0))
     assert str(found).endswith("1.300; other plans 1.400, 2.000")
+    found = Slowdown(1.25, 1.2, 1.4, 7, 0.1, (1.4,))
+    assert str(found).endswith("1.400, disturbed by other load; other plans 1.400")
 
 
 @pytest.mark.parametrize("measure", ["none", "one", "best", None])

@@ -20,6 +20,12 @@ from membudget.step import Step, state_kept
 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 
+DISTURBED = 0.12
+"""Quartiles of ratios that lie further apart tell of other load on the machine."""
+
+DISTURBED_ROUNDS = 7
+"""How many rounds there are at least where other load disturbs them."""
+
 ENOUGH_S = 0.5
 """No further round begins after the least number of rounds and this time."""
 
@@ -65,6 +71,8 @@ class Slowdown:
         """How the slowdown was measured, in words."""
         text = f"measured in {self.rounds} rounds, quartiles {self.low:.3f} and "
         text += f"{self.high:.3f}"
+        if self.high - self.low > DISTURBED:
+            text += ", disturbed by other load"
         if self.others:
             others = ", ".join(f"{other:.3f}" for other in self.others)
             text += f"; other plans {others}"
@@ -103,7 +111,7 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
     fastest = min(range(len(plans)), key=medians.__getitem__)
     if medians[fastest] > medians[0] - CLEARLY:
         fastest = 0
-    low, _, high = quantiles(ratios[fastest], n=4, method="inclusive")
+    low, _, high = _quartiles(ratios[fastest])
     others = tuple(m for place, m in enumerate(medians) if place != fastest)
     took_s = time.perf_counter() - begin_s
     rounds = len(ratios[0])
@@ -113,9 +121,16 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
 
 
 def _is_enough(rounds: Sequence[float], begin_s: float) -> bool:
-    count = len(rounds)
+    if len(rounds) < LEAST_ROUNDS:
+        return False
+    low, _, high = _quartiles(rounds)
+    least = DISTURBED_ROUNDS if high - low > DISTURBED else LEAST_ROUNDS
     is_long = time.perf_counter() - begin_s > ENOUGH_S
-    return count >= MOST_ROUNDS or (count >= LEAST_ROUNDS and is_long)
+    return len(rounds) >= (least if is_long else MOST_ROUNDS)
+
+
+def _quartiles(ratios: Sequence[float]) -> list[float]:
+    return quantiles(ratios, n=4, method="inclusive")
 
 
 @dataclass(frozen=True, slots=True)
