@@ -240,7 +240,7 @@ def _switched(options: RegionOptions) -> RegionOptions:
     # The classic variant rejects `debug`.
     if SWITCHES.debug is not None and not options.use_reentrant:
         changed["debug"] = SWITCHES.debug
-    return replace(options, **changed)
+    return replace(options, **changed) if changed else options
 
 
 def _curried(function: Callable[..., T], options: RegionOptions) -> Callable[..., T]:

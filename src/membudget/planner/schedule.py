@@ -100,8 +100,8 @@ CPU_OVERHEADS = Overheads(
     warm_s=12e-6,
     cold_s=120e-6,
     cache_bytes=1 << 19,
-    region_s=60e-6,
-    module_s=12e-6,
+    region_s=450e-6,
+    module_s=6e-6,
     saved_s=12e-6,
     saved_cold_s=30e-6,
 )
