@@ -6,8 +6,11 @@ on each. What is about the CPU itself is marked `cpu_only`, with the reason.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -27,6 +30,11 @@ def default_generators() -> list[torch.Generator]:
     return [torch.default_generator, *module.default_generators]
 
 
+def rng_state() -> torch.Tensor:
+    """Return the states of those streams, one after the other."""
+    return torch.cat([stream.get_state() for stream in default_generators()])
+
+
 def generator() -> torch.Generator:
     """Return a private generator of the device that tensors are made on."""
     return torch.Generator(torch.get_default_device())
@@ -34,7 +42,41 @@ def generator() -> torch.Generator:
 
 def is_cpu() -> bool:
     """Return whether tensors are made on the CPU."""
-    return torch.get_default_device().type == "cpu"
+    return device_type() == "cpu"
+
+
+def default_device() -> torch.device:
+    """Return the device that tensors are made on, with its index."""
+    return torch.empty(0).device
+
+
+def device_type() -> str:
+    """Return the type of the device that tensors are made on."""
+    return torch.get_default_device().type
+
+
+def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function make tensors on this thread's device when another one runs it."""
+    device = torch.get_default_device()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.device(device):
+            return function(*args, **kwargs)
+
+    return function if is_cpu() else run
+
+
+def settle() -> None:
+    """Wait until autograd's thread for the device has let go of every backward pass.
+
+    A pass returns a moment before that thread frees what the pass held. A second pass
+    cannot begin there until it has.
+    """
+    if is_cpu() or torch._C._current_graph_task_id() >= 0:
+        return
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).exp().backward()
 
 
 def share_out(items: list[pytest.Item], device: str, own: Path) -> None:

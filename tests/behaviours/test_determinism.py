@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from tests.behaviours.steps import Counted, Region, differences, region_with
+from tests.devices import default_device
 
 by_value = region_with(determinism_check="values")
 
@@ -88,7 +89,7 @@ def test_b78_another_shape_dtype_or_device_is_detected(
 ) -> None:
     error = mismatch(Changing(change))
     assert error.index == 0
-    assert "float32[2, 3] on cpu" in error.saved
+    assert f"float32[2, 3] on {default_device()}" in error.saved
     assert named in error.recomputed
     assert ".exp()" in error.operator
     assert error.line.startswith("test_determinism.py:")

@@ -130,7 +130,7 @@ def masks_that_differ(threads: int, steps: int) -> int:
         return wrong
 
     with ThreadPoolExecutor(threads) as pool:
-        runs = [pool.submit(train) for _ in range(threads)]
+        runs = [pool.submit(devices.elsewhere(train)) for _ in range(threads)]
         return sum(run.result() for run in runs)
 
 
@@ -147,17 +147,17 @@ def test_b36_regions_in_threads_lose_no_draw_of_the_stream() -> None:
     # order. torch 2.13 puts back a state that another thread has moved on from.
     torch.manual_seed(5)
     masks_that_differ(threads=4, steps=25)
-    found = torch.get_rng_state()
+    found = devices.rng_state()
     torch.manual_seed(5)
     for _ in range(4 * 25):
         F.dropout(torch.ones(20000), 0.5)
-    assert torch.equal(found, torch.get_rng_state())
+    assert torch.equal(found, devices.rng_state())
 
 
 def test_b36_draws_of_another_thread_before_the_backward_do_not_matter() -> None:
     x = torch.ones(1000, requires_grad=True)
     y = mb.checkpoint(F.dropout, x, 0.5)
-    other = threading.Thread(target=torch.rand, args=(77,))
+    other = threading.Thread(target=devices.elsewhere(torch.rand), args=(77,))
     other.start()
     other.join()
     y.sum().backward()

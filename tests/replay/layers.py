@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.devices import device_type
 from tests.replay.registry import operators
 from tests.zoo import Call
 from tests.zoo.case import leaf
 
 
 def _bf16(enabled: bool = True) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+    return torch.autocast(device_type(), torch.bfloat16, enabled=enabled)
 
 
 @operators()

@@ -15,6 +15,7 @@ import membudget as mb
 from membudget import policies
 from membudget.engine.replay import verify
 from membudget.engine.replay.verify import verified
+from tests.devices import device_type
 from tests.keeps import replay
 from tests.oracles import CountedOperators
 
@@ -130,7 +131,7 @@ def test_a_model_in_training_and_in_evaluation_is_verified_apart():
 
 def test_calls_under_autocast_are_verified_apart():
     plain = of(torch.sin, X)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         assert of(torch.sin, X) is not plain
 
 
