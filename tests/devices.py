@@ -92,10 +92,18 @@ def share_out(items: list[pytest.Item], device: str, own: Path) -> None:
         item.add_marker("emulated")
         if own in item.path.parents:
             continue
-        if mark := item.get_closest_marker("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason=f"not on {device}: {mark.args[0]}"))
+        if reason := _cpu_only(item):
+            item.add_marker(pytest.mark.skip(reason=f"not on {device}: {reason}"))
         functions[item.nodeid.split("[")[0]].append(item)
     for cases in functions.values():
         chosen = [case for case in cases if crc32(case.nodeid.encode()) % SHARE == 0]
         for case in set(cases) - set(chosen or cases[:1]):
             case.add_marker("slow")
+
+
+def _cpu_only(item: pytest.Item) -> str:
+    """Return why a test runs on the CPU alone, or nothing."""
+    if item.get_closest_marker("distributed"):
+        return "the processes that it starts have no device"
+    mark = item.get_closest_marker("cpu_only")
+    return str(mark.args[0]) if mark else ""

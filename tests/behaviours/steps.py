@@ -125,12 +125,15 @@ class Storages:
     def see(self, tensor: Tensor) -> Tensor:
         """Note `tensor`'s storage, and the most alive so far; return `tensor`."""
         self.seen.append(StorageWeakRef(tensor.untyped_storage()))
-        self.most = max(self.most, self.alive())
+        self.most = max(self.most, self._count())
         return tensor
 
     def alive(self) -> int:
-        """Return how many of the storages seen are alive."""
+        """Return how many of the storages seen are alive, outside of regions."""
         settle()
+        return self._count()
+
+    def _count(self) -> int:
         return sum(not ref.expired() for ref in self.seen)
 
 

@@ -75,6 +75,17 @@ def test_b78_no_tensors_at_all_are_detected() -> None:
     assert (error.saved, error.recomputed) == ("3 tensors", "0 tensors")
 
 
+def test_b78_the_operator_is_the_users_under_a_default_device() -> None:
+    class Taught(Changing):
+        def __call__(self, x: Tensor) -> Tensor:
+            with x.device:
+                return super().__call__(x)
+
+    error = mismatch(Taught(lambda x: x[:1]))
+    assert ".exp()" in error.operator
+    assert error.line.startswith("test_determinism.py:")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
