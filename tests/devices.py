@@ -6,6 +6,7 @@ on each. What is about the CPU itself is marked `cpu_only`, with the reason.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections import defaultdict
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,6 +67,20 @@ def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return function if is_cpu() else run
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a tensor as NumPy's, to be written where torch cannot see.
+
+    That of the emulated device is the host's.
+    """
+    if tensor.is_cpu:
+        return tensor.numpy()
+    torch.accelerator.synchronize()
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    kind = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
+    strides = [stride * tensor.itemsize for stride in tensor.stride()]
+    return np.ndarray(tensor.shape, kind, memory, strides=strides)
 
 
 def settle() -> None:

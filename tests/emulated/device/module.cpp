@@ -54,7 +54,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   // torch would compose these of other operators; the CPU and GPUs have kernels.
   for (const auto* name :
        {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out",
-        "mish_backward", "silu_backward", "silu_backward.grad_input"})
+        "mish_backward", "silu_backward", "silu_backward.grad_input", "mse_loss",
+        "smooth_l1_loss"})
     m.impl(name, boxed<&fallback>());
 }
 
