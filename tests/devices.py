@@ -77,8 +77,8 @@ def array(tensor: torch.Tensor) -> np.ndarray:
     if tensor.is_cpu:
         return tensor.numpy()
     torch.accelerator.synchronize()
-    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
-    kind = torch.empty(0, dtype=tensor.dtype, device="cpu").numpy().dtype
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    kind = str(tensor.dtype).removeprefix("torch.")
     strides = [stride * tensor.itemsize for stride in tensor.stride()]
     return np.ndarray(tensor.shape, kind, memory, strides=strides)
 

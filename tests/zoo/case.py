@@ -91,8 +91,9 @@ class Case:
     @property
     def torch_here(self) -> TorchOutcome:
         """Return what torch's checkpoint makes of it on the device of the tests."""
-        is_told = self.torch_on_emu and not devices.is_cpu()
-        return self.torch_on_emu if is_told else self.torch
+        if self.torch_on_emu is None or devices.is_cpu():
+            return self.torch
+        return self.torch_on_emu
 
     @property
     def torch_needs_guards(self) -> bool:

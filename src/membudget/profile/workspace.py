@@ -167,7 +167,9 @@ def _try(
     def zeros(spec: TensorSpec) -> Tensor:
         # An earlier call may have corrected the shape of this input.
         shape = shapes.get(next(values))
-        return spec.zeros() if shape is None else torch.zeros(shape, dtype=spec.dtype)
+        if shape is None:
+            return spec.zeros()
+        return torch.zeros(shape, dtype=spec.dtype, device="cpu")
 
     try:
         args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))
