@@ -37,6 +37,11 @@ def rng_state() -> torch.Tensor:
     return torch.cat([stream.get_state() for stream in default_generators()])
 
 
+def stream_name() -> str:
+    """Return what reports call the stream that operators draw from."""
+    return "torch CPU" if is_cpu() else f"torch {default_device()}"
+
+
 def generator() -> torch.Generator:
     """Return a private generator of the device that tensors are made on."""
     return torch.Generator(torch.get_default_device())

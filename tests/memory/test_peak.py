@@ -29,7 +29,12 @@ def test_a_chain_needs_two_tensors_at_a_time():
 
 def test_views_and_in_place_operators_allocate_nothing():
     x = torch.zeros(1000)
-    measured = mb.peak(lambda: x.view(10, 100).t()[:5].neg_())
+
+    def write() -> None:
+        x.view(10, 100).t()[:5].neg_()
+
+    write()  # The emulated device finds out shapes on the host.
+    measured = mb.peak(write)
     assert measured.peak_bytes == 0
     assert measured.timeline == ()
 
@@ -41,6 +46,7 @@ def test_memory_from_before_the_call_is_not_counted():
     assert measured.end_bytes == 0
 
 
+@pytest.mark.cpu_only("an allocator of a device names no operator")
 def test_the_operator_at_the_peak_is_named():
     x = torch.zeros(100, 100)
     assert mb.peak(lambda: (x + 1).exp().sum()).operator == "aten::exp"

@@ -218,7 +218,6 @@ def test_outer_hooks_see_what_the_region_holds(keep):
     assert packed
 
 
-@pytest.mark.cpu_only("it pretends to have an accelerator")
 def test_a_replay_runs_on_the_stream_of_its_forward(monkeypatch):
     device = pretend(monkeypatch)
     device.streams[0] = device.stream("forward")
