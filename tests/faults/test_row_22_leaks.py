@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
+from tests.devices import settle
 from tests.faults.implementations import (
     Checkpoint,
     ours,
@@ -155,6 +156,7 @@ def alive_after(checkpoint: Checkpoint, case: Case) -> int:
     watched = Watched()
     case(checkpoint, watched)
     assert watched.references
+    settle()
     return watched.alive()
 
 
