@@ -51,7 +51,10 @@ REPLAY_TESTS = (
     *sorted(map(str, ROOT.glob("tests/conformance/test_replay*.py"))),
 )
 # The tests that run on the emulated device again, after its own.
-DEVICE_TESTS = ("tests/conformance/test_bitwise.py", "tests/conformance/test_replay.py")
+DEVICE_TESTS = (
+    *("tests/conformance", "tests/behaviours", "tests/faults"),
+    *("tests/replay", "tests/engine/replay", "tests/memory", "tests/audit"),
+)
 NO_COMPILER = 3  # What building the device returns where it cannot be built.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 

@@ -11,7 +11,8 @@ import platform
 import random
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,8 +95,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def default_device(request: pytest.FixtureRequest) -> Iterator[None]:
     """Make tensors on the device that the run chose, unless the test names its own."""
-    device = request.config.getoption("--device")
-    if device == "cpu" or EMULATED in request.path.parents:
+    with on_device(request.config, request.path):
+        yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Make the tensors of a test module there, too, when it is imported."""
+    with on_device(collector.config, collector.path):
+        return (yield)
+
+
+@contextmanager
+def on_device(config: pytest.Config, path: Path) -> Iterator[None]:
+    """Make tensors on the device that the run chose for a file, and wait for it."""
+    device = config.getoption("--device")
+    if device == "cpu" or EMULATED in [path, *path.parents]:
         yield
         return
     with torch.device(device):

@@ -6,10 +6,15 @@ on each. What is about the CPU itself is marked `cpu_only`, with the reason.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
+import numpy as np
 import pytest
 import torch
 
@@ -27,6 +32,16 @@ def default_generators() -> list[torch.Generator]:
     return [torch.default_generator, *module.default_generators]
 
 
+def rng_state() -> torch.Tensor:
+    """Return the states of those streams, one after the other."""
+    return torch.cat([stream.get_state() for stream in default_generators()])
+
+
+def stream_name() -> str:
+    """Return what reports call the stream that operators draw from."""
+    return "torch CPU" if is_cpu() else f"torch {default_device()}"
+
+
 def generator() -> torch.Generator:
     """Return a private generator of the device that tensors are made on."""
     return torch.Generator(torch.get_default_device())
@@ -34,7 +49,55 @@ def generator() -> torch.Generator:
 
 def is_cpu() -> bool:
     """Return whether tensors are made on the CPU."""
-    return torch.get_default_device().type == "cpu"
+    return device_type() == "cpu"
+
+
+def default_device() -> torch.device:
+    """Return the device that tensors are made on, with its index."""
+    return torch.empty(0).device
+
+
+def device_type() -> str:
+    """Return the type of the device that tensors are made on."""
+    return torch.get_default_device().type
+
+
+def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function make tensors on this thread's device when another one runs it."""
+    device = torch.get_default_device()
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.device(device):
+            return function(*args, **kwargs)
+
+    return function if is_cpu() else run
+
+
+def array(tensor: torch.Tensor) -> np.ndarray:
+    """Return the memory of a tensor as NumPy's, to be written where torch cannot see.
+
+    That of the emulated device is the host's.
+    """
+    if tensor.is_cpu:
+        return tensor.numpy()
+    torch.accelerator.synchronize()
+    memory: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    kind = str(tensor.dtype).removeprefix("torch.")
+    strides = [stride * tensor.itemsize for stride in tensor.stride()]
+    return np.ndarray(tensor.shape, kind, memory, strides=strides)
+
+
+def settle() -> None:
+    """Wait until autograd's thread for the device has let go of every backward pass.
+
+    A pass returns a moment before that thread frees what the pass held. A second pass
+    cannot begin there until it has.
+    """
+    if is_cpu() or torch._C._current_graph_task_id() >= 0:
+        return
+    with torch.enable_grad():
+        torch.zeros((), requires_grad=True).exp().backward()
 
 
 def share_out(items: list[pytest.Item], device: str, own: Path) -> None:
@@ -50,10 +113,18 @@ def share_out(items: list[pytest.Item], device: str, own: Path) -> None:
         item.add_marker("emulated")
         if own in item.path.parents:
             continue
-        if mark := item.get_closest_marker("cpu_only"):
-            item.add_marker(pytest.mark.skip(reason=f"not on {device}: {mark.args[0]}"))
+        if reason := _cpu_only(item):
+            item.add_marker(pytest.mark.skip(reason=f"not on {device}: {reason}"))
         functions[item.nodeid.split("[")[0]].append(item)
     for cases in functions.values():
         chosen = [case for case in cases if crc32(case.nodeid.encode()) % SHARE == 0]
         for case in set(cases) - set(chosen or cases[:1]):
             case.add_marker("slow")
+
+
+def _cpu_only(item: pytest.Item) -> str:
+    """Return why a test runs on the CPU alone, or nothing."""
+    if item.get_closest_marker("distributed"):
+        return "the processes that it starts have no device"
+    mark = item.get_closest_marker("cpu_only")
+    return str(mark.args[0]) if mark else ""

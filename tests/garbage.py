@@ -9,6 +9,8 @@ from types import FrameType, FunctionType
 
 from torch import Tensor
 
+from tests.devices import settle
+
 
 @contextmanager
 def no_collector() -> Iterator[None]:
@@ -26,6 +28,7 @@ def cyclic_garbage() -> list[object]:
 
     Called with the collector off, after what made the garbage has returned.
     """
+    settle()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         gc.collect()
@@ -38,7 +41,13 @@ def cyclic_garbage() -> list[object]:
 
 def is_made_by_a_region(thing: object) -> bool:
     """Return whether an object is of a type of the engines."""
-    return type(thing).__module__.startswith("membudget.engine")
+    return module_of(thing).startswith("membudget.engine")
+
+
+def module_of(thing: object) -> str:
+    """Return the module of an object's type."""
+    # A metaclass of Cython's gives no string.
+    return str(type(thing).__module__)
 
 
 def _is_ours(thing: object) -> bool:
@@ -48,4 +57,4 @@ def _is_ours(thing: object) -> bool:
         return str(thing.f_globals.get("__name__")).startswith("membudget")
     if isinstance(thing, FunctionType):
         return thing.__module__.startswith("membudget")
-    return str(type(thing).__module__).startswith("membudget")
+    return module_of(thing).startswith("membudget")

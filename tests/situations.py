@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
+from tests.devices import settle
 
 
 class Watched:
@@ -29,6 +30,7 @@ class Watched:
 
     def alive(self) -> int:
         """Return how many of the storages are alive."""
+        settle()
         return sum(not reference.expired() for reference in self.references)
 
 

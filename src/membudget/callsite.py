@@ -98,11 +98,22 @@ def is_internal(code: CodeType) -> bool:
 
 
 def calling_frame() -> FrameType | None:
-    """Return the innermost stack frame outside membudget."""
+    """Return the innermost stack frame outside membudget that names the operator."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_INTERNAL[1]):
         frame = frame.f_back
-    return frame
+    return frame and naming_frame(frame)
+
+
+def naming_frame(caller: FrameType) -> FrameType:
+    """Return the frame that names the operator which `caller` calls.
+
+    Function modes, of which a default device is one, and classes of tensors come
+    between: torch calls their `__torch_function__`, and that calls the operator.
+    """
+    while caller.f_code.co_name == "__torch_function__" and caller.f_back is not None:
+        caller = caller.f_back
+    return caller
 
 
 def _expression(frame: FrameType) -> str:
@@ -124,4 +135,4 @@ def fills_what_it_saved(caller: FrameType) -> bool:
     that stops at the save would return uninitialised memory. RReLU is recognised by its
     name in the calling Python code.
     """
-    return "rrelu" in caller.f_code.co_names
+    return "rrelu" in naming_frame(caller).f_code.co_names

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from membudget.audit import audit
+from tests import devices
 from tests.audited import audit_torch, names
 
 
@@ -52,7 +53,7 @@ def test_a_random_stream_that_is_not_restored_is_named(stream, draw):
 @pytest.mark.parametrize(
     ("generator", "draw"),
     [
-        (torch.Generator(), lambda g: torch.rand((), generator=g).item()),
+        (devices.generator(), lambda g: torch.rand((), generator=g).item()),
         (random.Random(0), lambda g: g.random()),
         (np.random.default_rng(0), lambda g: g.random()),
         (np.random.RandomState(0), lambda g: g.rand()),
@@ -74,7 +75,7 @@ def test_a_stream_says_which_run_drew_from_it():
     )
 
     details = {item.name: item.detail for item in report.differences}
-    assert details["torch CPU"] == "budgeted drew from it, plain did not"
+    assert details[devices.stream_name()] == "budgeted drew from it, plain did not"
 
 
 def test_a_source_without_a_state_is_not_a_stream():

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
+from tests.devices import rng_state, settle
 
 Region = Callable[..., Any]
 Step = Callable[[Region], Any]
@@ -56,7 +57,7 @@ def facts_of(step: Step, region: Region) -> dict[str, Any]:
     random.seed(SEED)
     np.random.seed(SEED)  # noqa: NPY002 - the global stream is what is compared
     facts = dict(_facts("step", step(region)))
-    facts["torch stream"] = torch.get_rng_state()
+    facts["torch streams"] = rng_state()
     facts["python stream"] = random.getstate()
     facts["numpy stream"] = str(np.random.get_state(legacy=False))  # noqa: NPY002
     return facts
@@ -124,11 +125,15 @@ class Storages:
     def see(self, tensor: Tensor) -> Tensor:
         """Note `tensor`'s storage, and the most alive so far; return `tensor`."""
         self.seen.append(StorageWeakRef(tensor.untyped_storage()))
-        self.most = max(self.most, self.alive())
+        self.most = max(self.most, self._count())
         return tensor
 
     def alive(self) -> int:
-        """Return how many of the storages seen are alive."""
+        """Return how many of the storages seen are alive, outside of regions."""
+        settle()
+        return self._count()
+
+    def _count(self) -> int:
         return sum(not ref.expired() for ref in self.seen)
 
 

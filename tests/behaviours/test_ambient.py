@@ -13,13 +13,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import membudget as mb
 from tests.behaviours.steps import Block, Region, differences, perceptron, plain
+from tests.devices import device_type
 
 
 def autocast_state() -> tuple[Any, ...]:
-    """Return what autocast is set to on the CPU."""
+    """Return what autocast is set to on the device."""
     return (
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled(device_type()),
+        torch.get_autocast_dtype(device_type()),
         torch.is_autocast_cache_enabled(),
     )
 
@@ -44,7 +45,7 @@ def states_seen(
 
 def off() -> Any:
     """Return a context in which autocast is off."""
-    return torch.autocast("cpu", enabled=False)
+    return torch.autocast(device_type(), enabled=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -53,7 +54,8 @@ def test_b38_recomputation_runs_under_the_autocast_of_the_forward(
     dtype: torch.dtype, cache_enabled: bool
 ) -> None:
     forward, recomputation = states_seen(
-        lambda: torch.autocast("cpu", dtype=dtype, cache_enabled=cache_enabled), off
+        lambda: torch.autocast(device_type(), dtype=dtype, cache_enabled=cache_enabled),
+        off,
     )
     assert forward == (True, dtype, cache_enabled)
     assert recomputation == forward
@@ -66,7 +68,7 @@ def test_b38_gradients_under_autocast_equal_the_plain_ones(
 ) -> None:
     def step(region: Region) -> Any:
         model, x = Block(dropout=0.2), torch.randn(2, 5, 8, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cache_enabled):
+        with torch.autocast(device_type(), torch.bfloat16, cache_enabled=cache_enabled):
             # The same weights out of a region, in one, and in another: the cache of
             # casts is warm in different ways in forward and recomputation.
             h = region(model, region(model, model(x)))
@@ -81,9 +83,7 @@ def test_b38_gradients_under_autocast_equal_the_plain_ones(
 
 
 def test_b39_autocast_around_the_backward_does_not_leak_in() -> None:
-    forward, recomputation = states_seen(
-        off, lambda: torch.autocast("cpu", torch.bfloat16)
-    )
+    forward, recomputation = states_seen(off, lambda: torch.autocast(device_type()))
     assert not forward[0]
     assert recomputation == forward
 
@@ -91,7 +91,7 @@ def test_b39_autocast_around_the_backward_does_not_leak_in() -> None:
 def test_b39_another_autocast_around_the_backward_is_as_it_was_afterwards() -> None:
     x = torch.randn(3, requires_grad=True)
     y = mb.checkpoint(lambda x: x.sin().exp(), x)
-    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+    with torch.autocast(device_type(), torch.float16, cache_enabled=False):
         before = autocast_state()
         y.sum().backward()
         assert autocast_state() == before
@@ -103,7 +103,7 @@ def test_b39_gradients_equal_the_plain_ones_with_autocast_around_backward_only()
     def step(region: Region) -> Any:
         model, x = perceptron(), torch.randn(4, 6, requires_grad=True)
         y = region(model, x)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device_type(), torch.bfloat16):
             y.square().sum().backward()
         return y, model, x
 
@@ -125,7 +125,7 @@ def test_b40_autocast_may_be_switched_off_inside_the_region(
             seen.append((autocast_state(), low.dtype, high.dtype))
             return low.float() * high
 
-        with torch.autocast("cpu", torch.bfloat16, enabled=around_region):
+        with torch.autocast(device_type(), enabled=around_region):
             y = region(function, x)
         y.sum().backward()
         assert seen == seen[:1] * len(seen)
@@ -162,7 +162,7 @@ def test_b41_the_default_device_of_the_forward_is_used_again(
             loss.backward()
     else:
         loss.backward()
-    assert seen == [forward or "cpu"] * 2
+    assert seen == [forward or device_type()] * 2
     assert x.grad is not None
 
 
@@ -181,7 +181,7 @@ def test_b41_a_default_device_that_was_set_is_used_again_and_stays_set() -> None
         assert torch.empty(1).device.type == "meta"
     finally:
         torch.set_default_device(None)
-    assert seen == ["cpu", "cpu"]
+    assert seen == [x.device.type] * 2
 
 
 class Gated(nn.Module):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import compat
 from tests.behaviours.steps import Block, Counted, Region, differences, region_with
+from tests.devices import device_type
 
 
 def leaf() -> Tensor:
@@ -154,7 +155,7 @@ def differentiates(x: Tensor) -> Tensor:
 
 
 def under_autocast(x: Tensor) -> Tensor:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device_type(), dtype=torch.bfloat16):
         return (x.exp() @ x.t().sin()).float()
 
 

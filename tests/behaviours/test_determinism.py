@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from tests.behaviours.steps import Counted, Region, differences, region_with
+from tests.devices import default_device
 
 by_value = region_with(determinism_check="values")
 
@@ -74,6 +75,17 @@ def test_b78_no_tensors_at_all_are_detected() -> None:
     assert (error.saved, error.recomputed) == ("3 tensors", "0 tensors")
 
 
+def test_b78_the_operator_is_the_users_under_a_default_device() -> None:
+    class Taught(Changing):
+        def __call__(self, x: Tensor) -> Tensor:
+            with x.device:
+                return super().__call__(x)
+
+    error = mismatch(Taught(lambda x: x[:1]))
+    assert ".exp()" in error.operator
+    assert error.line.startswith("test_determinism.py:")
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -88,7 +100,7 @@ def test_b78_another_shape_dtype_or_device_is_detected(
 ) -> None:
     error = mismatch(Changing(change))
     assert error.index == 0
-    assert "float32[2, 3] on cpu" in error.saved
+    assert f"float32[2, 3] on {default_device()}" in error.saved
     assert named in error.recomputed
     assert ".exp()" in error.operator
     assert error.line.startswith("test_determinism.py:")

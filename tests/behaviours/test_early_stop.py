@@ -15,6 +15,7 @@ from torch import Tensor
 import membudget as mb
 from membudget.compat import set_checkpoint_early_stop
 from tests.behaviours.steps import Counted, Region, differences, perceptron
+from tests.devices import elsewhere
 from tests.seconds import DEADLOCK_S
 
 
@@ -170,7 +171,7 @@ def test_b48_two_backwards_recompute_once_each() -> None:
 def test_b49_the_switch_is_per_thread() -> None:
     # torch 2.13 keeps the switch in a module's global.
     with off(), ThreadPoolExecutor(1) as pool:
-        assert pool.submit(runs).result() == STOPPED
+        assert pool.submit(elsewhere(runs)).result() == STOPPED
         assert runs() == FINISHED
 
 
@@ -186,7 +187,7 @@ def test_b49_switches_of_two_threads_do_not_undo_each_other() -> None:
 
     with ThreadPoolExecutor(1) as pool:
         with off():
-            future = pool.submit(other)
+            future = pool.submit(elsewhere(other))
             assert entered.wait(DEADLOCK_S)
             within = runs()
         left.set()

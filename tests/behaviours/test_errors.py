@@ -14,6 +14,7 @@ from torch import Tensor
 import membudget as mb
 from membudget import compat
 from tests.behaviours.steps import Counted, plain
+from tests.devices import device_type, rng_state
 
 
 class BrokenError(Exception):
@@ -48,10 +49,10 @@ def ambient() -> dict[str, Any]:
         y = leaf().exp()
     node: Any = y.grad_fn
     return {
-        "random": torch.get_rng_state().tolist(),
+        "random": rng_state().tolist(),
         "grad mode": torch.is_grad_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
-        "autocast dtype": torch.get_autocast_dtype("cpu"),
+        "autocast": torch.is_autocast_enabled(device_type()),
+        "autocast dtype": torch.get_autocast_dtype(device_type()),
         "no saved-tensor hooks": node._saved_result.data_ptr() == y.data_ptr(),
         "recomputing": mb.is_recomputing(),
         "function modes": torch._C._len_torch_function_stack(),
@@ -69,7 +70,7 @@ def assert_regions_still_work() -> None:
 
 @contextmanager
 def autocast_and_back() -> Iterator[None]:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(device_type(), dtype=torch.bfloat16):
         yield
 
 

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
 
 import membudget as mb
 from tests import devices
@@ -130,7 +132,7 @@ def masks_that_differ(threads: int, steps: int) -> int:
         return wrong
 
     with ThreadPoolExecutor(threads) as pool:
-        runs = [pool.submit(train) for _ in range(threads)]
+        runs = [pool.submit(devices.elsewhere(train)) for _ in range(threads)]
         return sum(run.result() for run in runs)
 
 
@@ -147,17 +149,17 @@ def test_b36_regions_in_threads_lose_no_draw_of_the_stream() -> None:
     # order. torch 2.13 puts back a state that another thread has moved on from.
     torch.manual_seed(5)
     masks_that_differ(threads=4, steps=25)
-    found = torch.get_rng_state()
+    found = devices.rng_state()
     torch.manual_seed(5)
     for _ in range(4 * 25):
         F.dropout(torch.ones(20000), 0.5)
-    assert torch.equal(found, torch.get_rng_state())
+    assert torch.equal(found, devices.rng_state())
 
 
 def test_b36_draws_of_another_thread_before_the_backward_do_not_matter() -> None:
     x = torch.ones(1000, requires_grad=True)
     y = mb.checkpoint(F.dropout, x, 0.5)
-    other = threading.Thread(target=torch.rand, args=(77,))
+    other = threading.Thread(target=devices.elsewhere(torch.rand), args=(77,))
     other.start()
     other.join()
     y.sum().backward()
@@ -171,7 +173,15 @@ RRELU: dict[str, Callable[[Tensor], Tensor]] = {
     "in place": lambda x: F.rrelu_(x.exp() - 2, training=True),
     "alone": lambda x: F.rrelu(x, training=True),
     "twice": lambda x: F.rrelu(F.rrelu(x, training=True) * 2, training=True),
+    "torch's own": lambda x: torch.rrelu(x, training=True),
+    "with a default device": lambda x: under(x.device, x),
+    "in a function mode": lambda x: under(BaseTorchFunctionMode(), x),
 }
+
+
+def under(context: AbstractContextManager[object], x: Tensor) -> Tensor:
+    with context:
+        return torch.rrelu(x, training=True)
 
 
 def dirty_memory(x: Tensor) -> Tensor:
@@ -183,17 +193,20 @@ def dirty_memory(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("where", RRELU)
 @pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("guards", [True, False])  # Without them, nothing is compared.
 def test_b37_noise_that_is_filled_after_it_is_saved_survives_early_stop(
-    where: str, early_stop: bool
+    where: str, early_stop: bool, guards: bool
 ) -> None:
     # torch 2.13 stops when the noise is saved, before the kernel fills it.
     def step(region: Region) -> Any:
+        x = torch.randn(500, requires_grad=True)
         x = torch.randn(500, requires_grad=True)
         y = region(lambda x: RRELU[where](dirty_memory(x)), x)
         (y * torch.arange(500)).sum().backward()
         return y, x
 
-    assert differences(step, region_with(early_stop=early_stop)) == []
+    region = region_with(early_stop=early_stop, guards=guards)
+    assert differences(step, region) == []
 
 
 def test_b37_the_leaky_slopes_of_rrelu_come_from_the_noise() -> None:

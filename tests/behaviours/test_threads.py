@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from tests import devices
 from tests.behaviours.steps import (
     Block,
     Counted,
@@ -27,7 +28,7 @@ from tests.seconds import DEADLOCK_S
 def elsewhere(function: Callable[[], Any]) -> Any:
     """Run `function` in another thread and return its result."""
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
+        return pool.submit(devices.elsewhere(function)).result()
 
 
 def here(function: Callable[[], Any]) -> Any:
@@ -95,7 +96,7 @@ def test_b119_regions_in_several_threads_at_once_equal_the_plain_run(
             return train(region, models[i], xs[i])
 
         with ThreadPoolExecutor(threads) as pool:
-            losses = list(pool.map(run, range(threads)))
+            losses = list(pool.map(devices.elsewhere(run), range(threads)))
         return losses, xs, nn.ModuleList(models)
 
     assert differences(step) == []
@@ -113,7 +114,7 @@ def test_b119_several_threads_may_go_backward_through_one_shared_region() -> Non
         return torch.autograd.grad(y.sum(), x, retain_graph=True)[0]
 
     with ThreadPoolExecutor(4) as pool:
-        grads = list(pool.map(backward, range(4)))
+        grads = list(pool.map(devices.elsewhere(backward), range(4)))
     assert all(torch.equal(grad, expected) for grad in grads)
 
 
@@ -131,6 +132,10 @@ class Model(nn.Module):
         return self.head(x)
 
 
+data_parallel = pytest.mark.cpu_only("DataParallel scatters over devices of CUDA")
+
+
+@data_parallel
 def test_b120_data_parallel_on_the_cpu_falls_through_to_the_module() -> None:
     def step(region: Region) -> Any:
         model, x = Model(), torch.randn(4, 6, requires_grad=True)
@@ -143,6 +148,7 @@ def test_b120_data_parallel_on_the_cpu_falls_through_to_the_module() -> None:
     assert differences(step) == []
 
 
+@data_parallel
 def test_b120_a_region_may_go_round_data_parallel() -> None:
     def step(region: Region) -> Any:
         model, x = Model(), torch.randn(4, 6, requires_grad=True)

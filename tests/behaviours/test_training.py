@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import compat
 from tests.behaviours.steps import Block, Region, differences, plain
+from tests.devices import device_type
 
 STEPS = 10
 
@@ -104,7 +105,7 @@ def test_b145_micro_batches_under_autocast_are_bitwise_the_same() -> None:
             losses = []
             for _ in range(3):
                 tokens = torch.randint(11, (2, 7))
-                with torch.autocast("cpu", dtype=torch.bfloat16):
+                with torch.autocast(device_type(), dtype=torch.bfloat16):
                     logits = region(model, tokens)
                 losses.append(logits.float().logsumexp(-1).mean())
             for loss in reversed(losses):

@@ -43,7 +43,10 @@ def test_b21_an_adapter_behind_a_frozen_embedding_trains() -> None:
     assert differences(step) == []
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+no_sparse = pytest.mark.cpu_only("emu has no sparse tensors")
+
+
+@pytest.mark.parametrize("sparse", [False, pytest.param(True, marks=no_sparse)])
 def test_b22_integer_inputs_may_be_all_there_is(sparse: bool) -> None:
     def step(region: Region) -> Any:
         embedding, layer = nn.Embedding(10, 6, sparse=sparse), perceptron()

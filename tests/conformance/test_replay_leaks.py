@@ -16,7 +16,8 @@ from torch import Tensor
 
 import membudget as mb
 from membudget import policies
-from tests.garbage import cyclic_garbage, is_made_by_a_region, no_collector
+from tests.devices import settle
+from tests.garbage import cyclic_garbage, is_made_by_a_region, module_of, no_collector
 from tests.keeps import replay, replayed
 from tests.oracles import run_step
 from tests.situations import Block, KeepsActivation, Watched
@@ -202,12 +203,13 @@ def in_situation(situation: Situation, region: Region, watched: Watched) -> None
 
 def living() -> list[str]:
     """Name what recordings are made of and that lives."""
+    settle()
     names = [type(thing).__name__ for thing in gc.get_objects() if _is_recorded(thing)]
     return [name for name in names if name != "Verified"]  # It is there for good.
 
 
 def _is_recorded(thing: object) -> bool:
-    return type(thing).__module__.startswith("membudget.engine.replay")
+    return module_of(thing).startswith("membudget.engine.replay")
 
 
 @pytest.mark.parametrize("region", REGIONS)

@@ -48,6 +48,8 @@ EQUAL: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "convolutions": (convolutions, IMAGE),
     "groups": (lambda: convolutions(groups=2), IMAGE),
     "layer norm": (lambda: nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)), WORDS),
+    "mish": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Mish()), WORDS),
+    "silu": (lambda: nn.Sequential(nn.Linear(8, 8), nn.SiLU()), WORDS),
     "group norm": (lambda: nn.GroupNorm(2, 4), IMAGE),
 }
 CLOSE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

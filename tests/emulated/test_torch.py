@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -96,6 +98,15 @@ def test_an_output_that_is_given_is_resized():
     out = torch.empty(0, device="emu")
     torch.add(torch.ones(3, device="emu"), 1, out=out)
     assert out.tolist() == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.huber_loss])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_a_loss_is_the_cpus(loss: Callable[..., Tensor], reduction: str):
+    x, y = torch.randn(2, 5, 6)
+    expected = loss(x, y, reduction=reduction)
+    found = loss(x.to("emu"), y.to("emu"), reduction=reduction)
+    assert torch.equal(found.cpu(), expected)
 
 
 def test_an_operator_refuses_operands_of_host_and_device():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
+from tests.devices import settle
 from tests.faults.implementations import (
     Checkpoint,
     ours,
@@ -152,9 +153,12 @@ def collector_off() -> Iterator[None]:
 
 
 def alive_after(checkpoint: Checkpoint, case: Case) -> int:
+    # A first use may import modules, which leaves garbage of Python's own.
+    case(checkpoint, Watched())
     watched = Watched()
     case(checkpoint, watched)
     assert watched.references
+    settle()
     return watched.alive()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 import membudget as mb
+from tests.devices import elsewhere
 from tests.faults.implementations import (
     Checkpoint,
     ours,
@@ -50,7 +51,7 @@ def wrong_masks(checkpoint: Checkpoint, threads: int) -> int:
         return sum(not has_one_mask(checkpoint, x) for _ in range(STEPS))
 
     with ThreadPoolExecutor(threads) as pool:
-        return sum(pool.map(run, range(threads)))
+        return sum(pool.map(elsewhere(run), range(threads)))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -69,7 +70,9 @@ def test_row26_torch_redraws_the_mask_after_another_thread_drew() -> None:
 
     def region(x: Tensor) -> Tensor:
         if not recomputing:
-            other = threading.Thread(target=has_one_mask, args=(plain, torch.ones(100)))
+            other = threading.Thread(
+                target=elsewhere(has_one_mask), args=(plain, torch.ones(100))
+            )
             other.start()
             other.join()
         return masked(x)

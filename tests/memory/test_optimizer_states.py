@@ -38,6 +38,7 @@ def test_adafactor_has_one_number_per_row_and_column(size: tuple[int, ...]):
     assert state_bytes(Adafactor, torch.zeros(size)) == adafactor_bytes(size)
 
 
+@pytest.mark.cpu_only("a model on `meta` is taken to be on the CPU")
 @pytest.mark.parametrize("kind", [Adam, AdamW])
 def test_a_profile_finds_the_state_of_adam_for_each_parameter(kind: type[Optimizer]):
     with torch.device("meta"):

@@ -41,6 +41,7 @@ def test_memory_from_before_the_call_is_not_counted():
     assert measured.end_bytes == 0
 
 
+@pytest.mark.cpu_only("an allocator of a device names no operator")
 def test_the_operator_at_the_peak_is_named():
     x = torch.zeros(100, 100)
     assert mb.peak(lambda: (x + 1).exp().sum()).operator == "aten::exp"

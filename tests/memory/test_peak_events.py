@@ -10,6 +10,8 @@ import torch
 from membudget._torch import is_profiling
 from membudget.memory.peak import quiet_stderr, recorded_events
 
+pytestmark = pytest.mark.cpu_only("these are events of the CPU's allocator")
+
 
 def test_allocations_and_releases_are_in_order():
     x = torch.zeros(1000)

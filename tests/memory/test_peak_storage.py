@@ -23,11 +23,16 @@ def test_an_expanded_tensor_counts_one_element():
     assert mb.storage_bytes([torch.zeros(1).expand(1000)]) == 4
 
 
+no_sparse = pytest.mark.cpu_only("emu has no sparse tensors")
+
+
+@no_sparse
 def test_sparse_tensors_count_indices_and_values():
     coo = torch.eye(3).to_sparse()
     assert mb.storage_bytes([coo]) == 2 * 3 * 8 + 3 * 4
 
 
+@no_sparse
 @pytest.mark.filterwarnings("ignore:Sparse [CB]S[CR] tensor support:UserWarning")
 @pytest.mark.parametrize(
     ("make", "values"),

@@ -45,7 +45,7 @@ def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
 # same: nobody would notice a random stream that is not put back.
 vars(common_methods_invocations)["wrapper_set_seed"] = _unseeded
 
-DEVICE = "cpu"
+DEVICE = "cpu"  # By whose data types operators are chosen.
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
 SHARE = 8
 """One in so many operators belongs to the share that every test run takes."""
@@ -82,7 +82,7 @@ def _copied(tensor: Tensor) -> Tensor:
     else:
         # Not `clone`, which would close the gaps of a non-contiguous tensor.
         content, offset = tensor.untyped_storage().clone(), tensor.storage_offset()
-        empty = torch.empty(0, dtype=tensor.dtype)
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         copy = empty.set_(content, offset, tensor.shape, tensor.stride())
         copy = copy.conj() if tensor.is_conj() else copy
         copy = torch._neg_view(copy) if tensor.is_neg() else copy

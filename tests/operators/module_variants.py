@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.operators.database import DEVICE, copied
+from tests.devices import device_type
+from tests.operators.database import copied
 from tests.operators.variants import (
     Extent,
     Inputs,
@@ -56,7 +57,7 @@ def _case(name: str, module: nn.Module, inputs: Inputs) -> Case:
 
 def _samples(info: Any, dtype: torch.dtype, training: bool) -> list[Made]:
     """Return modules, each with small inputs."""
-    make = partial(info.module_inputs_func, info, device=DEVICE, dtype=dtype)
+    make = partial(info.module_inputs_func, info, device=device_type(), dtype=dtype)
     torch.manual_seed(0)
     found = []
     for sample in make(requires_grad=True, training=training):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from tests.devices import device_type
 from tests.operators.database import DEVICE, DTYPES, copied
 from tests.zoo import Call, Case
 
@@ -97,7 +98,7 @@ def _writing(operator: Function, inputs: Inputs) -> Call:
 def _samples(info: Any, dtype: torch.dtype) -> list[Inputs]:
     """Return the small ones among an operator's samples."""
     torch.manual_seed(0)
-    samples = info.sample_inputs(DEVICE, dtype, requires_grad=True)
+    samples = info.sample_inputs(device_type(), dtype, requires_grad=True)
     found = [((sample.input, *sample.args), sample.kwargs) for sample in samples]
     return [inputs for inputs in found if small(inputs)]
 

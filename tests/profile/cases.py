@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import membudget as mb
 from membudget.batch import call_model
 from membudget.step import find_loss
+from tests.devices import device_type
 from tests.planner.models import Calls
 from tests.zoo.case import Call
 
@@ -379,7 +380,7 @@ def float16_parameters() -> Made:
 @model
 def autocast_to_bfloat16() -> Made:
     def function(self: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(device_type(), torch.bfloat16):
             return x + self.second(x + self.first(x))
 
     return Calls(function, first=block(), second=block()), torch.randn(8, 16, WIDTH)

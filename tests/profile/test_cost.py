@@ -238,6 +238,7 @@ def test_a_clock_waits_for_kernels_where_there_may_be_any(is_used, monkeypatch):
     assert device.asked == ["synchronize 0", "synchronize 1"] * (2 * is_used)
 
 
+@pytest.mark.cpu_only("a device computes while its thread waits")
 def test_steps_of_one_thread_are_timed_by_what_they_compute(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert step_clock() is time.process_time

@@ -149,6 +149,7 @@ def test_the_batch_counter_of_a_norm_is_not_counted():
     assert model[1].num_batches_tracked == 0
 
 
+@pytest.mark.cpu_only("a model on `meta` is taken to be on the CPU")
 def test_models_of_fake_and_of_meta_tensors_are_profiled_alike():
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
@@ -190,6 +191,7 @@ def test_a_real_profile_under_a_profiler_is_rejected():
         profile(nn.Linear(4, 4), torch.randn(2, 4))
 
 
+@pytest.mark.cpu_only("kernels of the CPU alone are tried for their workspaces")
 def test_a_fake_profile_under_a_profiler_tries_no_kernel():
     model, x = nn.Conv2d(4, 8, 3), torch.randn(2, 4, 9, 9)
     tried = profile(model, x, fake=True, device="h100")

@@ -74,6 +74,7 @@ def test_a_matrix_has_one_dimension_without_gaps(shape, stride, is_matrix):
     assert TensorSpec(shape, stride, torch.float32).is_matrix() is is_matrix
 
 
+@pytest.mark.cpu_only("emu has no sparse tensors")
 def test_a_sparse_tensor_has_no_strides():
     spec = _spec_of(torch.eye(2).to_sparse())
     assert (spec.shape, spec.stride) == ((2, 2), ())

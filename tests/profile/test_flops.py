@@ -98,6 +98,7 @@ def test_a_convolution_is_exact(fake):
     assert found == {"convolution": product, "convolution_backward": 2 * product}
 
 
+@pytest.mark.cpu_only("emu composes attention of products")
 @FAKE
 def test_attention_is_exact_forward_and_backward(fake):
     b, h, s, t, d = 2, 3, 5, 7, 4
@@ -112,6 +113,7 @@ def test_attention_is_exact_forward_and_backward(fake):
     assert backward == 5 * product
 
 
+@pytest.mark.cpu_only("emu's LSTM goes by cells: its first state needs no gradient")
 @FAKE
 def test_an_lstm_is_exact(fake):
     length, batch, inputs, hidden = 5, 3, 6, 4

@@ -134,6 +134,7 @@ def test_an_optimizer_is_left_alone(fake, kind):
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.cpu_only("a model on `meta` is taken to be on the CPU")
 def test_a_fake_profile_takes_no_memory_of_activations():
     layers = [nn.Linear(8, 1 << 20, bias=False), nn.GELU(), nn.Linear(1 << 20, 8)]
     model = nn.Sequential(*layers).to("meta")
@@ -155,6 +156,7 @@ def test_a_fake_profile_of_real_parameters_takes_little_memory():
     assert measured.peak_bytes < 1 << 20
 
 
+@pytest.mark.cpu_only("a model on `meta` is taken to be on the CPU")
 @pytest.mark.parametrize("fails", [False, True])
 def test_parameters_on_meta_stay_where_they_are(fails):
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to("meta")

@@ -71,6 +71,7 @@ def test_a_note_counts_operators_that_are_too_large_to_be_tried():
     assert any("too large to be tried" in note for note in found.notes)
 
 
+@pytest.mark.cpu_only("kernels of the CPU alone are tried for their workspaces")
 def test_a_note_counts_operators_whose_zeros_did_not_fit(
     monkeypatch: pytest.MonkeyPatch,
 ):
@@ -83,6 +84,7 @@ def test_a_note_counts_operators_whose_zeros_did_not_fit(
     assert "operators were too large to be tried" in found.notes[0]
 
 
+@pytest.mark.cpu_only("kernels of the CPU alone are tried for their workspaces")
 def test_a_note_counts_operators_that_failed_on_zeros():
     # Nothing can be drawn by probabilities that are all zero, so the kernel fails.
     model = Of(lambda w, x: w @ x + torch.multinomial(w.detach().abs(), 8), 8, 8)

@@ -126,6 +126,7 @@ def test_an_optimizer_of_another_type_is_rejected(junk):
         profile(model, x, optimizer=junk, device="h100")
 
 
+@pytest.mark.cpu_only("emu has no sparse tensors")
 @pytest.mark.parametrize("kind", [optim.SGD, optim.SparseAdam, optim.Adagrad])
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # Adagrad makes some.
 def test_sparse_gradients_are_supported(kind):

@@ -139,7 +139,7 @@ def numbers_of_python_and_numpy() -> Call:
         if random.random() < 0.5:
             x = x.exp()
         noise = np.random.standard_normal((5, 6))  # noqa: NPY002 - the global stream
-        x = (x * torch.from_numpy(noise).float()).cos()
+        x = (x * torch.from_numpy(noise).to(x)).cos()
         order = list(range(5))
         own.shuffle(order)
         return (x[order] * torch.tensor(other.random(6)).float()).sin()

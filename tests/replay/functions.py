@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from tests.devices import array
 from tests.replay.registry import operators
 from tests.zoo import Call
 from tests.zoo.case import leaf
@@ -180,7 +181,7 @@ def function_that_returns_a_view() -> Call:
 
 def squared_by_numpy(x: Tensor, into: Tensor) -> Tensor:
     """Fill `into` with the square of `x`, which no dispatcher sees."""
-    np.square(x.detach().numpy(), out=into.numpy())
+    np.square(array(x.detach()), out=array(into))
     return into
 
 
@@ -206,7 +207,7 @@ def hidden_kernel_fills_empty_memory() -> Call:
         y = _Filled.apply(x.sin())
         mask = torch.empty(5, 6)
         view = mask[1:]
-        mask.numpy()[:] = x.detach().numpy() > 0
+        array(mask)[:] = array(x.detach()) > 0
         return y.exp() * (x * mask).cos() * (x[1:] * view).sum()
 
     return Call(function, (leaf(5, 6),))
@@ -240,13 +241,16 @@ def hidden_write_between_two_reads() -> Call:
     def function(x: Tensor) -> Tensor:
         y = x.detach().cos()
         before = (x * 1 + y).sin()
-        y.numpy()[1:3] *= 2
+        array(y)[1:3] *= 2
         return before * (x * 1 - y).exp()
 
     return Call(function, (leaf(5, 6),))
 
 
-@operators(hidden="NumPy writes what torch reads through `from_numpy`")
+@operators(
+    hidden="NumPy writes what torch reads through `from_numpy`",
+    cpu_only="NumPy shares memory with tensors of the CPU alone",
+)
 def array_reused_between_two_reads() -> Call:
     staging = np.ones((5, 6), dtype=np.float32)
 
@@ -264,7 +268,7 @@ def hidden_write_through_a_view() -> Call:
     def function(x: Tensor) -> Tensor:
         y = torch.zeros(5, 6)
         row = y[2]
-        row.numpy()[:] = x.detach().numpy()[0]
+        array(row)[:] = array(x.detach())[0]
         return (x + y).sin() * (x[0] - row).exp()
 
     return Call(function, (leaf(5, 6),))

@@ -6,13 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.devices import device_type
 from tests.replay.registry import operators
 from tests.zoo import Call
 from tests.zoo.case import leaf
 
 
 def _bf16(enabled: bool = True) -> torch.autocast:
-    return torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+    return torch.autocast(device_type(), torch.bfloat16, enabled=enabled)
 
 
 @operators()
@@ -26,7 +27,7 @@ def lstm_both_ways_on_packed_sequences() -> Call:
 
     def function(x: Tensor) -> Tensor:
         packed = nn.utils.rnn.pack_padded_sequence(
-            x, torch.tensor([5, 3]), batch_first=True
+            x, torch.tensor([5, 3], device="cpu"), batch_first=True
         )
         out, _ = nn.utils.rnn.pad_packed_sequence(model(packed)[0], batch_first=True)
         return out.sin()
@@ -53,7 +54,10 @@ def cells_in_a_loop() -> Call:
     return Call(function, (leaf(5, 2, 6),), state={"cell": cell, "gate": gate})
 
 
-@operators(not_double="torch has no second derivative of the bag of embeddings")
+@operators(
+    not_double="torch has no second derivative of the bag of embeddings",
+    cpu_only="emu has no sparse tensors",
+)
 def embeddings_with_sparse_gradients() -> Call:
     model, bag = nn.Embedding(9, 6, sparse=True), nn.EmbeddingBag(9, 6, mode="max")
 

@@ -23,7 +23,7 @@ def branches_on_data() -> Call:
             x = (x * 1.5).sin()
         x = x.exp() if bool(x.sum() > 0) else x.cos()
         scale = x.detach().mean(0).tolist()
-        x = x * scale[0] + float(x.detach().numpy().max())
+        x = x * scale[0] + float(x.detach().cpu().numpy().max())
         return x.tanh() * float(x[0, 0].detach()) if torch.equal(x, x) else x
 
     return Call(function, (leaf(5, 6),))
@@ -292,7 +292,7 @@ def default_device_and_dtype_inside() -> Call:
         before = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
         try:
-            with torch.device("cpu"):
+            with x.device:
                 y = (x * torch.ones(6)).sin() * torch.arange(6.0)
         finally:
             torch.set_default_dtype(before)

@@ -21,11 +21,13 @@ class OperatorCase(Case):
     Attributes:
         hidden: What writes a tensor behind the dispatcher, so that nothing but a
             comparison of values can notice. Without one, replay cannot be right.
+        not_double_on_devices: Why it cannot on one with a thread of autograd.
         not_by_leaf: Why it cannot go backward to one leaf alone.
         not_again: Why the function cannot run once more, as a region around needs.
     """
 
     hidden: str = ""
+    not_double_on_devices: str = ""
     not_by_leaf: str = ""
     not_again: str = ""
 

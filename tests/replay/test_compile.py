@@ -153,6 +153,7 @@ def test_a_region_runs_inside_a_compiled_function(region: Region, backend: str) 
 
 
 @every_region
+@pytest.mark.cpu_only("torch's compiler replays no draw of a backend that plugs in")
 def test_dropout_comes_back_inside_compiled_code(region: Region) -> None:
     def step(region: Region) -> Any:
         inner, x = perceptron(dropout=0.3), leaf(20)

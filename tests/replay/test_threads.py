@@ -60,7 +60,7 @@ _heed_thread_count = torch.get_num_threads
 def elsewhere(function: Callable[[], Any]) -> Any:
     """Run `function` in another thread and return its result."""
     with ThreadPoolExecutor(1, initializer=_heed_thread_count) as pool:
-        return pool.submit(function).result()
+        return pool.submit(devices.elsewhere(function)).result()
 
 
 def here(function: Callable[[], Any]) -> Any:
@@ -80,7 +80,7 @@ def at_once(function: Callable[[int], Any], threads: int) -> list[Any]:
         return function(i)
 
     with ThreadPoolExecutor(threads, initializer=_heed_thread_count) as pool:
-        return list(pool.map(run, range(threads)))
+        return list(pool.map(devices.elsewhere(run), range(threads)))
 
 
 class Noisy(nn.Module):
@@ -204,7 +204,7 @@ def test_a_new_thread_replays_with_the_number_of_threads_that_was_set(
 def test_settings_of_the_forward_come_back_in_another_thread(region: Region) -> None:
     def step(region: Region) -> Any:
         model, x = Block(dropout=0.3), torch.randn(2, 5, 8, requires_grad=True)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(devices.device_type(), torch.bfloat16):
             loss = region(model, x).float().square().sum()
 
         def backward() -> None:

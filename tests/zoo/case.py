@@ -61,6 +61,7 @@ class Case:
         refused: What the error says with which a region refuses it, as a pattern.
         torch: What `torch.utils.checkpoint(use_reentrant=False)` makes of it.
         torch_says: If that raises: what the error says, as a pattern.
+        torch_on_emu: What torch's makes of it on the emulated device, if another thing.
         cpu_only: Why it is skipped on other devices.
     """
 
@@ -72,6 +73,7 @@ class Case:
     refused: str = ""
     torch: TorchOutcome = "right"
     torch_says: str = ""
+    torch_on_emu: TorchOutcome | None = None
     cpu_only: str = ""
 
     def build(self) -> Call:
@@ -85,6 +87,13 @@ class Case:
         random.seed(0)
         np.random.seed(0)  # noqa: NPY002 - the global stream is what is under test
         return self.make()
+
+    @property
+    def torch_here(self) -> TorchOutcome:
+        """Return what torch's checkpoint makes of it on the device of the tests."""
+        if self.torch_on_emu is None or devices.is_cpu():
+            return self.torch
+        return self.torch_on_emu
 
     @property
     def torch_needs_guards(self) -> bool:

@@ -21,7 +21,12 @@ from membudget._torch import (
     set_grad_enabled,
     storage_address,
 )
-from membudget.callsite import CallSite, calling_frame, fills_what_it_saved
+from membudget.callsite import (
+    CallSite,
+    calling_frame,
+    fills_what_it_saved,
+    naming_frame,
+)
 from membudget.engine.arguments import must_keep
 from membudget.engine.comparison import (
     Metadata,
@@ -212,7 +217,7 @@ class Rerun:
         stops = self._recording.stops_early()
         self._may_stop = stops and not fills_what_it_saved(caller)
         if self._fingerprints is not None:
-            self._fingerprints.add_saved_by(caller.f_code, tensor)
+            self._fingerprints.add_saved_by(naming_frame(caller).f_code, tensor)
             self._compare(self._fingerprints)
         self._pack(tensor)
 

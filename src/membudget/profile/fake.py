@@ -68,8 +68,10 @@ class TensorSpec:
         return (across == 1 and down >= columns) or (down == 1 and across >= rows)
 
     def zeros(self) -> Tensor:
-        """Return a tensor of zeros with this layout."""
-        tensor = torch.empty_strided(self.shape, self.stride, dtype=self.dtype)
+        """Return a CPU tensor of zeros with this layout."""
+        tensor = torch.empty_strided(
+            self.shape, self.stride, dtype=self.dtype, device="cpu"
+        )
         return tensor.zero_()
 
 

@@ -167,7 +167,7 @@ def _try(
     def zeros(spec: TensorSpec) -> Tensor:
         # An earlier call may have corrected the shape of this input.
         shape = shapes.get(next(values))
-        return spec.zeros() if shape is None else torch.zeros(shape, dtype=spec.dtype)
+        return spec.zeros() if shape is None else spec.zeros().new_zeros(shape)
 
     try:
         args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))

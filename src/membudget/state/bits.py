@@ -203,7 +203,8 @@ def _add(sums: Tensor, piece: Tensor, start: int, work: Tensor) -> None:
     words, spare = work  # `spare`: the positions, then the shifted words.
     words.copy_(piece)
     sums[1] += words.sum()
-    torch.arange(start + 1, start + 1 + len(words), out=spare)
+    end = start + 1 + len(words)
+    torch.arange(start + 1, end, out=spare, device=spare.device)
     words += spare.mul_(_SPREAD)
     for _ in range(2):
         words *= _MIX

@@ -244,7 +244,7 @@ def first_difference(left: TensorCopy, right: TensorCopy) -> BitDifference | Non
         differs = (_bytes(a) != _bytes(b)).any(dim=1)
         if differs.any():
             at = int(differs.to(torch.uint8).argmax())
-            index = torch.unravel_index(torch.tensor(at), a.shape)
+            index = torch.unravel_index(torch.tensor(at, device="cpu"), a.shape)
             texts = _texts(a.reshape(-1)[at], b.reshape(-1)[at])
             count, total = int(differs.sum()), differs.numel()
             return BitDifference(count, total, tuple(map(int, index)), *texts)

@@ -174,6 +174,7 @@ inline Stack launched(
   Launch work;
   work.cost = cost_of(op, operands, results);
   work.work = [op, stack = std::move(stack), targets = std::move(targets)] {
+    Uncounted uncounted;
     Stack values = stack;
     run_on_cpu(op, &values);
     StraightToKernels straight;

@@ -53,7 +53,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
   // torch would compose these of other operators; the CPU and GPUs have kernels.
   for (const auto* name :
-       {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out"})
+       {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out",
+        "mish_backward", "silu_backward", "silu_backward.grad_input", "mse_loss",
+        "smooth_l1_loss"})
     m.impl(name, boxed<&fallback>());
 }
 

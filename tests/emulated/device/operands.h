@@ -7,6 +7,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
 #include <torch/library.h>
 
 #include "guard.h"
@@ -16,6 +17,19 @@ namespace emulated {
 using at::Tensor;
 using c10::IValue;
 using torch::jit::Stack;
+
+// While it lives, no profiler counts what the host allocates: on a GPU it would be in the
+// kernel, or nothing.
+class Uncounted {
+ public:
+  Uncounted() : before_(c10::ThreadLocalDebugInfo::current()) {
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  }
+  ~Uncounted() { c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(before_); }
+
+ private:
+  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;
+};
 
 // While it lives, operators go straight to the kernels of a backend: below autograd,
 // autocast, Python's modes, and the observers that membudget puts over a backend.

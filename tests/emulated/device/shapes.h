@@ -128,6 +128,7 @@ class ShapeCache {
 
  private:
   static Shapes infer(const c10::OperatorHandle& op, c10::ArrayRef<IValue> operands) {
+    Uncounted uncounted;
     const auto& schema = op.schema();
     for (const auto& result : schema.returns())
       if (!result.type()->isSubtypeOf(*c10::TensorType::get()) &&

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from membudget.engine.replay import execute
 from membudget.engine.replay.execute import call_noting_draws, replay_foreign
+from tests.devices import array
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_an_operator_that_draws_nothing_moves_nothing(library):
 
 def test_an_operator_that_writes_what_it_does_not_declare_gets_copies(library):
     def run(x: Tensor) -> Tensor:
-        x.numpy()[:] += 1
+        array(x)[:] += 1
         return x * 2
 
     writes = operator(library, "writes", run)

@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
 from membudget.engine.policy import Candidate, Policy, Stages
+from tests.devices import settle
 from tests.oracles import CountedOperators
 
 Outputs = set[tuple[int, int]]
@@ -160,6 +161,7 @@ def test_what_a_backward_inside_unpacks_is_freed_with_its_graph():
         del sine
         torch.autograd.grad(total, x, retain_graph=True)
         del total
+        settle()
         living.append(not sines[-1].expired())
         return x * x
 

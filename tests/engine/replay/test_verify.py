@@ -16,6 +16,7 @@ from membudget import policies
 from membudget.engine.controls import verification_postponed
 from membudget.engine.replay import verify
 from membudget.engine.replay.verify import Verified, verified
+from tests.devices import array, device_type
 from tests.keeps import replay
 from tests.oracles import CountedOperators
 
@@ -131,7 +132,7 @@ def test_a_model_in_training_and_in_evaluation_is_verified_apart():
 
 def test_calls_under_autocast_are_verified_apart():
     plain = of(torch.sin, X)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         assert of(torch.sin, X) is not plain
 
 
@@ -291,7 +292,7 @@ class Paths:
     def __call__(self, x: Tensor) -> Tensor:
         y = x * 2
         if not self.is_long:
-            y.detach().numpy()[:] += 1
+            array(y.detach())[:] += 1
         z = y.sin()
         return z.cos() if self.is_long else z
 
