@@ -29,6 +29,7 @@ from tests.emulated.world import (
     SHAPE,
     STREAMS,
     UNARY,
+    WRITE,
     Made,
     Place,
     World,
@@ -120,7 +121,8 @@ def _part(rng: random.Random, device: int, operators: Sequence[str]) -> Part:
             operator, operands = rng.choice(list(BINARY)), [operand, rng.choice(others)]
         lines.append(Line(operator, tuple(operands), _place(rng, on[operand])))
         on.append(lines[-1].device)
-    return Part((*lines, *_sums(rng, on)), called, rng.random() < 0.2)
+    lines += _sums(rng, on)
+    return Part(tuple(_with_writes(rng, lines)), called, rng.random() < 0.2)
 
 
 def _sums(rng: random.Random, on: list[int]) -> Iterator[Line]:
@@ -136,14 +138,35 @@ def _sums(rng: random.Random, on: list[int]) -> Iterator[Line]:
             on.append(place.device)
 
 
+def _with_writes(rng: random.Random, lines: list[Line]) -> Iterator[Line]:
+    """Yield the lines, some of which overwrite what nobody has saved or reads again."""
+    for number, line in enumerate(lines):
+        (operand, *others), made = line.operands, lines[: line.operands[0]]
+        reads = [other for other in lines if operand in other.operands]
+        is_last = reads[-1] is line and not others and line.operator != MOVE
+        saves_nothing = all(read.operator == "add" for read in reads[:-1])
+        is_saved = not made or made[-1].operator in ("tanh", WRITE)
+        if is_last and saves_nothing and not is_saved and number < len(lines) - 1:
+            line = replace(line, operator=WRITE) if rng.random() < 0.5 else line
+        yield line
+
+
 def _run_part(world: World, part: Part, argument: Tensor) -> Tensor:
     made = [Made(argument, part.place)]
     # No stream waits for a cast of a parameter that another has cached.
     with torch.autocast("emu", torch.bfloat16, part.casts, cache_enabled=False):
         for line in part.lines:
             operands = [world.read(made[i], line.place) for i in line.operands]
+            if line.operator == WRITE:
+                _wait_for_readers(world, line, part)
             made.append(Made(*apply(world, line.operator, operands, line.place)))
     return [world.read(one, part.place) for one in made][-1]
+
+
+def _wait_for_readers(world: World, writer: Line, part: Part) -> None:
+    for line in part.lines:
+        if writer.operands[0] in line.operands:
+            world.stream(writer.place).wait_stream(world.stream(line.place))
 
 
 def _forward(world: World, program: Program, x: Tensor, region: Region) -> Made:
@@ -176,11 +199,15 @@ def run(program: Program, region: Region) -> dict[str, Tensor]:
         loss = world.read(made, program.backward).float().square().mean()
         torch.rand((), device="emu")
     if regions is not None and ahead is not None:
+        world.read(made, ahead)
         with world.on(ahead):
             regions.recompute()
     with world.on(program.backward):
         loss.backward()
-    return _facts(world, x, loss)
+        # Without a wait: this stream has waited for the forward, which wrote them.
+        device = torch.device("emu", program.backward.device)
+        buffers = {n: b.clone() for n, b in world.named_buffers() if b.device == device}
+    return _facts(world, x, loss) | {f"{n} then": b.cpu() for n, b in buffers.items()}
 
 
 def _facts(world: World, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
@@ -188,6 +215,7 @@ def _facts(world: World, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
         torch.accelerator.synchronize(device)
     facts = {"loss": loss, "x.grad": x.grad}
     facts |= {f"{name}.grad": p.grad for name, p in world.named_parameters()}
+    facts |= dict(world.named_buffers())
     generators = {"cpu": torch.default_generator}
     for i, own in enumerate(world.generators):
         generators[f"emu:{i}"] = torch.get_device_module("emu").default_generators[i]

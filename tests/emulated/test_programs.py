@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "fingerprints": {"engine": "replay", "verify": "fingerprints"},
 }
 # What `guards=False` leaves to the user.
-UNGUARDED = {"noise", MOVE}
+UNGUARDED = {"noise", "counted", MOVE}
 
 
 def keeps_some(seed: int, candidate: mb.policies.Candidate) -> bool:

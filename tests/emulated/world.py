@@ -41,6 +41,7 @@ class World(nn.Module):
         devices = [torch.device("emu", i) for i in range(DEVICES)]
         make = partial(nn.Linear, SHAPE[1], SHAPE[1])
         self.layers = nn.ModuleList(make().to(device) for device in devices)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(SHAPE[1]).to(d) for d in devices)
         self.generators = [torch.Generator(d).manual_seed(5) for d in devices]
         self.streams = [
             [torch.accelerator.current_stream(d)]
@@ -93,6 +94,14 @@ def _written(world: World, device: int, x: Tensor) -> Tensor:
     return y.mul_(x.detach().cos()).sin()
 
 
+def _counted(world: World, device: int, x: Tensor) -> Tensor:
+    # Whoever has updated the running statistics before.
+    for stream in world.streams[device]:
+        torch.accelerator.current_stream().wait_stream(stream)
+    y: Tensor = world.norms[device](x)
+    return y
+
+
 UNARY: dict[str, Operator] = {
     "sin": lambda world, device, x: x.sin(),
     "tanh": lambda world, device, x: x.tanh(),
@@ -105,6 +114,7 @@ UNARY: dict[str, Operator] = {
     # The device is the current one.
     "made": lambda world, device, x: x * torch.rand(SHAPE, device="emu"),
     "noise": _noise,
+    "counted": _counted,
     "written": _written,
     "chosen": lambda world, device, x: x.sin() if x.sum().item() > 0 else x.cos(),
 }
@@ -118,6 +128,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 MOVE = "move"  # To the other device.
+WRITE = "write"  # In place.
 
 HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
@@ -136,6 +147,8 @@ def apply(
         with world.on(other), world.on(place):
             return operands[0].to(torch.device("emu", other.device)), other
     with world.on(place):
+        if operator == WRITE:
+            return operands[0].mul_(0.5), place
         if operator in BINARY:
             return BINARY[operator](*operands), place
         return UNARY[operator](world, place.device, *operands), place
