@@ -148,6 +148,12 @@ def current_stream() -> Any:
     return torch.accelerator.current_stream() if is_in_use() else None
 
 
+def stream_of(device: torch.device) -> Any:
+    """Return the stream on which work on a device is launched; `None` for the CPU."""
+    is_there = is_in_use() and device.type == kind()
+    return torch.accelerator.current_stream(device) if is_there else None
+
+
 def enter_stream(stream: Any, scope: UndoList) -> None:
     """Launch work on `stream`, and on its device, until `scope` ends.
 
@@ -172,10 +178,12 @@ def _leave_stream(stream: Any, of_device: Any, left: Any) -> None:
 
 def lend_to_current_stream(tensor: Tensor, made_on: Any) -> None:
     """Let work that is launched now use a tensor that was made on another stream."""
-    now = torch.accelerator.current_stream(made_on.device_index)
+    is_there = is_on_accelerator(tensor.device)
+    device = tensor.device.index if is_there else made_on.device_index
+    now = torch.accelerator.current_stream(device)
     if now != made_on:
         now.wait_stream(made_on)
-        if is_on_accelerator(tensor.device):
+        if is_there:
             tensor.record_stream(now)
 
 

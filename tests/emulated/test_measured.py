@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.memory import DevicePeak
+from membudget.profile import cost
 from membudget.step import Step
 from membudget.trial import try_steps
 from tests.emulated import emu
@@ -161,6 +163,20 @@ def test_g4_a_clock_waits_for_what_was_launched():
     clock()
     assert event.query()
     assert y.shape == (4,)
+
+
+def test_g4_the_seconds_of_steps_are_those_of_the_device(monkeypatch):
+    model, batch = gpt()
+    monkeypatch.setattr(cost, "time", SimpleNamespace(perf_counter=emu.host_seconds))
+    emu.configure(segment_bytes=512, kernel_s={"addmm": 1e-2})
+    with mb.fit(model, batch, "100%", measure="none") as fitted:
+        trial = try_steps(fitted, Step(model, batch, None), 3)
+    assert len(set(map(round_off, trial.plain_seconds))) == 1
+    assert min(trial.plain_seconds + trial.planned_seconds) > 2e-2
+
+
+def round_off(seconds: float) -> float:
+    return round(seconds, 9)
 
 
 def test_g2_garbage_that_is_freed_in_a_call_does_not_lower_its_peak():

@@ -18,6 +18,8 @@ from torch.autograd.forward_ad import make_dual, unpack_dual
 from torch.nn import Parameter
 
 from membudget._torch import is_forward_ad_on, top_saved_tensors_hooks
+from membudget._torch_accelerator import enter_stream, stream_of
+from membudget.scope import Scope
 from membudget.state.bits import SKIPPED, Fingerprint, content_of
 from membudget.state.identity import address_of, storage_of, version_of
 
@@ -49,28 +51,33 @@ class Packed:
     """A tensor packed by the saved-tensor hooks around a region.
 
     Saved-tensor hooks may keep the packed tensor itself or a copy. If unpacking returns
-    the original storage, it is not a copy, so its version must not have changed.
+    the original storage, it is not a copy, so its version must not have changed. The
+    hooks unpack on the stream on which they packed, as autograd has it.
     """
 
-    __slots__ = ("_packed", "_storage", "_stride", "_version")
+    __slots__ = ("_packed", "_storage", "_stream", "_stride", "_version")
 
     def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]):
         """Pack `tensor` with the hook `pack`."""
         self._storage = ref(storage_of(tensor))
         self._version = version_of(tensor)
         self._stride = stride_of(tensor)
+        self._stream = stream_of(tensor.device)
         self._packed = pack(tensor.detach())
 
     def unpacked(self, unpack: Callable[[Any], Tensor]) -> tuple[Tensor, bool]:
         """Unpack the tensor; also return whether it was written to after packing."""
-        tensor = unpack(self._packed)
-        # An alias made below autograd counts its own versions, from 0.
-        is_changed = (
-            version_of(tensor) > self._version
-            and address_of(tensor) != 0
-            and storage_of(tensor) is self._storage()
-        )
-        return with_stride(tensor, self._stride).detach(), is_changed
+        with Scope() as scope:
+            if self._stream is not None:
+                enter_stream(self._stream, scope)
+            tensor = unpack(self._packed)
+            # An alias made below autograd counts its own versions, from 0.
+            is_changed = (
+                version_of(tensor) > self._version
+                and address_of(tensor) != 0
+                and storage_of(tensor) is self._storage()
+            )
+            return with_stride(tensor, self._stride).detach(), is_changed
 
 
 def _place_name(place: ArgumentPlace) -> str:

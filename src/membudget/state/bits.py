@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from membudget._torch_accelerator import is_on_accelerator, synchronize
+
 Fingerprint = tuple[int, int]
 
 SKIPPED: Fingerprint = (0, 0)
@@ -174,7 +176,12 @@ def _layout(tensor: Tensor) -> Any:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements' bits as integers, as a view where torch has one."""
+    """Return the elements' bits as integers, as a view where torch has one.
+
+    On an accelerator, it waits for all streams: who wrote the tensor is not known.
+    """
+    if is_on_accelerator(tensor.device):
+        synchronize([tensor.device])
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

@@ -228,6 +228,22 @@ inline PyObject* run_all(PyObject*, PyObject* const* arguments, Py_ssize_t) {
   END_HANDLE_TH_ERRORS
 }
 
+// Whether an operation ran on the stream of the region, and all that it reads was made
+// there.
+inline bool is_on_one_stream(PyObject* operation) {
+  if (!operation::stream.is_none(operation)) {
+    return false;
+  }
+  Ref inputs = inputs_of(operation);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE((PyObject*)inputs); ++i) {
+    PyObject* made_by = value::operation.of(root_of(PyList_GET_ITEM((PyObject*)inputs, i)));
+    if (made_by != Py_None && !operation::stream.is_none(made_by)) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // As `Replayer._materialise`, in a plan that has run before; false, with nothing done, if
 // Python must.
 inline bool materialise(PyObject* of, PyObject* value) {
@@ -237,9 +253,10 @@ inline bool materialise(PyObject* of, PyObject* value) {
   }
   PyObject* dtype =
       python_dtype(c10::typeMetaToScalarType(at::get_default_dtype()));
+  bool has_streams = !replayer::stream.is_none(of);
   for (const Ref& operation : path) {
-    bool is_on_stream = operation::stream.is_none(operation);
-    if (operation::default_dtype.of(operation) != dtype || !is_on_stream) {
+    if (operation::default_dtype.of(operation) != dtype ||
+        (has_streams && !is_on_one_stream(operation))) {
       return false;
     }
   }

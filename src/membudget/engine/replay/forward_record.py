@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch_accelerator import current_stream
+from membudget._torch_accelerator import current_stream, stream_of
 from membudget.engine import isolation
 from membudget.engine.arguments import has_own_offsets
 from membudget.engine.policy import Candidate, Policy
@@ -44,12 +44,13 @@ class ForwardRecord:
         left_path: Callback for a call that deviates from its verified sequence.
         kept: Number of outputs that the policy kept.
         stream: The stream on which the region began; `None` without an accelerator.
+        streams: The other streams on which its operators ran.
     """
 
     __slots__ = (
         *("_decisions", "_module_path", "_unrepeatable", "kept", "left_path", "number"),
         *("numbers", "path", "policy", "reads_arguments", "recent", "stream"),
-        *("taken", "tracker"),
+        *("streams", "taken", "tracker"),
     )
 
     def __init__(
@@ -74,6 +75,7 @@ class ForwardRecord:
         self._module_path = module_path
         self._decisions = decisions
         self.stream = current_stream()
+        self.streams: list[Any] = []
 
     def advance(self, facts: OperatorFacts | None) -> None:
         """Count an operator, and check that the call follows its verified sequence."""
@@ -103,7 +105,17 @@ class ForwardRecord:
         operation.call = self.number
         if self.stream is not None and (now := current_stream()) != self.stream:
             operation.stream = now
+            if now not in self.streams:
+                self.streams.append(now)
         return operation
+
+    def join(self, tensor: Tensor) -> None:
+        """Let work that is launched now read what any stream of the region made."""
+        now = stream_of(tensor.device) if self.streams else None
+        if now is not None:
+            for stream in (self.stream, *self.streams):
+                now.wait_stream(stream)
+            tensor.record_stream(now)
 
     def record_tensors(
         self, positions: tuple[int, ...], recorded: list[Any]

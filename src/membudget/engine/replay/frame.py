@@ -161,6 +161,8 @@ class ReplayFrame:
         for reference in recording.tracker.sources:
             source = reference()
             if source is not None and source.tensor is not None:
+                if source.is_state or outer is not None:
+                    recording.join(source.tensor)  # It is about to be copied.
                 settle_source(source, outer, take)
         if outer is not None:
             self._replayer.unpack = outer[1]

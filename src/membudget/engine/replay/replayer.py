@@ -16,21 +16,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 
-from membudget import _torch_accelerator as accelerator
 from membudget._torch import (
     BelowAutograd,
     WithoutAutocast,
     current_graph_task_id,
     set_grad_enabled,
 )
+from membudget._torch_accelerator import current_stream, enter_stream
 from membudget.engine.policy import Stages
 from membudget.engine.replay.execute import Executor
+from membudget.engine.replay.lending import lend, lend_inputs
 from membudget.engine.replay.shared_memory import is_read_by, sharing
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.scope import Scope
@@ -61,7 +61,7 @@ class Replayer(Executor):
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
-        self.stream = accelerator.current_stream()
+        self.stream = current_stream()
         self._task = -1  # The backward for which the plan was made.
 
     def is_ready(self, handle: ReplayHandle) -> bool:
@@ -89,17 +89,12 @@ class Replayer(Executor):
         tensor = value.tensor
         assert tensor is not None
         if self.stream is not None:
-            accelerator.lend_to_current_stream(tensor, self._stream_of(value))
+            lend(value, self.stream)
         if stays:
             return tensor
         handle.served = self._plan
         self._used(value)
         return self._lent(value, tensor)
-
-    def _stream_of(self, value: TapeValue) -> Any:
-        """Return the stream on which a dropped value is recomputed."""
-        operation = (value.root or value).operation
-        return self.stream if operation is None else operation.stream or self.stream
 
     def _lent(self, value: TapeValue, tensor: Tensor) -> Tensor:
         """Return a tensor, or a copy of it, that backward kernels may overwrite.
@@ -249,16 +244,16 @@ class Replayer(Executor):
             return
         with Scope() as scope, BelowAutograd(), WithoutAutocast():
             self._enter(scope)
-            for (dtype, stream), run in groupby(operations, key=_CONDITIONS):
+            for (dtype, stream), group in groupby(operations, key=_CONDITIONS):
+                run = list(group)
                 if dtype is not torch.get_default_dtype():
                     scope.callback(torch.set_default_dtype, torch.get_default_dtype())
                     torch.set_default_dtype(dtype)
                 with Scope() as on_stream:
                     if stream is not None:
-                        # Later work there may get memory that was read elsewhere.
-                        scope.callback(stream.wait_stream, self.stream)
-                        accelerator.enter_stream(stream, on_stream)
-                    self._run_all(list(run))
+                        enter_stream(stream, on_stream)
+                    lend_inputs(run, self.stream)
+                    self._run_all(run)
 
     def _run_all(self, operations: list[Operation]) -> None:
         """Run operations again, each in the grad mode of its forward."""
