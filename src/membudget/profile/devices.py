@@ -149,7 +149,7 @@ def device_of(device: str | Device) -> Device:
 def this_processor() -> Device:
     """Measure this CPU's rates with a matrix product and a copy of 32 MiB."""
     size = 512
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):
         a, b = torch.ones(size, size), torch.ones(size, size)
         rate = 2 * size**3 / _seconds_of(lambda: a @ b)
         block = torch.ones(1 << 23)

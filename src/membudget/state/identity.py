@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -160,7 +160,8 @@ def digest(tensor: Tensor, same: TensorCopy | None = None) -> TensorCopy:
     about 2**-64, and take 16 bytes of the host.
     """
     prints = (content_of(part) for part in dense_parts(tensor))
-    return TensorCopy(_about(tensor), tuple(map(torch.tensor, prints)))
+    host = partial(torch.tensor, device="cpu")  # Whatever the default device is.
+    return TensorCopy(_about(tensor), tuple(map(host, prints)))
 
 
 def _about(tensor: Tensor) -> str:
@@ -244,7 +245,7 @@ def first_difference(left: TensorCopy, right: TensorCopy) -> BitDifference | Non
         differs = (_bytes(a) != _bytes(b)).any(dim=1)
         if differs.any():
             at = int(differs.to(torch.uint8).argmax())
-            index = torch.unravel_index(torch.tensor(at), a.shape)
+            index = torch.unravel_index(torch.tensor(at, device="cpu"), a.shape)
             texts = _texts(a.reshape(-1)[at], b.reshape(-1)[at])
             count, total = int(differs.sum()), differs.numel()
             return BitDifference(count, total, tuple(map(int, index)), *texts)

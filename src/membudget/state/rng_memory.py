@@ -154,7 +154,8 @@ def _torch_engine() -> tuple[int, int]:
 
 def _torch_probe(owner: Any) -> Any:
     generator = Generator()
-    single, double = torch.empty(1), torch.empty(1, dtype=torch.float64)
+    single = torch.empty(1, device="cpu")
+    double = torch.empty(1, dtype=torch.float64, device="cpu")
     return generator, (
         lambda: single.uniform_(generator=generator),
         lambda: single.normal_(generator=generator),
