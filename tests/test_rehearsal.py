@@ -35,7 +35,7 @@ def test_it_takes_the_bytes_of_the_optimizer_s_first_step(kind):
     assert rehearsal.state_bytes == graph.static.optimizer
 
     def rehearse() -> Any:
-        context = rehearsal.between_steps(CPU)
+        context = rehearsal.begun(CPU)
         context.__enter__()
         return context
 
@@ -49,7 +49,7 @@ def test_a_rehearsal_leaves_nothing():
     _, graph = recorded(torch.optim.AdamW)
 
     def rehearse() -> None:
-        with Rehearsal.of(graph, graph.static.optimizer).between_steps(CPU):
+        with Rehearsal.of(graph, graph.static.optimizer).begun(CPU):
             pass
 
     assert taken(rehearse)[1] == 0

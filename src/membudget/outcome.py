@@ -4,7 +4,7 @@ Regions compare recomputed values with those that they dropped, which says nothi
 what is computed differently while a region records. So each plan's measured step is
 also compared with the plain step, as a whole. Each is the second step from one state
 and draws the same random numbers; the first fills caches, and verifies the plan. On an
-accelerator, it is the third: the second leaves the allocator as the training does.
+accelerator, more are metered: each leaves the allocator as the training does.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from membudget.state.snapshot import State
 from membudget.step import Step, state_kept
 
 R = TypeVar("R")
+
+MORE_STEPS = 2
+"""Steps that are metered after the first, on an accelerator."""
 
 REPEATS = 3
 """Plain runs that must agree before a difference is blamed on regions: a kernel that
@@ -69,15 +72,19 @@ def metered(step: Step, start: State) -> Metered:
 
 
 def _trained(step: Step) -> Any:
-    """Run two steps, with the optimizer's between; return the second's loss.
+    """Run steps, with the optimizer's between; return the last one's loss.
 
-    An allocator reserves more for the second, and no more for later ones: blocks of the
-    first hold the optimizer's state, and others are in the order in which it left them.
+    An allocator reserves more for the second, where blocks of the first hold the
+    optimizer's state, at times for the third, which finds others cut, and hardly ever
+    for a later one.
     """
-    step.run()
-    with step.optimizer.between_steps(step.device):
-        step.prepare()
-        return step.run()
+    loss = step.run()
+    with step.optimizer.begun(step.device):
+        for _ in range(MORE_STEPS):
+            step.prepare()
+            loss = step.run()
+            step.optimizer.step(step.device)
+    return loss
 
 
 def plain_run(step: Step) -> Metered:

@@ -2,10 +2,10 @@
 
 What an accelerator's allocator reserves depends on what came before. The first step of
 an optimizer makes its state of blocks that the backward pass has freed, and the second
-step of the training finds these taken; from then on each step reserves the same. `fit`
-runs no optimizer, so it allocates as much, in the order of its recorded step:
+step of the training finds these taken; soon each step reserves the same. `fit` runs no
+optimizer, so it allocates as much, in the order of its recorded step:
 
-    step   ──>  state, temporaries  ──>  step   ──>  temporaries
+    step  ──>  state, temporaries  ──>  step  ──>  temporaries  ──>  step  ──>  ...
 """
 
 from __future__ import annotations
@@ -70,18 +70,15 @@ class Rehearsal:
         return sum(self.state)
 
     @contextmanager
-    def between_steps(self, device: torch.device) -> Iterator[None]:
-        """Allocate as a step of the optimizer, and hold its state; on exit, step again.
-
-        The state is freed at the end.
-        """
+    def begun(self, device: torch.device) -> Iterator[None]:
+        """Allocate as the first step of the optimizer; free its state on exit."""
         state = [_block(size, device) for size in self.state]
-        self._step(device)
+        self.step(device)
         yield
-        self._step(device)
         state.clear()
 
-    def _step(self, device: torch.device) -> None:
+    def step(self, device: torch.device) -> None:
+        """Allocate and free as a step of the optimizer, beside its state."""
         live: list[tuple[int, Tensor]] = []
         for size, birth, death in sorted(self.temporaries, key=lambda t: t[1]):
             live = [(end, block) for end, block in live if end > birth]

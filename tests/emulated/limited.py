@@ -55,6 +55,7 @@ MODELS: dict[str, Callable[[], Made]] = {
     maker.__name__: maker
     for maker in (
         *(planned.gpt, planned.convolutions_in_place, planned.shared_modules),
+        planned.tied_weights,
         *(table.resnet, table.mlp, table.mixture, table.dropout_transformer),
         *(table.autoencoder, table.mixer, table.siamese, table.two_towers),
         *_makers(limited_sequences),
