@@ -169,8 +169,8 @@ def segmentation() -> Made:
     def function(self: Any, x: Tensor, classes: Tensor) -> Tensor:
         a, where_a = F.max_pool2d(self.first(x), 2, return_indices=True)
         b, where_b = F.max_pool2d(self.second(a), 2, return_indices=True)
-        x = self.third(F.max_unpool2d(self.middle(b), where_b, [2]))
-        x = self.last(F.max_unpool2d(x, where_a, [2]))
+        x = self.third(F.max_unpool2d(self.middle(b), where_b, [2, 2]))
+        x = self.last(F.max_unpool2d(x, where_a, [2, 2]))
         return F.cross_entropy(x, classes)
 
     def layer(a: int, b: int) -> nn.Module:
