@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from membudget.engine.policy import Candidate
+from membudget.engine.policy import Candidate, Stages
 from membudget.errors import PlanError
 from membudget.policies import Planned
 
@@ -24,7 +24,7 @@ def asks(policy: Planned, *calls: tuple[int, int, Any]) -> list[bool]:
         call.keeps(Candidate(operator, (), {}, output, number, position, lambda: ""))
         for number, position, operator in calls
     ]
-    call.end()
+    call.end(max((number for number, _, _ in calls), default=0))
     return answers
 
 
@@ -113,9 +113,29 @@ def test_attention_is_kept_whole_whichever_kernel_serves():
 
 
 def test_a_plan_for_another_device_is_refused_at_an_operator_that_differs():
-    policy = Planned({(1, 0): "aten.sin.default"}, made_for="cuda")
+    policy = Planned({(1, 0): "aten.sin.default"}, made_for="cuda", operators=1)
     assert asks(policy, (1, 0, SIN)) == [True]
     with pytest.raises(PlanError, match=r"made for cuda, .* 1 .* aten\.cos"):
         asks(policy, (1, 0, COS))
     with pytest.raises(PlanError, match=r"is aten\.sin\.default; here it is absent"):
         asks(policy)
+
+
+def test_a_plan_for_another_device_is_refused_where_a_region_runs_more():
+    policy = Planned({(1, 0): "aten.sin.default"}, made_for="cuda", operators=2)
+    assert asks(policy, (1, 0, SIN), (2, 0, COS)) == [True, False]
+    with pytest.raises(PlanError, match="a region runs 2 operators; here it runs 3"):
+        asks(policy, (1, 0, SIN), (2, 0, COS), (3, 0, SIN))
+    here = Planned({(1, 0): "aten.sin.default"}, operators=2)
+    assert asks(here, (1, 0, SIN), (2, 0, COS), (3, 0, SIN)) == [True, False, False]
+    assert here.differences == 0
+
+
+def test_stages_of_another_device_are_refused_where_a_kernel_may_save_more():
+    stages = Stages([0, 1], [frozenset(), frozenset()])
+    policy = Planned({(1, 0): "aten.sin.default"}, stages, "cuda", operators=2)
+    assert asks(policy, (1, 0, SIN), (2, 0, COS)) == [True, False]
+    with pytest.raises(
+        PlanError, match=r"efficient_attention\.default may save others"
+    ):
+        asks(policy, (1, 0, SIN), (2, 0, EFFICIENT))

@@ -36,7 +36,7 @@ FLOORS = (
     ("engines", "engine"),
     (
         "a step and its state",
-        "step batch selection sharding state scope ops observer graph",
+        "step rehearsal batch selection sharding state scope ops observer graph",
     ),
     ("records", "callsite columns text progress"),
     (

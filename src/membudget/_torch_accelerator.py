@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Generator, Tensor
+from torch.utils import _foreach_utils
 
 from membudget.errors import CheckpointError, OptionError
 
@@ -56,6 +57,14 @@ def is_on_accelerator(device: torch.device) -> bool:
     return device.type not in ("cpu", "meta")
 
 
+def counts_on(device: torch.device, other: torch.device) -> bool:
+    """Return whether bytes on `other` are among those of a step on `device`.
+
+    Those of the host are not among those of an accelerator, which run out apart.
+    """
+    return not is_on_accelerator(device) or other == device
+
+
 def in_use() -> tuple[torch.device, ...]:
     """Return the accelerator's devices on which this process holds memory."""
     name = kind()
@@ -91,6 +100,11 @@ def name_of(device: torch.device) -> str:
     ask = getattr(_module(device.type), "get_device_properties", None)
     described = str(device) if ask is None else str(ask(device))
     return f"{described} {getattr(torch.version, device.type, None)}"
+
+
+def foreach_devices() -> list[str]:
+    """Return the types of devices on which optimizers update all parameters at once."""
+    return _foreach_utils._get_foreach_kernels_supported_devices()
 
 
 # Random numbers.

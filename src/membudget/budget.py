@@ -12,7 +12,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import tree_iter
-from membudget._torch_accelerator import is_on_accelerator, usable_bytes
+from membudget._torch_accelerator import (
+    HOST,
+    counts_on,
+    is_on_accelerator,
+    usable_bytes,
+)
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import StaticBytes, StepGraph
 from membudget.memory.peak import storage_bytes
@@ -213,8 +218,15 @@ def free_budget(model: Module) -> int:
     return torch.accelerator.memory_allocated(device) + free * _USED_PERCENT // 100
 
 
-def absent_bytes(static: StaticBytes, optimizer: Any) -> int:
+def absent_bytes(
+    static: StaticBytes, optimizer: Any, device: torch.device = HOST
+) -> int:
     """Return the bytes of optimizer state that the first step has yet to create.
+
+    Args:
+        static: What is in use before a step.
+        optimizer: The optimizer, or its class.
+        device: The step's device, whose bytes count.
 
     Example:
         >>> static = StaticBytes(parameters=100, buffers=0, inputs=20, optimizer=200)
@@ -223,7 +235,8 @@ def absent_bytes(static: StaticBytes, optimizer: Any) -> int:
     """
     state = getattr(optimizer, "state", None)
     leaves = tree_iter(dict(state)) if isinstance(state, dict) else ()
-    there = storage_bytes(leaf for leaf in leaves if isinstance(leaf, Tensor))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor))
+    there = storage_bytes(t for t in tensors if counts_on(device, t.device))
     return max(0, static.optimizer - there)
 
 

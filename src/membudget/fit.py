@@ -27,7 +27,7 @@ from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.modes import AUTO, check_mode
 from membudget.planned import without_plan
 from membudget.profile import Cache, Device, Profile, profile_step
-from membudget.profile.workspace import OptimizerLike
+from membudget.profile.optimizer_step import OptimizerLike
 from membudget.recorded import Measure, StaleProfileError, fit_recorded
 from membudget.step import ABSENT, LossFunction, Step, step_of
 
@@ -139,7 +139,7 @@ def fit(
         while True:
             plain = _profiled(step, optimizer, fake, device, kept)
             plain = replace(plain, notes=plain.notes + notes)
-            absent = absent_bytes(plain.graph.static, optimizer)
+            absent = absent_bytes(plain.graph.static, optimizer, step.device)
             limit = Budget.of(budget, plain, absent)
             with suppress(StaleProfileError):
                 return fit_recorded(step, plain, limit, mode, measure, deadline)

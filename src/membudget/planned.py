@@ -123,6 +123,7 @@ def _policy(region: RegionPlan, made_for: str) -> Planned:
         {(kept.number, kept.output): kept.operator for kept in region.kept},
         stages if region.stages else None,
         made_for,
+        region.operators,
     )
 
 

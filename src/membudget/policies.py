@@ -90,6 +90,7 @@ class Planned(Policy):
         kept: Mapping[tuple[int, int], str],
         stages: Stages | None = None,
         made_for: str = "",
+        operators: int = 0,
     ):
         """Create a policy that keeps the outputs that a plan names.
 
@@ -99,9 +100,11 @@ class Planned(Policy):
             stages: Stages of the region's backward pass; `None` for a single stage.
             made_for: Type of the device that the plan was made for, if that is another;
                 operators that differ are then an error.
+            operators: How many operators the region runs there.
         """
         self._kept = dict(kept)
         self.made_for = made_for
+        self.operators = operators
         self.stages = stages
         self.differences = 0
 
@@ -140,8 +143,9 @@ class _PlannedCall(Policy):
         self._plan = plan
         self.stages = plan.stages
         self._kept = kept
-        self.numbers = names = {number: name for (number, _), name in kept.items()}
-        self._names = names
+        self._names = names = {number: name for (number, _), name in kept.items()}
+        self._is_strict = bool(plan.made_for and plan.stages)
+        self.numbers = None if self._is_strict else names
         self._awaited = set(names)
         self._has_differed = False
 
@@ -151,28 +155,50 @@ class _PlannedCall(Policy):
         number = candidate.index
         expected = self._names.get(number)
         if expected is None:
+            self._check_saves(candidate)
             return False
         if _is(candidate.operator, expected):
             self._awaited.discard(number)
             return (number, candidate.output_index) in self._kept
         if is_same_role(str(candidate.operator), expected):
+            self._check_saves(candidate)
             # Its other outputs are not those of the plan's, and take few bytes.
             self._awaited.discard(number)
             return True
         self._differ(number, str(candidate.operator))
         return False
 
-    def end(self) -> None:
+    def end(self, operators: int) -> None:
         if self._awaited and not self._has_differed:
             self._differ(min(self._awaited), "absent")
+        # Numbers that are shifted may name an operator of the same kind.
+        if self._plan.made_for and operators != self._plan.operators:
+            self._refuse(
+                f"a region runs {self._plan.operators} operators; here it runs "
+                f"{operators}"
+            )
+
+    def _check_saves(self, candidate: Candidate) -> None:
+        """Raise where stages count what is saved: another kernel may save more."""
+        name = str(candidate.operator)
+        if self._is_strict and name.partition(".")[2] in _ROLES:
+            self._refuse(
+                "a backward pass runs in stages, counted by what operators save; here "
+                f"{name} may save others"
+            )
+
+    def _refuse(self, why: str) -> None:
+        raise PlanError(
+            f"the plan was made for {self._plan.made_for}, where {why}, because the "
+            "devices choose other kernels. Nothing of the plan is trusted: make it on "
+            "this device, by fit or by profile(..., fake=True)"
+        )
 
     def _differ(self, number: int, found: str) -> None:
         if self._plan.made_for:
-            raise PlanError(
-                f"the plan was made for {self._plan.made_for}, where operator {number} "
-                f"of a region is {self._names[number]}; here it is {found}, because "
-                "the devices choose other kernels. Nothing of the plan is trusted: "
-                "make it on this device, by fit or by profile(..., fake=True)"
+            expected = self._names[number]
+            self._refuse(
+                f"operator {number} of a region is {expected}; here it is {found}"
             )
         self._has_differed = True
         self._plan.differences += 1

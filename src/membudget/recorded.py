@@ -38,6 +38,7 @@ from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE
 from membudget.race import NEARLY, Slowdown, race
 from membudget.refusal import explaining_shortage
+from membudget.rehearsal import Rehearsal
 from membudget.step import Step
 
 Measure = Literal["best", "one", "none"]
@@ -64,6 +65,7 @@ def fit_recorded(
         StaleProfileError: If the profile was read from a cache, and is of another step.
     """
     deadline = deadline or Deadline(None)
+    step.optimizer = Rehearsal.of(profile.graph, budget.absent_bytes)
     plain = _measured(step, profile)
     _check_current(profile, plain)
     budget = _for_device(step, profile, plain, budget)

@@ -21,6 +21,7 @@ from membudget._torch_accelerator import main_device
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
+from membudget.rehearsal import Rehearsal
 from membudget.state.autocast import outside_autocast
 from membudget.state.identity import is_leaf
 from membudget.state.snapshot import State
@@ -71,6 +72,7 @@ class Step:
         loss_fn: Computes the loss. With `None`, the loss is what `training_step` of the
             model returns (Lightning), or what `find_loss` finds in the output.
         loss_from: Where the loss came from in the last run, in words.
+        optimizer: What stands in for the optimizer where the step is metered.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
@@ -79,6 +81,7 @@ class Step:
         self.batch = first_batch(batch)
         self._is_pair = is_pair(model, self.batch, loss_fn)
         self.start: State | None = None
+        self.optimizer = Rehearsal()
         self.loss_from = f"loss_fn(output, {'targets' if self._is_pair else 'batch'})"
         self.loss_fn = loss_fn
 

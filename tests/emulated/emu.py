@@ -26,6 +26,7 @@ from tests.emulated import device_module
 from tests.emulated.library import DEVICE
 
 Mode = Literal["eager", "lazy", "threads"]
+Attention = Literal["math", "flash", "fused"]
 
 
 def _register() -> None:
@@ -48,6 +49,7 @@ def configure(
     fail_at: int = 0,
     segment_bytes: int = 2 << 20,
     poison: bool = True,
+    attention: Attention = "math",
     flops_per_s: float = 50e12,
     bytes_per_s: float = 1e12,
     link_bytes_per_s: float = 25e9,
@@ -65,6 +67,8 @@ def configure(
         segment_bytes: What the allocator reserves for small blocks, CUDA's 2 MiB; its
             other sizes scale with it. A change gives the cached segments back.
         poison: Whether fresh and freed memory is filled with NaN.
+        attention: What serves attention: operators, the CPU's fused one, or the fused
+            one that accelerators have; both take no dropout.
         flops_per_s: What products of matrices and convolutions cost at least.
         bytes_per_s: What a kernel costs at least, by what it reads and writes.
         link_bytes_per_s: What a copy between host and device costs.
@@ -73,8 +77,8 @@ def configure(
         kernel_s: What kernels cost, by the operator's name, such as `mm`.
     """
     _EMU.configure(
-        *(mode, limit_bytes, fail_at, segment_bytes, poison, flops_per_s),
-        *(bytes_per_s, link_bytes_per_s, link_latency_s, launch_s),
+        *(mode, limit_bytes, fail_at, segment_bytes, poison, attention),
+        *(flops_per_s, bytes_per_s, link_bytes_per_s, link_latency_s, launch_s),
         dict(kernel_s or {}),
     )
 

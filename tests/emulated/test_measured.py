@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.memory import DevicePeak
 from membudget.profile import cost
+from membudget.state.identity import digest
 from membudget.step import Step
 from membudget.trial import try_steps
 from tests.emulated import emu
@@ -118,6 +120,61 @@ def test_g2_a_fitted_step_trains_where_the_plain_one_runs_out_of_memory():
         emu.configure(segment_bytes=512)
     with pytest.raises(torch.OutOfMemoryError, match="memory"):
         train()
+
+
+def test_g2_no_later_step_reserves_more_than_fit_measured():
+    emu.configure(segment_bytes=4096)
+    model, batch = cnn(6)
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"optimizer": optimizer, "measure": "none"}
+    with mb.fit(model, batch, "100%", loss, **options) as fitted:
+        total = measured(fitted).before_bytes + fitted.peak_bytes
+    torch.accelerator.empty_cache()
+    torch.accelerator.reset_peak_memory_stats()
+    first_step = 0
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss(model(batch), batch).backward()
+        torch.accelerator.synchronize()
+        first_step = first_step or torch.accelerator.max_memory_reserved()
+        optimizer.step()
+    assert first_step < torch.accelerator.max_memory_reserved() <= total
+
+
+def test_g2_fingerprints_are_on_the_host_whatever_the_default_device():
+    x = torch.ones(3, device=DEVICE)
+    before = torch.accelerator.memory_allocated()
+    with torch.device(DEVICE):
+        copy = digest(x)
+    assert torch.accelerator.memory_allocated() == before
+    assert {part.device.type for part in copy.parts} == {"cpu"}
+
+
+def test_g2_the_host_s_tensors_are_none_of_a_device_s_bytes():
+    class OnBoth(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.to(DEVICE)) * torch.ones(1000).sum()
+
+    model = OnBoth(nn.Linear(8, 8)).to(DEVICE)
+    for fake in (False, True):
+        graph = mb.profile(model, torch.randn(4000, 8), fake=fake).graph
+        assert graph.static.inputs == 0
+        assert max(s.bytes for s in graph.storages) == 4000 * 8 * 4
+        assert not any(o.workspace_bytes for o in graph.operators)
+        sizes = [s.bytes for s in graph.storages]
+        assert 4000 not in sizes
+
+
+def test_g2_the_optimizer_s_temporaries_are_those_of_its_device():
+    model, batch = cnn(2)
+    sizes = [p.nbytes for p in model.parameters()]
+    found = mb.profile(model, batch, optimizer=torch.optim.AdamW)
+    graph = found.graph
+    made = [s for s in graph.storages if s.birth >= graph.optimizer_start and s.bytes]
+    assert graph.static.optimizer == 2 * sum(sizes)  # Its counters are on the host.
+    # All parameters are updated at once, as one by one on a CPU.
+    assert [s.bytes for s in made] == sizes
+    assert max(s.birth for s in made) < min(s.death for s in made)
 
 
 def test_g2_a_budget_in_bytes_counts_what_else_the_process_holds():

@@ -104,6 +104,14 @@ def test_a_freed_block_is_reused_by_its_stream():
     assert new(1000).data_ptr() == address
 
 
+def test_of_equal_free_blocks_that_of_the_oldest_segment_is_taken():
+    blocks = [new(MIB) for _ in range(6)]
+    addresses = [block.data_ptr() for block in blocks]
+    del blocks[1], blocks[3]  # The second and the fifth.
+    assert new(MIB).data_ptr() == addresses[1]
+    torch.accelerator.empty_cache()
+
+
 def test_a_limit_raises_and_what_was_freed_fits_again():
     emu.configure(limit_bytes=4 * MIB)
     taken = [new(MIB) for _ in range(4)]

@@ -112,8 +112,8 @@ class Policy:
         """Prepare for a new call to a region; return the policy to use in that call."""
         return self
 
-    def end(self) -> None:
-        """React to the end of a call to a region; by default, do nothing."""
+    def end(self, operators: int) -> None:
+        """React to the end of a call, which ran so many operators; here, do nothing."""
 
     def keeps_name(self, name: str) -> bool:
         """Return whether to keep tensors to which `membudget.name` gave this name."""

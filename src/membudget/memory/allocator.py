@@ -17,7 +17,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,6 +51,16 @@ class DevicePeak:
     def fragmented_bytes(self) -> int:
         """Bytes that were reserved at the peak, and in no block that was allocated."""
         return max(0, self.reserved_bytes - self.allocated_bytes)
+
+    def less(self, size: int) -> DevicePeak:
+        """Return what the call took if so much had been in use before it."""
+        return replace(
+            self,
+            peak_bytes=self.peak_bytes - size,
+            allocated_bytes=self.allocated_bytes - size,
+            reserved_bytes=self.reserved_bytes - size,
+            before_bytes=self.before_bytes + size,
+        )
 
 
 @contextmanager

@@ -189,6 +189,16 @@ class Peak(Generic[T]):
         """
         return self.peak_bytes if self.device == "cpu" else self.reserved_bytes
 
+    def less(self, size: int) -> Peak[T]:
+        """Return what the call needed if so much had been in use on the device."""
+        devices = [d.less(size) if d.device == self.device else d for d in self.devices]
+        return replace(
+            self,
+            peak_bytes=self.peak_bytes - size,
+            reserved_bytes=self.reserved_bytes - size,
+            devices=tuple(devices),
+        )
+
 
 def peak(function: Callable[..., T], *args: Any, **kwargs: Any) -> Peak[T]:
     """Call a function and measure the peak of the tensor bytes that it allocates.

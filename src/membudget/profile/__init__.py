@@ -26,6 +26,7 @@ from membudget.errors import OptionError
 from membudget.profile.cache import Cache
 from membudget.profile.devices import DEVICES, Device
 from membudget.profile.live_ranges import saved_activations
+from membudget.profile.optimizer_step import OptimizerLike
 from membudget.profile.polynomial import (
     Fit,
     added,
@@ -37,7 +38,6 @@ from membudget.profile.polynomial import (
 )
 from membudget.profile.profiling import profile, profile_step
 from membudget.profile.result import Profile
-from membudget.profile.workspace import OptimizerLike
 from membudget.step import call_make
 from membudget.text import format_bytes, parse_bytes
 

@@ -67,8 +67,10 @@ class TensorSpec:
         (rows, columns), (down, across) = self.shape[-2:], self.stride[-2:]
         return (across == 1 and down >= columns) or (down == 1 and across >= rows)
 
-    def zeros(self) -> Tensor:
-        """Return a CPU tensor of zeros with this layout."""
+    def zeros(self, shape: torch.Size | None = None) -> Tensor:
+        """Return zeros on the CPU with this layout, or contiguous in another shape."""
+        if shape is not None:
+            return torch.zeros(shape, dtype=self.dtype, device="cpu")
         tensor = torch.empty_strided(
             self.shape, self.stride, dtype=self.dtype, device="cpu"
         )
@@ -224,14 +226,16 @@ def without_meta(model: Module, batch: Any) -> Iterator[Any]:
 
 
 def twin(tensor: Tensor) -> Tensor:
-    """Return an uninitialised CPU tensor like `tensor`, or a fake one in fake mode.
+    """Return an uninitialised tensor like `tensor`, or a fake one in fake mode.
 
-    The twin of a `DTensor` is like the local tensor, which is all that a rank holds.
+    The twin of a tensor on `meta` is on the CPU. The twin of a `DTensor` is like the
+    local tensor, which is all that a rank holds.
     """
     parts = tuple(plain_parts(tensor))
     like = parts[0] if len(parts) == 1 else tensor
+    device = "cpu" if like.is_meta else like.device
     made = torch.empty_strided(
-        like.shape, like.stride(), dtype=like.dtype, device="cpu"
+        like.shape, like.stride(), dtype=like.dtype, device=device
     )
     if isinstance(tensor, Parameter):
         return Parameter(made, requires_grad=tensor.requires_grad)

@@ -19,7 +19,7 @@ from membudget import _torch, _torch_settings
 from membudget._torch import is_profiling
 from membudget._torch_accelerator import name_of
 from membudget.profile.devices import Device, processor_name
-from membudget.profile.workspace import OptimizerLike
+from membudget.profile.optimizer_step import OptimizerLike
 from membudget.state.autocast import device_types
 from membudget.state.code import IndescribableError
 from membudget.state.description import describe

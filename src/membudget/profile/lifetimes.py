@@ -24,6 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
 from membudget.state.bits import PLAIN_CLASSES, has_bits, is_freed, plain_parts
 
@@ -83,11 +84,13 @@ class Lifetimes:
         values: Values recorded so far; each is a tensor's content between two writes.
         storages: The storages recorded so far.
         moment: The current op index: the number of operators that have started.
+        device: The device whose bytes count; a tensor beside it has none.
         is_forward: Whether the forward runs; only then are released storages recorded.
     """
 
     def __init__(self) -> None:
         """Create a tracker with no tensors registered."""
+        self.device = HOST
         self.values: list[Value] = []
         self.storages: list[RecordedStorage] = []
         self.moment = 0
@@ -149,12 +152,9 @@ class Lifetimes:
         return id(tensor) in self._value_of
 
     def is_new(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is unseen, in memory that torch allocated.
-
-        Memory that NumPy shares with a tensor is not allocated by the step.
-        """
-        part = next(iter(plain_parts(tensor)))
-        return not self.is_known(tensor) and part.untyped_storage().resizable()
+        """Return whether a tensor is unseen, in memory of torch, not of NumPy."""
+        storage = next(iter(plain_parts(tensor))).untyped_storage()
+        return not self.is_known(tensor) and storage.resizable()
 
     def value(self, tensor: Tensor) -> int:
         """Return the index of a tensor's value; a new tensor comes from outside."""
@@ -241,20 +241,19 @@ class Lifetimes:
         """Return the index of a tensor's storage; record the storage if it is new."""
         storage = part.untyped_storage()
         index = self._storage_of.get(storage._cdata)
+        size = storage.nbytes() if counts_on(self.device, part.device) else 0
         if index is None:
-            return self._new_storage(
-                storage, birth, "outside" if birth < 0 else "activation"
-            )
-        if (more := storage.nbytes() - self.storages[index].bytes) > 0:
+            kind: Kind = "outside" if birth < 0 else "activation"
+            return self._new_storage(storage, size, birth, kind)
+        if (more := size - self.storages[index].bytes) > 0:
             self.storages[index].bytes += more
             if birth >= 0:
                 self.storages[index].grown[birth] = more
         return index
 
-    def _new_storage(self, storage: Any, birth: int, kind: Kind) -> int:
-        key = storage._cdata
+    def _new_storage(self, storage: Any, size: int, birth: int, kind: Kind) -> int:
+        key, record = storage._cdata, RecordedStorage(size, kind, "", birth)
         index = self._storage_of[key] = len(self.storages)
-        record = RecordedStorage(storage.nbytes(), kind, "", birth)
         self.storages.append(record)
         self.watch(storage, lambda: self._died(key, record))
         return index
@@ -267,7 +266,7 @@ class Lifetimes:
             if storage is None:
                 continue
             if index is None and storage.nbytes():
-                self._new_storage(storage, self.moment, "outside")
+                self._new_storage(storage, storage.nbytes(), self.moment, "outside")
             elif index is not None and not storage.nbytes():
                 self._died(key, self.storages[index])
                 # What the tensors hold when it is filled again is another value.

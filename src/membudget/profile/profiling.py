@@ -12,6 +12,7 @@ import torch
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
+from membudget._torch_accelerator import HOST
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
 from membudget.profile.cache import Cache
@@ -27,15 +28,10 @@ from membudget.profile.cost import (
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
 from membudget.profile.key import key_of
+from membudget.profile.optimizer_step import OptimizerLike, record_optimizer
 from membudget.profile.result import Profile, assemble
 from membudget.profile.step_recorder import StepRecorder
-from membudget.profile.workspace import (
-    OptimizerLike,
-    allocations,
-    note_workspaces,
-    record_optimizer,
-    try_kernels,
-)
+from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.progress import stage
 from membudget.selection import default_names
 from membudget.sharding import check_replaceable
@@ -176,7 +172,8 @@ def _real_profile(
         events = TimerEvents(lambda: len(recorder.operators))
         with allocations() as table:
             _record(recorder, step, events, blocks)
-        note_workspaces(recorder, table)
+        if step.device == HOST:  # The table is of the host's memory.
+            note_workspaces(recorder, table)
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
     if target is None:
@@ -273,7 +270,9 @@ def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]
 
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:
     names = {id(module): name for name, module in step.model.named_modules()}
-    return StepRecorder(names, is_fake, isinstance(step, CallableStep))
+    recorder = StepRecorder(names, is_fake, isinstance(step, CallableStep))
+    recorder.lifetimes.device = step.device
+    return recorder
 
 
 def _blocks(model: Module) -> dict[str, Module]:

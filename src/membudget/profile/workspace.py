@@ -1,4 +1,4 @@
-"""Measure the memory of kernel workspaces and of an optimizer's state.
+"""Measure the memory of kernel workspaces.
 
 A workspace is memory that an operator allocates while it runs, beyond its outputs. On
 the CPU, workspaces follow from the allocations that torch's profiler records:
@@ -9,10 +9,6 @@ Fake tensors allocate nothing, so each distinct CPU call runs once on zeros if i
 small. Trial runs detect, for instance, convolutions that copy their input into another
 layout, and correct the size of an LSTM's workspace output, which the fake kernel does
 not know. Matrix products that BLAS computes without copies need no trial run.
-
-The user's optimizer is not modified. A second optimizer with the same class and options
-is built over fake parameters and takes two steps with fake gradients: the first creates
-the state, the second is recorded. `memory.formulas` computes optimizer-state sizes.
 """
 
 from __future__ import annotations
@@ -22,40 +18,30 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from inspect import signature
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
-from torch.optim import Optimizer
 
 from membudget._torch import (
     BelowAutograd,
-    new_fake_mode,
     tree_iter,
     tree_map_only,
     without_dispatch_modes,
 )
-from membudget.errors import OptionError
 from membudget.memory.peak import recorded_events, storage_bytes
 from membudget.ops import facts_of
-from membudget.profile.fake import AnyNumber, RecordedCall, TensorSpec, twin
+from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.step_recorder import MARK, StepRecorder
 from membudget.state.bits import plain_parts
-from membudget.step import Step
 
 MOST_BYTES = 1 << 27
 """Calls with larger operands and outputs are not tried."""
 
 MOST_FLOPS = 1 << 31
 """Calls with more floating-point operations are not tried."""
-
-OptimizerLike = Optimizer | type[Optimizer] | None
-
-# `capturable` kernels serve CUDA graphs, and fail on other devices.
-_OF_THE_DEVICE = {"capturable"}
 
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
@@ -167,7 +153,7 @@ def _try(
     def zeros(spec: TensorSpec) -> Tensor:
         # An earlier call may have corrected the shape of this input.
         shape = shapes.get(next(values))
-        return spec.zeros() if shape is None else spec.zeros().new_zeros(shape)
+        return spec.zeros(shape)
 
     try:
         args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))
@@ -204,97 +190,3 @@ def _correct(
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, Tensor)]
-
-
-def record_optimizer(
-    recorder: StepRecorder, step: Step, optimizer: OptimizerLike
-) -> int:
-    """Record the step of an optimizer, and stop tracking live ranges.
-
-    Returns:
-        Bytes of the optimizer's state; 0 without an optimizer.
-
-    Raises:
-        OptionError: If the optimizer has none of the model's parameters, or cannot be
-            built over fake parameters and take a step.
-    """
-    if optimizer is None:
-        recorder.lifetimes.stop()
-        return 0
-    _check(optimizer, step)
-    trained = [p for p in step.model.parameters() if p.grad is not None]
-    mode = new_fake_mode()
-    mode.allow_non_fake_inputs = True
-    with mode:
-        twins = {id(p): twin(p) for p in step.model.parameters()}
-        for parameter in trained:
-            recorder.lifetimes.know_as(twins[id(parameter)], parameter)
-        try:
-            with AnyNumber():  # The learning rate may be a tensor.
-                double = _double(optimizer, step, twins)
-            for parameter in trained:
-                _set_gradient(recorder, twins[id(parameter)], parameter)
-            with AnyNumber():  # Adafactor calls `step.item()`.
-                double.step()
-            # The first step has created the state: it is live before the second.
-            for state in _tensors(dict(double.state)):
-                recorder.lifetimes.know(state, "optimizer", "")
-            recorder.begin("optimizer")
-            with recorder, AnyNumber():
-                double.step()
-        except (TypeError, RuntimeError, ValueError) as error:
-            name = getattr(optimizer, "__name__", type(optimizer).__name__)
-            raise OptionError(
-                f"{name} cannot take a step over fake parameters "
-                f"({error}); profile without it"
-            ) from error
-    recorder.lifetimes.stop()
-    return storage_bytes(_tensors(dict(double.state)))
-
-
-def _check(optimizer: Any, step: Step) -> None:
-    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        return
-    if not isinstance(optimizer, Optimizer):
-        raise OptionError(
-            "optimizer must be a torch.optim.Optimizer, or the class of one; got "
-            f"{optimizer!r:.60}"
-        )
-    known = {id(parameter) for parameter in step.model.parameters()}
-    groups = optimizer.param_groups
-    if not any(id(p) in known for group in groups for p in group["params"]):
-        raise OptionError(
-            f"the {type(optimizer).__name__} has none of the model's parameters"
-        )
-
-
-def _set_gradient(recorder: StepRecorder, fake: Tensor, parameter: Tensor) -> None:
-    gradient = parameter.grad
-    assert gradient is not None
-    made = torch.empty_like(fake)
-    if gradient.layout is torch.sparse_coo:
-        values = torch.empty_like(gradient._values(), device="cpu")
-        made = torch.sparse_coo_tensor(
-            gradient._indices(), values, gradient.shape, check_invariants=False
-        )
-    fake.grad = made
-    recorder.lifetimes.know_as(made, gradient)
-
-
-def _double(
-    optimizer: Optimizer | type[Optimizer], step: Step, twins: dict[int, Tensor]
-) -> Optimizer:
-    """Return an optimizer like the user's, but over the fake parameters."""
-    if isinstance(optimizer, type):
-        return optimizer(list(twins.values()))  # type: ignore[call-arg]
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        known = [twins[id(p)] for p in group["params"] if id(p) in twins]
-        options = {k: v for k, v in group.items() if k != "params"}
-        if known:
-            groups.append({**options, "params": known})
-    # Some classes add defaults that their constructor does not accept.
-    accepted = signature(type(optimizer)).parameters.keys() - _OF_THE_DEVICE
-    defaults = {k: v for k, v in optimizer.defaults.items() if k in accepted}
-    double: Optimizer = type(optimizer)(groups, **defaults)
-    return double

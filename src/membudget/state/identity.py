@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -160,7 +160,8 @@ def digest(tensor: Tensor, same: TensorCopy | None = None) -> TensorCopy:
     about 2**-64, and take 16 bytes of the host.
     """
     prints = (content_of(part) for part in dense_parts(tensor))
-    return TensorCopy(_about(tensor), tuple(map(torch.tensor, prints)))
+    host = partial(torch.tensor, device="cpu")  # Whatever the default device is.
+    return TensorCopy(_about(tensor), tuple(map(host, prints)))
 
 
 def _about(tensor: Tensor) -> str:

@@ -26,6 +26,7 @@ struct Block {
   bool small;
   int device;
   int64_t stream;
+  int64_t segment;  // Its number.
   size_t requested = 0;
   Block* before = nullptr;  // Neighbours in the segment.
   Block* after = nullptr;
@@ -33,16 +34,20 @@ struct Block {
   std::vector<Position> until = {};
 };
 
-// The free blocks of a device: by stream, then by size.
-using Key = std::tuple<int64_t, size_t, char*>;
+// The free blocks of a device: by stream, then by size. Of equal ones CUDA takes that with
+// the lowest address; here it is that of the oldest segment, so that runs are alike.
+using Key = std::tuple<int64_t, size_t, int64_t, char*>;
 using Free = std::map<Key, Block*>;
 
-inline Key key(const Block& block) { return {block.stream, block.size, block.start}; }
+inline Key key(const Block& block) { 
+  return {block.stream, block.size, block.segment, block.start};
+}
 
 // Cut a block to a size; the rest is free.
 inline void cut(Free& free, Block* block, size_t size) {
   auto* rest = new Block{
-      block->start + size, block->size - size, block->small, block->device, block->stream};
+      block->start + size, block->size - size, block->small, block->device, block->stream,
+      block->segment};
   rest->before = block;
   rest->after = block->after;
   if (rest->after) rest->after->before = rest;

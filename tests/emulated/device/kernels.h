@@ -83,11 +83,4 @@ inline void convolution_backward(const c10::OperatorHandle& entrance, Stack* sta
   for (auto& result : run(op, std::move(operands))) stack->push_back(std::move(result));
 }
 
-// 0: attention is made of operators, its weights among them.
-inline int64_t attention_kernel(
-    const Tensor&, const Tensor&, const Tensor&, const Optional<Tensor>&, double, bool,
-    Optional<double>, bool) {
-  return 0;
-}
-
 }  // namespace emulated

@@ -115,7 +115,7 @@ class Memory final : public c10::DeviceAllocator {
     const bool small = size <= settings.segment_bytes / 2;
     const auto stream = current_stream(current_device);
     auto& free = free_of(pool, small);
-    auto found = free.lower_bound({stream, size, nullptr});
+    auto found = free.lower_bound({stream, size, 0, nullptr});
     Block* block;
     if (found != free.end() && found->second->stream == stream) {
       block = found->second;
@@ -151,7 +151,8 @@ class Memory final : public c10::DeviceAllocator {
     TORCH_CHECK_WITH(OutOfMemoryError, start, "the host has no ", bytes, " bytes");
     if (settings.poison) std::memset(start, poison_byte, bytes);
     count_segment(pool.stats, bytes, 1);
-    return new Block{start, bytes, small, current_device, current_stream(current_device)};
+    return new Block{
+        start, bytes, small, current_device, current_stream(current_device), ++segments_};
   }
 
   static void release(void* context);
@@ -215,6 +216,7 @@ class Memory final : public c10::DeviceAllocator {
   }
 
   std::map<int, Pool> pools_;
+  int64_t segments_ = 0;  // Ever made.
 };
 
 inline Memory& memory = *new Memory;

@@ -5,14 +5,16 @@
 //     blocks.h, memory.h  the allocator          fallback.h  any operator
 //     pinned.h    page-locked memory             link.h      copies
 //     random.h    generators                     cells.h     LSTM and GRU
+//     attention.h its kernels
 //     guard.h     what torch asks of a device    kernels.h   allocation, views, draws
 //
 // This file says which kernel serves which operator, and what Python sees.
 
 #include <ATen/autocast_mode.h>
+#include <ATen/native/transformers/attention.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "kernels.h"
+#include "attention.h"
 
 namespace emulated {
 namespace {
@@ -47,6 +49,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("convolution_overrideable", boxed<&convolution>());
   m.impl("convolution_backward_overrideable", boxed<&convolution_backward>());
   m.impl("_fused_sdp_choice", attention_kernel);
+  m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
+  m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
   m.impl("_thnn_fused_lstm_cell", lstm_cell);
   m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
   m.impl("_thnn_fused_gru_cell", gru_cell);
@@ -87,7 +91,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 // Wait for everything, then take other settings.
 void configure(
     const std::string& mode, size_t limit_bytes, int64_t fail_at,
-    size_t segment_bytes, bool poison, double flops_per_s, double bytes_per_s,
+    size_t segment_bytes, bool poison, const std::string& attention, double flops_per_s, double bytes_per_s,
     double link_bytes_per_s, double link_latency_s, double launch_s,
     const std::map<std::string, double>& kernel_s) {
   Lock lock;
@@ -102,6 +106,9 @@ void configure(
   settings.fail_at = fail_at;
   settings.segment_bytes = segment_bytes;
   settings.poison = poison;
+  settings.attention = attention == "flash" ? Attention::flash
+      : attention == "fused"                ? Attention::fused
+                                            : Attention::math;
   settings.flops_per_s = flops_per_s;
   settings.bytes_per_s = bytes_per_s;
   settings.link_bytes_per_s = link_bytes_per_s;
@@ -127,6 +134,10 @@ std::map<std::string, int64_t> counters() {
 
 }  // namespace
 }  // namespace emulated
+
+namespace at::native {
+REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &emulated::attention_kernel)
+}  // namespace at::native
 
 PYBIND11_MODULE(_emu, m) {
   c10::SetAllocator(emulated::device_type, &emulated::memory);

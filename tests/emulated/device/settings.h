@@ -29,12 +29,16 @@ constexpr auto device_key = c10::DispatchKey::PrivateUse1;
 // thread for each stream, which sleeps for as long as the work costs.
 enum class Mode { eager, lazy, threads };
 
+// What serves attention: operators, the CPU's fused one, or one that accelerators have.
+enum class Attention { math, flash, fused };
+
 struct Settings {
   Mode mode = Mode::lazy;
   size_t limit_bytes = 0;  // Of each device; 0 means none.
   int64_t fail_at = 0;  // Which allocation from now on raises; 0 means none.
   size_t segment_bytes = 2 << 20;  // What CUDA's allocator takes for small blocks.
   bool poison = true;
+  Attention attention = Attention::math;
   double flops_per_s = 50e12;
   double bytes_per_s = 1e12;
   double link_bytes_per_s = 25e9;

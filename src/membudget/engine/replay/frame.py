@@ -154,7 +154,7 @@ class ReplayFrame:
         recording, outer = recorder.recording, self._outer
         policy = recording.policy
         recording.warn_if_nothing_is_kept()
-        policy.end()
+        policy.end(recording.number)
         recording.tracker.clear()
         # Only the handles own values from here on: unused sources are gone.
         take = self._checks.finish(recorder, self._replayer)
