@@ -47,7 +47,11 @@ def in_a_replay(function: Function, x: Tensor) -> Tensor:
 
 
 def among_numpy_arrays(function: Function, x: Tensor) -> Tensor:
-    with saved_tensors_hooks(lambda t: t.numpy().copy(), torch.from_numpy):
+    place = torch.get_default_device()
+    with saved_tensors_hooks(
+        lambda t: t.cpu().numpy().copy(),
+        lambda array: torch.from_numpy(array).to(place),
+    ):
         return function(x)
 
 
