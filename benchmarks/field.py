@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 
+import membudget as mb
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))  # The architectures stand in `tests.field`.
 
@@ -40,6 +42,7 @@ from tests.field.ways import (  # noqa: E402
     fit_or_least,
 )
 
+REFUSED = "refused"
 DOCS = ROOT / "docs" / "field.md"
 
 
@@ -69,6 +72,8 @@ def fault(examined: Examined) -> str:
     for check in ("applied", *RUNS, "structure", "removed"):
         try:
             found = examined[check]
+        except mb.ChangedSinceForwardError:
+            return REFUSED
         except Exception as error:
             return f"{check}: {type(error).__name__}"
         if found is False or (isinstance(found, list) and found):
@@ -158,7 +163,8 @@ def markdown(rows: Sequence[Row]) -> str:
         "after the regions are removed; peaks are counted by an allocator that "
         "shares nothing with membudget. `fit 60%` is a budget of the gradients and "
         "60 % of what the plain step takes above them; where it is refused (*), the "
-        "least that the refusal names. Slowdowns are predicted / measured; in brackets "
+        "least that the refusal names. A rerun refuses a region that writes its own "
+        "input, as documented. Slowdowns are predicted / measured; in brackets "
         "is `fit`'s CPU time ÷ (35 times that of the plain step + 2 s). The half "
         "*held out* is what nothing was tuned on. `python3 run.py bench field` makes "
         f"this page again ({where}).",
