@@ -238,6 +238,18 @@ def test_a_storage_is_kept_as_its_last_writer_leaves_it():
     assert [k.number for k in found.kept] == [2]
 
 
+def test_a_writer_of_two_storages_is_named_for_that_which_was_not_saved_before():
+    draft = Draft()
+    a, b = draft.run(draft.outside(), makes=[1, 1])
+    draft.save(a)
+    _, written = draft.run(writes=[a, b])
+    draft.save(written)
+    graph = draft.finish()
+    kept = frozenset(draft.values[v].storage for v in (a, b))
+    found = region_plan(graph, "h", Choice(0, 2, kept))
+    assert [(k.number, k.output) for k in found.kept] == [(1, 0), (2, 1)]
+
+
 def test_outputs_are_listed_in_the_order_of_their_operators():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1])
