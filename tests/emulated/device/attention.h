@@ -10,9 +10,13 @@ namespace emulated {
 
 // The numbers are those of `torch.nn.attention.SDPBackend`.
 inline int64_t attention_kernel(
-    const Tensor& query, const Tensor&, const Tensor&, const Optional<Tensor>& mask,
-    double dropout, bool, Optional<double>, bool) {
-  const bool fusible = dropout == 0 && query.dim() == 4 && !(mask && mask->requires_grad());
+    const Tensor& query, const Tensor& key, const Tensor& value,
+    const Optional<Tensor>& mask, double dropout, bool, Optional<double>, bool) {
+  // The CPU's kernel takes heads for contiguous, and reads past those that are not.
+  const bool dense =
+      query.stride(-1) == 1 && key.stride(-1) == 1 && value.stride(-1) == 1;
+  const bool fusible =
+      dense && dropout == 0 && query.dim() == 4 && !(mask && mask->requires_grad());
   if (!fusible || settings.attention == Attention::math) return 0;
   return settings.attention == Attention::flash ? 1 : 4;
 }
