@@ -50,10 +50,14 @@ REPLAY_TESTS = (
     "tests/operators/test_planted_faults.py",
     *sorted(map(str, ROOT.glob("tests/conformance/test_replay*.py"))),
 )
-# The tests that run on the emulated device again, after its own.
+# The tests on the emulated device: its own and those that run there again, each part in
+# a process, because its own count bytes, of which others would leave some.
 DEVICE_TESTS = (
-    *("tests/conformance", "tests/behaviours", "tests/faults"),
-    *("tests/replay", "tests/engine/replay", "tests/memory", "tests/audit"),
+    ("tests/emulated",),
+    (
+        *("tests/conformance", "tests/behaviours", "tests/faults"),
+        *("tests/replay", "tests/engine/replay", "tests/memory", "tests/audit"),
+    ),
 )
 NO_COMPILER = 3  # What building the device returns where it cannot be built.
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
@@ -128,8 +132,7 @@ def on_device(options: Sequence[str]) -> dict[str, int]:
     if code == NO_COMPILER and not os.environ.get("CI"):
         os.environ["MEMBUDGET_SKIPPED_CHECKS"] = "the emulated device"
         return {}
-    # Its own count bytes, so nothing else may have left any in their process.
-    for tests in (["tests/emulated"], DEVICE_TESTS):
+    for tests in DEVICE_TESTS:
         device = ["-q", "--device=emu", *tests]
         code = code or run_python("-m", "pytest", *device, *options)
     return {"pytest on the emulated device": code} if code else {}

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from membudget._torch_accelerator import is_on_accelerator
 from membudget.audit.differences import Outcome, Results, compare
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import Peak, peak_on
@@ -60,7 +61,7 @@ def metered(step: Step, start: State) -> Metered:
         start: What `state_kept` yields.
     """
     step.prepare()
-    of_device = step.device.type != "cpu"
+    of_device = is_on_accelerator(step.device)
     found = peak_on(step.device, partial(_trained, step) if of_device else step.run)
     results = Results(digest)
     results.add("loss", found.result)

@@ -33,6 +33,18 @@ _MOST_PATHS = 1024
 _PATIENCE = 256  # How many calls to verify while a new path is unconfirmed.
 
 
+def counted(calls: int) -> tuple[int, bool]:
+    """Count a call after so many; return their number, and whether this one is due.
+
+    The 1st, 2nd, 4th, 8th, ... call is; while verification is postponed, the next of
+    these does not come.
+    """
+    is_due = calls & (calls + 1) == 0
+    if is_due and SWITCHES.postponed:
+        return calls, False
+    return calls + 1, is_due
+
+
 class Owner:
     """A function and the modules it references, regardless of its arguments.
 
@@ -93,13 +105,10 @@ class Calls:
 
         Without `again`, no call is verified once a backward pass has confirmed one.
         """
-        self._count = count = self._count + 1
         if self._is_settled:
-            # True for powers of two.
-            is_due = again and not count & (count - 1)
-            if is_due and SWITCHES.postponed:
-                self._count, is_due = count - 1, False
-            return is_due or self.owner.adds_gradients
+            self._count, is_due = counted(self._count)
+            return (again and is_due) or self.owner.adds_gradients
+        self._count += 1
         self._patience -= 1
         if self._patience < 0:
             self._given_up |= self._awaited

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import is_fake, without_dispatch_modes
-from membudget.engine.controls import SWITCHES
+from membudget.engine.calls import counted
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import SourceFreedError, is_freed_parameter
@@ -101,14 +101,8 @@ class Verified:
         return None
 
     def count(self) -> None:
-        """Count a call, and decide whether its inputs are sampled.
-
-        They are in the 1st, 2nd, 4th, 8th, ... call; while verification is postponed,
-        the next of these does not come.
-        """
-        is_due = self.calls & (self.calls + 1) == 0
-        self.is_sampled = is_due and not SWITCHES.postponed
-        self.calls += self.is_sampled or not is_due
+        """Count a call, and decide whether its inputs are sampled."""
+        self.calls, self.is_sampled = counted(self.calls)
 
 
 _VERIFIED: dict[RecordingKey, Verified] = {}
