@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from membudget.engine.sequential import checkpoint_sequential
     from membudget.errors import (
         BudgetError,
+        BudgetWarning,
         ChangedSinceForwardError,
         CheckpointError,
         MembudgetError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from membudget.fit import fit
     from membudget.fitted import Fitted
     from membudget.graph import StepGraph
+    from membudget.loop import Budgeted, budget
     from membudget.memory import (
         Peak,
         SavedReport,
@@ -60,6 +62,8 @@ __all__ = [
     "Applied",
     "AuditReport",
     "BudgetError",
+    "BudgetWarning",
+    "Budgeted",
     "ChangedSinceForwardError",
     "CheckpointError",
     "Device",
@@ -88,6 +92,7 @@ __all__ = [
     "UnrepeatableWarning",
     "apply",
     "audit",
+    "budget",
     "checkpoint",
     "checkpoint_sequential",
     "collect_regions",
@@ -123,6 +128,7 @@ _HOMES = {
     "membudget.fit": ("fit",),
     "membudget.fitted": ("Fitted",),
     "membudget.graph": ("StepGraph",),
+    "membudget.loop": ("Budgeted", "budget"),
     "membudget.memory": (
         "Peak",
         "SavedReport",

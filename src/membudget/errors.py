@@ -14,6 +14,7 @@
         ├── RecomputeMismatchError        the recompute differs from the forward
         ├── ChangedSinceForwardError      data that the region read was modified
         └── ReentrantLimitError           an unsupported use of the reentrant variant
+    BudgetWarning (UserWarning)           a training loop is, or may be, over its budget
     OverwrittenWarning (UserWarning)      a saved tensor was written before the backward
     UnrepeatableWarning (UserWarning)     an output is kept: replaying it differed
 
@@ -180,6 +181,10 @@ class ChangedSinceForwardError(CheckpointError):
 
 class ReentrantLimitError(CheckpointError):
     """A use of `use_reentrant=True` that would silently lose gradients."""
+
+
+class BudgetWarning(UserWarning):
+    """A training loop is over its budget, or nothing is known that would tell."""
 
 
 class OverwrittenWarning(UserWarning):

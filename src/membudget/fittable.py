@@ -19,10 +19,19 @@ def check_fittable(step: Step) -> None:
     Raises:
         OptionError: If it is such a step.
     """
-    _check_processes(step.model)
-    _check_devices(step.model)
-    _check_regions(step.model)
+    check_model(step.model)
     _check_batch(step)
+
+
+def check_model(model: Module) -> None:
+    """Reject a model that waits for other processes, or has regions.
+
+    Raises:
+        OptionError: If it is such a model.
+    """
+    _check_processes(model)
+    _check_devices(model)
+    _check_regions(model)
 
 
 def _check_processes(model: Module) -> None:

@@ -22,7 +22,7 @@ from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
 from membudget.rehearsal import Rehearsal
-from membudget.state.autocast import outside_autocast
+from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
 from membudget.state.snapshot import State
 from membudget.state.walk import walk
@@ -91,7 +91,7 @@ class Step:
         Raises:
             OptionError: As `forward` does.
         """
-        torch.clear_autocast_cache()  # Each step casts the parameters anew.
+        clear_casts()  # Each step casts the parameters anew.
         loss = self.forward()
         with outside_autocast():
             if before_backward is not None:

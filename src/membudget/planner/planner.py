@@ -113,7 +113,7 @@ class Planner:
         for schedule in sorted([*known, *fitting], key=_seconds):
             engines = frozenset(choice.engine for choice in schedule.choices)
             of_engines.setdefault(engines, schedule)
-        return [self._with_plain_times(s) for s in of_engines.values()]
+        return [self.simulator.with_plain_times(s) for s in of_engines.values()]
 
     def _fitting(
         self, budget_bytes: int, quickly: bool, is_late: Callable[[], bool]
@@ -139,24 +139,12 @@ class Planner:
         found = (schedule for solver in solvers for schedule in solver.least)
         return [self.simulator.schedule(s.calls, s.choices) for s in found]
 
-    def _with_plain_times(self, schedule: Schedule) -> Schedule:
-        """Return a schedule that counts the engine's overhead only in `overhead_s`."""
-        found = schedule.simulation
-        again_s = sum(self.graph.operators[index].seconds for index in found.recomputed)
-        replayed_s = self._overheads.again_s(self.graph, found.replayed)
-        overhead_s = schedule.overhead_s + replayed_s
-        seconds, plain_s = self.graph.seconds + again_s, self.graph.seconds
-        simulation = replace(schedule.simulation, seconds=seconds)
-        return replace(
-            schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
-        )
-
     def smallest(self) -> Schedule:
         """Return the schedule with the smallest peak that is found from bytes alone."""
         found = min(self._least, key=_peak_bytes, default=None)
         if found is None or found.peak_bytes >= self.plain_peak_bytes:
             return replace(plain_schedule(self.graph), is_smallest=True)
-        return replace(self._with_plain_times(found), is_smallest=True)
+        return replace(self.simulator.with_plain_times(found), is_smallest=True)
 
     def least_bytes(self) -> int:
         """Return the smallest budget for which a schedule is known."""

@@ -153,6 +153,7 @@ class Simulator:
     """Simulator for schedules of one step; each set of choices is simulated once.
 
     Attributes:
+        plain: The step.
         graph: The step, with the engine's overhead added to each forward operator.
         candidates: Number of distinct sets of choices simulated so far.
         operators: Total number of operators that the simulations ran.
@@ -160,6 +161,7 @@ class Simulator:
 
     def __init__(self, graph: StepGraph, overheads: Overheads = NO_OVERHEADS):
         """Create a simulator with an empty cache."""
+        self.plain = graph
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
         self.candidates = self.operators = 0
@@ -188,6 +190,18 @@ class Simulator:
         overhead_s = sum(map(self.region_s, choices))
         plain_s = self.graph.seconds
         return Schedule(tuple(calls), tuple(choices), found, overhead_s, plain_s)
+
+    def with_plain_times(self, schedule: Schedule) -> Schedule:
+        """Return a schedule that counts the engine's overhead only in `overhead_s`."""
+        found = schedule.simulation
+        again_s = sum(self.plain.operators[index].seconds for index in found.recomputed)
+        replayed_s = self._overheads.again_s(self.plain, found.replayed)
+        overhead_s = schedule.overhead_s + replayed_s
+        seconds, plain_s = self.plain.seconds + again_s, self.plain.seconds
+        simulation = replace(schedule.simulation, seconds=seconds)
+        return replace(
+            schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
+        )
 
     def region_s(self, choice: Choice) -> float:
         """Return the overhead of a region, apart from that of replayed operators."""

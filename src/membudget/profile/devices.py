@@ -24,9 +24,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
+from mmap import mmap
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from membudget.errors import OptionError
 
@@ -146,16 +148,23 @@ def device_of(device: str | Device) -> Device:
 
 @cache
 def this_processor() -> Device:
-    """Measure this CPU's rates with a matrix product and a copy of 32 MiB."""
+    """Measure this CPU's rates with a matrix product and a copy of 32 MiB.
+
+    Their memory is not of torch's allocator: training under a budget may have begun.
+    """
     size = 512
     with torch.no_grad(), torch.device("cpu"):
-        a, b = torch.ones(size, size), torch.ones(size, size)
-        rate = 2 * size**3 / _seconds_of(lambda: a @ b)
-        block = torch.ones(1 << 23)
-        target = torch.empty_like(block)
+        a, b, product = (_floats(size * size).view(size, size) for _ in range(3))
+        rate = 2 * size**3 / _seconds_of(lambda: torch.mm(a, b, out=product))
+        block, target = _floats(1 << 23), _floats(1 << 23)
         speed = 2 * block.nbytes / _seconds_of(lambda: target.copy_(block))
     # The CPU's memory is the host's, so a copy to the host is a copy in memory.
     return Device("this CPU, measured", {"float32": rate}, speed, speed)
+
+
+def _floats(count: int) -> Tensor:
+    """Return ones in memory that is mapped for them alone."""
+    return torch.frombuffer(mmap(-1, 4 * count), dtype=torch.float32).fill_(1.0)
 
 
 @cache

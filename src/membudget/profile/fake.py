@@ -2,12 +2,15 @@
 
 Floating-point tensors are fake: parameters, activations, gradients. Tensors computed
 only from integers and booleans (token ids, positions, masks) are real, because models
-branch on their values. Parameters may be fake already; parameters on `meta` are
-replaced by fake CPU tensors while the step runs.
+branch on their values. So are single random numbers, by which models skip layers: they
+are as large as they can be, so that `torch.rand(()) < drop` skips none. Parameters may
+be fake already; parameters on `meta` are replaced by fake CPU tensors while the step
+runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -121,8 +124,12 @@ def explaining_fakes() -> Iterator[None]:
         ) from error
 
 
+_DRAWN = 1 - 2**-11
+"""What a single random number is: the largest below 1 in every common dtype."""
+
+
 class _IntegersForReal(DispatchMode):
-    """Runs an operator on real memory if all its tensors are integers."""
+    """Runs an operator on real memory if all its tensors are integers, or one draw."""
 
     supports_higher_order_operators = True
 
@@ -145,11 +152,14 @@ class _IntegersForReal(DispatchMode):
         # Higher-order operators have no facts, and queries compute no tensors.
         if facts is None or facts.is_query:
             return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self._note_written(written_arguments(func, args, kwargs))
-        if _is_of_integers(func, args, kwargs):
+        if _draws_one(func, facts, args, kwargs):
             with without_fake_mode():
-                return func(*args, **kwargs)
+                return _marked(func(*args, **kwargs).fill_(_DRAWN))
+        if _is_of_integers(func, args, kwargs):
+            if func._schema.is_mutable:
+                self._note_written(written_arguments(func, args, kwargs))
+            with without_fake_mode():
+                return _marked(func(*args, **kwargs))
         return func(*args, **kwargs)
 
     def _note_written(self, tensors: Iterable[Tensor]) -> None:
@@ -160,6 +170,19 @@ class _IntegersForReal(DispatchMode):
                     self._written[id(tensor)] = (tensor, tensor.detach().clone())
 
 
+def _draws_one(func: Any, facts: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether an operator makes one random number between 0 and 1."""
+    is_uniform = str(func) in ("aten.rand.default", "aten.rand.generator")
+    return is_uniform and facts.is_random and math.prod(args[0]) == 1
+
+
+def _marked(result: Any) -> Any:
+    """Mark a single number on real memory, so that what is made of it is real, too."""
+    if isinstance(result, Tensor) and result.is_floating_point():
+        result._membudget_is_real = True  # type: ignore[attr-defined]
+    return result
+
+
 def _is_of_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
     if tensors:
@@ -168,6 +191,8 @@ def _is_of_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _is_real_integer(tensor: Tensor) -> bool:
+    if hasattr(tensor, "_membudget_is_real"):
+        return True
     return type(tensor) is Tensor and not tensor.is_meta and _is_small_integer(tensor)
 
 

@@ -12,13 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 from membudget._torch import new_fake_mode, tree_iter
 from membudget._torch_accelerator import counts_on, foreach_devices
 from membudget.errors import OptionError
 from membudget.memory.peak import storage_bytes
+from membudget.planner.simulate import timeline
 from membudget.profile.fake import AnyNumber, twin
+from membudget.profile.result import assemble
 from membudget.profile.step_recorder import StepRecorder
 from membudget.step import Step
 
@@ -77,6 +80,24 @@ def record_optimizer(
         for state in _tensors(dict(double.state))
         if counts_on(step.device, state.device)
     )
+
+
+def step_bytes(model: Module, optimizer: Optimizer) -> int:
+    """Return the bytes of state that an optimizer lacks, and its step's peak beside.
+
+    Raises:
+        OptionError: As `record_optimizer` does.
+    """
+    step = Step(model, None, None)
+    recorder = StepRecorder({}, is_fake=True)
+    recorder.lifetimes.device = step.device
+    for parameter in model.parameters():
+        recorder.lifetimes.know(parameter, "parameter", "")
+        if parameter.grad is not None:
+            recorder.lifetimes.know(parameter.grad, "outside", "")
+    state = record_optimizer(recorder, step, optimizer)
+    there = storage_bytes(_tensors(dict(optimizer.state)))
+    return max(0, state - there) + timeline(assemble(recorder, state)).peak_bytes
 
 
 def _choose_kernels(double: Optimizer, step: Step) -> None:

@@ -56,6 +56,31 @@ def autocast_state() -> tuple[tuple[bool, torch.dtype], ...]:
     )
 
 
+def clear_casts() -> None:
+    """Drop the casts of parameters that autocast has cached, if it caches them.
+
+    Where the cache is off, what it holds was cached before, by somebody who goes on to
+    use it.
+    """
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+
+
+@contextmanager
+def casts_kept() -> Iterator[None]:
+    """Cache no casts inside, and leave those that are cached as they are.
+
+    Two forwards in one autocast context share the casts of their parameters, so that
+    gradients are added in the lower precision: dropping casts would change their bits.
+    """
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
 def device_types() -> tuple[str, ...]:
     """Return the device types of this machine that have an autocast state."""
     accelerator = torch.accelerator.current_accelerator()
@@ -71,7 +96,7 @@ def outside_autocast() -> Iterator[None]:
     if not is_any_autocast_enabled():
         yield
         return
-    torch.clear_autocast_cache()
+    clear_casts()
     with Scope() as scope:
         enter_autocast(None, scope)
         yield

@@ -109,6 +109,18 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     return mixed, plain
 
 
+def fingerprint_bytes(count: int) -> int:
+    """Return the most bytes that `fingerprint` allocates for so many elements.
+
+    Example:
+        >>> fingerprint_bytes(1 << 20)
+        786528
+    """
+    piece = min(count, max(_LEAST_ELEMENTS, -(-count // _PIECES)))
+    # The chunk, its positions, and a copy of one that is not contiguous.
+    return (2 * 8 + 8) * piece + 96
+
+
 def content_of(tensor: Tensor) -> Fingerprint:
     """Return a tensor's fingerprint; `SKIPPED` if its memory is freed or unreadable.
 

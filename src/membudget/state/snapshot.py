@@ -21,6 +21,7 @@ from torch import Tensor
 from membudget import _torch
 from membudget.errors import MembudgetError, OptionError
 from membudget.scope import Scope
+from membudget.state.autocast import clear_casts
 from membudget.state.bits import has_bits
 from membudget.state.identity import (
     TensorCopy,
@@ -129,7 +130,7 @@ class State:
         for stream, captured in self._streams.values():
             stream.write(captured)
         # Otherwise the next run would find weights that autocast cast in this one.
-        torch.clear_autocast_cache()
+        clear_casts()
 
     def restore_gradients(self) -> None:
         """Attach the original gradients again, with their original content."""

@@ -1,0 +1,251 @@
+"""Hold a training loop to a number of bytes, whatever is in it.
+
+`budget` is the way in. `root` is what the model carries while the budget is open:
+`situation` tells its calls apart, `room` says what is left for one, `plans` chooses a
+plan, `regions` puts it on the model, `meter` measures what the call takes, `awaited`
+knows whose backward pass is still to come. `micro_batch` records a call without memory,
+`point` predicts it under a plan, and `kind` predicts calls of other sizes from a few
+points. `undo` and `report` serve `step` and `status`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from membudget._torch_accelerator import main_device
+from membudget.allocation import is_out_of_memory, let_go
+from membudget.budget import check_budget, share_of
+from membudget.errors import BudgetWarning, OptionError
+from membudget.fittable import check_model
+from membudget.loop.report import LoopStatus
+from membudget.loop.room import OnExceed, Room
+from membudget.loop.root import Root
+from membudget.loop.undo import BatchUndo
+from membudget.memory.counting import Counted
+from membudget.step import check_arguments
+from membudget.text import parse_bytes
+
+R = TypeVar("R")
+
+MOST_RETRIES = 4
+"""How often `step` runs a micro-batch again under a tighter plan."""
+
+
+class Budgeted:
+    """A training loop under a budget, from `start()` to `stop()`.
+
+    As a context manager, it is started on entry, and stopped on exit.
+    """
+
+    def __init__(self, asked: int | str, roots: Sequence[Root]):
+        """Store what each model carries; called by `budget`."""
+        self._asked = asked
+        self._roots = tuple(roots)
+        self._hooks: list[Any] = []
+        self._retries = 0
+
+    def start(self) -> Budgeted:
+        """Put the budget on the models; nothing runs.
+
+        Raises:
+            OptionError: If a model carries regions or another budget, is compiled, or
+                is trained by several processes together.
+        """
+        if self._hooks:
+            return self
+        for root in self._roots:
+            check_model(root.model)
+        for root in self._roots:
+            root.attach()
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def stop(self) -> None:
+        """Remove everything from the models; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for root in self._roots:
+            root.detach()
+
+    def step(self, function: Callable[[], R]) -> R:
+        """Run forward and backward of a micro-batch, again if memory runs out.
+
+        If an allocation fails, gradients, buffers and random streams become what they
+        were, the plan is tightened, and the function runs again. For that, the
+        gradients and buffers that there are before are copied to the host.
+
+        Args:
+            function: Calls the model and runs the backward pass, and changes nothing
+                else; it returns the loss, for example.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            torch.OutOfMemoryError: If the smallest plan finds no memory, either.
+
+        Example:
+            >>> import membudget as mb, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+            >>> def loss():
+            ...     loss = model(torch.ones(2, 8)).sum()
+            ...     loss.backward()
+            ...     return loss.detach()
+            >>> with mb.budget(model, "1GiB") as fitted:
+            ...     fitted.step(loss).shape
+            torch.Size([])
+        """
+        before = BatchUndo(root.model for root in self._roots)
+        for attempt in range(MOST_RETRIES + 1):
+            try:
+                return function()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                let_go(error)
+                before.undo()
+                can_tighten = [root.tighten() for root in self._roots]
+                if attempt == MOST_RETRIES or not any(can_tighten):
+                    raise
+            self._retries += 1
+        raise AssertionError
+
+    def status(self) -> LoopStatus:
+        """Return what the budget did so far, printable as a table."""
+        regions: dict[str, tuple[int, int]] = {}
+        for root in self._roots:
+            regions |= root.sets.counted()
+        notes = tuple(note for root in self._roots for note in root.notes())
+        found = tuple(s for root in self._roots for s in root.situations())
+        return LoopStatus(str(self._asked), found, regions, self._retries, notes)
+
+    def report(self) -> str:
+        """Return the status as text."""
+        return str(self.status())
+
+    __str__ = report
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for root in self._roots_of(optimizer):
+            root.begin_step(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for root in self._roots_of(optimizer):
+            root.end_measurement()
+            if not root.has_run:
+                root.has_run = True  # To warn once.
+                name = type(root.model).__name__
+                warnings.warn(
+                    f"an optimizer stepped, but the forward of {name} was never "
+                    "called, so the budget holds nothing: give budget() the module "
+                    "that the loop calls",
+                    BudgetWarning,
+                    stacklevel=2,
+                )
+
+    def _roots_of(self, optimizer: Optimizer) -> list[Root]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [
+            root
+            for root in self._roots
+            if any(id(parameter) in held for parameter in root.model.parameters())
+        ]
+
+    def __enter__(self) -> Budgeted:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+
+def budget(
+    model: Module | Sequence[Module],
+    budget: int | str,
+    *,
+    optimizer: Optimizer | None = None,
+    on_exceed: OnExceed = "raise",
+) -> Budgeted:
+    """Hold the training loop in the context to a number of bytes, unchanged.
+
+    Each call of the model that a backward pass may follow is planned before it runs: it
+    is recorded on fake tensors, and the fastest plan that fits what is left is put on
+    the model. What the loop needs beside the model (its loss, the optimizer's step) is
+    measured as it runs. Calls that run the same code on other sizes share what was
+    recorded. Gradients, buffers and random streams are bitwise those of the plain loop.
+
+    Args:
+        model: The module whose forward the loop calls, or several, as for a GAN.
+        budget: Total bytes, as a number or `"20GiB"`, that live tensors may take on the
+            model's device, whoever holds them. `"40%"` means 40 % of what the plain
+            micro-batch takes above that, `"40% of activations"` its gradients plus
+            40 % of the rest.
+        optimizer: The optimizer, whose state and temporaries then count from the first
+            micro-batch on. By default, it is noticed when it first steps.
+        on_exceed: What to do about a micro-batch whose smallest plan is over budget:
+            `"raise"` a `BudgetError` before its forward begins, `"warn"` and run it
+            under the smallest plan, or warn and run it `"plain"`.
+
+    Returns:
+        A context manager, with `start()`, `stop()`, `step()`, `status()`, `report()`.
+
+    Raises:
+        OptionError: If the budget is neither bytes nor a share, or `on_exceed` is
+            unknown.
+
+    Warns:
+        BudgetWarning: If a micro-batch took more than was left for it, or the model
+            cannot be recorded on fake tensors; each block is then recomputed.
+
+    Not counted: memory outside torch's allocator; on the CPU without a C++ compiler,
+    tensors that nothing in Python refers to, and no micro-batch is measured.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with mb.budget(model, "1GiB", optimizer=optimizer) as fitted:
+        ...     for _ in range(3):
+        ...         model(torch.randn(8, 64)).square().mean().backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> [(s.tensors, s.uses) for s in fitted.status().situations]
+        [('8x64', 3)]
+    """
+    check_budget(budget)
+    if on_exceed not in ("raise", "warn", "plain"):
+        raise OptionError(
+            f"on_exceed must be 'raise', 'warn' or 'plain'; got {on_exceed!r}"
+        )
+    limit = share_of(budget) or parse_bytes(budget)
+    models = [model] if isinstance(model, Module) else list(model)
+    for one in models:
+        check_arguments(one)
+    rooms = (Room(limit, on_exceed, Counted(_device_of(one))) for one in models)
+    pairs = zip(models, rooms, strict=True)
+    return Budgeted(budget, [Root(one, room, optimizer) for one, room in pairs])
+
+
+def _device_of(model: Module) -> torch.device:
+    return main_device((*model.parameters(), *model.buffers()))

@@ -1,0 +1,63 @@
+"""The calls of a model whose backward passes have yet to begin.
+
+A call is awaited until a gradient arrives at one of its outputs, or nothing refers to
+them any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from weakref import ReferenceType, ref
+
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+
+@dataclass
+class Forward:
+    """A call of the model, as it was planned.
+
+    Attributes:
+        held_bytes: Bytes that it holds until its backward pass, as predicted.
+        plain_held_bytes: The same without a plan.
+        has_begun: Whether a gradient has arrived at one of its outputs.
+    """
+
+    held_bytes: int = 0
+    plain_held_bytes: int = 0
+    has_begun: bool = False
+
+
+class Awaited:
+    """Forwards that are awaited.
+
+    Attributes:
+        most: The most that were awaited together so far, with the newest.
+    """
+
+    def __init__(self) -> None:
+        """Await nothing."""
+        self.most = 1
+        self._forwards: list[ReferenceType[Forward]] = []
+
+    def now(self) -> list[Forward]:
+        """Return the forwards that are awaited now."""
+        found = (reference() for reference in self._forwards)
+        awaited = [f for f in found if f is not None and not f.has_begun]
+        self._forwards = [ref(forward) for forward in awaited]
+        self.most = max(self.most, len(awaited) + 1)
+        return awaited
+
+    def add(
+        self, forward: Forward, outputs: Sequence[Tensor], begun: Callable[[], None]
+    ) -> None:
+        """Await the backward pass of a forward; call `begun` when it begins."""
+
+        def arrived(gradient: Tensor) -> None:
+            forward.has_begun = True
+            begun()
+
+        if outputs:
+            self._forwards.append(ref(forward))
+            register_multi_grad_hook(outputs, arrived, mode="any")

@@ -1,0 +1,87 @@
+"""Measure the peak of one micro-batch while the user's loop runs it.
+
+    begin()           mark("outputs")    mark("backward")    mark("step")       end()
+    ├── model's forward ──┤├── loss: the tail ──┤├── backward ──┤├── optimizer's step ─┤
+
+Peaks begin anew at each mark.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from membudget._torch_accelerator import is_on_accelerator
+from membudget.memory.allocator import at_rest
+from membudget.memory.counting import Counted
+
+Mark = Literal["outputs", "backward", "step", "end"]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a micro-batch took.
+
+    Attributes:
+        peak_bytes: Peak of the bytes allocated from the call of the model until the
+            optimizer steps or the model is called again. On an accelerator, of those
+            that are reserved for them.
+        tail_bytes: The same between forward and backward of the model, above what was
+            live when the model returned; `None` if no backward pass began.
+        step_bytes: The same until the optimizer has stepped; 0 if it has not.
+    """
+
+    peak_bytes: int
+    tail_bytes: int | None
+    step_bytes: int
+
+
+class _At(NamedTuple):
+    peak_bytes: int  # Since the mark before.
+    live_bytes: int
+
+
+class Meter:
+    """Measures one micro-batch at a time, on one device."""
+
+    def __init__(self, counted: Counted):
+        """Use the counts of a device."""
+        self._counted = counted
+        self._marks: dict[str, _At] | None = None
+        self._before_bytes = 0
+
+    def begin(self) -> None:
+        """Begin to measure a micro-batch, if the device's bytes are counted."""
+        if not self._counted.is_exact:
+            return
+        if is_on_accelerator(self._counted.device):
+            at_rest(self._counted.device)  # So that what is reserved is for this alone.
+        self._counted.restart()
+        self._before_bytes = self._counted.live_bytes()
+        self._marks = {}
+
+    def mark(self, what: Mark) -> None:
+        """Note that a part of the micro-batch has ended; only its first end counts."""
+        if self._marks is not None and what not in self._marks:
+            at = _At(self._counted.peak_bytes(), self._counted.live_bytes())
+            self._marks[what] = at
+            self._counted.restart()
+
+    def drop(self) -> None:
+        """Stop measuring; nothing is learnt from a micro-batch that fails."""
+        self._marks = None
+
+    def end(self) -> Measured | None:
+        """Stop measuring; return what the micro-batch took, if it was measured."""
+        self.mark("end")
+        marks, self._marks = self._marks, None
+        if marks is None:
+            return None
+        step = marks.pop("end") if "step" in marks else None
+        peak_bytes = max(at.peak_bytes for at in marks.values())
+        tail_bytes = None
+        if "backward" in marks:
+            tail_bytes = marks["backward"].peak_bytes - marks["outputs"].live_bytes
+        before = self._before_bytes
+        step_bytes = 0 if step is None else step.peak_bytes - before
+        return Measured(peak_bytes - before, tail_bytes, step_bytes)

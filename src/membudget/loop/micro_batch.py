@@ -1,0 +1,189 @@
+"""One micro-batch of a training loop as a step that can be recorded without memory.
+
+The loop calls the model, computes a loss of its own and runs the backward pass. Before
+the model is called, only the call is known. So the step ends at the model's outputs,
+and what lies beyond, its *tail*, is a number of bytes that is assumed at first, and
+measured when the micro-batch runs:
+
+    model's forward        outputs     loss          gradients of      model's
+    (recorded on fakes)                (the tail)    the outputs       backward
+    ├──────────────────────────┤├───────────────────────────┤├────────────────────┤
+                                 workspace of one operator
+
+The operator is the one that makes the gradients of the outputs: there, all that the
+forward saves is live, and all that the loss needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functional_call
+from torch.nn import Module
+
+from membudget._torch import tree_map_only
+from membudget.errors import OptionError
+from membudget.graph import StepGraph
+from membudget.profile import Profile
+from membudget.state.autocast import clear_casts, outside_autocast
+from membudget.state.identity import is_leaf
+from membudget.state.walk import walk
+from membudget.step import Step
+
+LOSS_COPIES = 4
+"""Copies in float32 of the outputs that an unknown loss is assumed to need.
+
+Cross entropy needs the most of the common ones: it copies outputs of lower precision to
+float32, saves their logarithmic softmax, and makes two gradients of that size.
+"""
+
+
+class MicroBatchStep(Step):
+    """A call of the model by a training loop, and a backward pass from its outputs.
+
+    Attributes:
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        gradients: Gradients that were there before the call, by parameter.
+    """
+
+    def __init__(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
+        """Define the step; nothing runs."""
+        # The backward pass must end where the call begins: what made the arguments, or
+        # parameters that stand in for the model's own (`functional_call`), is not run.
+        args, kwargs = tree_map_only(Tensor, _leaf_of, (args, kwargs))
+        super().__init__(model, [args, kwargs], None)
+        self.args, self.kwargs = args, kwargs
+        self.loss_from = "the model's outputs"
+        named = dict(model.named_parameters(remove_duplicate=False))
+        made = any(not is_leaf(parameter) for parameter in named.values())
+        leaves = {id(p): _leaf_of(p) for p in named.values()} if made else {}
+        self._stand_ins = {n: leaves[id(p)] for n, p in named.items() if made}
+        self.gradients = [
+            (parameter, parameter.grad)
+            for parameter in model.parameters()
+            if is_leaf(parameter) and parameter.grad is not None
+        ]
+
+    def run(self, before_backward: Callable[[], None] | None = None) -> Any:
+        """Run forward and backward; the outputs stay live, as they do in most loops.
+
+        Raises:
+            OptionError: If no output requires a gradient.
+        """
+        for parameter, gradient in self.gradients:
+            parameter.grad = gradient
+        clear_casts()
+        output = self._called()
+        roots = differentiable(output)
+        if not roots:
+            raise OptionError("no output of the model requires a gradient")
+        with outside_autocast(), _without_steps(self.model):
+            if before_backward is not None:
+                before_backward()
+            gradients = [torch.empty_like(root) for root in roots]
+            torch.autograd.backward(roots, gradients)
+        return output
+
+    def _called(self) -> Any:
+        if not self._stand_ins:
+            return self.model(*self.args, **self.kwargs)
+        return functional_call(self.model, self._stand_ins, self.args, self.kwargs)
+
+
+def _leaf_of(tensor: Tensor) -> Tensor:
+    if is_leaf(tensor):
+        return tensor
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+@contextmanager
+def _without_steps(model: Module) -> Iterator[None]:
+    """Suspend hooks that run when a gradient is complete: they may step optimizers."""
+    tables = [p._post_accumulate_grad_hooks for p in model.parameters()]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, _ in kept:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            table.update(hooks)
+
+
+def differentiable(output: Any) -> list[Tensor]:
+    """Return the tensors of a model's output that a loss is made of.
+
+    If the output has a loss, it alone is.
+    """
+    loss = output.get("loss") if isinstance(output, Mapping) else None
+    if isinstance(loss, Tensor) and loss.requires_grad:
+        return [loss]
+    found = walk([("output", output)], "output").tensors.values()
+    tensors = (tensor for _, tensor in found)
+    return [t for t in tensors if t.requires_grad and t.grad_fn is not None]
+
+
+class RecordedBatch:
+    """A recorded micro-batch, in whose graph the tail can be set.
+
+    Attributes:
+        profile: The micro-batch on fake tensors, with an empty tail.
+    """
+
+    def __init__(self, profile: Profile):
+        """Store the profile of a `MicroBatchStep`."""
+        self.profile = profile
+
+    @cached_property
+    def tail_operator(self) -> int:
+        """Index of the operator that makes the last gradient of an output."""
+        graph = self.profile.graph
+        index = graph.backward_start
+        while graph.operators[index + 1 : index + 2] and _makes(graph, index + 1):
+            index += 1
+        return index
+
+    @cached_property
+    def output_bytes(self) -> int:
+        """Bytes of the outputs' gradients, which the recording has in its tail."""
+        return sum(self._sizes())
+
+    @cached_property
+    def assumed_bytes(self) -> int:
+        """Bytes that are assumed of a tail that has not been measured."""
+        start, end = self.profile.graph.backward_start, self.tail_operator + 1
+        numbers = 0
+        for operator in self.profile.graph.operators[start:end]:
+            for value in operator.outputs:
+                size = 1
+                for length in self.profile.graph.values[value].shape:
+                    size *= length
+                numbers += size if size > 1 else 0  # A scalar is the loss itself.
+        return self.output_bytes + LOSS_COPIES * 4 * numbers
+
+    def _sizes(self) -> list[int]:
+        graph = self.profile.graph
+        made = graph.operators[graph.backward_start : self.tail_operator + 1]
+        return [graph.values[v].bytes for o in made for v in o.outputs]
+
+    def with_tail(self, tail_bytes: int) -> Profile:
+        """Return the profile with a tail that allocates so many bytes at its peak."""
+        graph, index = self.profile.graph, self.tail_operator
+        beside = max(0, tail_bytes - self.output_bytes)
+        operators = list(graph.operators)
+        operators[index] = replace(operators[index], workspace_bytes=beside)
+        changed = replace(graph, operators=tuple(operators))
+        return replace(self.profile, graph=changed)
+
+
+def _makes(graph: StepGraph, index: int) -> bool:
+    """Return whether an operator makes a gradient of an output from nothing."""
+    name = graph.operators[index].name
+    return name.startswith(("aten.empty", "aten.new_empty"))

@@ -1,0 +1,251 @@
+"""Choose a plan for each situation of a training loop.
+
+Rules
+
+1. Before the first micro-batch was measured, the smallest plan is taken: what the loop
+   needs beside the model is not known yet.
+2. What a micro-batch takes beyond its prediction is added to later predictions of the
+   situation; what it takes less is not subtracted.
+3. If several forwards run before one backward pass, each takes its part of what is
+   left, so that the last of them finds as much as the first.
+4. A micro-batch whose smallest plan is over budget is refused before its forward.
+5. Sizes that were not recorded use plans of those that were (see `kind`), until they
+   come often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
+
+from membudget.budget import Share, gradient_bytes
+from membudget.graph import StepGraph
+from membudget.loop.kind import CallKind, Tail
+from membudget.loop.meter import Measured
+from membudget.loop.micro_batch import RecordedBatch
+from membudget.loop.point import Predicted, RecordedSize
+from membudget.loop.situation import Situation
+from membudget.planner.schedule import Schedule
+
+OWN_PLAN_USES = 16
+"""Micro-batches of one situation after which it is recorded, and gets its own plan."""
+
+TIGHTER = 0.8
+"""By what factor the next plan is smaller after memory ran out."""
+
+WORTH = 1.05
+"""A plan is made anew if so much more memory has become free."""
+
+MARGIN = 0.01
+"""Share of a peak that is added where it is not of a recorded size."""
+
+
+@dataclass
+class History:
+    """What is known of one situation.
+
+    Attributes:
+        text: Shapes of the tensors that the model is called with.
+        uses: How many micro-batches ran.
+        predicted: The prediction under the plan in force; `None` before the first, and
+            if the model cannot be recorded.
+        limit_bytes: Bytes that a micro-batch may allocate, when it ran last.
+        wanted_bytes: Bytes for which the plan was made.
+        correction_bytes: What a micro-batch took beyond its prediction, at most.
+        worst_bytes: Largest measured peak.
+        last_bytes: Last measured peak.
+        plans: How many plans were made.
+        most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
+        measured: Schedules under which a micro-batch was measured.
+        version: Version of the kind's predictions on which the plan stands.
+    """
+
+    text: str
+    uses: int = 0
+    predicted: Predicted | None = None
+    limit_bytes: int = 0
+    wanted_bytes: int = 0
+    correction_bytes: int = 0
+    worst_bytes: int = 0
+    last_bytes: int = 0
+    plans: int = 0
+    most_bytes: int | None = None
+    measured: list[Schedule | None] = field(default_factory=list)
+    version: int = -1
+
+    @property
+    def schedule(self) -> Schedule | None:
+        """The schedule in force."""
+        return None if self.predicted is None else self.predicted.schedule
+
+    def fits(self, predicted: Predicted, target_bytes: int) -> bool:
+        """Return whether a prediction, as corrected, is within some bytes."""
+        return predicted.peak_bytes + self.beyond(predicted) <= target_bytes
+
+    def beyond(self, predicted: Predicted) -> int:
+        """Return the bytes that are expected beyond a prediction."""
+        return max(self.correction_bytes, predicted.beside_bytes)
+
+
+class Left(NamedTuple):
+    """The bytes that are left for a micro-batch.
+
+    Attributes:
+        wanted_bytes: Its part of them.
+        limit_bytes: All of them.
+    """
+
+    wanted_bytes: int
+    limit_bytes: int
+
+
+class ExceededError(Exception):
+    """The smallest plan of a micro-batch is over budget."""
+
+    def __init__(self, predicted: Predicted, left: Left):
+        """Store the least that would do."""
+        super().__init__(predicted, left)
+        self.predicted, self.left = predicted, left
+
+
+class Plans:
+    """The plans of one model, by situation.
+
+    Attributes:
+        kinds: What was recorded, by kind of micro-batch.
+        histories: What is known of each situation.
+        is_first: Whether no micro-batch was measured yet.
+        newest: The situation that was planned last.
+    """
+
+    def __init__(self, record: Callable[[], RecordedBatch]):
+        """Start without plans; `record()` records the micro-batch that is to run."""
+        self._record = record
+        self.kinds: dict[Hashable, CallKind] = {}
+        self.tail = Tail()
+        self.histories: dict[Situation, History] = {}
+        self.is_first = True
+        self.newest: History | None = None
+
+    def history(self, situation: Situation, text: str) -> History:
+        """Return what is known of a situation."""
+        if situation not in self.histories:
+            self.histories[situation] = History(text)
+        return self.histories[situation]
+
+    def kind(self, situation: Situation) -> CallKind:
+        """Return the kind of a situation."""
+        return self.kinds.setdefault(situation.kind, CallKind(self.tail))
+
+    def point(self, situation: Situation) -> RecordedSize:
+        """Return the recorded size of a situation; record it if it was not."""
+        kind = self.kind(situation)
+        known = kind.points.get(situation.sizes)
+        return known or kind.add(situation.sizes, self._record())
+
+    def reference(self, situation: Situation) -> RecordedSize:
+        """Return the recorded size that stands for a situation in a plan."""
+        return self.kind(situation).reference(situation.sizes)
+
+    def plain_bytes(self, situation: Situation) -> int:
+        """Return the peak of the plain micro-batch, or a lower bound on it."""
+        kind = self.kind(situation)
+        found = kind.plain_at_least(situation.sizes)
+        if found is None:
+            found = self.point(situation).profile.peak_bytes
+        return found
+
+    def share_bytes(self, situation: Situation, share: Share) -> int:
+        """Return a share of the plain micro-batch's peak."""
+        plain_bytes = self.plain_bytes(situation)
+        graph = self._nearest(situation)
+        whole = gradient_bytes(graph) if share.is_of_activations else 0
+        return whole + int(share.part * (plain_bytes - whole))
+
+    def _nearest(self, situation: Situation) -> StepGraph:
+        points = self.kind(situation).points
+        point = points.get(situation.sizes) or next(iter(points.values()))
+        return point.profile.graph
+
+    def prepare(self, situation: Situation, history: History) -> None:
+        """Record a micro-batch that is about to run, if that is needed to plan it."""
+        history.uses += 1
+        if (
+            self.kind(situation).around(situation.sizes) is None
+            or history.uses == OWN_PLAN_USES
+        ):
+            self.point(situation)
+
+    def choose(self, situation: Situation, history: History, left: Left) -> Predicted:
+        """Return what is predicted under the plan to take; note it in the history.
+
+        Raises:
+            ExceededError: If the smallest plan is over budget.
+        """
+        known, self.newest = history.predicted, history
+        if history.most_bytes is not None:
+            left = left._replace(
+                wanted_bytes=min(left.wanted_bytes, history.most_bytes)
+            )
+        is_current = (
+            known is not None
+            and history.version == self.tail.version
+            and history.fits(known, left.wanted_bytes)
+            and left.wanted_bytes <= WORTH * history.wanted_bytes
+            and history.uses != OWN_PLAN_USES
+        )
+        if known is None or not is_current:
+            known = history.predicted = self._chosen(situation, history, left)
+            history.version, history.wanted_bytes = self.tail.version, left.wanted_bytes
+            history.plans += 1
+        history.limit_bytes = left.limit_bytes
+        return known
+
+    def _chosen(self, situation: Situation, history: History, left: Left) -> Predicted:
+        kind = self.kind(situation)
+        if situation.sizes not in kind.points and history.uses < OWN_PLAN_USES:
+            fitting = [
+                p._replace(peak_bytes=int(p.peak_bytes * (1 + MARGIN)))
+                for p in kind.between(situation.sizes)
+            ]
+            fitting = [p for p in fitting if history.fits(p, left.wanted_bytes)]
+            if fitting:
+                return min(fitting, key=attrgetter("slowdown"))
+        point = self.point(situation)
+        if not self.is_first:
+            wanted_bytes = left.wanted_bytes
+            found = kind.fastest(point, wanted_bytes, history.correction_bytes)
+            if found is not None:
+                return found
+        smallest = kind.smallest(point)
+        if not history.fits(smallest, left.limit_bytes):
+            raise ExceededError(smallest, left)
+        return smallest
+
+    def tighten(self) -> bool:
+        """Make smaller plans for the newest situation; return whether there are any."""
+        history = self.newest
+        if history is None or history.predicted is None:
+            return False
+        if history.predicted.schedule.is_smallest:
+            return False
+        history.most_bytes = int(TIGHTER * history.predicted.peak_bytes)
+        return True
+
+    def learn(self, situation: Situation, history: History, measured: Measured) -> None:
+        """Note what a micro-batch took."""
+        history.last_bytes = measured.peak_bytes
+        history.worst_bytes = max(history.worst_bytes, measured.peak_bytes)
+        history.measured.append(history.schedule)
+        if measured.tail_bytes is None or history.predicted is None:
+            return
+        self.is_first = False
+        points = self.kind(situation).points
+        if situation.sizes in points:
+            self.tail.learn(points[situation.sizes].recording, measured.tail_bytes)
+            point = self.kind(situation).points[situation.sizes]
+            history.predicted = point.predicted(history.predicted.schedule)
+        beyond = measured.peak_bytes - history.predicted.peak_bytes
+        history.correction_bytes = max(history.correction_bytes, beyond)

@@ -1,0 +1,136 @@
+"""One recorded size of a micro-batch, and what is predicted of it under a schedule."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+from membudget.graph import ModuleCall, StepGraph
+from membudget.loop.micro_batch import RecordedBatch
+from membudget.loop.situation import Sizes
+from membudget.planner.choice import Choice
+from membudget.planner.planner import Planner, smoothed
+from membudget.planner.schedule import Schedule, Simulator
+from membudget.planning import overheads_of, planner_of
+from membudget.profile import Profile
+from membudget.state.bits import fingerprint_bytes
+
+STATE_BYTES = 5056
+"""Bytes of the CPU's generator's state; those of accelerators are smaller."""
+
+
+class Decisions(NamedTuple):
+    """What a schedule decides, without what was predicted of it for one size."""
+
+    calls: tuple[ModuleCall, ...]
+    choices: tuple[Choice, ...]
+
+
+class Predicted(NamedTuple):
+    """What is predicted of one size under a schedule.
+
+    Attributes:
+        schedule: The schedule.
+        peak_bytes: Peak, or an upper bound on it.
+        held_bytes: Bytes that are live when the forward has ended, likewise.
+        slowdown: Time relative to the plain micro-batch.
+        beside_bytes: What the plan needs beside its peak, at most.
+    """
+
+    schedule: Schedule
+    peak_bytes: int
+    held_bytes: int
+    slowdown: float
+    beside_bytes: int
+
+
+@dataclass
+class RecordedSize:
+    """A recorded size, with what is predicted of it under each schedule."""
+
+    sizes: Sizes
+    recording: RecordedBatch
+    tail_bytes: int
+    _known: dict[Decisions, Schedule] = field(default_factory=dict)
+
+    @cached_property
+    def profile(self) -> Profile:
+        """The micro-batch with its tail."""
+        return self.recording.with_tail(self.tail_bytes)
+
+    @cached_property
+    def simulator(self) -> Simulator:
+        """Simulates schedules of the micro-batch."""
+        return Simulator(smoothed(self.profile.graph), overheads_of(self.profile))
+
+    @property
+    def plain(self) -> StepGraph:
+        """The micro-batch without a plan, with times averaged over equal blocks."""
+        return self.simulator.plain
+
+    @cached_property
+    def planner(self) -> Planner:
+        """Finds schedules; its tables take a second to make."""
+        return planner_of(self.profile)
+
+    @cached_property
+    def structure(self) -> Hashable:
+        """What two recordings must share for a schedule of one to serve the other."""
+        return structure_of(self.profile.graph)
+
+    @cached_property
+    def verified_bytes(self) -> int:
+        """Bytes that verification needs beside the tensor of which it reads a piece."""
+        graph = self.profile.graph
+        made = (v for v in graph.values if 0 <= v.operator < graph.backward_start)
+        return fingerprint_bytes(max((math.prod(v.shape) for v in made), default=0))
+
+    def beside_bytes(self, schedule: Schedule) -> int:
+        """Return what a plan needs beside tensors: verification, states of generators.
+
+        No more than one state is held for each region, and for each operator in it that
+        draws random numbers.
+        """
+        if not schedule.choices:
+            return 0
+        graph, draws = self.profile.graph, len(schedule.choices)
+        for choice in schedule.choices:
+            inside = graph.operators[choice.start : choice.end]
+            draws += sum(operator.is_random for operator in inside)
+        return self.verified_bytes + draws * STATE_BYTES
+
+    def simulated(self, schedule: Schedule) -> Schedule:
+        """Return a schedule as it is predicted for this size."""
+        key = Decisions(schedule.calls, schedule.choices)
+        if key not in self._known:
+            found = self.simulator.schedule(*key)
+            self._known[key] = self.simulator.with_plain_times(found)
+        return self._known[key]
+
+    def predicted(self, schedule: Schedule) -> Predicted:
+        """Return what is predicted of this size under a schedule."""
+        found = self.simulated(schedule)
+        return Predicted(
+            schedule,
+            found.peak_bytes,
+            self.held_bytes(found),
+            found.slowdown,
+            self.beside_bytes(schedule),
+        )
+
+    def held_bytes(self, found: Schedule) -> int:
+        """Return the bytes that are live when the forward of the model has ended."""
+        alive = found.simulation.alive_bytes
+        end = self.profile.graph.backward_start - 1
+        return alive[end] if alive and end >= 0 else 0
+
+
+def structure_of(graph: StepGraph) -> Hashable:
+    """Return a recorded step without its numbers: operators, live ranges, calls."""
+    operators = tuple((o.name, o.module_path, o.inputs) for o in graph.operators)
+    storages = tuple((s.kind, s.birth, s.death, s.released) for s in graph.storages)
+    saved = tuple((s.value, s.moment, s.asked, s.freed) for s in graph.saved)
+    return hash((operators, storages, saved, graph.calls, graph.backward_start))

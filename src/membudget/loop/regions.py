@@ -1,0 +1,93 @@
+"""Put the regions of one schedule after another on a model.
+
+Schedules that decide alike share their regions, with all that these have verified.
+"""
+
+from __future__ import annotations
+
+from torch.nn import Module
+
+from membudget.attach import Carried, ModuleRegion, put, remove_region
+from membudget.engine.options import Statistics, checked_options
+from membudget.errors import SelectionError
+from membudget.loop.point import Decisions, RecordedSize
+from membudget.planned import PlanRegions, carried_of_plan
+from membudget.planner.plan import RegionPlan
+from membudget.planner.schedule import Schedule
+from membudget.planning import make_plan
+from membudget.selection import default_names
+
+_RegionPlans = tuple[RegionPlan, ...]
+
+
+class RegionSets:
+    """The regions that a model can carry, of which one set is on it.
+
+    Attributes:
+        inner: What the model itself would carry under the plan in force.
+    """
+
+    def __init__(self, model: Module):
+        """Start without regions."""
+        self.inner: Carried | None = None
+        self._model = model
+        self._plans: dict[Decisions, _RegionPlans] = {}
+        self._sets: dict[_RegionPlans | None, PlanRegions] = {}
+        self._on: PlanRegions = []
+        self._statistics: list[Statistics] = []
+
+    def switch(self, point: RecordedSize, schedule: Schedule) -> None:
+        """Put the regions of a schedule on the model, in place of those there."""
+        decisions = Decisions(schedule.calls, schedule.choices)
+        if decisions not in self._plans:
+            plan = make_plan(point.profile, point.simulated(schedule), self._model, 0)
+            self._plans[decisions] = plan.regions
+            if plan.regions not in self._sets:
+                carried = carried_of_plan(self._model, plan, {})
+                self._sets[plan.regions] = self._noted(carried)
+        self._put(self._sets[self._plans[decisions]])
+
+    def recompute_all(self) -> None:
+        """Put a region on each block that keeps nothing inside."""
+        if None not in self._sets:
+            options = checked_options({"engine": "auto", "verify": "fingerprints"})
+            try:
+                names = default_names(self._model)
+            except SelectionError:
+                names = [""]
+            self._sets[None] = self._noted(
+                {n: ModuleRegion(options, Statistics(n), True) for n in names}
+            )
+        self._put(self._sets[None])
+
+    def clear(self) -> None:
+        """Take the regions off the model."""
+        for _, module, _ in self._on:
+            if module is not self._model:
+                remove_region(module)
+        self._on, self.inner = [], None
+
+    def counted(self) -> dict[str, tuple[int, int]]:
+        """Return forwards and recomputes of each region, by name."""
+        totals: dict[str, tuple[int, int]] = {}
+        for of in self._statistics:
+            forwards, recomputes = totals.get(of.label, (0, 0))
+            totals[of.label] = forwards + of.forwards, recomputes + of.recomputes
+        return totals
+
+    def _put(self, regions: PlanRegions) -> None:
+        if regions is self._on:
+            return
+        self.clear()
+        self._on = regions
+        for name, module, carried in regions:
+            if module is self._model:
+                self.inner = carried
+            else:
+                put(module, carried, name)
+
+    def _noted(self, carried: dict[str, Carried]) -> PlanRegions:
+        modules = dict(self._model.named_modules())
+        found = (of.statistics for of in carried.values())
+        self._statistics += [statistics for statistics in found if statistics]
+        return [(name, modules[name], of) for name, of in carried.items()]

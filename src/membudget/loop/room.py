@@ -1,0 +1,129 @@
+"""The bytes that a budget leaves for a micro-batch, and what to do if they are too few.
+
+An absolute budget is for all tensors on the device: what is live before the call is
+subtracted, and state that the optimizer has yet to make. A share is of what the plain
+micro-batch takes above that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import Literal
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from membudget.budget import Budget, Share, absent_bytes
+from membudget.errors import BudgetError, BudgetWarning, OptionError
+from membudget.loop.awaited import Forward
+from membudget.loop.plans import ExceededError, History, Left, Plans
+from membudget.loop.point import Predicted, RecordedSize
+from membudget.loop.situation import Situation
+from membudget.memory.counting import Counted
+from membudget.planner.planner import plain_schedule
+from membudget.profile.optimizer_step import step_bytes
+from membudget.refusal import refused
+
+OnExceed = Literal["raise", "warn", "plain"]
+"""What to do about a micro-batch whose smallest plan is over budget."""
+
+
+class Room:
+    """What a budget leaves on one device.
+
+    Attributes:
+        counted: The live bytes of the device.
+    """
+
+    def __init__(self, limit: int | Share, on_exceed: OnExceed, counted: Counted):
+        """Store the budget, in bytes or as a share."""
+        self.counted = counted
+        self._limit = limit
+        self._on_exceed = on_exceed
+
+    def left(
+        self,
+        plans: Plans,
+        situation: Situation,
+        awaited: Sequence[Forward],
+        most_awaited: int,
+        optimizer: Optimizer | None,
+    ) -> Left:
+        """Return what is left for a micro-batch that is about to run."""
+        held = sum(forward.held_bytes for forward in awaited)
+        if isinstance(self._limit, Share):
+            plain = sum(forward.plain_held_bytes for forward in awaited)
+            whole = plans.share_bytes(situation, self._limit)
+            limit_bytes = whole + int(plain * self._limit.part) - held
+        else:
+            static = plans.reference(situation).profile.graph.static
+            limit_bytes = self._limit - self.counted.live_bytes()
+            limit_bytes -= absent_bytes(static, optimizer, self.counted.device)
+            limit_bytes -= 0 if self.counted.is_exact else held
+        parts = max(1, most_awaited - len(awaited))
+        return Left(limit_bytes // parts, limit_bytes)
+
+    def unplanned(self) -> int:
+        """Return what is left for a call without a plan; 0 if that is unknown."""
+        if isinstance(self._limit, Share):
+            return 0
+        return self._limit - self.counted.live_bytes()
+
+    def exceeded(
+        self, point: RecordedSize, history: History, error: ExceededError
+    ) -> Predicted:
+        """Refuse a micro-batch, or take the smallest plan or none, as was asked.
+
+        Raises:
+            BudgetError: If nothing else was asked for.
+        """
+        predicted, limit_bytes = error.predicted, error.left.limit_bytes
+        before_bytes = self.counted.live_bytes()
+        if not isinstance(self._limit, Share):
+            before_bytes = self._limit - limit_bytes
+        self._raise_or_warn(
+            refused(
+                point.profile,
+                Budget(limit_bytes, before_bytes),
+                predicted.schedule,
+                predicted.peak_bytes + history.beyond(predicted),
+            ),
+            f"for a micro-batch of {history.text}, ",
+        )
+        if self._on_exceed == "plain":
+            predicted = point.predicted(plain_schedule(point.plain))
+        history.predicted, history.limit_bytes = predicted, limit_bytes
+        return predicted
+
+    def check_step(self, model: Module, optimizer: Optimizer) -> None:
+        """Refuse the first step of an optimizer whose state and temporaries are over.
+
+        Raises:
+            BudgetError: If they are, and nothing else was asked for.
+        """
+        if isinstance(self._limit, Share):
+            return
+        try:
+            need_bytes = step_bytes(model, optimizer)
+        except OptionError:  # It cannot step on fake tensors.
+            return
+        live_bytes = self.counted.live_bytes()
+        if live_bytes + need_bytes <= self._limit:
+            return
+        error = BudgetError(
+            f"the first step of {type(optimizer).__name__} needs {need_bytes:,} bytes "
+            f"for its state and temporaries beside {live_bytes:,} in use, more than "
+            f"the budget of {self._limit:,} bytes, and no plan lowers that. Smallest "
+            f"feasible budget: {live_bytes + need_bytes:,} bytes",
+            asked_bytes=self._limit,
+            least_bytes=live_bytes + need_bytes,
+            before_bytes=live_bytes,
+        )
+        self._raise_or_warn(error)
+
+    def _raise_or_warn(self, error: BudgetError, about: str = "") -> None:
+        error.args = (f"{about}{error}",)
+        if self._on_exceed == "raise":
+            raise error
+        warnings.warn(str(error), BudgetWarning, stacklevel=2)

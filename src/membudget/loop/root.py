@@ -1,0 +1,275 @@
+"""What the model carries while a budget is open: it plans and measures its calls.
+
+    loop calls the model ──> situation ──> plan ──> regions on modules
+                                           ^
+    loss, backward, optimizer ──> measured ┘
+
+Nothing is planned for a call without gradients, or one that a recording of ours makes.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from membudget._torch import is_fake, tree_iter
+from membudget._torch_accelerator import HOST
+from membudget.allocation import is_out_of_memory
+from membudget.attach import carried_by, put, remove_region
+from membudget.errors import BudgetWarning, OptionError
+from membudget.loop.awaited import Awaited, Forward
+from membudget.loop.meter import Meter
+from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
+from membudget.loop.plans import ExceededError, History, Plans
+from membudget.loop.regions import RegionSets
+from membudget.loop.report import SituationStatus
+from membudget.loop.room import Room
+from membudget.loop.situation import Situation, situation_of, sizes_text
+from membudget.planner.planner import plain_schedule
+from membudget.profile import profile_step
+from membudget.progress import stage
+from membudget.state.autocast import casts_kept, clear_casts
+
+_REMEDY = (
+    "membudget: memory ran out in a forward that was planned. The next one runs under "
+    "a tighter plan; to run this one again, call it by step() of what budget() returned"
+)
+
+
+class Root:
+    """Attached to a model for as long as a budget is open.
+
+    Attributes:
+        statistics: Of the region that a plan puts on the model itself, if one does.
+        model: The model.
+        optimizer: Optimizer of the model's parameters, if it is known.
+        sets: The regions of the model.
+        has_run: Whether a forward was planned.
+    """
+
+    statistics = None
+
+    def __init__(self, model: Module, room: Room, optimizer: Optimizer | None):
+        """Store what to plan for; `attach` puts it on the model."""
+        self.model = model
+        self.optimizer = optimizer
+        self.sets = RegionSets(model)
+        self.has_run = False
+        self._room = room
+        self._plans = Plans(self._record)
+        self._meter = Meter(room.counted)
+        self._awaited = Awaited()
+        self._measured: tuple[Situation, History] | None = None
+        self._warned: set[Situation] = set()
+        self._why_not = self._not_measured = ""
+        self._is_quiet = False
+        self._call: tuple[Any, Any] = ((), {})
+
+    def attach(self) -> None:
+        """Put this on the model, and begin to count."""
+        self._room.counted.start()
+        if not self._room.counted.is_exact:
+            self._not_measured = "the CPU's memory is not counted without a compiler"
+        put(self.model, self, "")
+
+    def detach(self) -> None:
+        """Take this and all regions off the model, and stop measuring."""
+        self.end_measurement()
+        self._room.counted.stop()
+        self.sets.clear()
+        if carried_by(self.model) is self:
+            remove_region(self.model)
+
+    def run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        """Run the model's forward, under a plan if a backward pass may follow."""
+        if self._is_quiet or not self._is_training(args, kwargs):
+            return self._inner(function, args, kwargs)
+        with self._quiet():  # Calls of the model inside of itself are part of this one.
+            forward = self._before(args, kwargs)
+            try:
+                output = self._inner(function, args, kwargs)
+            except BaseException as error:
+                self._meter.drop()
+                if is_out_of_memory(error):
+                    self.tighten()
+                    error.add_note(_REMEDY)
+                raise
+            self._meter.mark("outputs")
+            begun = lambda: self._meter.mark("backward")  # noqa: E731
+            self._awaited.add(forward, differentiable(output), begun)
+        return output
+
+    def _inner(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self.sets.inner is None:
+            return function(*args, **kwargs)
+        return self.sets.inner.run(function, args, kwargs)
+
+    def _is_training(self, args: Any, kwargs: Any) -> bool:
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+            return False
+        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        parameters = list(self.model.parameters())
+        if any(is_fake(t) or t.is_meta for t in (*tensors, *parameters[:1])):
+            return False
+        return any(t.requires_grad for t in (*parameters, *tensors))
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self._is_quiet = True
+        try:
+            yield
+        finally:
+            self._is_quiet = False
+
+    # Before the forward.
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+        self.has_run = True
+        self.end_measurement()
+        awaited = self._awaited.now()
+        if not awaited:
+            # With casts that an earlier micro-batch left, other operators would run
+            # than were recorded. No awaited forward shares them.
+            clear_casts()
+        situation = situation_of(self.model, args, kwargs, len(awaited))
+        history = self._plans.history(situation, sizes_text(args, kwargs))
+        self._call = args, kwargs
+        try:
+            forward = self._planned(situation, history, awaited)
+        except _UnrecordableError as error:
+            self._give_up(str(error))
+            forward = Forward()
+        finally:
+            self._call = (), {}
+        if self._why_not:
+            self.sets.recompute_all()
+            history.limit_bytes = self._room.unplanned()
+        # On an accelerator, measuring resets what the user may want to read.
+        is_on_host = self._room.counted.device == HOST
+        if is_on_host or history.schedule not in history.measured:
+            self._meter.begin()
+            self._measured = situation, history
+        return forward
+
+    def _planned(
+        self, situation: Situation, history: History, awaited: Sequence[Forward]
+    ) -> Forward:
+        """Put the plan of a situation on the model; return what it holds."""
+        if self._why_not:
+            history.uses += 1
+            return Forward()
+        plans = self._plans
+        plans.prepare(situation, history)
+        most = self._awaited.most
+        left = self._room.left(plans, situation, awaited, most, self.optimizer)
+        point = plans.reference(situation)
+        try:
+            predicted = plans.choose(situation, history, left)
+        except ExceededError as error:
+            predicted = self._room.exceeded(point, history, error)
+        self.sets.switch(point, predicted.schedule)
+        plain = point.predicted(plain_schedule(point.plain))
+        return Forward(predicted.held_bytes, plain.held_bytes)
+
+    def _give_up(self, why: str) -> None:
+        """Recompute every block from now on, and say so."""
+        self._why_not = why
+        warnings.warn(
+            f"{type(self.model).__name__} cannot be recorded without memory ({why}), "
+            "so no plan is made: every block is recomputed, and whether that is within "
+            "the budget is measured, not known before",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+    def _record(self) -> RecordedBatch:
+        """Record the call that is about to run, without memory."""
+        self.sets.clear()
+        step = MicroBatchStep(self.model, *self._call)
+        try:
+            with casts_kept(), stage("recording the micro-batch, without memory"):
+                if self.optimizer is not None:
+                    with suppress(OptionError):  # LBFGS steps with a closure alone.
+                        return RecordedBatch(
+                            profile_step(step, self.optimizer, fake=True)
+                        )
+                return RecordedBatch(profile_step(step, fake=True))
+        except Exception as error:
+            raise _UnrecordableError(f"{type(error).__name__}: {error}") from error
+
+    # After the forward.
+
+    def begin_step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer of the model's parameters is about to step.
+
+        Raises:
+            BudgetError: If its first step is over budget.
+        """
+        self._meter.mark("step")
+        if self.optimizer is None:
+            self.optimizer = optimizer
+            self._room.check_step(self.model, optimizer)
+
+    def tighten(self) -> bool:
+        """Let later plans take less; return whether there is a smaller one."""
+        self._meter.drop()
+        self._measured = None
+        return self._plans.tighten()
+
+    def end_measurement(self) -> None:
+        """Stop measuring, and learn from what was measured."""
+        measured, self._measured = self._measured, None
+        found = self._meter.end()
+        if measured is None or found is None:
+            return
+        situation, history = measured
+        self._plans.learn(situation, history, found)
+        beyond = found.peak_bytes - history.limit_bytes
+        if beyond <= 0 or not history.limit_bytes or situation in self._warned:
+            return
+        self._warned.add(situation)
+        warnings.warn(
+            f"a micro-batch of {history.text} took {found.peak_bytes:,} bytes, "
+            f"{beyond:,} more than were left for it; the next plan expects that",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+    # For people.
+
+    def situations(self) -> Iterator[SituationStatus]:
+        """Yield what is known of each situation."""
+        name = type(self.model).__name__
+        for history in self._plans.histories.values():
+            found = history.predicted
+            yield SituationStatus(
+                model=name,
+                tensors=history.text,
+                uses=history.uses,
+                plans=history.plans,
+                left_bytes=history.limit_bytes,
+                predicted_bytes=0 if found is None else found.peak_bytes,
+                slowdown=0.0 if found is None else found.slowdown,
+                worst_bytes=history.worst_bytes,
+                last_bytes=history.last_bytes,
+            )
+
+    def notes(self) -> Iterator[str]:
+        """Yield what a user should know, in sentences."""
+        if self._why_not:
+            yield f"no plan: the model cannot be recorded ({self._why_not})"
+        if self._not_measured:
+            yield f"not measured: {self._not_measured}"
+
+
+class _UnrecordableError(Exception):
+    """A micro-batch cannot be recorded on fake tensors."""

@@ -1,0 +1,96 @@
+"""Live bytes of a device and their peak, at any time, without a profiler.
+
+An accelerator's allocator keeps these numbers. For the CPU, a counter in C++ is put in
+front of torch's allocator for as long as somebody counts.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget._torch import is_fake
+from membudget._torch_accelerator import is_on_accelerator, memory_stats
+from membudget.engine.native.library import Library, NoExtensionError
+from membudget.memory.peak import storage_bytes
+
+COUNTER = Library("counter", Path(__file__).parent / "native", "the memory counter")
+
+_OPEN: list[Counted] = []
+"""Who counts the CPU's memory; the first of them knows what was live before."""
+
+
+class Counted:
+    """Live bytes of one device, from `start()` to `stop()`.
+
+    Attributes:
+        is_exact: Whether every allocation is counted. Without a C++ compiler, the CPU's
+            are not: then `live` looks through all objects, and no peak is known.
+    """
+
+    def __init__(self, device: torch.device):
+        """Choose the device; nothing is counted yet."""
+        self.device = device
+        self.is_exact = is_on_accelerator(device)
+        self._extension: Any = None
+        self._before_bytes = 0
+
+    def start(self) -> None:
+        """Begin to count."""
+        if is_on_accelerator(self.device):
+            return
+        try:
+            self._extension = COUNTER.imported("_counter")
+        except (NoExtensionError, ImportError):
+            return
+        # What is live already, counted by an earlier opening or not at all.
+        if _OPEN:
+            self._before_bytes = _OPEN[0]._before_bytes
+        else:
+            self._before_bytes = _visible_bytes() - int(self._extension.live())
+        self.is_exact = self._extension.start()
+        _OPEN.append(self)
+
+    def stop(self) -> None:
+        """Count no more."""
+        if self in _OPEN:
+            _OPEN.remove(self)
+            if not _OPEN:
+                self._extension.stop()
+        self.is_exact = is_on_accelerator(self.device)
+
+    def live_bytes(self) -> int:
+        """Return the bytes of live tensors."""
+        if is_on_accelerator(self.device):
+            return memory_stats(self.device)["requested_bytes.all.current"]
+        if self.is_exact:
+            return self._before_bytes + int(self._extension.live())
+        return _visible_bytes()
+
+    def peak_bytes(self) -> int:
+        """Return the most bytes that were live since `restart`; exact counts alone."""
+        if is_on_accelerator(self.device):
+            return memory_stats(self.device)["requested_bytes.all.peak"]
+        return self._before_bytes + int(self._extension.most())
+
+    def restart(self) -> None:
+        """Let the peak begin with what is live now."""
+        if is_on_accelerator(self.device):
+            torch.accelerator.reset_peak_memory_stats(self.device)
+        elif self.is_exact:
+            self._extension.restart()
+
+
+def _visible_bytes() -> int:
+    """Return the bytes of all tensors on the CPU that Python's collector knows.
+
+    Tensors that only C++ refers to, such as those that autograd saved, are not found.
+    """
+    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+    return storage_bytes(
+        t for t in tensors if t.device.type == "cpu" and not is_fake(t)
+    )

@@ -1,0 +1,1 @@
+"""Training loops drawn at random, run plainly and under a budget."""
