@@ -27,12 +27,20 @@ class NoCompilerError(Exception):
 
 def peak_bytes(function: Callable[[], object]) -> int:
     """Return the most bytes that live during a call, beyond those before it."""
-    counter = _counter()
     gc.collect()
-    before: int = counter.restart()
+    before = restarted()
     function()
-    most: int = counter.most()
-    return most - before
+    return so_far() - before
+
+
+def restarted() -> int:
+    """Begin to look for a new peak; return the bytes that live now."""
+    return int(_counter().restart())
+
+
+def so_far() -> int:
+    """Return the most bytes that lived since the last restart."""
+    return int(_counter().most())
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -66,6 +67,7 @@ class Budgeted:
             return self
         for root in self._roots:
             check_model(root.model)
+            _check_not_compiled(root.model)
         for root in self._roots:
             root.attach()
         self._hooks = [
@@ -178,6 +180,22 @@ class Budgeted:
     ) -> None:
         """Stop."""
         self.stop()
+
+
+def _check_not_compiled(model: Module) -> None:
+    """Reject a model with compiled blocks, whose operators cannot be observed.
+
+    Raises:
+        OptionError: If there are any.
+    """
+    for name, module in model.named_modules():
+        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
+        if is_compiled or isinstance(module, OptimizedModule):
+            raise OptionError(
+                f"{name or 'the model'!r} is compiled: the operators inside are not "
+                "seen, so no plan can be made for them. Open the budget on the model "
+                "without torch.compile"
+            )
 
 
 def budget(

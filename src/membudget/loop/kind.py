@@ -104,18 +104,23 @@ class CallKind:
     ) -> Predicted | None:
         """Return the fastest schedule that fits a recorded size; `None` if none does.
 
-        What is expected beyond the prediction is not expected of the plain micro-batch.
+        Args:
+            point: The recorded size.
+            target_bytes: Bytes that a micro-batch may allocate.
+            beyond_bytes: What it is known to take beyond any prediction.
         """
+        target_bytes -= beyond_bytes
         if point.profile.peak_bytes <= target_bytes:
             return self._noted(point, plain_schedule(point.plain))
+        beside_bytes = 0
         found: Schedule | None = None
         for _ in range(ATTEMPTS):
             try:
-                found = point.planner.candidates(target_bytes - beyond_bytes, True)[0]
+                found = point.planner.candidates(target_bytes - beside_bytes, True)[0]
             except BudgetError:
                 return None
-            beyond_bytes = max(beyond_bytes, point.beside_bytes(found))
-            if found.peak_bytes + beyond_bytes <= target_bytes:
+            beside_bytes = max(beside_bytes, point.beside_bytes(found))
+            if found.peak_bytes + beside_bytes <= target_bytes:
                 break
         else:
             return None

@@ -25,9 +25,8 @@ from membudget.graph import StepGraph
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.meter import Measured
 from membudget.loop.micro_batch import RecordedBatch
-from membudget.loop.point import Predicted, RecordedSize
+from membudget.loop.point import Decisions, Predicted, RecordedSize
 from membudget.loop.situation import Situation
-from membudget.planner.schedule import Schedule
 
 OWN_PLAN_USES = 16
 """Micro-batches of one situation after which it is recorded, and gets its own plan."""
@@ -53,12 +52,12 @@ class History:
             if the model cannot be recorded.
         limit_bytes: Bytes that a micro-batch may allocate, when it ran last.
         wanted_bytes: Bytes for which the plan was made.
-        correction_bytes: What a micro-batch took beyond its prediction, at most.
+        correction_bytes: What a micro-batch took beyond all that was expected, at most.
         worst_bytes: Largest measured peak.
         last_bytes: Last measured peak.
         plans: How many plans were made.
         most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
-        measured: Schedules under which a micro-batch was measured.
+        measured: Largest measured peak under each plan; `None` for no plan.
         version: Version of the kind's predictions on which the plan stands.
     """
 
@@ -72,21 +71,29 @@ class History:
     last_bytes: int = 0
     plans: int = 0
     most_bytes: int | None = None
-    measured: list[Schedule | None] = field(default_factory=list)
+    measured: dict[Decisions | None, int] = field(default_factory=dict)
     version: int = -1
 
     @property
-    def schedule(self) -> Schedule | None:
-        """The schedule in force."""
-        return None if self.predicted is None else self.predicted.schedule
+    def decisions(self) -> Decisions | None:
+        """What the plan in force decides."""
+        return None if self.predicted is None else self.predicted.decisions
+
+    def expected_bytes(self, predicted: Predicted) -> int:
+        """Return the peak to expect under a plan, corrected by what was measured.
+
+        A later micro-batch may take more than those that were measured, if they skipped
+        layers: no measurement lowers a prediction.
+        """
+        foreseen_bytes = predicted.peak_bytes + predicted.beside_bytes
+        known = self.measured.get(predicted.decisions)
+        if known is not None:
+            return max(foreseen_bytes, known)
+        return foreseen_bytes + self.correction_bytes
 
     def fits(self, predicted: Predicted, target_bytes: int) -> bool:
-        """Return whether a prediction, as corrected, is within some bytes."""
-        return predicted.peak_bytes + self.beyond(predicted) <= target_bytes
-
-    def beyond(self, predicted: Predicted) -> int:
-        """Return the bytes that are expected beyond a prediction."""
-        return max(self.correction_bytes, predicted.beside_bytes)
+        """Return whether what is to be expected under a plan is within some bytes."""
+        return self.expected_bytes(predicted) <= target_bytes
 
 
 class Left(NamedTuple):
@@ -238,7 +245,8 @@ class Plans:
         """Note what a micro-batch took."""
         history.last_bytes = measured.peak_bytes
         history.worst_bytes = max(history.worst_bytes, measured.peak_bytes)
-        history.measured.append(history.schedule)
+        key = history.decisions
+        history.measured[key] = max(measured.peak_bytes, history.measured.get(key, 0))
         if measured.tail_bytes is None or history.predicted is None:
             return
         self.is_first = False
@@ -247,5 +255,6 @@ class Plans:
             self.tail.learn(points[situation.sizes].recording, measured.tail_bytes)
             point = self.kind(situation).points[situation.sizes]
             history.predicted = point.predicted(history.predicted.schedule)
-        beyond = measured.peak_bytes - history.predicted.peak_bytes
+        expected = history.predicted.peak_bytes + history.predicted.beside_bytes
+        beyond = measured.peak_bytes - expected
         history.correction_bytes = max(history.correction_bytes, beyond)

@@ -46,6 +46,11 @@ class Predicted(NamedTuple):
     slowdown: float
     beside_bytes: int
 
+    @property
+    def decisions(self) -> Decisions:
+        """What the schedule decides."""
+        return Decisions(self.schedule.calls, self.schedule.choices)
+
 
 @dataclass
 class RecordedSize:

@@ -87,7 +87,7 @@ class Room:
                 point.profile,
                 Budget(limit_bytes, before_bytes),
                 predicted.schedule,
-                predicted.peak_bytes + history.beyond(predicted),
+                history.expected_bytes(predicted),
             ),
             f"for a micro-batch of {history.text}, ",
         )

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch import is_fake, tree_iter
+from membudget._torch import is_fake, tree_iter, without_dispatch_modes
 from membudget._torch_accelerator import HOST
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
@@ -60,6 +60,7 @@ class Root:
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
         self.optimizer = optimizer
+        self._given = optimizer  # In each recording or in none, to compare them.
         self.sets = RegionSets(model)
         self.has_run = False
         self._room = room
@@ -70,6 +71,7 @@ class Root:
         self._warned: set[Situation] = set()
         self._why_not = self._not_measured = ""
         self._is_quiet = False
+        self._versions = -1
         self._call: tuple[Any, Any] = ((), {})
 
     def attach(self) -> None:
@@ -136,10 +138,7 @@ class Root:
         self.has_run = True
         self.end_measurement()
         awaited = self._awaited.now()
-        if not awaited:
-            # With casts that an earlier micro-batch left, other operators would run
-            # than were recorded. No awaited forward shares them.
-            clear_casts()
+        self._clear_casts(awaited)
         situation = situation_of(self.model, args, kwargs, len(awaited))
         history = self._plans.history(situation, sizes_text(args, kwargs))
         self._call = args, kwargs
@@ -155,10 +154,22 @@ class Root:
             history.limit_bytes = self._room.unplanned()
         # On an accelerator, measuring resets what the user may want to read.
         is_on_host = self._room.counted.device == HOST
-        if is_on_host or history.schedule not in history.measured:
+        if is_on_host or history.decisions not in history.measured:
             self._meter.begin()
             self._measured = situation, history
         return forward
+
+    def _clear_casts(self, awaited: Sequence[Forward]) -> None:
+        """Drop the casts that autocast cached in an earlier micro-batch.
+
+        With them, other operators would run than were recorded. They stay if an awaited
+        forward shares them, whose gradients would be added in another precision, or if
+        they are of older weights than the model has: the plain loop would use these.
+        """
+        versions = sum(parameter._version for parameter in self.model.parameters())
+        if not awaited and versions == self._versions:
+            clear_casts()
+        self._versions = versions
 
     def _planned(
         self, situation: Situation, history: History, awaited: Sequence[Forward]
@@ -176,6 +187,7 @@ class Root:
             predicted = plans.choose(situation, history, left)
         except ExceededError as error:
             predicted = self._room.exceeded(point, history, error)
+            self._warned.add(situation)  # Once is enough.
         self.sets.switch(point, predicted.schedule)
         plain = point.predicted(plain_schedule(point.plain))
         return Forward(predicted.held_bytes, plain.held_bytes)
@@ -195,15 +207,17 @@ class Root:
         """Record the call that is about to run, without memory."""
         self.sets.clear()
         step = MicroBatchStep(self.model, *self._call)
+        text = "recording the micro-batch, without memory"
         try:
-            with casts_kept(), stage("recording the micro-batch, without memory"):
-                if self.optimizer is not None:
+            # Modes of the user's would count operators that are not the loop's.
+            with without_dispatch_modes(), casts_kept(), stage(text):
+                if self._given is not None:
                     with suppress(OptionError):  # LBFGS steps with a closure alone.
-                        return RecordedBatch(
-                            profile_step(step, self.optimizer, fake=True)
-                        )
+                        return RecordedBatch(profile_step(step, self._given, fake=True))
                 return RecordedBatch(profile_step(step, fake=True))
         except Exception as error:
+            if is_out_of_memory(error):
+                raise
             raise _UnrecordableError(f"{type(error).__name__}: {error}") from error
 
     # After the forward.

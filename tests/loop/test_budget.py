@@ -1,0 +1,319 @@
+"""One line holds a training loop to a number of bytes, and changes none of its bits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.memory.counting import Counted
+from membudget.profile import profile_step
+from tests.loops.models import Language
+
+WORDS = 64
+
+
+class Seen:
+    """The most bytes that lived in a context, with all that lived before."""
+
+    most_bytes = 0
+
+
+@contextmanager
+def counted() -> Iterator[Seen]:
+    seen, counts = Seen(), Counted(torch.device("cpu"))
+    gc.collect()
+    counts.start()
+    if not counts.is_exact:
+        pytest.skip("without a C++ compiler the CPU's memory is not counted")
+    counts.restart()
+    try:
+        yield seen
+        seen.most_bytes = counts.peak_bytes()
+    finally:
+        counts.stop()
+
+
+def tokens(length: int, seed: int = 0) -> Tensor:
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randint(WORDS, (8, length), generator=drawn)
+
+
+def train(
+    model: nn.Module,
+    lengths: list[int],
+    *,
+    accumulation: int = 1,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> None:
+    """Train as people do: nothing of membudget is in it."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for number, length in enumerate(lengths):
+        ids = tokens(length, number)
+        logits = model(ids)
+        loss = F.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
+        (loss / accumulation).backward()
+        del logits, loss
+        if (number + 1) % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def outcome(
+    around: Callable[[nn.Module], Any],
+    lengths: list[int],
+    make: Callable[[], nn.Module] = Language,
+    **options: Any,
+) -> tuple[list[Tensor], int, Any]:
+    """Return weights and the random stream after a loop, its peak, and the context."""
+    torch.manual_seed(0)
+    model = make()
+    with counted() as seen, around(model) as fitted:
+        train(model, lengths, **options)
+    states = [t.clone() for t in model.state_dict().values()]
+    return [*states, torch.get_rng_state()], seen.most_bytes, fitted
+
+
+def check_held(lengths: list[int], share: float, **options: Any) -> Any:
+    """Run a loop plainly and under a share of its peak; compare bits and bytes."""
+    plain, plain_bytes, _ = outcome(lambda _: nullcontext(), lengths, **options)
+    limit = int(share * plain_bytes)
+    budgeted, peak_bytes, fitted = outcome(
+        lambda model: mb.budget(model, limit), lengths, **options
+    )
+    assert all(map(torch.equal, plain, budgeted))
+    assert peak_bytes <= limit
+    return fitted
+
+
+def test_a_loop_keeps_its_budget_and_its_bits():
+    fitted = check_held([48] * 4, 0.6)
+    (status,) = fitted.status().situations
+    assert status.uses == 4
+    assert 0 < status.last_bytes <= status.left_bytes
+
+
+def test_gradients_of_earlier_micro_batches_count():
+    fitted = check_held([48] * 6, 0.6, accumulation=3)
+    assert len(fitted.status().situations) == 2  # Without and with gradients.
+
+
+def test_longer_and_shorter_micro_batches_keep_the_budget():
+    fitted = check_held([32, 64, 16, 48, 40, 24, 56, 64], 0.6)
+    assert len(fitted.status().situations) == 7
+
+
+def test_layers_that_are_dropped_at_random_keep_the_budget():
+    check_held([48] * 6, 0.7, make=lambda: Language(drop=0.4))
+
+
+def test_autocast_around_all_steps_computes_with_the_casts_of_the_first():
+    with torch.autocast("cpu", torch.bfloat16):
+        plain, _, _ = outcome(lambda _: nullcontext(), [48] * 3)
+        torch.clear_autocast_cache()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mb.BudgetWarning)
+            found, _, _ = outcome(lambda model: mb.budget(model, "80%"), [48] * 3)
+    assert all(map(torch.equal, plain, found))
+
+
+def test_sizes_between_recorded_ones_are_not_recorded(monkeypatch):
+    recorded = []
+    real = profile_step
+
+    def noted(step, *args, **kwargs):
+        recorded.append(tuple(step.args[0].shape))
+        return real(step, *args, **kwargs)
+
+    monkeypatch.setattr("membudget.loop.root.profile_step", noted)
+    check_held([16, 64, 32, 40, 48, 24, 56, 20], 0.6)
+    assert recorded == [(8, 16), (8, 64)]
+
+
+def test_a_share_is_of_the_plain_micro_batch():
+    _, _, fitted = outcome(lambda model: mb.budget(model, "60%"), [48] * 3)
+    (status,) = fitted.status().situations
+    plain = mb.profile(lambda: train(model, [48]), modules=(model := Language()))
+    assert status.left_bytes <= 0.6 * plain.peak_bytes * 1.02
+    assert status.last_bytes <= status.left_bytes
+
+
+def test_a_budget_that_cannot_be_met_is_refused_before_the_forward_begins():
+    ran = []
+    model = Language()
+    model.blocks[0].register_forward_pre_hook(lambda *_: ran.append(1))
+    with (
+        mb.budget(model, 1_000_000_000, optimizer=None) as fitted,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("error")
+        train(model, [48])
+    least = fitted.status().situations[0].left_bytes
+    assert least > 0
+    ran.clear()
+    limit = 1_000_000_000 - least + 1000
+    state = [p.clone() for p in model.parameters()]
+    with (
+        pytest.raises(mb.BudgetError, match="Smallest feasible budget") as caught,
+        mb.budget(model, limit),
+    ):
+        train(model, [48])
+    assert caught.value.asked_bytes == limit
+    assert caught.value.least_bytes > limit
+    assert all(map(torch.equal, state, model.parameters()))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_what_a_refusal_names_is_enough():
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    limits = [1_000]
+    # Each refusal is for one micro-batch; a later one, with gradients, may need more.
+    with suppress(mb.BudgetError):
+        while len(limits) < 8:
+            try:
+                with mb.budget(model, limits[-1], optimizer=optimizer):
+                    train(model, [48] * 3, optimizer=optimizer)
+                break
+            except mb.BudgetError as error:
+                limits.append(error.least_bytes)
+    assert limits == sorted(set(limits))
+    assert len(limits) < 8
+
+
+@pytest.mark.parametrize("choice", ["warn", "plain"])
+def test_a_micro_batch_over_budget_may_run_with_a_warning(choice):
+    model = Language()
+    with mb.budget(model, 10_000, on_exceed=choice) as fitted:
+        with pytest.warns(mb.BudgetWarning, match="no plan fits"):
+            logits = model(tokens(16))
+        logits.sum().backward()
+    (status,) = fitted.status().situations
+    assert (status.slowdown == 1.0) == (choice == "plain")
+
+
+def test_nothing_stays_on_the_model_after_the_loop():
+    model = Language()
+    classes = [type(m) for m in model.modules()]
+    keys = [set(m.__dict__) for m in model.modules()]
+    with mb.budget(model, "60%"):
+        train(model, [16, 24])
+        assert copy.deepcopy(model).blocks[0](torch.ones(1, 2, 32)).shape == (1, 2, 32)
+        assert type(pickle.loads(pickle.dumps(model))) is Language
+        assert isinstance(model, Language)
+    assert [type(m) for m in model.modules()] == classes
+    assert [set(m.__dict__) for m in model.modules()] == keys
+
+
+def test_evaluation_in_the_loop_is_not_planned():
+    model = Language()
+    with mb.budget(model, "80%") as fitted:
+        train(model, [16])
+        with torch.no_grad():
+            model(tokens(100))
+    assert [s.tensors for s in fitted.status().situations] == ["8x16"]
+
+
+def test_budgets_do_not_nest():
+    model = Language()
+    with (
+        mb.budget(model, "80%"),
+        pytest.raises(mb.OptionError, match="carries 1 regions already"),
+    ):
+        mb.budget(model, "80%").start()
+
+
+def test_compiled_models_are_refused():
+    model = Language()
+    model.blocks[0].compile(backend="eager")
+    with pytest.raises(mb.OptionError, match="compiled"):
+        mb.budget(model, "80%").start()
+
+
+def test_an_unknown_choice_is_refused():
+    unknown: Any = "panic"
+    with pytest.raises(mb.OptionError, match="on_exceed must be"):
+        mb.budget(Language(), "80%", on_exceed=unknown)
+
+
+def test_a_loop_that_never_calls_the_model_is_told_so():
+    model = Language()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with mb.budget(model, "80%"):
+        model.head(model.embed(tokens(4))).sum().backward()
+        with pytest.warns(mb.BudgetWarning, match="was never called"):
+            optimizer.step()
+
+
+class Reads(Language):
+    """Reads a value of a tensor that has gradients."""
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+        logits = super().forward(tokens, labels)
+        return logits * 2 if logits[0, 0, 0].item() > 0 else logits
+
+
+def test_a_model_that_reads_values_is_recomputed_and_says_so():
+    plain, _, _ = outcome(lambda _: nullcontext(), [32] * 3, Reads)
+    with pytest.warns(mb.BudgetWarning, match="cannot be recorded"):
+        found, _, fitted = outcome(lambda m: mb.budget(m, "70%"), [32] * 3, Reads)
+    assert all(map(torch.equal, plain, found))
+    status = fitted.status()
+    assert status.regions["blocks.0"] == (3, 3)
+    assert "cannot be recorded" in str(status)
+
+
+def test_two_models_share_one_budget():
+    def loop(around: Callable[[list[nn.Module]], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        models: list[nn.Module] = [Language(), Language()]
+        with around(models):
+            for _ in range(2):
+                for model in models:
+                    train(model, [32])
+        return [p.detach() for m in models for p in m.parameters()]
+
+    plain = loop(lambda _: nullcontext())
+    assert all(map(torch.equal, plain, loop(lambda ms: mb.budget(ms, "60%"))))
+
+
+def test_two_forwards_before_one_backward_keep_the_budget():
+    def loop(limit: int | None) -> tuple[list[Tensor], int]:
+        torch.manual_seed(0)
+        model = Language()
+        with (
+            counted() as seen,
+            mb.budget(model, limit) if limit else nullcontext(),
+        ):
+            for number in range(3):
+                one, other = model(tokens(48, number)), model(tokens(48, number + 9))
+                (one * other).square().mean().backward()
+                del one, other
+                model.zero_grad()
+        return [p.detach() for p in model.parameters()], seen.most_bytes
+
+    plain, plain_bytes = loop(None)
+    limit = int(0.75 * plain_bytes)
+    found, peak_bytes = loop(limit)
+    assert all(map(torch.equal, plain, found))
+    assert peak_bytes <= limit
+
+
+def test_the_report_shows_every_situation():
+    model = Language()
+    with mb.budget(model, "70%") as fitted:
+        train(model, [16, 16, 32])
+    text = fitted.report()
+    assert "budget    70%" in text
+    assert "8x16" in text
+    assert "8x32" in text

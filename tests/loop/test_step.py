@@ -1,0 +1,127 @@
+"""A micro-batch that finds no memory is undone, and runs again under another plan."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget._torch import DispatchMode
+from tests.loops.models import Images, Language
+from tests.rows.test_row_b11_failing_allocations import thread_state
+
+
+class FailsAt(DispatchMode):
+    """Fails once, at the n-th operator that allocates."""
+
+    def __init__(self, at: int):
+        super().__init__()
+        self.at, self.count = at, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        is_new = any(made.alias_info is None for made in func._schema.returns)
+        if isinstance(output, Tensor) and is_new:
+            self.count += 1
+            if self.count == self.at:
+                raise torch.OutOfMemoryError("on purpose")
+        return output
+
+
+def outcome(model: nn.Module) -> list[Tensor]:
+    gradients = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    buffers = [b.clone() for b in model.buffers()]
+    return [*gradients, *buffers, torch.get_rng_state()]
+
+
+def train(make: type[nn.Module], at: int) -> tuple[list[Tensor], int]:
+    """Run three micro-batches; an allocation fails in the last. Return its retries."""
+    torch.manual_seed(0)
+    model = make()
+    shape = (4, 3, 16, 16) if make is Images else (4, 24)
+    inputs = torch.randn(shape) if make is Images else torch.randint(64, shape)
+    fails = FailsAt(at)
+
+    def micro_batch() -> Tensor:
+        logits = model(inputs).flatten(0, -2)
+        loss = F.cross_entropy(logits, logits.argmax(-1))
+        loss.backward()
+        return loss.detach()
+
+    def failing() -> Tensor:
+        with fails:
+            return micro_batch()
+
+    before = thread_state()
+    with mb.budget(model, "80%") as fitted:
+        fitted.step(micro_batch)
+        fitted.step(micro_batch)
+        fitted.step(failing)
+    assert thread_state() == before
+    return outcome(model), fitted.status().retries
+
+
+@pytest.mark.parametrize("make", [Language, Images])
+def test_a_failed_allocation_changes_nothing_of_the_result(make):
+    plain, retries = train(make, at=10**9)
+    assert retries == 0
+    for at in random.Random(0).sample(range(1, 90), 8):
+        found, retries = train(make, at)
+        assert retries == 1
+        assert all(map(torch.equal, plain, found)), at
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [Language, Images])
+def test_no_failed_allocation_changes_the_result(make):
+    plain, _ = train(make, at=10**9)
+    for at in random.Random(1).sample(range(1, 120), 50):
+        found, _ = train(make, at)
+        assert all(map(torch.equal, plain, found)), at
+
+
+def test_an_error_that_is_not_about_memory_passes_through():
+    def wrong() -> None:
+        raise ValueError("not about memory")
+
+    with (
+        mb.budget(Language(), "60%") as fitted,
+        pytest.raises(ValueError, match="not about memory"),
+    ):
+        fitted.step(wrong)
+
+
+def test_memory_that_is_never_found_is_an_error_with_nothing_changed():
+    torch.manual_seed(0)
+    model = Language()
+    calls = []
+
+    def never() -> None:
+        calls.append(1)
+        model(torch.randint(64, (4, 24))).sum().backward()
+        raise torch.OutOfMemoryError("on purpose")
+
+    with mb.budget(model, "60%") as fitted:
+        state = torch.get_rng_state()
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+            fitted.step(never)
+    assert calls
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_outside_of_step_the_error_says_what_to_do():
+    model = Language()
+    with mb.budget(model, "60%") as fitted:
+        model(torch.randint(64, (4, 24))).sum().backward()
+        with (
+            FailsAt(5),
+            pytest.raises(torch.OutOfMemoryError, match="on purpose") as caught,
+        ):
+            model(torch.randint(64, (4, 24)))
+    assert any("step()" in note for note in caught.value.__notes__)
+    assert fitted.status().retries == 0

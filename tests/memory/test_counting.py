@@ -1,0 +1,69 @@
+"""Live bytes and their peak, at any time."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from membudget.memory.counting import Counted
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def counts():
+    found = Counted(torch.get_default_device())
+    found.start()
+    if not found.is_exact:
+        pytest.skip("there is no C++ compiler")
+    yield found
+    found.stop()
+
+
+def test_live_bytes_follow_allocations_and_releases(counts):
+    before = counts.live_bytes()
+    x = torch.zeros(MIB)
+    assert counts.live_bytes() - before == 4 * MIB
+    del x
+    assert counts.live_bytes() == before
+
+
+def test_the_peak_begins_anew_at_a_restart(counts):
+    before = counts.live_bytes()
+    torch.zeros(MIB)
+    assert counts.peak_bytes() - before == 4 * MIB
+    counts.restart()
+    torch.zeros(1024)
+    assert counts.peak_bytes() - before == 4096
+
+
+def test_tensors_from_before_count():
+    x = torch.zeros(MIB, device="cpu")
+    gc.collect()
+    counts = Counted(torch.device("cpu"))
+    counts.start()
+    try:
+        if counts.is_exact:
+            assert counts.live_bytes() >= 4 * MIB
+    finally:
+        counts.stop()
+    del x
+
+
+def test_tensors_that_autograd_alone_holds_count(counts):
+    x = torch.zeros(1024, requires_grad=True)
+    before = counts.live_bytes()
+    loss = x.exp().sum()
+    assert counts.live_bytes() - before >= 4096
+    del loss
+    assert counts.live_bytes() == before
+
+
+def test_two_may_count_at_once(counts):
+    other = Counted(counts.device)
+    other.start()
+    assert other.live_bytes() == counts.live_bytes()
+    other.stop()
+    assert counts.is_exact
