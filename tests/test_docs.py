@@ -73,7 +73,7 @@ def what_a_reader_has() -> dict[str, Any]:
         "make": make,
         "loss_fn": loss_fn,
         "step": step,
-        "train": lambda model: step(),
+        "train": lambda model, *others: step(),
         "optimizer": torch.optim.AdamW(model.parameters()),
         "Block": Block,
         "block": model[0],

@@ -27,6 +27,7 @@ def run(name: str) -> subprocess.CompletedProcess[str]:
     [
         ("demo", "equal to the last bit"),
         ("fit", "of the predicted"),
+        ("loop", "equal to the last bit"),
         ("sequential", "equal"),
         ("cifar_cnn", "weights and buffers equal bit for bit"),
     ],

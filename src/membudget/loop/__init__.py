@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
-from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -190,7 +189,7 @@ def _check_not_compiled(model: Module) -> None:
     """
     for name, module in model.named_modules():
         is_compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if is_compiled or isinstance(module, OptimizedModule):
+        if is_compiled or hasattr(module, "_orig_mod"):  # torch.compile's wrapper.
             raise OptionError(
                 f"{name or 'the model'!r} is compiled: the operators inside are not "
                 "seen, so no plan can be made for them. Open the budget on the model "

@@ -23,8 +23,10 @@ from membudget.errors import BudgetError
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.point import Decisions, Predicted, RecordedSize
 from membudget.loop.situation import Sizes
+from membudget.modes import schedule_of_mode
 from membudget.planner.planner import plain_schedule
 from membudget.planner.schedule import Schedule
+from membudget.planning import overheads_of
 
 MOST_SCHEDULES = 12
 """Schedules that are kept for one kind; the oldest goes first."""
@@ -98,6 +100,11 @@ class CallKind:
     def smallest(self, point: RecordedSize) -> Predicted:
         """Return what is predicted under the schedule with the smallest peak."""
         return self._noted(point, point.planner.smallest())
+
+    def nothing_kept(self, point: RecordedSize) -> Predicted:
+        """Return what is predicted if each block keeps nothing inside."""
+        overheads = overheads_of(point.profile)
+        return self._noted(point, schedule_of_mode("full", point.plain, overheads))
 
     def fastest(
         self, point: RecordedSize, target_bytes: int, beyond_bytes: int

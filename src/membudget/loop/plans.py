@@ -2,8 +2,8 @@
 
 Rules
 
-1. Before the first micro-batch was measured, the smallest plan is taken: what the loop
-   needs beside the model is not known yet.
+1. Before the first micro-batch was measured, nothing inside of blocks is kept, or the
+   smallest plan is taken: what the loop needs beside the model is not known yet.
 2. What a micro-batch takes beyond its prediction is added to later predictions of the
    situation; what it takes less is not subtracted.
 3. If several forwards run before one backward pass, each takes its part of what is
@@ -30,6 +30,9 @@ from membudget.loop.situation import Situation
 
 OWN_PLAN_USES = 16
 """Micro-batches of one situation after which it is recorded, and gets its own plan."""
+
+UNKNOWN_SHARE = 0.7
+"""Share of what is left that a plan may take while the loop's own needs are unknown."""
 
 TIGHTER = 0.8
 """By what factor the next plan is smaller after memory ran out."""
@@ -221,11 +224,15 @@ class Plans:
             if fitting:
                 return min(fitting, key=attrgetter("slowdown"))
         point = self.point(situation)
-        if not self.is_first:
-            wanted_bytes = left.wanted_bytes
-            found = kind.fastest(point, wanted_bytes, history.correction_bytes)
-            if found is not None:
+        wanted_bytes = left.wanted_bytes
+        if self.is_first:
+            found = kind.nothing_kept(point)
+            if history.fits(found, int(UNKNOWN_SHARE * wanted_bytes)):
                 return found
+        else:
+            fastest = kind.fastest(point, wanted_bytes, history.correction_bytes)
+            if fastest is not None:
+                return fastest
         smallest = kind.smallest(point)
         if not history.fits(smallest, left.limit_bytes):
             raise ExceededError(smallest, left)
