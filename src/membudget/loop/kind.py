@@ -45,21 +45,30 @@ class Tail:
     Attributes:
         share: Bytes of the largest measured tail ÷ those that were assumed of it;
             `None` before one was measured.
-        version: Raised when another share changes all predictions.
+        fixed_bytes: Bytes of the largest one of a model that returns its loss.
+        version: Raised when another tail changes all predictions.
     """
 
     share: Fraction | None = None
+    fixed_bytes: int = 0
     version: int = 0
 
     def learn(self, recording: RecordedBatch, tail_bytes: int) -> None:
         """Note a measured tail."""
-        share = Fraction(tail_bytes, max(1, recording.assumed_bytes))
+        if recording.returns_loss:
+            if tail_bytes > self.fixed_bytes:
+                self.fixed_bytes = tail_bytes
+                self.version += 1
+            return
+        share = Fraction(tail_bytes, recording.assumed_bytes)
         if self.share is None or share > self.share:
             self.share = share
             self.version += 1
 
     def bytes_of(self, recording: RecordedBatch) -> int:
         """Return the bytes of a recorded micro-batch's tail."""
+        if recording.returns_loss:
+            return self.fixed_bytes
         share = 1 if self.share is None else self.share
         return math.ceil(share * recording.assumed_bytes)
 

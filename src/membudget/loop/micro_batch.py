@@ -16,6 +16,7 @@ forward saves is live, and all that the loss needs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,7 +30,7 @@ from torch.nn import Module
 
 from membudget._torch import tree_map_only
 from membudget.errors import OptionError
-from membudget.graph import StepGraph
+from membudget.graph import StepGraph, Value
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
@@ -153,25 +154,29 @@ class RecordedBatch:
     @cached_property
     def output_bytes(self) -> int:
         """Bytes of the outputs' gradients, which the recording has in its tail."""
-        return sum(self._sizes())
+        return sum(value.bytes for value in self._gradients)
+
+    @cached_property
+    def returns_loss(self) -> bool:
+        """Whether all outputs with a gradient are single numbers."""
+        return not self._numbers
 
     @cached_property
     def assumed_bytes(self) -> int:
         """Bytes that are assumed of a tail that has not been measured."""
-        start, end = self.profile.graph.backward_start, self.tail_operator + 1
-        numbers = 0
-        for operator in self.profile.graph.operators[start:end]:
-            for value in operator.outputs:
-                size = 1
-                for length in self.profile.graph.values[value].shape:
-                    size *= length
-                numbers += size if size > 1 else 0  # A scalar is the loss itself.
-        return self.output_bytes + LOSS_COPIES * 4 * numbers
+        return self.output_bytes + LOSS_COPIES * 4 * self._numbers
 
-    def _sizes(self) -> list[int]:
+    @cached_property
+    def _numbers(self) -> int:
+        """How many numbers the outputs have, without single ones."""
+        counts = (math.prod(value.shape) for value in self._gradients)
+        return sum(count for count in counts if count > 1)
+
+    @property
+    def _gradients(self) -> list[Value]:
         graph = self.profile.graph
         made = graph.operators[graph.backward_start : self.tail_operator + 1]
-        return [graph.values[v].bytes for o in made for v in o.outputs]
+        return [graph.values[value] for o in made for value in o.outputs]
 
     def with_tail(self, tail_bytes: int) -> Profile:
         """Return the profile with a tail that allocates so many bytes at its peak."""
