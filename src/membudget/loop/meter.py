@@ -37,7 +37,8 @@ class Measured:
 
 
 class _At(NamedTuple):
-    peak_bytes: int  # Since the mark before.
+    bounded_bytes: int  # Peaks since the mark before.
+    peak_bytes: int
     live_bytes: int
 
 
@@ -57,14 +58,18 @@ class Meter:
         if is_on_accelerator(self._counted.device):
             at_rest(self._counted.device)  # So that what is reserved is for this alone.
         self._counted.restart()
-        self._before_bytes = self._counted.live_bytes()
+        self._before_bytes, _ = self._counted.bounded_bytes()
         self._marks = {}
 
     def mark(self, what: Mark) -> None:
         """Note that a part of the micro-batch has ended; only its first end counts."""
         if self._marks is not None and what not in self._marks:
-            at = _At(self._counted.peak_bytes(), self._counted.live_bytes())
-            self._marks[what] = at
+            _, bounded_bytes = self._counted.bounded_bytes()
+            peak_bytes, live_bytes = (
+                self._counted.peak_bytes(),
+                self._counted.live_bytes(),
+            )
+            self._marks[what] = _At(bounded_bytes, peak_bytes, live_bytes)
             self._counted.restart()
 
     def drop(self) -> None:
@@ -78,10 +83,10 @@ class Meter:
         if marks is None:
             return None
         step = marks.pop("end") if "step" in marks else None
-        peak_bytes = max(at.peak_bytes for at in marks.values())
+        peak_bytes = max(at.bounded_bytes for at in marks.values())
         tail_bytes = None
         if "backward" in marks:
             tail_bytes = marks["backward"].peak_bytes - marks["outputs"].live_bytes
         before = self._before_bytes
-        step_bytes = 0 if step is None else step.peak_bytes - before
+        step_bytes = 0 if step is None else step.bounded_bytes - before
         return Measured(peak_bytes - before, tail_bytes, step_bytes)

@@ -77,6 +77,16 @@ class Counted:
             return memory_stats(self.device)["requested_bytes.all.peak"]
         return self._before_bytes + int(self._extension.most())
 
+    def bounded_bytes(self) -> tuple[int, int]:
+        """Return what a budget bounds, now and at its peak since `restart`.
+
+        That is what an accelerator's allocator reserves; on the CPU, live tensors.
+        """
+        if is_on_accelerator(self.device):
+            stats, kind = memory_stats(self.device), "reserved_bytes.all"
+            return stats[f"{kind}.current"], stats[f"{kind}.peak"]
+        return self.live_bytes(), self.peak_bytes()
+
     def restart(self) -> None:
         """Let the peak begin with what is live now."""
         if is_on_accelerator(self.device):
