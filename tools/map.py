@@ -23,7 +23,7 @@ BEGIN, END = "<!-- map -->\n", "<!-- end of the map -->"
 FLOORS = (
     ("the package", "__init__"),
     ("the command line", "__main__ cli cli_plan cli_options"),
-    ("ways in beside fit", "compat loop tradeoff"),
+    ("ways in beside fit", "compat integrations loop tradeoff"),
     (
         "fit",
         "trial fit recorded fittable fitted terms race planning attempt outcome modes "

@@ -1,0 +1,1 @@
+"""Budgets for the trainers of other libraries; each file needs its library."""

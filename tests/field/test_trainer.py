@@ -1,0 +1,91 @@
+"""transformers' Trainer under a budget: one line, the same weights, fewer bytes."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import membudget as mb
+from membudget.memory.counting import Counted
+from tests.field.case import Case, seed_everything
+from tests.field.counting_allocator import restarted, so_far
+from tests.field.registry import CASES
+from tests.field.vision_operators import import_torchvision
+
+pytestmark = pytest.mark.field
+
+NAMES = (
+    *("llama", "llama_lora", "gemma3", "qwen2_moe", "t5", "deberta_v2", "gpt2"),
+    *("whisper", "clip", "mamba2", "bert"),
+)
+STEPS, ACCUMULATION, SHARE = 3, 2, 0.75
+
+
+def trained(
+    name: str, folder: Path, limit: int | None
+) -> tuple[list[torch.Tensor], int, Any]:
+    """Train by the Trainer; return the weights, the peak, and the callback."""
+    import_torchvision()  # transformers takes it where it is.
+    from transformers import Trainer, TrainingArguments
+
+    from membudget.integrations.transformers import BudgetCallback
+
+    gc.collect()
+    before = restarted()
+    if limit is not None:  # Whatever lives already counts, too.
+        limit += Counted(torch.device("cpu")).live_bytes()
+    made = CASES[name].make()
+    callbacks = [] if limit is None else [BudgetCallback(limit)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=STEPS,
+        gradient_accumulation_steps=ACCUMULATION,
+        per_device_train_batch_size=1,
+        bf16=True,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        label_names=["labels"],
+    )
+    batches: dict[int, Any] = {}
+    seed_everything(1)
+    for number in range(STEPS * ACCUMULATION):
+        batches[number] = made.batch(number % 3 == 2)
+    trainer = Trainer(
+        model=made.model,
+        args=arguments,
+        train_dataset=list(batches),  # type: ignore[arg-type]
+        data_collator=lambda numbers: batches[numbers[0]],
+        callbacks=callbacks,
+    )
+    trainer.train()
+    most = so_far() - before
+    weights = [p.detach() for p in made.model.state_dict().values()]
+    return weights, most, callbacks[0] if callbacks else None
+
+
+@pytest.mark.parametrize("architecture", [CASES[name] for name in NAMES])
+def test_a_trainer_keeps_its_budget_and_its_weights(architecture: Case, tmp_path: Path):
+    name = architecture.name
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, plain_bytes, _ = trained(name, tmp_path, None)
+        limit = int(SHARE * plain_bytes)
+        for _ in range(6):
+            try:
+                found, peak_bytes, _ = trained(name, tmp_path, limit)
+                break
+            except mb.BudgetError as error:
+                limit += error.least_bytes - error.asked_bytes
+        else:
+            pytest.fail("six budgets were refused")
+    assert all(map(torch.equal, plain, found))
+    assert peak_bytes <= limit
