@@ -24,6 +24,8 @@ CALLED_BY = {
     "_should_skip_dynamo": "torch's mode stack",
     "forget_calls": "tests, each of which begins as a new process does",
     "ignore_compile_internals": "torch's mode stack",
+    "on_train_begin": "transformers' Trainer",
+    "on_train_end": "transformers' Trainer",
 }
 
 

@@ -62,7 +62,7 @@ def trained(
     trainer = Trainer(
         model=made.model,
         args=arguments,
-        train_dataset=list(batches),  # type: ignore[arg-type]
+        train_dataset=list(batches),
         data_collator=lambda numbers: batches[numbers[0]],
         callbacks=callbacks,
     )

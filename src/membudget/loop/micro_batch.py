@@ -30,7 +30,7 @@ from torch.nn import Module
 
 from membudget._torch import tree_map_only
 from membudget.errors import OptionError
-from membudget.graph import StepGraph, Value
+from membudget.graph import ModuleCall, StepGraph, Value
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
@@ -140,7 +140,8 @@ class RecordedBatch:
 
     def __init__(self, profile: Profile):
         """Store the profile of a `MicroBatchStep`."""
-        self.profile = profile
+        graph = profile.graph
+        self.profile = replace(profile, graph=replace(graph, calls=_steady(graph)))
 
     @cached_property
     def tail_operator(self) -> int:
@@ -186,6 +187,26 @@ class RecordedBatch:
         operators[index] = replace(operators[index], workspace_bytes=beside)
         changed = replace(graph, operators=tuple(operators))
         return replace(self.profile, graph=changed)
+
+
+def _steady(graph: StepGraph) -> tuple[ModuleCall, ...]:
+    """Return the module calls, those empty that may skip a part of themselves.
+
+    They draw single random numbers, by which models drop layers: another draw runs
+    other operators, for which a plan of the whole call would not hold.
+    """
+    draws = [
+        index
+        for index, operator in enumerate(graph.operators[: graph.backward_start])
+        if operator.name.startswith("aten.rand.")
+        and all(math.prod(graph.values[v].shape) == 1 for v in operator.outputs)
+    ]
+    return tuple(
+        replace(call, end=call.start)
+        if any(call.start <= index < call.end for index in draws)
+        else call
+        for call in graph.calls
+    )
 
 
 def _makes(graph: StepGraph, index: int) -> bool:
