@@ -14,8 +14,8 @@ whose live ranges never change, plus one timeline per block:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
@@ -23,18 +23,14 @@ from membudget.planner.choice import (
     Block,
     Choice,
     made_in,
-    outlives_forward,
     saved_in,
-    storages_of,
-    wanted_in,
 )
-from membudget.planner.frontier import Front, KeepSet
+from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.simulate import (
     BlockTimeline,
     lifetimes,
     of_intervals,
     peak_of,
-    simulate_block,
 )
 
 
@@ -76,14 +72,18 @@ class BlockCosts:
         graph: StepGraph,
         blocks: Sequence[Block],
         always: Sequence[frozenset[int]] = (),
+        known: KnownBlocks | None = None,
     ):
-        """Find each block's keep-sets, which all include the storages in `always`."""
+        """Find each block's keep-sets, which all include the storages in `always`.
+
+        What is `known` of blocks of the step is not computed again.
+        """
         self._graph = graph
+        self._known = known = known or KnownBlocks(graph)
         self.blocks = list(blocks)
         kept = always or [frozenset[int]()] * len(self.blocks)
-        fronts = Fronts(graph)
         self.keep_sets = [
-            fronts.of(block, k) for block, k in zip(self.blocks, kept, strict=True)
+            known.keep_sets(b, k) for b, k in zip(self.blocks, kept, strict=True)
         ]
         self.options = [
             [Option(Choice(b.start, b.end, k.kept), k.seconds) for k in of]
@@ -97,7 +97,7 @@ class BlockCosts:
     def costs(self) -> list[list[ChoiceCost]]:
         """Return one list per block, with the cost of each of its options."""
         timelines = [
-            [simulate_block(self._graph, option.choice) for option in of]
+            [self._known.timeline(option.choice) for option in of]
             for of in self.options
         ]
         between = self._peaks_between_blocks(timelines)
@@ -180,64 +180,3 @@ class BlockCosts:
     def _outside_peak(self, start: int, end: int) -> int:
         alive, operators = self.outside_bytes[start:end], self._graph.operators
         return peak_of(operators[start:end], alive)[0]
-
-
-class Fronts:
-    """Cache of the keep-sets of a step's blocks: identical blocks are solved once.
-
-    Two blocks are identical if their operators agree in time and data flow, and the
-    storages that they allocate agree in size and in whether autograd needs them.
-    """
-
-    def __init__(self, graph: StepGraph):
-        """Create an empty cache of keep-sets for one step."""
-        self._graph = graph
-        # Storages are numbered within their block, so that equal blocks match.
-        self._known: dict[Hashable, list[KeepSet]] = {}
-
-    def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
-        """Return the keep-sets of a block, largest first.
-
-        Every keep-set includes the storages in `always`, whose bytes are not counted.
-        """
-        made = sorted(made_in(self._graph, block))
-        place_of = {storage: place for place, storage in enumerate(made)}
-        signature = self._signature(block, place_of, always)
-        known = self._known.get(signature)
-        if known is None:
-            known = [
-                replace(k, kept=frozenset(place_of[s] for s in k.kept | always))
-                for k in Front(self._graph, block, always).keep_sets()
-            ]
-            self._known[signature] = known
-        return [
-            replace(k, kept=frozenset(made[place] for place in k.kept)) for k in known
-        ]
-
-    def _signature(
-        self, block: Block, place_of: dict[int, int], always: frozenset[int]
-    ) -> Hashable:
-        graph = self._graph
-        operators = tuple(
-            (
-                operator.seconds,
-                operator.is_view,
-                operator.must_keep,
-                *(
-                    tuple(place_of.get(s, -1) for s in storages_of(graph, values))
-                    for values in (operator.inputs, operator.outputs)
-                ),
-            )
-            for operator in graph.operators[block.start : block.end]
-        )
-        wanted = wanted_in(graph, block)
-        storages = tuple(
-            (
-                graph.storages[storage].bytes,
-                outlives_forward(graph, storage),
-                storage in wanted,
-                storage in always,
-            )
-            for storage in place_of
-        )
-        return operators, storages

@@ -76,7 +76,7 @@ def _priced_options(
 ) -> tuple[list[list[Option]], list[list[ChoiceCost]]]:
     """Return the options of each block and their costs, with those of regions."""
     blocks = [Block(call.start, call.end) for call in calls]
-    numbers = BlockCosts(simulator.graph, blocks)
+    numbers = BlockCosts(simulator.graph, blocks, known=simulator.known)
     for block, of in zip(blocks, numbers.options, strict=True):
         if may_rerun(simulator.graph, block):
             rerun = Choice(block.start, block.end, engine=RERUN)

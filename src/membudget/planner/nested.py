@@ -31,13 +31,9 @@ from membudget.planner.choice import (
     storages_of,
     wanted_in,
 )
+from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.schedule import Schedule, Simulator, Solver
-from membudget.planner.simulate import (
-    live_bytes,
-    peak_of,
-    simulate_block,
-    timeline,
-)
+from membudget.planner.simulate import live_bytes, peak_of, timeline
 
 LENGTHS = (12, 24, 48)
 """Lengths of the chains: few segments retain less, many recompute less at once."""
@@ -72,7 +68,9 @@ class _Nested(Solver):
         super().__init__(simulator)
         self._call = call
         block = Block(call.start, call.end)
-        self._numbers = ChainNumbers(simulator.graph, block, chain, kept)
+        self._numbers = ChainNumbers(
+            simulator.graph, block, chain, kept, simulator.known
+        )
         self._chain = self._numbers.chain(timeline(simulator.graph).peak_bytes)
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
@@ -92,9 +90,14 @@ class ChainNumbers:
         block: Block,
         chain: Sequence[Segment],
         kept: frozenset[int] = frozenset(),
+        known: KnownBlocks | None = None,
     ):
-        """Find the storages and keep-sets of each segment, which include `kept`."""
+        """Find the storages and keep-sets of each segment, which include `kept`.
+
+        What is `known` of blocks of the step is not computed again.
+        """
         self._graph = graph
+        self._known = known or KnownBlocks(graph)
         self._block = block
         self._chain = chain
         self._kept = kept
@@ -104,7 +107,7 @@ class ChainNumbers:
         self._saved = [of & wanted_in(graph, segment) for segment, of in made]
         # What crosses a segment's end is the input of the next one.
         always = [self._crossing(i, i) | kept for i, kept in enumerate(self._must_keep)]
-        self._costs = BlockCosts(graph, chain, always)
+        self._costs = BlockCosts(graph, chain, always, self._known)
         self.keep_sets = self._costs.keep_sets
 
     def _must_keep_of(self, i: int) -> frozenset[int]:
@@ -127,7 +130,7 @@ class ChainNumbers:
         pass_s, pass_peak_bytes = self._run(i, crossing)
         saving_s, saving_peak_bytes = self._run(i, crossing | again)
         again_s, _ = self._run(i, again)
-        alone = simulate_block(graph, Choice(segment.start, segment.end, must_keep))
+        alone = self._known.timeline(Choice(segment.start, segment.end, must_keep))
         start = self._costs.backward_start(segment)
         end = self._costs.next_backward(start)
         return SegmentCosts(

@@ -13,6 +13,7 @@ from typing import Any
 
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
+from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
 
@@ -156,12 +157,14 @@ class Simulator:
         graph: The step, with the engine's overhead added to each forward operator.
         candidates: Number of distinct sets of choices simulated so far.
         operators: Total number of operators that the simulations ran.
+        known: What is known of the step's blocks.
     """
 
     def __init__(self, graph: StepGraph, overheads: Overheads = NO_OVERHEADS):
         """Create a simulator with an empty cache."""
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
+        self.known = KnownBlocks(self.graph)
         self.candidates = self.operators = 0
         self._known: dict[tuple[Choice, ...], Simulation] = {}
         self._region_s: dict[tuple[int, int, BlockEngine], float] = {}
