@@ -16,7 +16,8 @@ from membudget.planner.chain import COARSEST, FINEST, Checkpoint, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers, nested
 from membudget.planner.schedule import Overheads, Simulator
-from membudget.planner.simulate import Simulation, simulate, timeline
+from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.timeline import timeline
 from tests.planner.drafts import Draft, chain_of
 
 

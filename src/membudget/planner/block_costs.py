@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
     Block,
@@ -26,12 +28,8 @@ from membudget.planner.choice import (
     saved_in,
 )
 from membudget.planner.known_blocks import KnownBlocks
-from membudget.planner.simulate import (
-    BlockTimeline,
-    lifetimes,
-    of_intervals,
-    peak_of,
-)
+from membudget.planner.simulate import BlockTimeline
+from membudget.planner.timeline import RangePeaks, lifetimes, of_intervals
 
 
 @dataclass(frozen=True)
@@ -92,6 +90,10 @@ class BlockCosts:
         moved = {s for block in self.blocks for s in made_in(graph, block)}
         outside = of_intervals(graph, lifetimes(graph, without=moved))
         self.outside_bytes = outside.alive_bytes
+        self._outside = np.array(self.outside_bytes, int)
+        workspaces = np.array([o.workspace_bytes for o in graph.operators], int)
+        self._totals = self._outside + workspaces
+        self._peaks = RangePeaks(self._totals)
         self._starts = sorted(self.backward_start(block) for block in self.blocks)
 
     def costs(self) -> list[list[ChoiceCost]]:
@@ -105,8 +107,14 @@ class BlockCosts:
         for block, of, own, peak in zip(
             self.blocks, self.options, timelines, between, strict=True
         ):
-            both = zip(of, own, strict=True)
-            found.append([self._cost(o.seconds, block, t, peak) for o, t in both])
+            start = self.backward_start(block)
+            pairs = [self._cost(block, start, timeline) for timeline in own]
+            found.append(
+                [
+                    ChoiceCost(retained, max(most, retained + peak), option.seconds)
+                    for option, (retained, most) in zip(of, pairs, strict=True)
+                ]
+            )
         return found
 
     def backward_start(self, block: Block) -> int:
@@ -120,21 +128,26 @@ class BlockCosts:
         later = bisect_right(self._starts, moment)
         return [*self._starts, len(self.outside_bytes)][later]
 
-    def _cost(
-        self, seconds: float, block: Block, own: BlockTimeline, between_bytes: int
-    ) -> ChoiceCost:
-        start = self.backward_start(block)
-        retained = peak = 0
-        for moment, end, alive, most in own:
-            # Live between the end of the forward and the block's backward.
-            if moment < start and end > self._graph.backward_start:
-                retained = max(retained, alive)
-            if moment < block.end or moment >= start:
-                peak = max(peak, self.outside_bytes[moment] + most)
-            if moment >= start and alive:
-                peak = max(peak, alive + self._outside_peak(moment + 1, end))
-        peak = max(peak, self.peak_between(own, start, self.next_backward(start)))
-        return ChoiceCost(retained, max(peak, retained + between_bytes), seconds)
+    def _cost(self, block: Block, start: int, own: BlockTimeline) -> tuple[int, int]:
+        """Return what a choice retains, and its peak.
+
+        Args:
+            block: The block.
+            start: Where its backward starts.
+            own: Timeline of the choice.
+        """
+        moments, ends, alive, most = own
+        # Live between the end of the forward and the block's backward.
+        between = (moments < start) & (ends > self._graph.backward_start)
+        is_later = moments >= start
+        at_events = self._outside[moments] + most
+        after = alive + self._peaks.over(moments + 1, ends)
+        peak_bytes = max(
+            _peak(at_events, (moments < block.end) | is_later),
+            _peak(after, is_later & (alive > 0)),
+            self.peak_between(own, start, self.next_backward(start)),
+        )
+        return _peak(alive, between), peak_bytes
 
     def _peaks_between_blocks(
         self, timelines: Sequence[Sequence[BlockTimeline]]
@@ -150,10 +163,12 @@ class BlockCosts:
         busy = [False] * count
         for block, start, of_block in zip(self.blocks, starts, timelines, strict=True):
             # Backward, a block is busy up to the last event of any of its choices.
-            end = max((own[-1].start + 1 for own in of_block if own), default=start)
+            end = max(
+                (int(m) + 1 for own in of_block for m in own.starts[-1:]), default=start
+            )
             for first, last in ((block.start, block.end), (start, end)):
                 busy[first:last] = [True] * (min(last, count) - first)
-        peaks = [0] * len(self.blocks)
+        peaks, totals = [0] * len(self.blocks), self._totals.tolist()
         after = {block.end: i for i, block in enumerate(self.blocks)}
         before = {start: i for i, start in enumerate(starts)}
         forward, backward = range(turn), range(count - 1, turn - 1, -1)
@@ -162,21 +177,20 @@ class BlockCosts:
             for moment in moments:
                 current = table.get(moment, current)
                 if current is not None and not busy[moment]:
-                    outside = self._outside_peak(moment, moment + 1)
-                    peaks[current] = max(peaks[current], outside)
+                    peaks[current] = max(peaks[current], totals[moment])
         return peaks
 
     def peak_between(self, own: BlockTimeline, first: int, last: int) -> int:
         """Return the peak over an op range of a block and tensors outside blocks."""
-        peak = self._outside_peak(first, min(last, own[0].start if own else last))
-        for moment, end, alive, most in own:
-            start, stop = max(moment, first), min(end, last)
-            if start < stop:
-                peak = max(peak, alive + self._outside_peak(start, stop))
-            if first <= moment < last:
-                peak = max(peak, self.outside_bytes[moment] + most)
-        return peak
+        moments, ends, alive, most = own
+        begin = min(last, int(moments[0])) if len(moments) else last
+        starts, stops = np.maximum(moments, first), np.minimum(ends, last)
+        return max(
+            int(self._totals[first:begin].max(initial=0)),
+            _peak(alive + self._peaks.over(starts, stops), starts < stops),
+            _peak(self._outside[moments] + most, (first <= moments) & (moments < last)),
+        )
 
-    def _outside_peak(self, start: int, end: int) -> int:
-        alive, operators = self.outside_bytes[start:end], self._graph.operators
-        return peak_of(operators[start:end], alive)[0]
+
+def _peak(numbers: np.ndarray, where: np.ndarray) -> int:
+    return int(numbers.max(where=where, initial=0))

@@ -36,7 +36,7 @@ from membudget.planner.choice import (
     saved_storages,
     writers_of,
 )
-from membudget.planner.simulate import live_bytes
+from membudget.planner.timeline import live_bytes
 
 _start = attrgetter("start")
 

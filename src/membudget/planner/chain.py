@@ -155,12 +155,12 @@ class Chain:
             room = self._quantum.room(budget_bytes - forward)
             need = self._quantum.need(self._crossing[i][j + 1] + must_keep)
             free = self._quantum.room(budget_bytes - must_keep)
-            seconds = np.full(size, np.inf)
-            count = min(free + 1, size)
-            if count > 0:
-                # Beyond the table, the last entry is an upper bound.
-                left = np.minimum(free - np.arange(count), self._size - 1)
-                seconds[:count] = self._nests[i, j][left]
+            count = min(free, room, size - 1) + 1
+            if count <= 0:
+                continue
+            # What is left for the nest; the table's last entry is an upper bound.
+            left = np.minimum(np.arange(free, free - count, -1), self._size - 1)
+            seconds, room = self._nests[i, j][left], count - 1
             rows = best[i], best[j + 1], taken[j + 1]
             relax(*rows, need, room, seconds, (i, -1))
 
@@ -201,11 +201,12 @@ class Chain:
         for i in reversed(range(count)):
             splits = list(self._splits(i))
             for j in range(i + 1, count):
+                nest = table[i, j]
                 for split in splits[: j - i + 1]:
                     least = self._least(split, j)
                     if least < size:
-                        nest = table[i, j, least:]
-                        np.minimum(nest, _total(table, split, i, j, least), out=nest)
+                        total = _total(table, split, i, j, least)
+                        np.minimum(nest[least:], total, out=nest[least:])
         return table
 
     def _splits(self, i: int) -> Iterator[_Split]:

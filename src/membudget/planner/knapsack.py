@@ -245,5 +245,6 @@ def relax(
     total = before[:count] + paid
     target = after[need : need + count]
     better = total < target
-    target[better] = total[better]
-    by[need : need + count][better] = label
+    if better.any():
+        np.copyto(target, total, where=better)
+        by[need : need + count][better] = label

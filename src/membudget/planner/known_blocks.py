@@ -14,6 +14,8 @@ from collections.abc import Hashable
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
+
 from membudget.graph import Saved, StepGraph
 from membudget.planner.choice import (
     Block,
@@ -24,14 +26,14 @@ from membudget.planner.choice import (
     wanted_in,
 )
 from membudget.planner.frontier import Front, KeepSet
-from membudget.planner.simulate import BlockStep, BlockTimeline, simulate_block
+from membudget.planner.simulate import BlockTimeline, simulate_block
 
 
 class _Shape(NamedTuple):
     """All that decides the timelines of a block, but for names of what is in it."""
 
     made: list[int]  # Its storages; their places here stand for them.
-    moments: list[int]  # Its op indices; their ranks stand for them.
+    moments: np.ndarray  # Its op indices; their ranks stand for them.
     signature: Hashable
 
 
@@ -108,15 +110,10 @@ class KnownBlocks:
         key = signature, choice.engine, places
         known = self._timelines.get(key)
         if known is None:
-            rank = {moment: i for i, moment in enumerate(moments)}
-            known = self._timelines[key] = [
-                step._replace(start=rank[step.start], end=rank[step.end])
-                for step in simulate_block(self._graph, choice)
-            ]
-        return [
-            BlockStep(moments[start], moments[end], *rest)
-            for start, end, *rest in known
-        ]
+            found = simulate_block(self._graph, choice)
+            starts, ends = np.searchsorted(moments, (found.starts, found.ends))
+            known = self._timelines[key] = found._replace(starts=starts, ends=ends)
+        return known._replace(starts=moments[known.starts], ends=moments[known.ends])
 
 
 def _flow(
@@ -157,7 +154,7 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
         tuple(tuple(rank[moment] for moment in of) for of in saves),
         tuple(_saved_value(graph, s, place_of) for s in saved),
     )
-    return _Shape(made, moments, signature)
+    return _Shape(made, np.array(moments), signature)
 
 
 def _overwrites_read(graph: StepGraph, block: range) -> bool:

@@ -16,6 +16,7 @@ from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
 from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.timeline import PlainStep
 
 MAX_ATTEMPTS = 12
 """Attempts of a solver at one budget; the reductions double, so 12 are many."""
@@ -166,6 +167,7 @@ class Simulator:
         self._overheads = overheads
         self.known = KnownBlocks(self.graph)
         self.candidates = self.operators = 0
+        self._plain = PlainStep(self.graph)
         self._known: dict[tuple[Choice, ...], Simulation] = {}
         self._region_s: dict[tuple[int, int, BlockEngine], float] = {}
 
@@ -174,7 +176,7 @@ class Simulator:
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
-            found = simulate(self.graph, key)
+            found = simulate(self.graph, key, self._plain)
             # A rerun runs operators without the overhead that the graph adds to them.
             saved_s = self._overheads.again_s(self.graph, found.reran)
             found = replace(found, seconds=found.seconds - saved_s)
