@@ -121,6 +121,10 @@ class Chain:
             return None
         return self._trace(best, taken, budget_bytes)
 
+    def free_tables(self) -> None:
+        """Free the memory of the table of nests, which the next `solve` makes again."""
+        vars(self).pop("_nests", None)
+
     # The forward: E, by segment and retained quanta.
 
     def _forward_table(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:

@@ -9,7 +9,7 @@ budgets, because it recomputes one part of the call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -81,6 +81,11 @@ class _Nested(Solver):
     def schedule(self, solution: list[SegmentChoice]) -> Schedule:
         choice = self._numbers.choice(solution)
         return self._simulator.schedule([self._call], [choice])
+
+    def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
+        """Yield ever tighter schedules; leave no large tables behind."""
+        yield from super().schedules(budget_bytes)
+        self._chain.free_tables()
 
 
 class ChainNumbers:
