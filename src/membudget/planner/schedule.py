@@ -33,8 +33,11 @@ class Overheads:
     A replay region records each forward operator, serves saved tensors and runs
     operators again. That takes a few µs per operator while the engine's code stays in
     the CPU cache. A kernel that moves more bytes than the cache holds evicts the
-    engine's code, which makes the overhead of that operator up to ten times as large. A
-    rerun region records no operator. It notes the state that its modules reach,
+    engine's code, which makes the overhead of that operator up to ten times as large.
+    Where an operator writes to a part of a storage, as recurrent cells do to their
+    gates, or to memory from before the step, as BatchNorm does to its running
+    statistics, Python records it even beside the recorder in C++, and keeps apart which
+    content of the memory each tensor has. A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
 
     The overheads are fitted to the times of forward and backward passes of
@@ -52,10 +55,12 @@ class Overheads:
     saved_cold_s: float = 0.0
     replay_region_s: float = 0.0  # Of a replay region, beside that of its operators.
     replay_saved_s: float = 0.0  # Of each tensor that a replay region saves.
+    write_s: float = 0.0  # Of a write to a part of a storage, or to older memory.
 
-    def of(self, operator: Operator) -> float:
+    def of(self, graph: StepGraph, index: int) -> float:
         """Return the overhead of recording an operator, or of running it again."""
-        return self.cold_s if self._is_cold(operator) else self.warm_s
+        seconds = self.cold_s if self._is_cold(graph.operators[index]) else self.warm_s
+        return seconds + self.write_s * _writes_apart(graph, index)
 
     def _is_cold(self, operator: Operator) -> bool:
         return operator.read_bytes + operator.written_bytes > self.cache_bytes
@@ -81,7 +86,7 @@ class Overheads:
 
     def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
         """Return the overhead of running the recomputed operators."""
-        return sum(self.of(graph.operators[index]) for index in recomputed)
+        return sum(self.of(graph, index) for index in recomputed)
 
     def added_to_forward(self, graph: StepGraph) -> StepGraph:
         """Return the step with the engine's overhead added to each forward operator.
@@ -92,9 +97,23 @@ class Overheads:
         """
         until = graph.backward_start
         forward = [
-            replace(o, seconds=o.seconds + self.of(o)) for o in graph.operators[:until]
+            replace(o, seconds=o.seconds + self.of(graph, index))
+            for index, o in enumerate(graph.operators[:until])
         ]
         return replace(graph, operators=(*forward, *graph.operators[until:]))
+
+
+def _writes_apart(graph: StepGraph, index: int) -> bool:
+    """Return whether an operator writes to a part of a storage, or to older memory."""
+    operator = graph.operators[index]
+    if operator.is_view:
+        return False
+    for value in map(graph.values.__getitem__, operator.outputs):
+        storage = graph.storages[value.storage]
+        is_part = storage.birth < index and value.bytes < storage.bytes
+        if is_part or storage.birth < 0:
+            return True
+    return False
 
 
 NO_OVERHEADS = Overheads(0.0, 0.0, 0)
@@ -106,6 +125,7 @@ CPU_OVERHEADS = Overheads(
     module_s=6e-6,
     saved_s=12e-6,
     saved_cold_s=30e-6,
+    write_s=50e-6,
 )
 """With the recorder in Python."""
 
