@@ -37,7 +37,9 @@ class Overheads:
     Where an operator writes to a part of a storage, as recurrent cells do to their
     gates, or to memory from before the step, as BatchNorm does to its running
     statistics, Python records it even beside the recorder in C++, and keeps apart which
-    content of the memory each tensor has. A rerun region records no operator. It notes the state that its modules reach,
+    content of the memory each tensor has.
+
+    A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
 
     The overheads are fitted to the times of forward and backward passes of
