@@ -57,12 +57,14 @@ class Overheads:
     saved_cold_s: float = 0.0
     replay_region_s: float = 0.0  # Of a replay region, beside that of its operators.
     replay_saved_s: float = 0.0  # Of each tensor that a replay region saves.
-    write_s: float = 0.0  # Of a write to a part of a storage, or to older memory.
+    # Of a write to a part of a storage, or to older memory: recorded, and run again.
+    write_s: float = 0.0
+    write_again_s: float = 0.0
 
     def of(self, graph: StepGraph, index: int) -> float:
-        """Return the overhead of recording an operator, or of running it again."""
+        """Return the overhead of running an operator again."""
         seconds = self.cold_s if self._is_cold(graph.operators[index]) else self.warm_s
-        return seconds + self.write_s * _writes_apart(graph, index)
+        return seconds + self.write_again_s * _writes_apart(graph, index)
 
     def _is_cold(self, operator: Operator) -> bool:
         return operator.read_bytes + operator.written_bytes > self.cache_bytes
@@ -76,7 +78,10 @@ class Overheads:
             saved_s = self.saved_cold_s * cold + self.saved_s * (len(saved) - cold)
             return self.region_s + self.module_s * len(inside) + saved_s
         # A replay region records all of its operators.
-        recorded_s = self.again_s(graph, range(choice.start, choice.end))
+        recorded = range(choice.start, choice.end)
+        writes = sum(_writes_apart(graph, index) for index in recorded)
+        recorded_s = self.again_s(graph, recorded)
+        recorded_s += (self.write_s - self.write_again_s) * writes
         return self.replay_region_s + recorded_s + self.replay_saved_s * len(saved)
 
     def forward_of_s(self, graph: StepGraph, choice: Choice) -> float:
@@ -123,11 +128,12 @@ CPU_OVERHEADS = Overheads(
     warm_s=12e-6,
     cold_s=120e-6,
     cache_bytes=1 << 19,
-    region_s=450e-6,
-    module_s=6e-6,
+    region_s=100e-6,
+    module_s=33e-6,
     saved_s=12e-6,
     saved_cold_s=30e-6,
-    write_s=50e-6,
+    write_s=60e-6,
+    write_again_s=30e-6,
 )
 """With the recorder in Python."""
 
