@@ -15,7 +15,8 @@ from membudget.planner.choice import Choice, Stage, made_in, saved_in, storages_
 from membudget.planner.frontier import Front
 from membudget.planner.plan import Plan, region_plan
 from membudget.planner.schedule import Simulator
-from membudget.planner.simulate import simulate, timeline
+from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from membudget.planning import make_plan
 from tests.oracles.exact import exact
 from tests.planner.models import MODELS, measured_peak

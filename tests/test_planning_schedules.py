@@ -18,8 +18,8 @@ from membudget.attempt import MOST_PLANS, Attempt
 from membudget.budget import Budget
 from membudget.engine import native
 from membudget.errors import BudgetError
-from membudget.modes import schedule_of_mode
-from membudget.planner.planner import plain_schedule
+from membudget.modes import AUTO, schedule_of_mode
+from membudget.planner.planner import Planner, plain_schedule
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
     NATIVE_OVERHEADS,
@@ -254,3 +254,21 @@ def test_a_budget_of_less_than_nothing_is_bounded_as_nothing():
     # In one byte, the first tensor is recomputed; without any, nothing fits.
     assert planning._bound(graph, 1) == 1.25
     assert planning._bound(graph, 0) == planning._bound(graph, -5) == 1.0
+
+
+def test_calls_for_one_profile_share_a_planner():
+    made: list[Planner] = []
+
+    def planner() -> Planner:
+        made.append(shared)
+        return shared
+
+    shared = planner_of(profiled())
+    budget = budget_of(shared.plain_peak_bytes - 1)
+    first, *_ = next_schedules(profiled(), budget, AUTO, planner=planner)
+    over = attempt(first, budget.step_bytes + 1)
+    second, *_ = next_schedules(profiled(), budget, AUTO, [over], planner=planner)
+    assert made == [shared, shared]
+    assert second.peak_bytes < first.peak_bytes
+    alone, *_ = next_schedules(profiled(), budget, AUTO, [over])
+    assert second.choices == alone.choices

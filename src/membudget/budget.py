@@ -21,7 +21,7 @@ from membudget._torch_accelerator import (
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import StaticBytes, StepGraph
 from membudget.memory.peak import storage_bytes
-from membudget.planner.simulate import live_bytes
+from membudget.planner.timeline import live_bytes
 from membudget.profile import Profile
 from membudget.text import parse_bytes
 

@@ -41,8 +41,7 @@ class Operator:
         phase: Phase in which the operator ran; the loss belongs to the forward.
         module_path: Innermost running module; for a backward operator, the module of
             the forward operator that it differentiates.
-        line: Line of user code, as `"file.py:12"`; for a backward operator, the line of
-            the forward operator that it differentiates.
+        line: Line of user code, as `"file.py:12"`; in the backward, of that operator.
         inputs: Indices of the values that the operator reads.
         outputs: Indices of the values that the operator creates or overwrites.
         flops: Floating-point operations of matrix products, convolutions and attention,
@@ -233,6 +232,19 @@ class StepGraph:
             table.setdefault(self.values[saved.value].storage, []).append(index)
         return table
 
+    @cached_property
+    def reads(self) -> list[tuple[int, ...]]:
+        """Storages of each operator's inputs, each once."""
+        return [self._storages(operator.inputs) for operator in self.operators]
+
+    @cached_property
+    def writes(self) -> list[tuple[int, ...]]:
+        """Storages of each operator's outputs, each once."""
+        return [self._storages(operator.outputs) for operator in self.operators]
+
+    def _storages(self, values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.values[value].storage for value in values))
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-compatible data, with one table per kind of record."""
         return {
@@ -252,10 +264,8 @@ class StepGraph:
         """
         version = data.get("version")
         if version != VERSION:
-            raise OptionError(
-                f"this membudget reads profiles of version {VERSION}; the data has "
-                f"version {version!r}"
-            )
+            text = f"this membudget reads profiles of version {VERSION}; the data has "
+            raise OptionError(f"{text}version {version!r}")
         try:
             calls = data["calls"]  # Older files lack what they were called with.
             calls = {"inputs": [()] * len(calls["path"]), **calls}

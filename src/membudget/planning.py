@@ -113,6 +113,7 @@ def next_schedules(
     attempts: Sequence[Attempt] = (),
     unseen: int = 0,
     is_late: Callable[[], bool] = never,
+    planner: Callable[[], Planner] | None = None,
 ) -> list[Schedule]:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
@@ -122,9 +123,8 @@ def next_schedules(
     smallest schedule, whatever its prediction; on fake tensors, only if that is near
     the budget, because trying it may need more memory than there is. What the plain
     step takes beyond its profile (`unseen`) is assumed of plans, too. If `is_late`, no
-    annealing begins, unless nothing fits without it.
-
-    The planner is not kept between calls, because its tables occupy host memory, too.
+    annealing begins, unless nothing fits without it. Calls for one profile may share a
+    `planner`.
 
     Raises:
         BudgetError: If no schedule fits; the error states the smallest feasible budget.
@@ -140,12 +140,12 @@ def next_schedules(
         over_bytes = last.peak_bytes - budget.step_bytes
         target_bytes = last.schedule.peak_bytes - over_bytes
     with stage("planning"):
-        planner = planner_of(profile)
+        planner_ = planner_of(profile) if planner is None else planner()
         if len(attempts) < MOST_PLANS and not cannot_fit(profile.graph, budget):
             with suppress(BudgetError):
-                return planner.candidates(target_bytes, is_late=is_late)
+                return planner_.candidates(target_bytes, is_late=is_late)
         # No search helps: try the smallest plan, whose prediction may be too high.
-        smallest = planner.smallest()
+        smallest = planner_.smallest()
     has_run = profile.tensors == "real"  # The plain step has, which takes more.
     if has_run or smallest.peak_bytes <= FAR_OVER * budget.step_bytes:
         return [smallest]

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal, NamedTuple
 
 from membudget.allocation import without_shortage
@@ -30,6 +30,7 @@ from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
     next_schedules,
+    planner_of,
     unlike_bytes,
     unseen_bytes,
     without_calls,
@@ -240,11 +241,12 @@ def _first_that_fits(
     attempts: list[Attempt] = []
     unseen = unseen_bytes(profile, plain)
     is_late = partial(deadline.forbids, "annealing")
+    planner = cache(partial(planner_of, profile))
     while True:
         planning = "while planning a step that takes", profile.peak_bytes
         with explaining_shortage(budget, *planning):
             schedule, *others = next_schedules(
-                profile, budget, mode, attempts, unseen, is_late
+                profile, budget, mode, attempts, unseen, is_late, planner
             )
             plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):

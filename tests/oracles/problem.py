@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, saved_in
-from membudget.planner.simulate import lifetimes, of_intervals
+from membudget.planner.timeline import lifetimes, of_intervals
 from tests.oracles.makers import Grouping, Maker
 
 

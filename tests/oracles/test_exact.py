@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, Stage
-from membudget.planner.simulate import simulate, timeline
+from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from tests.oracles import exact as exact_module
 from tests.oracles.exact import Exact, exact
 from tests.oracles.problem import reduced

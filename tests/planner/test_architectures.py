@@ -11,7 +11,8 @@ from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.planner.bound import least_seconds
 from membudget.planner.planner import Planner
-from membudget.planner.simulate import simulate, timeline
+from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from tests.oracles.exact import Exact, exact
 from tests.planner.architectures import (
     ARCHITECTURES,

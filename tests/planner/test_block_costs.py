@@ -1,4 +1,4 @@
-"""What blocks keep and what it costs: as simulated, and found once for equal blocks."""
+"""What blocks keep and what it costs: as simulated."""
 
 from __future__ import annotations
 
@@ -6,45 +6,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.graph import StepGraph
-from membudget.planner import block_costs
-from membudget.planner.block_costs import BlockCosts, ChoiceCost, Fronts
+from membudget.planner.block_costs import BlockCosts, ChoiceCost
 from membudget.planner.choice import Block, Choice
-from membudget.planner.frontier import Front
 from membudget.planner.simulate import simulate
-from tests.planner.drafts import Draft, chain_of, drafts
-
-
-def test_equal_blocks_are_solved_once(monkeypatch: pytest.MonkeyPatch):
-    graph = chain_of([3, 5] * 4, [1.0, 2.0] * 4)
-    solved = []
-
-    def counted(*arguments):
-        solved.append(arguments)
-        return Front(*arguments)
-
-    monkeypatch.setattr(block_costs, "Front", counted)
-    known = Fronts(graph)
-    regions = [Choice(start, start + 2) for start in (2, 4)]
-    found = [known.of(region) for region in regions]
-    assert len(solved) == 1
-    assert found == [Front(graph, region).keep_sets() for region in regions]
-
-
-@given(drafts())
-@settings(deadline=None)
-def test_the_keep_sets_of_a_block_are_those_of_its_front(graph):
-    known = Fronts(graph)
-    count = graph.backward_start
-    for start in range(count):
-        region = Choice(start, count)
-        assert known.of(region) == Front(graph, region).keep_sets()
-        assert known.of(region) == Front(graph, region).keep_sets()
-
+from tests.planner.drafts import chain_of
 
 Row = tuple[int, int, int]
 
@@ -117,43 +86,3 @@ def test_the_backward_of_a_block_begins_when_its_first_saved_tensor_is_unpacked(
     assert [found.backward_start(b) for b in blocks] == [7, 5, 4]
     assert [found.next_backward(moment) for moment in (3, 4, 5, 7)] == [4, 5, 7, 8]
     assert found.backward_start(Block(1, 1)) == 8
-
-
-def unequal(change: str) -> tuple[StepGraph, int]:
-    """Return a step of two blocks that differ in one thing, and where they meet."""
-    draft = Draft()
-    value = draft.outside()
-    for block in range(2):
-        is_other = block == 1
-        (a,) = draft.run(
-            value,
-            makes=[3 + (is_other and change == "bytes")],
-            seconds=1.0 + (is_other and change == "seconds"),
-            must_keep=is_other and change == "must_keep",
-        )
-        if not (is_other and change == "saved"):
-            draft.save(a)
-        (b,) = draft.run(a, *[value] * (is_other and change == "reads"), makes=[2])
-        draft.save(b)
-        if is_other and change == "held":
-            draft.hold(a)
-        value = draft.view(b)
-    return draft.finish(), 3
-
-
-@pytest.mark.parametrize(
-    "change", ["", "bytes", "seconds", "must_keep", "saved", "reads", "held"]
-)
-def test_blocks_that_differ_are_solved_apart(change, monkeypatch):
-    graph, middle = unequal(change)
-    solved = []
-
-    def counted(*arguments):
-        solved.append(arguments)
-        return Front(*arguments)
-
-    monkeypatch.setattr(block_costs, "Front", counted)
-    known = Fronts(graph)
-    for block in (Block(0, middle), Block(middle, 2 * middle)):
-        assert known.of(block) == Front(graph, block).keep_sets()
-    assert len(solved) == (2 if change else 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -16,7 +17,8 @@ from membudget.planner.chain import COARSEST, FINEST, Checkpoint, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers, nested
 from membudget.planner.schedule import Overheads, Simulator
-from membudget.planner.simulate import Simulation, simulate, timeline
+from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.timeline import timeline
 from tests.planner.drafts import Draft, chain_of
 
 
@@ -224,6 +226,15 @@ def test_a_nested_schedule_is_one_region_with_stages():
     assert [stage.start for stage in choice.stages] == [0, 1, 2, 3, 4, 5]
     assert schedule.peak_bytes <= least
     assert schedule.overhead_s == 3.0
+
+
+def test_a_solver_leaves_no_large_tables_behind():
+    solver: Any = nested(Simulator(in_one_module(6)))[0]
+    for budget in (5, 8, 5):
+        found = list(solver.schedules(budget))
+        assert "_nests" not in vars(solver._chain)
+        again = list(nested(Simulator(in_one_module(6)))[0].schedules(budget))
+        assert [s.choices for s in found] == [s.choices for s in again]
 
 
 def test_bytes_are_counted_in_quanta_of_the_plain_peak():

@@ -6,13 +6,15 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.prices import MOST_OPERATORS, priced
 from membudget.planner.schedule import Simulator, Solver
-from membudget.planner.simulate import Simulation, simulate, timeline
+from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.timeline import timeline
 from tests.planner.drafts import chain_of, drafts, fastest_s
 
 
@@ -96,13 +98,13 @@ def test_each_budget_takes_four_rounds_of_forty_simulations(monkeypatch):
     solver, sizes, rates = priced_of(CHAIN), [], []
     at, follow = solver._at, solver._follow
 
-    def noted_at(prices: list[float], given: dict[int, float]) -> Simulation:
+    def noted_at(prices: np.ndarray, given: dict[int, float]) -> Simulation:
         sizes.append(given)
         found: Simulation = at(prices, given)
         return found
 
     def noted_follow(
-        prices: list[float], found: Simulation, budget: int, rate: float
+        prices: np.ndarray, found: Simulation, budget: int, rate: float
     ) -> None:
         rates.append(rate)
         follow(prices, found, budget, rate)
@@ -130,18 +132,18 @@ def test_the_first_prices_are_high_where_the_plain_step_is_over_the_budget():
     seconds = 18.0 + 4.0
     assert CHAIN.seconds == seconds
     high = seconds / 9 / 3
-    assert solver._first_prices(7) == [
+    assert solver._first_prices(7).tolist() == [
         high if moment in (2, 3, 4) else pytest.approx(high * 1e-3)
         for moment in range(8)
     ]
     # What is as large as the budget fits.
-    assert solver._first_prices(8)[2:5] == [
+    assert solver._first_prices(8).tolist()[2:5] == [
         pytest.approx(seconds / 9 * 1e-3),
         pytest.approx(seconds / 9),
         pytest.approx(seconds / 9 * 1e-3),
     ]
     # Everything fits.
-    assert solver._first_prices(9) == [pytest.approx(seconds / 9 * 1e-3)] * 8
+    assert solver._first_prices(9).tolist() == [pytest.approx(seconds / 9 * 1e-3)] * 8
 
 
 def test_a_step_that_takes_no_time_has_prices():
@@ -154,7 +156,7 @@ def test_a_step_that_takes_no_time_has_prices():
 def test_prices_follow_the_excess_at_each_moment_at_most_e_fold():
     solver, alive = priced_of(CHAIN), (10, 11, 9, 10, 100, 0, 10, 10)
     found = Simulation(alive, 12, 3, 1.0, ())
-    prices = [2.0] * 8
+    prices = np.full(8, 2.0)
     solver._follow(prices, found, 10, 0.5)
     factors = [1, math.exp(0.05), math.exp(-0.05), math.exp(0.1), math.e]
     factors += [math.exp(-0.5), 1, 1]
@@ -169,7 +171,7 @@ def test_a_workspace_counts_in_the_excess():
         for i, o in enumerate(CHAIN.operators)
     )
     solver = priced_of(replace(CHAIN, operators=operators))
-    prices = [1.0] * 8
+    prices = np.full(8, 1.0)
     solver._follow(prices, Simulation((10,) * 8, 10, 0, 1.0, ()), 10, 1.0)
     assert prices == pytest.approx([1, math.exp(0.5), *[1] * 6])
     high, low = solver._first_prices(8)[1:3]

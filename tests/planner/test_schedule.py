@@ -18,7 +18,7 @@ from membudget.planner.schedule import (
     Simulator,
     Solver,
 )
-from tests.planner.drafts import chain_of
+from tests.planner.drafts import Draft, chain_of
 
 GRAPH = chain_of([4, 4, 4], [1.0, 2.0, 3.0])
 
@@ -105,9 +105,27 @@ def moving(*moved_bytes: tuple[int, int]) -> StepGraph:
 
 def test_an_operator_that_moves_more_than_the_cache_holds_costs_more():
     graph = moving((5, 0), (2, 3), (3, 3), (0, 6))
-    assert [OVERHEADS.of(o) for o in graph.operators[:4]] == [1.0, 1.0, 10.0, 10.0]
+    assert [OVERHEADS.of(graph, i) for i in range(4)] == [1.0, 1.0, 10.0, 10.0]
     assert OVERHEADS.region_of_s(graph, Choice(1, 4)) == 21.0
     assert OVERHEADS.again_s(graph, [0, 2, 2]) == 21.0
+
+
+def test_a_write_to_a_part_of_a_storage_or_to_older_memory_costs_more():
+    draft = Draft()
+    older = draft.outside()
+    (a,) = draft.run(older, makes=[4])
+    draft.run(older, writes=[a])
+    part = draft.view(a)
+    draft.values[part] = replace(draft.values[part], bytes=2)
+    (written,) = draft.run(older, writes=[part])
+    draft.values[written] = replace(draft.values[written], bytes=2)
+    draft.run(a, writes=[older])
+    graph = draft.finish()
+    prices = replace(OVERHEADS, write_s=200.0, write_again_s=100.0)
+    found = [prices.of(graph, i) for i in range(graph.backward_start)]
+    assert found == [1.0, 1.0, 1.0, 101.0, 101.0]
+    assert prices.again_s(graph, [0, 3, 4]) == 203.0
+    assert prices.region_of_s(graph, Choice(1, 4)) == 203.0
 
 
 def test_the_overhead_is_added_to_the_forward_alone():

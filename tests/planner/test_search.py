@@ -8,7 +8,8 @@ from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, Stage, made_in
 from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.search import anneal, fill
-from membudget.planner.simulate import simulate, timeline
+from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from tests.planner.drafts import Draft, chain_of, drafts, fastest_s
 
 

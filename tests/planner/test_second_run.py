@@ -10,7 +10,8 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, Choice, saved_in
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.second_run import may_rerun, rerun_operators
-from membudget.planner.simulate import simulate, timeline
+from membudget.planner.simulate import simulate
+from membudget.planner.timeline import timeline
 from tests.planner.drafts import Draft, chain_of
 
 

@@ -16,12 +16,8 @@ from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice
 from membudget.planner.nested import peak_of_run
-from membudget.planner.simulate import (
-    Simulation,
-    simulate,
-    simulate_block,
-    timeline,
-)
+from membudget.planner.simulate import Simulation, simulate, simulate_block
+from membudget.planner.timeline import timeline
 from membudget.step import Step
 from tests.oracles import CountedOperators
 from tests.planner import models
@@ -219,8 +215,8 @@ def test_a_region_alone_and_the_rest_add_up_to_the_step(graph):
     region = Choice(0, graph.backward_start)
     whole = simulate(graph, [region]).alive_bytes
     alone = simulate_block(graph, region)
-    for step in alone:
-        assert step.alive_bytes == whole[step.start]
+    for start, alive in zip(alone.starts, alone.alive_bytes, strict=True):
+        assert alive == whole[start]
 
 
 # Beside the meter.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from membudget.planner.simulate import lifetimes, of_intervals, timeline
+from membudget.planner.timeline import lifetimes, of_intervals, timeline
 from tests.profile.test_graph import graphs
 
 

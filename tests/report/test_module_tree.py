@@ -11,7 +11,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.graph import StepGraph
-from membudget.planner.simulate import timeline
+from membudget.planner.timeline import timeline
 from membudget.profile.live_ranges import saved_ranges
 from membudget.report.advice import advise, floor
 from membudget.report.module_tree import (

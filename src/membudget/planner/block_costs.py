@@ -14,28 +14,22 @@ whose live ranges never change, plus one timeline per block:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
     Block,
     Choice,
     made_in,
-    outlives_forward,
     saved_in,
-    storages_of,
-    wanted_in,
 )
-from membudget.planner.frontier import Front, KeepSet
-from membudget.planner.simulate import (
-    BlockTimeline,
-    lifetimes,
-    of_intervals,
-    peak_of,
-    simulate_block,
-)
+from membudget.planner.known_blocks import KnownBlocks
+from membudget.planner.simulate import BlockTimeline
+from membudget.planner.timeline import RangePeaks, lifetimes, of_intervals
 
 
 @dataclass(frozen=True)
@@ -76,14 +70,18 @@ class BlockCosts:
         graph: StepGraph,
         blocks: Sequence[Block],
         always: Sequence[frozenset[int]] = (),
+        known: KnownBlocks | None = None,
     ):
-        """Find each block's keep-sets, which all include the storages in `always`."""
+        """Find each block's keep-sets, which all include the storages in `always`.
+
+        What is `known` of blocks of the step is not computed again.
+        """
         self._graph = graph
+        self._known = known = known or KnownBlocks(graph)
         self.blocks = list(blocks)
         kept = always or [frozenset[int]()] * len(self.blocks)
-        fronts = Fronts(graph)
         self.keep_sets = [
-            fronts.of(block, k) for block, k in zip(self.blocks, kept, strict=True)
+            known.keep_sets(b, k) for b, k in zip(self.blocks, kept, strict=True)
         ]
         self.options = [
             [Option(Choice(b.start, b.end, k.kept), k.seconds) for k in of]
@@ -92,12 +90,16 @@ class BlockCosts:
         moved = {s for block in self.blocks for s in made_in(graph, block)}
         outside = of_intervals(graph, lifetimes(graph, without=moved))
         self.outside_bytes = outside.alive_bytes
+        self._outside = np.array(self.outside_bytes, int)
+        workspaces = np.array([o.workspace_bytes for o in graph.operators], int)
+        self._totals = self._outside + workspaces
+        self._peaks = RangePeaks(self._totals)
         self._starts = sorted(self.backward_start(block) for block in self.blocks)
 
     def costs(self) -> list[list[ChoiceCost]]:
         """Return one list per block, with the cost of each of its options."""
         timelines = [
-            [simulate_block(self._graph, option.choice) for option in of]
+            [self._known.timeline(option.choice) for option in of]
             for of in self.options
         ]
         between = self._peaks_between_blocks(timelines)
@@ -105,8 +107,14 @@ class BlockCosts:
         for block, of, own, peak in zip(
             self.blocks, self.options, timelines, between, strict=True
         ):
-            both = zip(of, own, strict=True)
-            found.append([self._cost(o.seconds, block, t, peak) for o, t in both])
+            start = self.backward_start(block)
+            pairs = [self._cost(block, start, timeline) for timeline in own]
+            found.append(
+                [
+                    ChoiceCost(retained, max(most, retained + peak), option.seconds)
+                    for option, (retained, most) in zip(of, pairs, strict=True)
+                ]
+            )
         return found
 
     def backward_start(self, block: Block) -> int:
@@ -120,21 +128,26 @@ class BlockCosts:
         later = bisect_right(self._starts, moment)
         return [*self._starts, len(self.outside_bytes)][later]
 
-    def _cost(
-        self, seconds: float, block: Block, own: BlockTimeline, between_bytes: int
-    ) -> ChoiceCost:
-        start = self.backward_start(block)
-        retained = peak = 0
-        for moment, end, alive, most in own:
-            # Live between the end of the forward and the block's backward.
-            if moment < start and end > self._graph.backward_start:
-                retained = max(retained, alive)
-            if moment < block.end or moment >= start:
-                peak = max(peak, self.outside_bytes[moment] + most)
-            if moment >= start and alive:
-                peak = max(peak, alive + self._outside_peak(moment + 1, end))
-        peak = max(peak, self.peak_between(own, start, self.next_backward(start)))
-        return ChoiceCost(retained, max(peak, retained + between_bytes), seconds)
+    def _cost(self, block: Block, start: int, own: BlockTimeline) -> tuple[int, int]:
+        """Return what a choice retains, and its peak.
+
+        Args:
+            block: The block.
+            start: Where its backward starts.
+            own: Timeline of the choice.
+        """
+        moments, ends, alive, most = own
+        # Live between the end of the forward and the block's backward.
+        between = (moments < start) & (ends > self._graph.backward_start)
+        is_later = moments >= start
+        at_events = self._outside[moments] + most
+        after = alive + self._peaks.over(moments + 1, ends)
+        peak_bytes = max(
+            _peak(at_events, (moments < block.end) | is_later),
+            _peak(after, is_later & (alive > 0)),
+            self.peak_between(own, start, self.next_backward(start)),
+        )
+        return _peak(alive, between), peak_bytes
 
     def _peaks_between_blocks(
         self, timelines: Sequence[Sequence[BlockTimeline]]
@@ -150,10 +163,12 @@ class BlockCosts:
         busy = [False] * count
         for block, start, of_block in zip(self.blocks, starts, timelines, strict=True):
             # Backward, a block is busy up to the last event of any of its choices.
-            end = max((own[-1].start + 1 for own in of_block if own), default=start)
+            end = max(
+                (int(m) + 1 for own in of_block for m in own.starts[-1:]), default=start
+            )
             for first, last in ((block.start, block.end), (start, end)):
                 busy[first:last] = [True] * (min(last, count) - first)
-        peaks = [0] * len(self.blocks)
+        peaks, totals = [0] * len(self.blocks), self._totals.tolist()
         after = {block.end: i for i, block in enumerate(self.blocks)}
         before = {start: i for i, start in enumerate(starts)}
         forward, backward = range(turn), range(count - 1, turn - 1, -1)
@@ -162,82 +177,20 @@ class BlockCosts:
             for moment in moments:
                 current = table.get(moment, current)
                 if current is not None and not busy[moment]:
-                    outside = self._outside_peak(moment, moment + 1)
-                    peaks[current] = max(peaks[current], outside)
+                    peaks[current] = max(peaks[current], totals[moment])
         return peaks
 
     def peak_between(self, own: BlockTimeline, first: int, last: int) -> int:
         """Return the peak over an op range of a block and tensors outside blocks."""
-        peak = self._outside_peak(first, min(last, own[0].start if own else last))
-        for moment, end, alive, most in own:
-            start, stop = max(moment, first), min(end, last)
-            if start < stop:
-                peak = max(peak, alive + self._outside_peak(start, stop))
-            if first <= moment < last:
-                peak = max(peak, self.outside_bytes[moment] + most)
-        return peak
-
-    def _outside_peak(self, start: int, end: int) -> int:
-        alive, operators = self.outside_bytes[start:end], self._graph.operators
-        return peak_of(operators[start:end], alive)[0]
-
-
-class Fronts:
-    """Cache of the keep-sets of a step's blocks: identical blocks are solved once.
-
-    Two blocks are identical if their operators agree in time and data flow, and the
-    storages that they allocate agree in size and in whether autograd needs them.
-    """
-
-    def __init__(self, graph: StepGraph):
-        """Create an empty cache of keep-sets for one step."""
-        self._graph = graph
-        # Storages are numbered within their block, so that equal blocks match.
-        self._known: dict[Hashable, list[KeepSet]] = {}
-
-    def of(self, block: Block, always: frozenset[int] = frozenset()) -> list[KeepSet]:
-        """Return the keep-sets of a block, largest first.
-
-        Every keep-set includes the storages in `always`, whose bytes are not counted.
-        """
-        made = sorted(made_in(self._graph, block))
-        place_of = {storage: place for place, storage in enumerate(made)}
-        signature = self._signature(block, place_of, always)
-        known = self._known.get(signature)
-        if known is None:
-            known = [
-                replace(k, kept=frozenset(place_of[s] for s in k.kept | always))
-                for k in Front(self._graph, block, always).keep_sets()
-            ]
-            self._known[signature] = known
-        return [
-            replace(k, kept=frozenset(made[place] for place in k.kept)) for k in known
-        ]
-
-    def _signature(
-        self, block: Block, place_of: dict[int, int], always: frozenset[int]
-    ) -> Hashable:
-        graph = self._graph
-        operators = tuple(
-            (
-                operator.seconds,
-                operator.is_view,
-                operator.must_keep,
-                *(
-                    tuple(place_of.get(s, -1) for s in storages_of(graph, values))
-                    for values in (operator.inputs, operator.outputs)
-                ),
-            )
-            for operator in graph.operators[block.start : block.end]
+        moments, ends, alive, most = own
+        begin = min(last, int(moments[0])) if len(moments) else last
+        starts, stops = np.maximum(moments, first), np.minimum(ends, last)
+        return max(
+            int(self._totals[first:begin].max(initial=0)),
+            _peak(alive + self._peaks.over(starts, stops), starts < stops),
+            _peak(self._outside[moments] + most, (first <= moments) & (moments < last)),
         )
-        wanted = wanted_in(graph, block)
-        storages = tuple(
-            (
-                graph.storages[storage].bytes,
-                outlives_forward(graph, storage),
-                storage in wanted,
-                storage in always,
-            )
-            for storage in place_of
-        )
-        return operators, storages
+
+
+def _peak(numbers: np.ndarray, where: np.ndarray) -> int:
+    return int(numbers.max(where=where, initial=0))

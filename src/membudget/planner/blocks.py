@@ -34,10 +34,9 @@ from membudget.planner.choice import (
     made_in,
     saved_in,
     saved_storages,
-    storages_of,
     writers_of,
 )
-from membudget.planner.simulate import live_bytes
+from membudget.planner.timeline import live_bytes
 
 _start = attrgetter("start")
 
@@ -199,8 +198,8 @@ def filled_in_parts(graph: StepGraph, block: Block) -> frozenset[int]:
     for index in range(block.end - 1, block.start - 1, -1):
         operator = graph.operators[index]
         if not operator.is_view:
-            written = storages_of(graph, operator.outputs)
-            read = (s for s in storages_of(graph, operator.inputs) if s not in written)
+            written = graph.writes[index]
+            read = (s for s in graph.reads[index] if s not in written)
             first_use |= dict.fromkeys(read, index)
     for saved in (graph.saved[index] for index in saved_in(graph, block)):
         storage = graph.values[saved.value].storage
@@ -230,9 +229,9 @@ class _Cuts:
         for index in range(block.start, block.end):
             operator = graph.operators[index]
             if not operator.is_view:
-                for storage in storages_of(graph, operator.inputs):
+                for storage in graph.reads[index]:
                     self._last_read[storage] = index
-                for storage in storages_of(graph, operator.outputs):
+                for storage in graph.writes[index]:
                     last_write[storage] = index
         # No cut between two writes of a storage: the second destroys its content.
         self._is_open = [True] * (block.end - block.start)

@@ -33,7 +33,7 @@ import numpy as np
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Block, writers_of
-from membudget.planner.simulate import Interval, live_bytes
+from membudget.planner.timeline import Interval, live_bytes
 
 
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:

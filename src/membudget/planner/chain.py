@@ -36,9 +36,10 @@ are counted in quanta, of which most sizes are multiples, so rounding loses litt
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -120,6 +121,10 @@ class Chain:
             return None
         return self._trace(best, taken, budget_bytes)
 
+    def free_tables(self) -> None:
+        """Free the memory of the table of nests, which the next `solve` makes again."""
+        vars(self).pop("_nests", None)
+
     # The forward: E, by segment and retained quanta.
 
     def _forward_table(self, budget_bytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -154,12 +159,12 @@ class Chain:
             room = self._quantum.room(budget_bytes - forward)
             need = self._quantum.need(self._crossing[i][j + 1] + must_keep)
             free = self._quantum.room(budget_bytes - must_keep)
-            seconds = np.full(size, np.inf)
-            count = min(free + 1, size)
-            if count > 0:
-                # Beyond the table, the last entry is an upper bound.
-                left = np.minimum(free - np.arange(count), self._size - 1)
-                seconds[:count] = self._nests[0][i, j][left]
+            count = min(free, room, size - 1) + 1
+            if count <= 0:
+                continue
+            # What is left for the nest; the table's last entry is an upper bound.
+            left = np.minimum(np.arange(free, free - count, -1), self._size - 1)
+            seconds, room = self._nests[i, j][left], count - 1
             rows = best[i], best[j + 1], taken[j + 1]
             relax(*rows, need, room, seconds, (i, -1))
 
@@ -189,62 +194,57 @@ class Chain:
     # Nests: D, by first and last segment and free quanta.
 
     @cached_property
-    def _nests(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each nest's least time, and the checkpoint that achieves it."""
+    def _nests(self) -> np.ndarray:
+        """Return each nest's least time."""
         count, size = len(self._segments), self._size
-        # float32 and int16: the table grows with the square of the chain's length.
+        # float32: the table grows with the square of the chain's length.
         table = np.full((count, count, size), np.inf, dtype=np.float32)
-        how = np.full((count, count, size), -1, dtype=np.int16)
         for i, segment in enumerate(self._segments):
             least = self._quantum.need(segment.again_peak_bytes)
             table[i, i, least:] = segment.again_s
-        for length in range(2, count + 1):
-            for i in range(count - length + 1):
-                self._fill(table, how, i, i + length - 1)
-        return table, how
+        for i in reversed(range(count)):
+            splits = list(self._splits(i))
+            for j in range(i + 1, count):
+                nest = table[i, j]
+                for split in splits[: j - i + 1]:
+                    least = self._least(split, j)
+                    if least < size:
+                        total = _total(table, split, i, j, least)
+                        np.minimum(nest[least:], total, out=nest[least:])
+        return table
 
-    def _fill(self, table: np.ndarray, how: np.ndarray, i: int, j: int) -> None:
-        outside, first = self._segments[j].outside_bytes, self._segments[i]
-        entry = table[i, j], how[i, j]
-        need = max(first.again_peak_bytes, outside + first.saving_peak_bytes)
-        rest = table[i + 1, j]
-        self._try(entry, 0, need, first.saved_bytes, first.saving_s, rest)
-        passed, peak = 0.0, 0
-        for c in range(i + 1, j + 1):
+    def _splits(self, i: int) -> Iterator[_Split]:
+        """Yield the ways to split the nests from a segment, shortest nest first."""
+        first, need = self._segments[i], self._quantum.need
+        saving_s, peak_bytes = np.float32(first.saving_s), first.saving_peak_bytes
+        again_bytes = first.again_peak_bytes
+        retained = need(first.saved_bytes)
+        yield _Split(i + 1, True, retained, saving_s, peak_bytes, again_bytes)
+        passed, peak_bytes = 0.0, 0
+        for c in range(i + 1, len(self._segments)):
             passed += self._segments[c - 1].pass_s
             # The inputs of segment c - 1 are live while it runs.
             before = self._crossing[i][c - 1] if c - 1 > i else 0
-            peak = max(peak, before + self._segments[c - 1].pass_peak_bytes)
-            crossing = self._crossing[i][c]
-            later, earlier = table[c, j], table[i, c - 1]
-            self._try(entry, c, outside + peak, crossing, passed, later, earlier)
+            own_bytes = before + self._segments[c - 1].pass_peak_bytes
+            peak_bytes = max(peak_bytes, own_bytes)
+            retained = need(self._crossing[i][c])
+            yield _Split(c, False, retained, np.float32(passed), peak_bytes, 0)
 
-    def _try(
-        self,
-        entry: tuple[np.ndarray, np.ndarray],
-        number: int,
-        need_bytes: int,
-        retained_bytes: int,
-        seconds: float,
-        later: np.ndarray,
-        earlier: np.ndarray | None = None,
-    ) -> None:
-        """Update a nest's least times wherever the given split of the nest is faster.
+    def _least(self, split: _Split, j: int) -> int:
+        """Return the fewest free quanta with which a nest's split is possible."""
+        outside_bytes = self._segments[j].outside_bytes
+        need_bytes = max(split.again_peak_bytes, outside_bytes + split.peak_bytes)
+        return max(split.retained, self._quantum.need(need_bytes))
 
-        Recomputing a checkpoint takes `seconds` and has a peak of `need_bytes`. The
-        nest's later part runs its backward pass first, while the checkpoint is live.
-        """
-        best, how = entry
-        retained = self._quantum.need(retained_bytes)
-        least = max(retained, self._quantum.need(need_bytes))
-        if least >= self._size:
-            return
-        total = later[least - retained : self._size - retained] + np.float32(seconds)
-        if earlier is not None:
-            total = total + earlier[least:]
-        better = total < best[least:]
-        best[least:][better] = total[better]
-        how[least:][better] = number
+    def _split_at(self, i: int, j: int, m: int) -> _Split:
+        """Return the first split of a nest that achieves its least time."""
+        table = self._nests
+        return next(
+            split
+            for split in self._splits(i)
+            if self._least(split, j) <= m
+            and _total(table, split, i, j, m)[0] == table[i, j, m]
+        )
 
     def _checkpoints(self, i: int, j: int, m: int) -> dict[int, tuple[Checkpoint, ...]]:
         """Return, per segment of a nest, the checkpoints that its stage retains."""
@@ -255,14 +255,40 @@ class Chain:
             if i == j:
                 found[i] = points
                 continue
-            c = int(self._nests[1][i, j, m])
-            if c == 0:
+            split = self._split_at(i, j, m)
+            point = Checkpoint(i, split.later - 1, split.is_saving)
+            pending.append((split.later, j, m - split.retained, (*points, point)))
+            if split.is_saving:
                 found[i] = points
-                less = m - self._quantum.need(self._segments[i].saved_bytes)
-                saved = Checkpoint(i, i, is_saved_set=True)
-                pending.append((i + 1, j, less, (*points, saved)))
             else:
-                less = m - self._quantum.need(self._crossing[i][c])
-                pending.append((c, j, less, (*points, Checkpoint(i, c - 1))))
-                pending.append((i, c - 1, m, points))
+                pending.append((i, split.later - 1, m, points))
         return found
+
+
+class _Split(NamedTuple):
+    """A way to split the nests that begin with one segment.
+
+    Attributes:
+        later: The first segment of the part whose backward runs first.
+        is_saving: Whether a checkpoint of the first segment has its saved tensors, too.
+        retained: Quanta of the checkpoint before `later`.
+        seconds: Time to recompute that.
+        peak_bytes: Peak of doing so, apart from tensors outside the chain.
+        again_peak_bytes: Peak of the first segment's backward, if that runs alone.
+    """
+
+    later: int
+    is_saving: bool
+    retained: int
+    seconds: np.float32
+    peak_bytes: int
+    again_peak_bytes: int
+
+
+def _total(table: np.ndarray, split: _Split, i: int, j: int, least: int) -> np.ndarray:
+    """Return the times of a nest i..j under a split, from so many free quanta on."""
+    end = table.shape[2] - split.retained
+    total = table[split.later, j, least - split.retained : end] + split.seconds
+    if not split.is_saving:
+        total += table[i, split.later - 1, least:]
+    return total

@@ -122,7 +122,7 @@ class RecomputeSlice:
     targets: dict[int, int]  # Storage to the op index at which autograd frees it.
     needed_until: dict[int, int]  # Op index until which a target depends on it.
     writers: dict[int, list[int]] = field(default_factory=dict)  # By storage.
-    writes: dict[int, list[int]] = field(default_factory=dict)  # By operator.
+    writes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # By operator.
     # By operator, without the storages that it writes.
     reads: dict[int, list[int]] = field(default_factory=dict)
 
@@ -191,14 +191,14 @@ def slice_of(
         operator = graph.operators[index]
         if operator.is_view:
             continue
-        writes = storages_of(graph, operator.outputs)
+        writes = graph.writes[index]
         outputs = [s for s in writes if s in dropped and s in until]
         if not outputs:
             continue
         # Scanned backwards: `insert` at the front restores forward order.
         for storage in outputs:
             found.writers.setdefault(storage, []).insert(0, index)
-        reads = storages_of(graph, operator.inputs)
+        reads = graph.reads[index]
         found.writes[index] = writes
         found.reads[index] = [s for s in reads if s not in writes]
         # The operator's inputs are needed as long as its outputs.
@@ -217,7 +217,7 @@ def writers_of(
     for index in range(block.start, block.end):
         operator = graph.operators[index]
         if not operator.is_view:
-            for storage in storages_of(graph, operator.outputs):
+            for storage in graph.writes[index]:
                 if storage in among:
                     table.setdefault(storage, []).append(index)
     return table

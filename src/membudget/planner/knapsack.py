@@ -76,7 +76,7 @@ def _priced_options(
 ) -> tuple[list[list[Option]], list[list[ChoiceCost]]]:
     """Return the options of each block and their costs, with those of regions."""
     blocks = [Block(call.start, call.end) for call in calls]
-    numbers = BlockCosts(simulator.graph, blocks)
+    numbers = BlockCosts(simulator.graph, blocks, known=simulator.known)
     for block, of in zip(blocks, numbers.options, strict=True):
         if may_rerun(simulator.graph, block):
             rerun = Choice(block.start, block.end, engine=RERUN)
@@ -245,5 +245,6 @@ def relax(
     total = before[:count] + paid
     target = after[need : need + count]
     better = total < target
-    target[better] = total[better]
-    by[need : need + count][better] = label
+    if better.any():
+        np.copyto(target, total, where=better)
+        by[need : need + count][better] = label

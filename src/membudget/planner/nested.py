@@ -9,8 +9,10 @@ budgets, because it recomputes one part of the call at a time.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+
+import numpy as np
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.block_costs import BlockCosts, ChoiceCost
@@ -31,13 +33,9 @@ from membudget.planner.choice import (
     storages_of,
     wanted_in,
 )
+from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.schedule import Schedule, Simulator, Solver
-from membudget.planner.simulate import (
-    live_bytes,
-    peak_of,
-    simulate_block,
-    timeline,
-)
+from membudget.planner.timeline import live_bytes, peak_of, timeline
 
 LENGTHS = (12, 24, 48)
 """Lengths of the chains: few segments retain less, many recompute less at once."""
@@ -72,7 +70,9 @@ class _Nested(Solver):
         super().__init__(simulator)
         self._call = call
         block = Block(call.start, call.end)
-        self._numbers = ChainNumbers(simulator.graph, block, chain, kept)
+        self._numbers = ChainNumbers(
+            simulator.graph, block, chain, kept, simulator.known
+        )
         self._chain = self._numbers.chain(timeline(simulator.graph).peak_bytes)
 
     def solve(self, budget_bytes: int) -> list[SegmentChoice] | None:
@@ -81,6 +81,11 @@ class _Nested(Solver):
     def schedule(self, solution: list[SegmentChoice]) -> Schedule:
         choice = self._numbers.choice(solution)
         return self._simulator.schedule([self._call], [choice])
+
+    def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
+        """Yield ever tighter schedules; leave no large tables behind."""
+        yield from super().schedules(budget_bytes)
+        self._chain.free_tables()
 
 
 class ChainNumbers:
@@ -92,9 +97,14 @@ class ChainNumbers:
         block: Block,
         chain: Sequence[Segment],
         kept: frozenset[int] = frozenset(),
+        known: KnownBlocks | None = None,
     ):
-        """Find the storages and keep-sets of each segment, which include `kept`."""
+        """Find the storages and keep-sets of each segment, which include `kept`.
+
+        What is `known` of blocks of the step is not computed again.
+        """
         self._graph = graph
+        self._known = known or KnownBlocks(graph)
         self._block = block
         self._chain = chain
         self._kept = kept
@@ -104,7 +114,7 @@ class ChainNumbers:
         self._saved = [of & wanted_in(graph, segment) for segment, of in made]
         # What crosses a segment's end is the input of the next one.
         always = [self._crossing(i, i) | kept for i, kept in enumerate(self._must_keep)]
-        self._costs = BlockCosts(graph, chain, always)
+        self._costs = BlockCosts(graph, chain, always, self._known)
         self.keep_sets = self._costs.keep_sets
 
     def _must_keep_of(self, i: int) -> frozenset[int]:
@@ -127,7 +137,7 @@ class ChainNumbers:
         pass_s, pass_peak_bytes = self._run(i, crossing)
         saving_s, saving_peak_bytes = self._run(i, crossing | again)
         again_s, _ = self._run(i, again)
-        alone = simulate_block(graph, Choice(segment.start, segment.end, must_keep))
+        alone = self._known.timeline(Choice(segment.start, segment.end, must_keep))
         start = self._costs.backward_start(segment)
         end = self._costs.next_backward(start)
         return SegmentCosts(
@@ -160,35 +170,40 @@ class ChainNumbers:
         return seconds, peak_of_run(graph, run, touched, targets)
 
     def _crossing_bytes(self) -> list[list[int]]:
+        """Return table[i][c]: bytes that segments i to c - 1 make and that cross c."""
         count = len(self._chain)
-        table = [[0] * (count + 1) for _ in range(count)]
-        for i in range(count):
-            made: frozenset[int] = frozenset()
-            for c in range(i + 1, count + 1):
-                made |= self._made[c - 1] - self._must_keep[c - 1]
-                table[i][c] = bytes_of(self._graph, made & self._chain[c - 1].crossing)
-        return table
+        made_by = {
+            storage: i
+            for i, made in enumerate(self._made)
+            for storage in made - self._must_keep[i]
+        }
+        table = np.zeros((count, count + 1), int)
+        for c, segment in enumerate(self._chain, 1):
+            for storage in segment.crossing:
+                if made_by.get(storage, c) < c:
+                    size = self._graph.storages[storage].bytes
+                    table[made_by[storage], c] += size
+        # What a segment makes counts for all that begin before it, too.
+        rows: list[list[int]] = np.cumsum(table[::-1], axis=0)[::-1].tolist()
+        return rows
 
     def _forward_bytes(self) -> list[list[int]]:
         """Return table[i][j]: segment j's forward peak if segments ≥ i keep nothing."""
-        graph, outside = self._graph, self._costs.outside_bytes
-        table = []
-        for first in self._chain:
-            ranges = []
-            for storage in made_in(graph, Block(first.start, self._block.end)):
-                facts = graph.storages[storage]
+        graph, block, turn = self._graph, self._block, self._graph.backward_start
+        own = slice(block.start, block.end)
+        workspaces = [o.workspace_bytes for o in graph.operators[own]]
+        beside = np.add(self._costs.outside_bytes[own], workspaces)
+        starts = [segment.start - block.start for segment in self._chain]
+        change = np.zeros(turn + 1, int)
+        table: list[list[int]] = []
+        for made in reversed(self._made):
+            for facts in map(graph.storages.__getitem__, made):
                 end = facts.death if facts.released is None else facts.released
-                ranges.append((facts.birth, end, facts.bytes))
-            live = live_bytes(graph.backward_start, ranges)
-            peaks = [
-                live[m] + outside[m] + graph.operators[m].workspace_bytes
-                for m in range(self._block.start, self._block.end)
-            ]
-            start = self._block.start
-            table.append(
-                [max(peaks[s.start - start : s.end - start]) for s in self._chain]
-            )
-        return table
+                change[facts.birth] += facts.bytes
+                change[min(end, turn)] -= facts.bytes
+            peaks = np.cumsum(change)[own] + beside
+            table.append(np.maximum.reduceat(peaks, starts).tolist())
+        return table[::-1]
 
     # From a solution to a choice.
 

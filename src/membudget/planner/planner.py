@@ -28,7 +28,7 @@ from membudget.planner.schedule import (
     Solver,
 )
 from membudget.planner.search import improved, never
-from membudget.planner.simulate import timeline
+from membudget.planner.timeline import timeline
 
 SolverMaker = Callable[[Simulator], list[Solver]]
 

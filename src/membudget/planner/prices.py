@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Iterator, Mapping
+
+import numpy as np
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import largest_call
 from membudget.planner.choice import Block, Choice, saved_in
 from membudget.planner.frontier import Front
 from membudget.planner.schedule import Schedule, Simulator, Solver
-from membudget.planner.simulate import Simulation, timeline
+from membudget.planner.simulate import Simulation
+from membudget.planner.timeline import timeline
 
 MOST_OPERATORS = 1000
 """Larger steps are left out: their minimum cuts would take seconds."""
@@ -67,7 +69,7 @@ class _Priced(Solver):
         self._front = Front(graph, block)
         self._gaps = _gaps(graph, block, self._front)
         self._plain_bytes = timeline(graph).alive_bytes
-        self._workspaces = [o.workspace_bytes for o in graph.operators]
+        self._workspaces = np.array([o.workspace_bytes for o in graph.operators], int)
         self._tried: dict[frozenset[int], Simulation] = {}  # Over all budgets.
 
     def solve(self, budget_bytes: int) -> frozenset[int] | None:
@@ -111,16 +113,15 @@ class _Priced(Solver):
                 found = self._at(prices, sizes)
                 self._follow(prices, found, budget_bytes, rate)
 
-    def _first_prices(self, budget_bytes: int) -> list[float]:
-        alive = zip(self._plain_bytes, self._workspaces, strict=True)
-        over = [sum(both) > budget_bytes for both in alive]
+    def _first_prices(self, budget_bytes: int) -> np.ndarray:
+        over = np.array(self._plain_bytes, int) + self._workspaces > budget_bytes
         seconds = self._simulator.graph.seconds or 1.0
-        price = seconds / max(1, *self._plain_bytes) / max(1, sum(over))
-        return [price if is_over else price * _LOW_PRICE for is_over in over]
+        price = seconds / max(1, *self._plain_bytes) / max(1, int(over.sum()))
+        return np.where(over, price, price * _LOW_PRICE)
 
-    def _at(self, prices: Sequence[float], sizes: Mapping[int, float]) -> Simulation:
+    def _at(self, prices: np.ndarray, sizes: Mapping[int, float]) -> Simulation:
         """Simulate the cheapest keep-set at the given prices."""
-        until = list(accumulate(prices, initial=0.0))
+        until = [0.0, *np.cumsum(prices).tolist()]
         costs = {
             storage: size * (until[end] - until[start])
             for storage, size in sizes.items()
@@ -134,16 +135,13 @@ class _Priced(Solver):
         return found
 
     def _follow(
-        self, prices: list[float], found: Simulation, budget_bytes: int, rate: float
+        self, prices: np.ndarray, found: Simulation, budget_bytes: int, rate: float
     ) -> None:
         """Scale each price by its op index's excess over the budget, at most e-fold."""
-        for moment, alive in enumerate(found.alive_bytes):
-            most = alive + self._workspaces[moment]
-            # The peak may lie inside a recomputation, above the bytes live after it.
-            if moment == found.peak_moment:
-                most = found.peak_bytes
-            change = rate * (most / budget_bytes - 1)
-            prices[moment] *= math.exp(max(-1.0, min(1.0, change)))
+        most = np.array(found.alive_bytes, int) + self._workspaces
+        # The peak may lie inside a recomputation, above the bytes live after it.
+        most[found.peak_moment] = found.peak_bytes
+        prices *= np.exp(np.clip(rate * (most / budget_bytes - 1), -1.0, 1.0))
 
 
 def _gaps(graph: StepGraph, block: Block, front: Front) -> dict[int, tuple[int, int]]:

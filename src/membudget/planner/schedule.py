@@ -13,8 +13,10 @@ from typing import Any
 
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
+from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.timeline import PlainStep
 
 MAX_ATTEMPTS = 12
 """Attempts of a solver at one budget; the reductions double, so 12 are many."""
@@ -31,8 +33,13 @@ class Overheads:
     A replay region records each forward operator, serves saved tensors and runs
     operators again. That takes a few µs per operator while the engine's code stays in
     the CPU cache. A kernel that moves more bytes than the cache holds evicts the
-    engine's code, which makes the overhead of that operator up to ten times as large. A
-    rerun region records no operator. It notes the state that its modules reach,
+    engine's code, which makes the overhead of that operator up to ten times as large.
+    Where an operator writes to a part of a storage, as recurrent cells do to their
+    gates, or to memory from before the step, as BatchNorm does to its running
+    statistics, Python records it even beside the recorder in C++, and keeps apart which
+    content of the memory each tensor has.
+
+    A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
 
     The overheads are fitted to the times of forward and backward passes of
@@ -50,10 +57,14 @@ class Overheads:
     saved_cold_s: float = 0.0
     replay_region_s: float = 0.0  # Of a replay region, beside that of its operators.
     replay_saved_s: float = 0.0  # Of each tensor that a replay region saves.
+    # Of a write to a part of a storage, or to older memory: recorded, and run again.
+    write_s: float = 0.0
+    write_again_s: float = 0.0
 
-    def of(self, operator: Operator) -> float:
-        """Return the overhead of recording an operator, or of running it again."""
-        return self.cold_s if self._is_cold(operator) else self.warm_s
+    def of(self, graph: StepGraph, index: int) -> float:
+        """Return the overhead of running an operator again."""
+        seconds = self.cold_s if self._is_cold(graph.operators[index]) else self.warm_s
+        return seconds + self.write_again_s * _writes_apart(graph, index)
 
     def _is_cold(self, operator: Operator) -> bool:
         return operator.read_bytes + operator.written_bytes > self.cache_bytes
@@ -67,7 +78,10 @@ class Overheads:
             saved_s = self.saved_cold_s * cold + self.saved_s * (len(saved) - cold)
             return self.region_s + self.module_s * len(inside) + saved_s
         # A replay region records all of its operators.
-        recorded_s = self.again_s(graph, range(choice.start, choice.end))
+        recorded = range(choice.start, choice.end)
+        writes = sum(_writes_apart(graph, index) for index in recorded)
+        recorded_s = self.again_s(graph, recorded)
+        recorded_s += (self.write_s - self.write_again_s) * writes
         return self.replay_region_s + recorded_s + self.replay_saved_s * len(saved)
 
     def forward_of_s(self, graph: StepGraph, choice: Choice) -> float:
@@ -79,7 +93,7 @@ class Overheads:
 
     def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
         """Return the overhead of running the recomputed operators."""
-        return sum(self.of(graph.operators[index]) for index in recomputed)
+        return sum(self.of(graph, index) for index in recomputed)
 
     def added_to_forward(self, graph: StepGraph) -> StepGraph:
         """Return the step with the engine's overhead added to each forward operator.
@@ -90,9 +104,23 @@ class Overheads:
         """
         until = graph.backward_start
         forward = [
-            replace(o, seconds=o.seconds + self.of(o)) for o in graph.operators[:until]
+            replace(o, seconds=o.seconds + self.of(graph, index))
+            for index, o in enumerate(graph.operators[:until])
         ]
         return replace(graph, operators=(*forward, *graph.operators[until:]))
+
+
+def _writes_apart(graph: StepGraph, index: int) -> bool:
+    """Return whether an operator writes to a part of a storage, or to older memory."""
+    operator = graph.operators[index]
+    if operator.is_view:
+        return False
+    for value in map(graph.values.__getitem__, operator.outputs):
+        storage = graph.storages[value.storage]
+        is_part = storage.birth < index and value.bytes < storage.bytes
+        if is_part or storage.birth < 0:
+            return True
+    return False
 
 
 NO_OVERHEADS = Overheads(0.0, 0.0, 0)
@@ -100,10 +128,12 @@ CPU_OVERHEADS = Overheads(
     warm_s=12e-6,
     cold_s=120e-6,
     cache_bytes=1 << 19,
-    region_s=450e-6,
-    module_s=6e-6,
+    region_s=100e-6,
+    module_s=33e-6,
     saved_s=12e-6,
     saved_cold_s=30e-6,
+    write_s=60e-6,
+    write_again_s=30e-6,
 )
 """With the recorder in Python."""
 
@@ -157,6 +187,7 @@ class Simulator:
         graph: The step, with the engine's overhead added to each forward operator.
         candidates: Number of distinct sets of choices simulated so far.
         operators: Total number of operators that the simulations ran.
+        known: What is known of the step's blocks.
     """
 
     def __init__(self, graph: StepGraph, overheads: Overheads = NO_OVERHEADS):
@@ -164,7 +195,9 @@ class Simulator:
         self.plain = graph
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
+        self.known = KnownBlocks(self.graph)
         self.candidates = self.operators = 0
+        self._plain = PlainStep(self.graph)
         self._known: dict[tuple[Choice, ...], Simulation] = {}
         self._region_s: dict[tuple[int, int, BlockEngine], float] = {}
 
@@ -173,7 +206,7 @@ class Simulator:
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
-            found = simulate(self.graph, key)
+            found = simulate(self.graph, key, self._plain)
             # A rerun runs operators without the overhead that the graph adds to them.
             saved_s = self._overheads.again_s(self.graph, found.reran)
             found = replace(found, seconds=found.seconds - saved_s)

@@ -33,10 +33,11 @@ def may_rerun(graph: StepGraph, block: Block) -> bool:
     block that writes to older memory, such as running statistics, and one whose saved
     tensors are unpacked more than once, because each time would take a rerun.
     """
-    for operator in graph.operators[block.start : block.end]:
+    for index in range(block.start, block.end):
+        operator = graph.operators[index]
         if operator.must_keep:
             return False
-        written = () if operator.is_view else storages_of(graph, operator.outputs)
+        written = () if operator.is_view else graph.writes[index]
         if any(graph.storages[storage].birth < block.start for storage in written):
             return False
     turn = graph.backward_start

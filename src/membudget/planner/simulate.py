@@ -1,14 +1,4 @@
-"""Definition of a step's live bytes, peak and time, with or without recomputation.
-
-The memory at operator t is the total size of all storages with birth ≤ t < death, which
-include the operator's outputs, plus the operator's workspace. Memory in use before the
-step is counted separately (`StepGraph.static`), so the results match those of a meter
-that counts only the step's own allocations.
-
-    op index        0    1    2    3    4
-    storage a (4)   ├────┼────┼────┤                birth 0, death 3
-    storage b (2)        ├────┼────┼────┤           birth 1, death 4
-    live_bytes      4    6    6    2    0
+"""Definition of a step's live bytes, peak and time with recomputation.
 
 Tests compare every solver with this simulation, and the simulation with the memory
 meter. A tensor that a block makes and autograd saves is dropped unless the block's
@@ -33,80 +23,21 @@ replay engine (`engine.replay`), whose rules are:
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple
 
+import numpy as np
+
 from membudget.errors import OptionError
-from membudget.graph import Operator, Saved, StepGraph
+from membudget.graph import Saved, StepGraph
 from membudget.planner.backward import ReplayBackward
 from membudget.planner.choice import RERUN, Choice, made_in
 from membudget.planner.ledger import Ledger
 from membudget.planner.second_run import RerunBackward
-
-Interval = tuple[int, int, int]
-"""A live range: first op index, op index after the last, bytes."""
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Live bytes of a step at each op index, and their peak.
-
-    Attributes:
-        alive_bytes: Live bytes at each operator, without its workspace.
-        peak_bytes: The maximum of live bytes plus operator workspace.
-        peak_moment: Index of the first operator at the peak; 0 for an empty step.
-    """
-
-    alive_bytes: tuple[int, ...]
-    peak_bytes: int
-    peak_moment: int
-
-
-def timeline(graph: StepGraph) -> Timeline:
-    """Return the timeline of the step without recomputation."""
-    return of_intervals(graph, lifetimes(graph))
-
-
-def lifetimes(graph: StepGraph, without: Container[int] = ()) -> list[Interval]:
-    """Return the live ranges of storages made by a step, except those in `without`."""
-    return [
-        (storage.birth, storage.death, storage.bytes)
-        for index, storage in enumerate(graph.storages)
-        if storage.birth >= 0 and index not in without
-    ]
-
-
-def of_intervals(graph: StepGraph, intervals: Iterable[Interval]) -> Timeline:
-    """Return the timeline of storages with the given live ranges."""
-    alive = live_bytes(len(graph.operators), intervals)
-    peak_bytes, moment = peak_of(graph.operators, alive)
-    return Timeline(tuple(alive), peak_bytes, moment)
-
-
-def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
-    """Return the live bytes at each of `count` op indices, given live ranges.
-
-    Example:
-        >>> live_bytes(5, [(0, 3, 4), (1, 4, 2)])
-        [4, 6, 6, 2, 0]
-    """
-    steps = [0] * (count + 1)
-    for start, end, size in intervals:
-        steps[start] += size
-        steps[min(end, count)] -= size
-    return list(accumulate(steps))[:count]
-
-
-def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
-    """Return the peak of a run of operators with workspaces, and where it occurs."""
-    peak_bytes, place = 0, 0
-    for index, (operator, live) in enumerate(zip(operators, alive, strict=True)):
-        if live + operator.workspace_bytes > peak_bytes:
-            peak_bytes, place = live + operator.workspace_bytes, index
-    return peak_bytes, place
+from membudget.planner.timeline import PlainStep, Timeline
 
 
 @dataclass(frozen=True)
@@ -133,27 +64,36 @@ class Simulation(Timeline):
         return max(0, self.peak_bytes - budget_bytes) / max(1, budget_bytes)
 
 
-class BlockStep(NamedTuple):
-    """Live bytes of one block's storages, constant over a range of op indices."""
+class BlockTimeline(NamedTuple):
+    """Live bytes of one block's storages, constant between its events, as arrays.
 
-    start: int
-    end: int
-    alive_bytes: int  # After the event.
-    peak_bytes: int  # The maximum at the event, the operator's workspace included.
+    Attributes:
+        starts: Op indices of the events, in order.
+        ends: Op indices of the events that follow.
+        alive_bytes: Live bytes after each event.
+        peak_bytes: Maximum at each event, the operator's workspace included.
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    alive_bytes: np.ndarray
+    peak_bytes: np.ndarray
 
 
-BlockTimeline = list[BlockStep]
-
-
-def simulate(graph: StepGraph, choices: Iterable[Choice]) -> Simulation:
+def simulate(
+    graph: StepGraph, choices: Iterable[Choice], plain: PlainStep | None = None
+) -> Simulation:
     """Simulate a step for given choices of disjoint blocks.
+
+    Many simulations of one step are faster if they share what is known of the `plain`
+    one.
 
     Raises:
         OptionError: If blocks overlap or extend beyond the forward.
     """
     ordered = sorted(choices, key=lambda choice: choice.start)
     _check(graph, ordered)
-    return _Machine(graph, ordered).run()
+    return _Machine(graph, ordered).run(plain or PlainStep(graph))
 
 
 def simulate_block(graph: StepGraph, choice: Choice) -> BlockTimeline:
@@ -227,22 +167,31 @@ class _Machine:
         """Op indices at which autograd asks for saved tensors, in order."""
         return sorted({m for saved in self.graph.saved for m in saved.asked})
 
-    def run(self) -> Simulation:
+    def run(self, plain: PlainStep) -> Simulation:
         graph, ledger = self.graph, self.ledger
-        # Few live ranges change: the others are those of the plain step.
+        # Few live ranges change: all others are those of the plain step.
+        others, before = plain.without(ledger.ends)
         for storage in ledger.ends:
             self._end(storage)
-        alive_bytes = []
-        for moment in range(len(graph.operators)):
-            for storage in graph.died_at.get(moment, ()):
-                if storage not in ledger.ends:
-                    ledger.release(storage)
-            self._step(moment, graph.born_at.get(moment, ()))
-            alive_bytes.append(ledger.live_bytes)
+            if graph.storages[storage].birth >= 0:
+                self.births.setdefault(graph.storages[storage].birth, []).append(
+                    storage
+                )
+        count = len(graph.operators)
+        moments = sorted(moment for moment in self._events() if moment < count)
+        own, own_bytes = 0, np.zeros(count, int)
+        for moment, other in zip(moments, before[moments].tolist(), strict=True):
+            ledger.live_bytes = other + own
+            self._step(moment)
+            # What it takes is live until the next event.
+            own_bytes[moment] = ledger.live_bytes - other - own
+            own = ledger.live_bytes - other
+        alive = others + np.cumsum(own_bytes)
+        self._update_peak(alive + plain.workspaces)
         again = [*ledger.replayed, *ledger.reran]
         again_s = sum(graph.operators[index].seconds for index in again)
         return Simulation(
-            tuple(alive_bytes),
+            tuple(alive.tolist()),
             ledger.peak_bytes,
             ledger.peak_moment,
             graph.seconds + again_s,
@@ -250,28 +199,36 @@ class _Machine:
             tuple(ledger.reran),
         )
 
+    def _events(self) -> set[int]:
+        return {*self.births, *self.deaths, *self.frees, *self.unpacks, *self.returns}
+
+    def _update_peak(self, totals: np.ndarray) -> None:
+        """Compare the peak of recomputation with the bytes live at each operator."""
+        ledger, moment = self.ledger, int(totals.argmax()) if len(totals) else 0
+        most = int(totals[moment]) if len(totals) else 0
+        if (most, -moment) > (ledger.peak_bytes, -ledger.peak_moment) and most > 0:
+            ledger.peak_bytes, ledger.peak_moment = most, moment
+
     def run_block(self, choice: Choice) -> BlockTimeline:
         own, born = range(choice.start, choice.end), self.graph.born_at
         for storage in made_in(self.graph, choice):
             self._end(storage)
-        events = {*self.births, *self.deaths, *self.frees, *self.unpacks, *self.returns}
         # Every operator of the block is an event: its workspace counts.
-        events |= set(own)
+        events = self._events().union(own)
         count = len(self.graph.operators)
-        steps = []
+        rows = []
         for start, end in pairwise([*sorted(e for e in events if e < count), count]):
             self.ledger.peak_bytes = 0  # The peak of this event alone.
             self._step(start, born.get(start, ()) if start in own else ())
-            live_bytes, peak_bytes = self.ledger.live_bytes, self.ledger.peak_bytes
-            steps.append(BlockStep(start, end, live_bytes, peak_bytes))
-        return steps
+            rows.append((start, end, self.ledger.live_bytes, self.ledger.peak_bytes))
+        return BlockTimeline(*np.array(rows, int).reshape(-1, 4).T)
 
     def _end(self, storage: int) -> None:
         """Register when a storage of the forward is freed."""
         if self.graph.storages[storage].birth >= 0:
             self.deaths.setdefault(self.ledger.end_of(storage), []).append(storage)
 
-    def _step(self, moment: int, born: Iterable[int]) -> None:
+    def _step(self, moment: int, born: Iterable[int] = ()) -> None:
         ledger = self.ledger
         ledger.moment = moment
         # Storages die before the operator at their death runs: frees come first.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from membudget.graph import Operator, Phase, Saved, StepGraph, Storage, Value
-from membudget.planner.simulate import timeline
+from membudget.planner.timeline import timeline
 
 Group = Literal[
     "gradients", "saved activations", "temporaries", "optimizer state", "workspace"

@@ -15,7 +15,7 @@ import torch
 from membudget.errors import OptionError
 from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
 from membudget.ops import decides, facts_of
-from membudget.planner.simulate import Timeline, timeline
+from membudget.planner.timeline import Timeline, timeline
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
 from membudget.profile.step_recorder import StepRecorder
 from membudget.text import read_json, write_whole

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from membudget.graph import Operator, StepGraph
-from membudget.planner.simulate import Interval, Timeline, lifetimes, of_intervals
+from membudget.planner.timeline import Interval, Timeline, lifetimes, of_intervals
 from membudget.profile.live_ranges import (
     LiveItem,
     PeakContents,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from membudget.graph import StepGraph
-from membudget.planner.simulate import Timeline
+from membudget.planner.timeline import Timeline
 from membudget.profile.live_ranges import (
     LiveItem,
     PeakContents,

@@ -126,7 +126,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
     {"acquire", &acquire_name}, {"advance", &advance_name}, {"asks", &asks_name},
     {"decided", &decided_name}, {"explained", &explained_name},
-    {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
+    {"held", &held_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
     {"note_empty", &note_empty_name}, {"note_outputs", &note_outputs_name},
     {"release", &release_name}, {"shape", &shape_name}};
 
@@ -162,9 +162,10 @@ PyMethodDef functions[] = {
     {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
-    {"count_path", count_path, METH_O, "As `Replayer._count_path`, without stages."},
+    {"count_path", count_path, METH_O, "As `Replayer._count_path`."},
     {"fill_hook", fill_hook, METH_O, "Return the hook that fills handles again."},
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
+    {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
     {"rerun_hooks", (PyCFunction)(void*)rerun_hooks, METH_FASTCALL, "Of a forward."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},

@@ -1,7 +1,7 @@
 // Plan and run a replay: the common paths of `Replayer` and `Executor`.
 //
 // Python runs what was recorded in Python (custom operators, several writes at once),
-// checks sources that look changed, and divides backward passes into stages.
+// checks sources that look changed, and begins the stages of backward passes.
 
 #pragma once
 
@@ -22,7 +22,7 @@ namespace handle {
 inline Slot fingerprint, saved_version, served, stage, value;
 }
 
-inline PyObject *copy_of, *lent_name, *may_overwrite_name, *run_name, *share, *source_name;
+inline PyObject *copy_of, *held_name, *lent_name, *may_overwrite_name, *run_name, *share, *source_name;
 
 // Counting.
 
@@ -41,17 +41,51 @@ inline void begin(PyObject* value, PyObject* plan) {
   }
 }
 
-// As `Replayer._count`.
-inline void count(PyObject* value, PyObject* plan, std::vector<Ref>& wanted) {
+// As `Replayer._add_use`.
+inline void add_use(PyObject* value, PyObject* plan) {
   begin(value, plan);
   add(value::uses, value, 1);
-  if (value::tensor.is_none(value)) {
-    wanted.push_back(Ref::to(value));
-  }
   PyObject* root = value::root.of(value);
   if (root != Py_None) {
     add(value::view_uses, root, 1);
   }
+}
+
+// As `Replayer._count`.
+inline void count(PyObject* value, PyObject* plan, std::vector<Ref>& wanted) {
+  add_use(value, plan);
+  if (value::tensor.is_none(value)) {
+    wanted.push_back(Ref::to(value));
+  }
+}
+
+// As `Replayer._count_held`, of the outputs of one operation.
+inline void count_held(PyObject* outputs, PyObject* held, PyObject* plan) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
+    PyObject* pair = PyList_GET_ITEM(outputs, i);
+    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1)));
+    if (value == Py_None || value::operation.is_none(value)) {
+      continue;
+    }
+    PyObject* number = operation::call.of(value::operation.of(value));
+    Ref output = Ref::made(PyTuple_Pack(2, number, PyTuple_GET_ITEM(pair, 0)));
+    int is_held = PySequence_Contains(held, output);
+    check(is_held);
+    if (is_held) {
+      add_use(value, plan);
+      value::is_carried.set(value, Py_True);
+    }
+  }
+}
+
+// What a replayer's stage retains for later ones; null without stages.
+inline Ref held_of(PyObject* of) {
+  long stage = replayer::stage.number(of);
+  if (stage < 0) {
+    return Ref();
+  }
+  Ref held = Ref::made(PyObject_GetAttr(replayer::stages.of(of), held_name));
+  return Ref::made(PySequence_GetItem(held, stage));
 }
 
 inline PyObject *inputs_name;
@@ -62,15 +96,18 @@ inline Ref inputs_of(PyObject* of) {
   return inputs == Py_None ? call(of, inputs_name) : Ref::to(inputs);
 }
 
-// As `Replayer._count_path`, of a backward pass without stages.
+// As `Replayer._count_path`.
 inline PyObject* count_path(PyObject*, PyObject* of) {
   HANDLE_TH_ERRORS
   PyObject* plan = replayer::plan.of(of);
+  long stage = replayer::stage.number(of);
+  Ref held = held_of(of);
   std::vector<Ref> wanted;
   PyObject* handles = replayer::handles.of(of);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(handles); ++i) {
     PyObject* handle = PyWeakref_GET_OBJECT(PyList_GET_ITEM(handles, i));
-    if (handle != Py_None && !is_held(handle::value.of(handle))) {
+    if (handle != Py_None && !is_held(handle::value.of(handle)) &&
+        (stage < 0 || handle::stage.number(handle) == stage)) {
       count(handle::value.of(handle), plan, wanted);
     }
   }
@@ -92,8 +129,48 @@ inline PyObject* count_path(PyObject*, PyObject* of) {
         add(value::reads, root_of(input), 1);
       }
     }
+    if (held != nullptr) {
+      count_held(operation::outputs.of(operation), held, plan);
+    }
   }
   Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// is_read_later(replayer, owner), as `Replayer._is_read_later`.
+inline PyObject* is_read_later(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  PyObject *of = arguments[0], *owner = arguments[1];
+  long stage = replayer::stage.number(of);
+  std::vector<Ref> pending;
+  PyObject* handles = replayer::handles.of(of);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(handles); ++i) {
+    PyObject* handle = PyWeakref_GET_OBJECT(PyList_GET_ITEM(handles, i));
+    if (handle != Py_None && handle::stage.number(handle) != stage) {
+      pending.push_back(Ref::to(handle::value.of(handle)));
+    }
+  }
+  std::unordered_set<PyObject*> seen;
+  while (!pending.empty()) {
+    Ref value = std::move(pending.back());
+    pending.pop_back();
+    PyObject* operation = value::operation.of(value);
+    bool is_live = !value::tensor.is_none(value) &&
+        value::is_carried.is_true(root_of(value));
+    if (operation == Py_None || is_live || !seen.insert(operation).second) {
+      continue;
+    }
+    bool is_view = operation::is_view.is_true(operation);
+    Ref inputs = inputs_of(operation);
+    for (Py_ssize_t i = 0; i < PyList_GET_SIZE((PyObject*)inputs); ++i) {
+      PyObject* input = PyList_GET_ITEM((PyObject*)inputs, i);
+      if (!is_view && root_of(input) == owner) {
+        Py_RETURN_TRUE;
+      }
+      pending.push_back(Ref::to(input));
+    }
+  }
+  Py_RETURN_FALSE;
   END_HANDLE_TH_ERRORS
 }
 

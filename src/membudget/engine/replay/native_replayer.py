@@ -17,10 +17,11 @@ class NativeReplayer(Replayer):
     __slots__ = ()
 
     def _count_path(self) -> None:
-        if self.stages is None:
-            EXTENSION[0].count_path(self)
-        else:
-            super()._count_path()
+        EXTENSION[0].count_path(self)
+
+    def _is_read_later(self, owner: TapeValue) -> bool:
+        is_read: bool = EXTENSION[0].is_read_later(self, owner)
+        return is_read
 
     def _path_to(
         self, value: TapeValue

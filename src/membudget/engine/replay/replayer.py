@@ -113,15 +113,17 @@ class Replayer(Executor):
     def _is_still_read(self, owner: TapeValue) -> bool:
         if owner.plan == self._plan and owner.reads > 0:
             return True
-        return owner.is_carried and is_read_by(self._of_other_stages(), owner)
+        return owner.is_carried and self._is_read_later(owner)
+
+    def _is_read_later(self, owner: TapeValue) -> bool:
+        """Return whether another stage may read the memory of a value."""
+        others = [h.value for h in self.living() if h.stage != self._stage]
+        return is_read_by(others, owner)
 
     def living(self) -> list[ReplayHandle]:
         """Return the handles that are still referenced by the autograd graph."""
         handles = [reference() for reference in self.handles]
         return [handle for handle in handles if handle is not None]
-
-    def _of_other_stages(self) -> list[TapeValue]:
-        return [h.value for h in self.living() if h.stage != self._stage]
 
     def prepare(self) -> None:
         """Recompute the values of all live handles now."""
