@@ -19,7 +19,7 @@ from membudget._torch import new_fake_mode, tree_iter
 from membudget._torch_accelerator import counts_on, foreach_devices
 from membudget.errors import OptionError
 from membudget.memory.peak import storage_bytes
-from membudget.planner.simulate import timeline
+from membudget.planner.timeline import timeline
 from membudget.profile.fake import AnyNumber, twin
 from membudget.profile.result import assemble
 from membudget.profile.step_recorder import StepRecorder
