@@ -83,6 +83,7 @@ def _trained(step: Step) -> Any:
     with step.optimizer.begun(step.device):
         for _ in range(MORE_STEPS):
             step.prepare()
+            del loss  # Each step starts without what the one before left.
             loss = step.run()
             step.optimizer.step(step.device)
     return loss

@@ -113,6 +113,7 @@ def next_schedules(
     attempts: Sequence[Attempt] = (),
     unseen: int = 0,
     is_late: Callable[[], bool] = never,
+    plain_fits: bool = False,
 ) -> list[Schedule]:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
@@ -122,7 +123,8 @@ def next_schedules(
     smallest schedule, whatever its prediction; on fake tensors, only if that is near
     the budget, because trying it may need more memory than there is. What the plain
     step takes beyond its profile (`unseen`) is assumed of plans, too. If `is_late`, no
-    annealing begins, unless nothing fits without it.
+    annealing begins, unless nothing fits without it. Where the plain step was measured
+    to fit (`plain_fits`), `auto` needs no regions, whatever the profile predicts.
 
     The planner is not kept between calls, because its tables occupy host memory, too.
 
@@ -131,6 +133,9 @@ def next_schedules(
     """
     if mode != AUTO:
         return [_schedule_of_mode(profile, budget, mode, attempts)]
+    if plain_fits:
+        check_seconds(profile.graph)
+        return [plain_schedule(smoothed(profile.graph))]
     target_bytes = budget.step_bytes - unseen
     if attempts:
         # The prediction was too low; the next one may be too low by as much.

@@ -239,12 +239,13 @@ def _first_that_fits(
     """
     attempts: list[Attempt] = []
     unseen = unseen_bytes(profile, plain)
+    fits = plain is not None and plain.peak_bytes <= budget.step_bytes
     is_late = partial(deadline.forbids, "annealing")
     while True:
         planning = "while planning a step that takes", profile.peak_bytes
         with explaining_shortage(budget, *planning):
             schedule, *others = next_schedules(
-                profile, budget, mode, attempts, unseen, is_late
+                profile, budget, mode, attempts, unseen, is_late, fits
             )
             plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):

@@ -65,7 +65,8 @@ def configure(
         limit_bytes: What a device may reserve before it raises; 0 means no limit.
         fail_at: Which allocation from now on raises; 0 means none.
         segment_bytes: What the allocator reserves for small blocks, CUDA's 2 MiB; its
-            other sizes scale with it. A change gives the cached segments back.
+            other sizes scale with it. With 0, each block is a segment of the bytes
+            requested, and goes back when it is freed. A change empties the cache.
         poison: Whether fresh and freed memory is filled with NaN.
         attention: What serves attention: operators, the CPU's fused one, or the fused
             one that accelerators have; both take no dropout.
