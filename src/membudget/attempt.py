@@ -34,12 +34,15 @@ class Attempt:
         schedule: The schedule that the plan implements.
         peak_bytes: Measured peak bytes that a step under the plan allocates.
         memory: What the meter measured, in detail.
+        unlimited_bytes: What the step reserves where nobody limits the process, if it
+            was limited to the budget, which is less; else 0.
     """
 
     plan: Plan
     schedule: Schedule
     peak_bytes: int
     memory: Peak[Any] | None = None
+    unlimited_bytes: int = 0
 
 
 class RegionsAtFaultError(RecomputeMismatchError):

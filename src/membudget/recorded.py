@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NamedTuple
 
+from membudget._torch_accelerator import can_be_limited
 from membudget.allocation import without_shortage
 from membudget.apply import Applied
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
@@ -21,6 +22,7 @@ from membudget.errors import (
     UnrepeatableWarning,
 )
 from membudget.fitted import NOT_COMPARED, Fitted
+from membudget.limited import try_limited
 from membudget.memory import storage_bytes
 from membudget.memory.allocator import RESERVED, at_rest
 from membudget.modes import AUTO
@@ -254,3 +256,7 @@ def _first_that_fits(
         if found.peak_bytes <= budget.step_bytes:
             return _Fitting(attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
+        if schedule.is_smallest and can_be_limited(step.device):
+            limited = try_limited(step, attempts, plain, budget.step_bytes)
+            if limited is not None:
+                return _Fitting([*attempts, limited[0]], limited[1], [])

@@ -33,6 +33,7 @@ def _register() -> None:
     backend_registration.rename_privateuse1_backend("emu")
     torch._register_device_module("emu", device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    device_module.emu = _EMU
     device_module.default_generators = tuple(
         _EMU.default_generator(index) for index in range(_EMU.device_count)
     )

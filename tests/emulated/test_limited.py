@@ -7,7 +7,7 @@ import pytest
 from tests.emulated.limited import MODELS, MOST_OPERATORS, operators_of, rows_of
 
 ALWAYS = (
-    *("mlp", "convolutions_in_place", "shared_modules", "gan", "routed"),
+    *("mlp", "convolutions_in_place", "shared_modules", "recommender", "routed"),
     *("wavenet", "segmentation", "codebook"),
 )
 

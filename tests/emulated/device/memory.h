@@ -148,9 +148,9 @@ class Memory final : public c10::DeviceAllocator {
 
   // Count a segment, if the limit allows it.
   void reserve(Pool& pool, size_t bytes, size_t requested) {
-    const auto fits = [&] {
-      return !settings.limit_bytes || reserved(pool.stats) + bytes <= settings.limit_bytes;
-    };
+    size_t limit = settings.limit_bytes ? settings.limit_bytes : SIZE_MAX;
+    if (settings.allowed_bytes) limit = std::min(limit, settings.allowed_bytes);
+    const auto fits = [&] { return reserved(pool.stats) + bytes <= limit; };
     if (!fits()) {
       ++pool.stats.num_alloc_retries;
       return_segments(current_device, pool);
@@ -160,7 +160,7 @@ class Memory final : public c10::DeviceAllocator {
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "emu out of memory. Tried to allocate ", requested,
           " bytes, for which a segment of ", bytes, " is needed. Of ",
-          settings.limit_bytes, " bytes, ", reserved(pool.stats), " are reserved and ",
+          limit, " bytes, ", reserved(pool.stats), " are reserved and ",
           pool.stats.allocated_bytes[0].current, " allocated.");
     }
     count_segment(pool.stats, bytes, 1);

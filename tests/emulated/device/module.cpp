@@ -113,6 +113,7 @@ void configure(
       : mode == "threads"         ? Mode::threads
                                   : Mode::lazy;
   settings.limit_bytes = limit_bytes;
+  settings.allowed_bytes = 0;
   settings.fail_at = fail_at;
   settings.segment_bytes = segment_bytes;
   settings.poison = poison;
@@ -155,6 +156,8 @@ PYBIND11_MODULE(_emu, m) {
   at::RegisterPrivateUse1HooksInterface(&emulated::hooks);
   m.def("configure", &emulated::configure);
   m.def("counters", &emulated::counters);
+  m.def("allow", [](size_t bytes) { emulated::settings.allowed_bytes = bytes; });
+  m.def("allowed", [] { return emulated::settings.allowed_bytes; });
   m.attr("device_count") = emulated::device_count;
   m.def("default_generator", [](int device) { return emulated::default_generator(device); });
 }
