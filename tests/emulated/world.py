@@ -119,6 +119,8 @@ UNARY: dict[str, Operator] = {
     "chosen": lambda world, device, x: x.sin() if x.sum().item() > 0 else x.cos(),
 }
 
+LAYERS = ("linear", "counted")
+
 # None gives one gradient to two tensors: autograd would add to it in place on a stream
 # while another still reads it, with no region around.
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
