@@ -121,7 +121,8 @@ class Fitted:
         if self.skipped:
             lines.append(f"seconds   {'over':>12}  skipped: {', '.join(self.skipped)}")
         if before:
-            more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
+            took = ("too many" if a.ran_out else f"{a.peak_bytes:,}" for a in before)
+            more = ", ".join(took)
             lines.append(
                 f"plans     {len(self.attempts):12}  the earlier ones took {more} bytes"
             )

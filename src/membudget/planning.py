@@ -168,7 +168,8 @@ def _after_smallest(
         return replace(plain_schedule(profile.graph), is_smallest=True)
     tried = [a for a in attempts if a.schedule.is_smallest]
     least = min(tried, key=attrgetter("peak_bytes"))
-    took = [a.peak_bytes for a in attempts if not a.schedule.is_smallest]
+    others = (a for a in attempts if not (a.schedule.is_smallest or a.ran_out))
+    took = [a.peak_bytes for a in others]
     raise refused(profile, budget, least.schedule, least.peak_bytes, took)
 
 

@@ -250,8 +250,12 @@ def _first_that_fits(
                 profile, budget, mode, attempts, unseen, is_late, fits
             )
             plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        may_aim_lower = mode == AUTO and not schedule.is_smallest
         with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):
-            found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
+            found, applied = try_plan(
+                *(step, plan, schedule, plain, len(attempts) + 1),
+                enough=budget.step_bytes if may_aim_lower else None,
+            )
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return _Fitting(attempts, applied, others)

@@ -215,6 +215,10 @@ def _wait_for_readers(world: World, writer: Line, part: Part) -> None:
             world.stream(writer.place).wait_stream(world.stream(line.place))
 
 
+def _without_region(function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
+    return function(argument)
+
+
 def _forward(world: World, program: Program, x: Tensor, region: Region) -> Made:
     """Run each part as a region, on the stream where it is called."""
     made = Made(x, Place(0, 0))
@@ -229,31 +233,42 @@ def _forward(world: World, program: Program, x: Tensor, region: Region) -> Made:
 
 def plain(program: Program) -> dict[str, Tensor]:
     """Return what the program computes without any region or hook."""
-    alone = replace(program, hooks="none", ahead=None)
-    return run(alone, lambda function, argument: function(argument))
+    return run(replace(program, hooks="none"), None)
 
 
-def run(program: Program, region: Region) -> dict[str, Tensor]:
+def run(program: Program, region: Region | None) -> dict[str, Tensor]:
     """Run the program from its seed; return what it computed and changed."""
     torch.manual_seed(program.seed)
     world = World()
     x = torch.randn(SHAPE, device="emu").requires_grad_()
     ahead = program.ahead
-    with mb.collect_regions() if ahead else nullcontext() as regions:
-        made = _forward(world, program, x, region)
+    collects = region is not None and ahead is not None
+    with mb.collect_regions() if collects else nullcontext() as regions:
+        made = _forward(world, program, x, region or _without_region)
     with world.on(program.backward):
         loss = world.read(made, program.backward).float().square().mean()
         torch.rand((), device="emu")
-    if regions is not None and ahead is not None:
+    seen: dict[str, Tensor] = {}
+    if ahead is not None:
         world.read(made, ahead)
         with world.on(ahead):
-            regions.recompute()
+            if regions is not None:
+                regions.recompute()
+            seen = _copies(world, ahead.device, "ahead")
     with world.on(program.backward):
         loss.backward()
-        # Without a wait: this stream has waited for the forward, which wrote them.
-        device = torch.device("emu", program.backward.device)
-        buffers = {n: b.clone() for n, b in world.named_buffers() if b.device == device}
-    return _facts(world, x, loss) | {f"{n} then": b.cpu() for n, b in buffers.items()}
+        seen |= _copies(world, program.backward.device, "then")
+    return _facts(world, x, loss) | {name: copy.cpu() for name, copy in seen.items()}
+
+
+def _copies(world: World, device: int, when: str) -> dict[str, Tensor]:
+    """Return copies of a device's buffers, on the current stream.
+
+    Without a wait: that stream has waited for the forward, which wrote them.
+    """
+    place = torch.device("emu", device)
+    buffers = [(n, b) for n, b in world.named_buffers() if b.device == place]
+    return {f"{name} {when}": buffer.clone() for name, buffer in buffers}
 
 
 def _facts(world: World, x: Tensor, loss: Tensor) -> dict[str, Tensor]:
