@@ -57,6 +57,14 @@ DEVICE_TESTS = (
     (
         *("tests/conformance", "tests/behaviours", "tests/faults"),
         *("tests/replay", "tests/engine/replay", "tests/memory", "tests/audit"),
+        *("tests/profile", "tests/test_budget.py", "tests/test_modes.py"),
+        *("tests/test_attach.py", "tests/test_attempt.py", "tests/test_outcome.py"),
+        *("tests/test_race.py", "tests/test_recorded.py", "tests/test_refusal.py"),
+        *(
+            str(path.relative_to(ROOT))
+            for kind in ("apply", "fit", "planning")
+            for path in sorted(ROOT.glob(f"tests/test_{kind}*.py"))
+        ),
     ),
 )
 NO_COMPILER = 3  # What building the device returns where it cannot be built.

@@ -31,11 +31,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the emulated device, for the whole of this process."""
+    """Register the emulated device, for the whole of this process.
+
+    It reserves what tensors take, so that bytes are those of the CPU. Tests that are
+    about the device's allocator configure it as new.
+    """
     if config.getoption("--device") == "emu":
         from tests.emulated import emu
 
-        emu.configure()
+        emu.configure(segment_bytes=0)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -18,6 +18,8 @@ import numpy as np
 import pytest
 import torch
 
+from membudget.memory.allocator import RESERVED, at_rest
+
 # Of each test function, one in so many of its cases runs on a device each time, by the
 # case's name; all of them under `run.py test --all`.
 SHARE = 8
@@ -72,6 +74,16 @@ def elsewhere(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*args, **kwargs)
 
     return function if is_cpu() else run
+
+
+def held_bytes() -> int:
+    """Return what the process holds on the device that tensors are made on.
+
+    A budget in bytes counts that, whoever holds it; on the CPU, only what a step does.
+    """
+    if is_cpu():
+        return 0
+    return at_rest(default_device())[RESERVED]
 
 
 def array(tensor: torch.Tensor) -> np.ndarray:

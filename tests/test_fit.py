@@ -19,6 +19,7 @@ from membudget.fitted import Fitted
 from membudget.outcome import Metered
 from membudget.planner.planner import smoothed
 from membudget.report.plan_text import head, region_table
+from tests.devices import held_bytes
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp
 
@@ -77,9 +78,10 @@ def test_a_real_profile_makes_a_plan_that_fits():
 
 @pytest.mark.parametrize("as_text", [False, True])
 def test_a_budget_in_bytes_counts_what_is_there_before(as_text):
+    others = held_bytes()
     model, batch = made("mlp")
     found = mb.profile(model, batch, fake=True)
-    static = found.graph.static.total
+    static = others + found.graph.static.total
     total = static + found.peak_bytes * 7 // 10
     budget: int | str = total
     if as_text:
@@ -90,10 +92,11 @@ def test_a_budget_in_bytes_counts_what_is_there_before(as_text):
 
 
 def test_the_state_of_an_optimizer_counts_in_a_budget_in_bytes():
+    others = held_bytes()
     model, batch = made("mlp")
     options: Any = {"optimizer": torch.optim.AdamW, "fake": True}
     found = mb.profile(model, batch, **options)
-    total = found.graph.static.total + found.peak_bytes
+    total = others + found.graph.static.total + found.peak_bytes
     with fit(model, batch, total, **options) as fitted:
         assert fitted.plan.budget_bytes == found.peak_bytes
     assert found.graph.static.optimizer > 0

@@ -36,7 +36,7 @@ def lines(mode: str = "auto", notes: Any = (), count: int = 1, **parts: Any) -> 
     """Return what a report says between its head and its table."""
     done = plain()
     attempts = [
-        replace(done.attempts[0], peak_bytes=1000 * number)
+        replace(done.attempts[0], peak_bytes=1000 * number, memory=None)
         for number in range(count + 10, 10, -1)
     ]
     profile = replace(done.profile, notes=notes)

@@ -202,14 +202,14 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
     """Let all plans but the first warn; return their numbers, and let one win."""
     tried: list[int] = []
 
-    def warning(*args: Any) -> Any:
+    def warning(*args: Any, **options: Any) -> Any:
         tried.append(args[-1])
         if args[-1] > 1:
             warnings.warn(
                 f"plan {args[-1]} keeps more", mb.UnrepeatableWarning, stacklevel=1
             )
             warnings.warn("of the step itself", UserWarning, stacklevel=1)
-        return try_plan(*args)
+        return try_plan(*args, **options)
 
     def race(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
         return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)

@@ -14,12 +14,13 @@ from torch import nn
 
 import membudget as mb
 from membudget.attach import has_region
-from membudget.budget import Budget
+from membudget.budget import Budget, Share
 from membudget.fitted import DOES_NOT_FIT
 from membudget.profile import Profile, profiling
 from membudget.profile.cache import FROM_CACHE, Cache
 from membudget.recorded import StaleProfileError, fit_recorded
 from membudget.step import Step
+from tests.devices import held_bytes
 from tests.model_state import state_of
 from tests.planner.models import MODELS
 from tests.rows.test_row_c14_metered import with_workspace
@@ -92,9 +93,23 @@ def test_without_a_budget_what_is_there_is_read_of_the_profile_that_is_made_anew
 
     with mb.fit(*made(), **options) as right:
         alter(tmp_path, heavier)
+    expected = right.plan.budget_bytes
+    del right  # Its model takes of the budget.
     with mb.fit(*made(), **options) as fitted:
         assert recorded == ["real", "real"]
-        assert fitted.plan.budget_bytes == right.plan.budget_bytes < 1 << 30
+        assert fitted.plan.budget_bytes == expected < 1 << 30
+
+
+def test_a_plain_step_that_was_measured_to_fit_needs_no_regions():
+    model, batch = made()
+    found = mb.profile(model, batch)
+    # Too little to be taken for bytes that the profile does not see.
+    over = with_workspace(found, found.peak_bytes // 300)
+    assert over.peak_bytes > found.peak_bytes
+    budget = Budget(found.peak_bytes, 0, Share(1, False))
+    with fit_recorded(Step(model, batch, None), over, budget) as fitted:
+        assert fitted.plan.regions == ()
+        assert fitted.peak_bytes == found.peak_bytes
 
 
 def test_a_step_of_the_user_is_read_from_the_cache(tmp_path, recorded):
@@ -164,13 +179,16 @@ def test_a_refusal_from_a_cached_profile_that_was_not_metered_is_checked(
     tmp_path, recorded
 ):
     options: dict[str, Any] = {"cache": tmp_path, "fake": True}
+    others = held_bytes()
     with mb.fit(*made(), "90%", **options) as right:
         pass
-    budget = right.profile.graph.static.total + right.plan.budget_bytes
+    plan = right.plan
+    budget = others + right.profile.graph.static.total + plan.budget_bytes
+    del right  # Its model takes of the budget.
     alter(tmp_path, lambda found: with_workspace(found, 1 << 30))
     with mb.fit(*made(), budget, **options) as fitted:
         assert recorded == ["fake", "fake"]
-        assert fitted.plan == right.plan
+        assert fitted.plan == plan
     with pytest.raises(mb.BudgetError, match="no plan fits in") as raised:
         mb.fit(*made(), "1%", **options)
     assert len(recorded) == 3

@@ -26,8 +26,8 @@ FLOORS = (
     ("ways in beside fit", "compat integrations loop tradeoff"),
     (
         "fit",
-        "trial fit recorded fittable fitted terms race planning attempt outcome modes "
-        "refusal budget deadline",
+        "trial fit recorded fittable fitted terms race planning limited attempt "
+        "outcome modes refusal budget deadline",
     ),
     ("text for people", "report"),
     ("proof", "audit"),

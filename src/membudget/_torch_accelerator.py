@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -254,6 +255,33 @@ def usable_bytes(device: torch.device) -> int:
     if share is not None:
         free = min(free, int(share(device) * total) - reserved)
     return int(free + reserved - torch.accelerator.memory_allocated(device))
+
+
+def can_be_limited(device: torch.device) -> bool:
+    """Return whether this process can limit what it reserves on a device."""
+    module = _module(device.type) if is_on_accelerator(device) else None
+    return hasattr(module, "set_per_process_memory_fraction") and hasattr(
+        module, "get_per_process_memory_fraction"
+    )
+
+
+@contextmanager
+def limited(device: torch.device, limit_bytes: int | None) -> Iterator[None]:
+    """Let allocations fail by which this process would reserve more on a device.
+
+    Before they do, the allocator gives back the free blocks that it keeps.
+    """
+    if limit_bytes is None:
+        yield
+        return
+    module = _module(device.type)
+    before = module.get_per_process_memory_fraction(device)
+    share = (limit_bytes + 0.5) / torch.accelerator.get_memory_info(device)[1]
+    module.set_per_process_memory_fraction(min(before, share), device)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(before, device)
 
 
 @cache

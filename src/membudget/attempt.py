@@ -11,6 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from membudget._torch_accelerator import is_on_accelerator
 from membudget.apply import Applied, apply
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
 from membudget.memory import Peak
@@ -24,6 +27,9 @@ from membudget.step import Step, state_kept
 MOST_PLANS = 4
 """The first plan, and three with lower targets after measured excesses."""
 
+SHARE_BESIDE = 12
+"""Of a budget, one part in so many is taken to go to what lies beside tensors."""
+
 
 @dataclass(frozen=True)
 class Attempt:
@@ -34,12 +40,17 @@ class Attempt:
         schedule: The schedule that the plan implements.
         peak_bytes: Measured peak bytes that a step under the plan allocates.
         memory: What the meter measured, in detail.
+        unlimited_bytes: What the step reserves where nobody limits the process, if it
+            was limited to the budget, which is less; else 0.
+        ran_out: Whether the step ran out of memory, so that its peak is a guess.
     """
 
     plan: Plan
     schedule: Schedule
     peak_bytes: int
     memory: Peak[Any] | None = None
+    unlimited_bytes: int = 0
+    ran_out: bool = False
 
 
 class RegionsAtFaultError(RecomputeMismatchError):
@@ -66,8 +77,13 @@ def try_plan(
     schedule: Schedule,
     plain: Metered | None = None,
     number: int = 1,
+    enough: int | None = None,
 ) -> tuple[Attempt, Applied]:
     """Apply a plan, verify one step under the plan, and measure the peak of another.
+
+    What an allocator takes beside tensors is not known where no plain step ran. So if
+    an accelerator runs out of memory, although it has `enough` bytes for the tensors,
+    the plan is taken to need some more.
 
     Returns:
         The plan with its measured peak, and the regions, which stay attached.
@@ -85,20 +101,29 @@ def try_plan(
             if plain is None:
                 raise
             raise RegionsAtFaultError(_reasons(step, plan, plain, error)) from error
+        except torch.OutOfMemoryError:
+            if enough is None or not is_on_accelerator(step.device):
+                raise
+            guess_bytes = enough + enough // SHARE_BESIDE
+            return Attempt(plan, schedule, guess_bytes, ran_out=True), Applied({}, {})
     return Attempt(plan, schedule, found.peak_bytes, found.memory), applied
 
 
 def run_under(step: Step, plan: Plan, plain: Metered | None) -> tuple[Metered, Applied]:
     """Apply a plan, verify one step, meter another and compare it with the plain one.
 
+    Without regions the step is the plain one; what that took is known if it ran.
+
     Raises:
         RecomputeMismatchError: If recomputed values stay wrong with more outputs kept,
             or the step computes something else than the plain one, if that ran.
     """
+    if plain is not None and not plan.regions:
+        return plain, Applied({}, {})
     applied = apply(step.model, plan) if plan.regions else Applied({}, {})
     try:
         found = planned_run(step, applied)
-        if plain is not None and plan.regions:
+        if plain is not None:
             check_equal(step, plain, found)
     except BaseException:
         applied.remove()

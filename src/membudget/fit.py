@@ -50,11 +50,11 @@ def fit(
     """Apply the fastest plan found under which a training step fits the budget.
 
     Gradients, buffers and random streams stay bitwise equal to those of the plain step,
-    and the training loop needs no change. `fit` runs two plain steps, and two under
-    each plan that it tries, and restores the model's state afterwards: the first of two
-    compares fingerprints of recomputed and dropped values, the second measures memory
-    and is compared with the plain step. Where they differ, a plan without the regions
-    at fault is made.
+    and the training loop needs no change. `fit` runs two plain steps and, unless they
+    fit, two under each plan that it tries, and restores the model's state afterwards:
+    the first of two compares fingerprints of recomputed and dropped values, the second
+    measures memory and is compared with the plain step. Where they differ, a plan
+    without the regions at fault is made.
 
     Args:
         model: Any module; the plan's regions are attached in place, and replace those

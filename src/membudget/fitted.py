@@ -19,6 +19,7 @@ from membudget.report.memory_text import memory_lines
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import CallableStep, Step
 from membudget.terms import term_off
+from membudget.text import format_bytes
 
 DOES_NOT_FIT = (
     "the plain step ran out of memory, so it was recorded on fake tensors: the seconds "
@@ -105,6 +106,9 @@ class Fitted:
         *before, last = self.attempts
         lines = [head(self.plan, self.peak_bytes, self.profile.peak_bytes)]
         lines += memory_lines(last.memory)
+        if last.unlimited_bytes:
+            size = format_bytes(last.unlimited_bytes)
+            lines.append(f"unlimited {size:>12}  reserved where the device has more")
         if self.slowdown is not None:
             lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
             off = term_off(self.profile, last, self.slowdown)
@@ -117,7 +121,8 @@ class Fitted:
         if self.skipped:
             lines.append(f"seconds   {'over':>12}  skipped: {', '.join(self.skipped)}")
         if before:
-            more = ", ".join(f"{attempt.peak_bytes:,}" for attempt in before)
+            took = ("too many" if a.ran_out else f"{a.peak_bytes:,}" for a in before)
+            more = ", ".join(took)
             lines.append(
                 f"plans     {len(self.attempts):12}  the earlier ones took {more} bytes"
             )

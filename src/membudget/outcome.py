@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from membudget._torch_accelerator import is_on_accelerator
+from membudget._torch_accelerator import is_on_accelerator, limited
 from membudget.audit.differences import Outcome, Results, compare
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import Peak, peak_on
+from membudget.memory.allocator import RESERVED, at_rest
 from membudget.planned import without_plan
 from membudget.state.identity import digest
 from membudget.state.snapshot import State
@@ -62,7 +63,8 @@ def metered(step: Step, start: State) -> Metered:
     """
     step.prepare()
     of_device = is_on_accelerator(step.device)
-    found = peak_on(step.device, partial(_trained, step) if of_device else step.run)
+    with limited(step.device, _limit_of(step)):
+        found = peak_on(step.device, partial(_trained, step) if of_device else step.run)
     results = Results(digest)
     results.add("loss", found.result)
     outcome = Outcome(step.roots(), start, results)
@@ -70,6 +72,14 @@ def metered(step: Step, start: State) -> Metered:
     if of_device:
         memory = memory.less(step.optimizer.state_bytes)
     return Metered(memory.bounded_bytes, outcome, memory)
+
+
+def _limit_of(step: Step) -> int | None:
+    """Return what the process may reserve in all, if the step is limited."""
+    if step.limit_bytes is None:
+        return None
+    before_bytes = at_rest(step.device)[RESERVED] + step.optimizer.state_bytes
+    return before_bytes + step.limit_bytes
 
 
 def _trained(step: Step) -> Any:
@@ -83,6 +93,7 @@ def _trained(step: Step) -> Any:
     with step.optimizer.begun(step.device):
         for _ in range(MORE_STEPS):
             step.prepare()
+            del loss  # Each step starts without what the one before left.
             loss = step.run()
             step.optimizer.step(step.device)
     return loss

@@ -114,6 +114,7 @@ def next_schedules(
     unseen: int = 0,
     is_late: Callable[[], bool] = never,
     planner: Callable[[], Planner] | None = None,
+    plain_fits: bool = False,
 ) -> list[Schedule]:
     """Return the schedule to try next; in mode `auto`, the fastest predicted to fit.
 
@@ -123,14 +124,18 @@ def next_schedules(
     smallest schedule, whatever its prediction; on fake tensors, only if that is near
     the budget, because trying it may need more memory than there is. What the plain
     step takes beyond its profile (`unseen`) is assumed of plans, too. If `is_late`, no
-    annealing begins, unless nothing fits without it. Calls for one profile may share a
-    `planner`.
+    annealing begins, unless nothing fits without it. Where the plain step was measured
+    to fit (`plain_fits`), `auto` needs no regions, whatever the profile predicts. Calls
+    for one profile may share a `planner`.
 
     Raises:
         BudgetError: If no schedule fits; the error states the smallest feasible budget.
     """
     if mode != AUTO:
         return [_schedule_of_mode(profile, budget, mode, attempts)]
+    if plain_fits:
+        check_seconds(profile.graph)
+        return [plain_schedule(smoothed(profile.graph))]
     target_bytes = budget.step_bytes - unseen
     if attempts:
         # The prediction was too low; the next one may be too low by as much.
@@ -163,7 +168,8 @@ def _after_smallest(
         return replace(plain_schedule(profile.graph), is_smallest=True)
     tried = [a for a in attempts if a.schedule.is_smallest]
     least = min(tried, key=attrgetter("peak_bytes"))
-    took = [a.peak_bytes for a in attempts if not a.schedule.is_smallest]
+    others = (a for a in attempts if not (a.schedule.is_smallest or a.ran_out))
+    took = [a.peak_bytes for a in others]
     raise refused(profile, budget, least.schedule, least.peak_bytes, took)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Literal, NamedTuple
 
+from membudget._torch_accelerator import can_be_limited
 from membudget.allocation import without_shortage
 from membudget.apply import Applied
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
@@ -21,6 +22,7 @@ from membudget.errors import (
     UnrepeatableWarning,
 )
 from membudget.fitted import NOT_COMPARED, Fitted
+from membudget.limited import try_limited
 from membudget.memory import storage_bytes
 from membudget.memory.allocator import RESERVED, at_rest
 from membudget.modes import AUTO
@@ -240,18 +242,27 @@ def _first_that_fits(
     """
     attempts: list[Attempt] = []
     unseen = unseen_bytes(profile, plain)
+    fits = plain is not None and plain.peak_bytes <= budget.step_bytes
     is_late = partial(deadline.forbids, "annealing")
     planner = cache(partial(planner_of, profile))
     while True:
         planning = "while planning a step that takes", profile.peak_bytes
         with explaining_shortage(budget, *planning):
             schedule, *others = next_schedules(
-                profile, budget, mode, attempts, unseen, is_late, planner
+                *(profile, budget, mode, attempts, unseen, is_late, planner, fits)
             )
             plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        may_aim_lower = mode == AUTO and not schedule.is_smallest
         with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):
-            found, applied = try_plan(step, plan, schedule, plain, len(attempts) + 1)
+            found, applied = try_plan(
+                *(step, plan, schedule, plain, len(attempts) + 1),
+                enough=budget.step_bytes if may_aim_lower else None,
+            )
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
             return _Fitting(attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
+        if schedule.is_smallest and can_be_limited(step.device):
+            limited = try_limited(step, attempts, plain, budget.step_bytes)
+            if limited is not None:
+                return _Fitting([*attempts, limited[0]], limited[1], [])

@@ -73,6 +73,7 @@ class Step:
             model returns (Lightning), or what `find_loss` finds in the output.
         loss_from: Where the loss came from in the last run, in words.
         optimizer: What stands in for the optimizer where the step is metered.
+        limit_bytes: What the step may reserve there, if that is limited.
     """
 
     def __init__(self, model: Module, batch: Any, loss_fn: LossFunction | None):
@@ -82,6 +83,7 @@ class Step:
         self._is_pair = is_pair(model, self.batch, loss_fn)
         self.start: State | None = None
         self.optimizer = Rehearsal()
+        self.limit_bytes: int | None = None
         self.loss_from = f"loss_fn(output, {'targets' if self._is_pair else 'batch'})"
         self.loss_fn = loss_fn
 

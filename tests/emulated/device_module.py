@@ -100,6 +100,19 @@ def mem_get_info(device: Device = None) -> tuple[int, int]:
     return torch.accelerator.get_memory_info(_index(device))
 
 
+# The device in C++, set by `emu.py`.
+emu: Any = None
+
+
+def get_per_process_memory_fraction(device: Device = None) -> float:
+    total = mem_get_info(device)[1]
+    return (emu.allowed() or total) / total
+
+
+def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:
+    emu.allow(int(fraction * mem_get_info(device)[1]) if fraction < 1 else 0)
+
+
 def manual_seed(seed: int) -> None:
     default_generators[current_device()].manual_seed(seed)
 

@@ -33,6 +33,7 @@ def _register() -> None:
     backend_registration.rename_privateuse1_backend("emu")
     torch._register_device_module("emu", device_module)
     backend_registration.generate_methods_for_privateuse1_backend(for_storage=True)
+    device_module.emu = _EMU
     device_module.default_generators = tuple(
         _EMU.default_generator(index) for index in range(_EMU.device_count)
     )
@@ -65,7 +66,8 @@ def configure(
         limit_bytes: What a device may reserve before it raises; 0 means no limit.
         fail_at: Which allocation from now on raises; 0 means none.
         segment_bytes: What the allocator reserves for small blocks, CUDA's 2 MiB; its
-            other sizes scale with it. A change gives the cached segments back.
+            other sizes scale with it. With 0, each block is a segment of the bytes
+            requested, and goes back when it is freed. A change empties the cache.
         poison: Whether fresh and freed memory is filled with NaN.
         attention: What serves attention: operators, the CPU's fused one, or the fused
             one that accelerators have; both take no dropout.

@@ -100,7 +100,7 @@ class Trained:
         else:
             self.optimizer = torch.optim.AdamW(params, 1e-3)
 
-    def fit(self, budget: int) -> mb.Fitted:
+    def fit(self, budget: int | None) -> mb.Fitted:
         options: dict[str, Any] = {"optimizer": self.optimizer, "measure": "none"}
         return mb.fit(self.model, self.batch, budget, **options)
 
@@ -177,6 +177,24 @@ def rows_of(name: str) -> Iterator[Row]:
             *(least, plain_bytes, budget, reserved, seconds / plain_s, is_equal),
             raises=runs_out(name, budget),
         )
+
+
+def trains_in_what_is_free(name: str) -> bool:
+    """Fit a model to what its device has free; return whether it trains to its bits.
+
+    Then the device has 4 % less, because drivers and other processes take some, too.
+    """
+    with limited():
+        plain, _ = Trained(name).steps()
+        plain_bytes = peak("allocated")
+    limit = (least_bytes(name) + plain_bytes) // 2
+    with limited(limit):
+        trained = Trained(name)
+        fitted = trained.fit(None)
+    with limited(limit * 96 // 100), fitted:
+        found, _ = trained.steps()
+    assert fitted.plan.regions
+    return all(map(torch.equal, found, plain))
 
 
 def runs_out(name: str, limit: int) -> bool:

@@ -76,6 +76,19 @@ def variational() -> Made:
     return made, torch.randn(256, 64)
 
 
+def dense_net() -> Made:
+    class Grows(nn.Module):
+        def __init__(self, channels: int) -> None:
+            super().__init__()
+            self.norm, self.conv = nn.BatchNorm2d(channels), _conv(channels, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([x, self.conv(F.relu(self.norm(x)))], 1)
+
+    layers = [_conv(3, 8), *(Grows(8 + 6 * i) for i in range(6)), _conv(44, 4)]
+    return nn.Sequential(*layers), torch.randn(4, 3, 16, 16)
+
+
 def squeeze_excite() -> Made:
     """Return blocks of depthwise convolutions whose channels are weighed."""
 

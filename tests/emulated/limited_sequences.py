@@ -51,6 +51,29 @@ def gru_loop() -> Made:
     return made, torch.randn(128, 6, 16)
 
 
+def recommender() -> Made:
+    """Return tables of users and items, whose rows' products a network weighs."""
+
+    def function(self: Any, rows: Tensor, numbers: Tensor) -> Tensor:
+        parts = [
+            table(row) for table, row in zip(self.tables, rows.unbind(1), strict=True)
+        ]
+        stack = torch.stack([self.bottom(numbers), *parts], 1)
+        products = (stack @ stack.transpose(1, 2)).flatten(1)
+        return F.softplus(self.top(torch.cat([products, stack.flatten(1)], 1))).mean()
+
+    made = Calls(
+        function,
+        tables=nn.ModuleList(nn.Embedding(64, 16) for _ in range(5)),
+        bottom=nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 16)),
+        top=nn.Sequential(
+            *(nn.Linear(132, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU()),
+            nn.Linear(64, 1),
+        ),
+    )
+    return made, (torch.randint(64, (256, 5)), torch.randn(256, 8))
+
+
 def rmsnorm_decoder() -> Made:
     """Return a decoder with rotated positions, gated MLPs and no biases."""
 

@@ -6,11 +6,17 @@ stream that made what it reads, and names itself to the allocator; before a part
 returns, its stream waits for all others. Nobody else waits for anything, so what a
 region adds must wait by itself, wherever the backward pass, or a recompute ahead of it,
 begins.
+
+Autograd has a thread for each device, and adds up the gradients of a tensor as they
+arrive. Of three, the order decides the last bit. So a program that moves tensors
+between devices reads each of them, and each layer, at most twice.
 """
 
 from __future__ import annotations
 
+import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -25,6 +31,7 @@ from tests.emulated.world import (
     BINARY,
     DEVICES,
     HOOKS,
+    LAYERS,
     MOVE,
     SHAPE,
     STREAMS,
@@ -92,15 +99,51 @@ class Program:
         return {line.operator for part in self.parts for line in part.lines}
 
 
+class Reads:
+    """How often tensors of a part, and layers of a program, are read.
+
+    Attributes:
+        moves: Whether the program moves tensors between devices.
+    """
+
+    def __init__(self, moves: bool) -> None:
+        self.moves = moves
+        self._most = 2 if moves else math.inf
+        self._of_layers: Counter[tuple[str, int]] = Counter()
+        self._of_tensors: Counter[int] = Counter()
+
+    def begin_part(self) -> None:
+        self._of_tensors.clear()
+
+    def may(self, tensor: int) -> bool:
+        return self._of_tensors[tensor] < self._most
+
+    def note(self, tensors: Sequence[int]) -> None:
+        self._of_tensors.update(tensors)
+
+    def unary(self, rng: random.Random, device: int) -> str:
+        """Draw an operator for a device."""
+        worn = [
+            layer
+            for (layer, of), count in self._of_layers.items()
+            if of == device and count >= self._most
+        ]
+        offered = [*UNARY, MOVE] if self.moves else list(UNARY)
+        operator = rng.choice([name for name in offered if name not in worn])
+        if operator in LAYERS:
+            self._of_layers[operator, device] += 1
+        return operator
+
+
 def draw(seed: int) -> Program:
     """Draw the program of a seed."""
     rng = random.Random(seed)
     hooks = rng.choice(["none", "none", *HOOKS])
-    operators = [*UNARY, MOVE] if hooks == "none" else list(UNARY)
+    reads = Reads(moves=rng.random() < 0.5)
     parts: list[Part] = []
     device = 0
     for _ in range(rng.randint(1, 3)):
-        parts.append(_part(rng, device, operators))
+        parts.append(_part(rng, device, reads))
         device = parts[-1].lines[-1].device
     ahead = _place(rng, rng.randrange(DEVICES)) if rng.random() < 0.3 else None
     return Program(seed, tuple(parts), hooks, ahead, _place(rng, device))
@@ -110,29 +153,32 @@ def _place(rng: random.Random, device: int) -> Place:
     return Place(device, rng.randrange(STREAMS))
 
 
-def _part(rng: random.Random, device: int, operators: Sequence[str]) -> Part:
+def _part(rng: random.Random, device: int, reads: Reads) -> Part:
     called, lines, on = _place(rng, device), [], [device]
+    reads.begin_part()
     for _ in range(rng.randint(2, 8)):
-        recent = range(max(0, len(on) - 4), len(on))
+        recent = [i for i in range(max(0, len(on) - 4), len(on)) if reads.may(i)]
         operand = rng.choice(recent)
         others = [i for i in recent if on[i] == on[operand] and i != operand]
-        operator, operands = rng.choice(operators), [operand]
         if others and rng.random() < 0.4:
             operator, operands = rng.choice(list(BINARY)), [operand, rng.choice(others)]
+        else:
+            operator, operands = reads.unary(rng, on[operand]), [operand]
+        reads.note(operands)
         lines.append(Line(operator, tuple(operands), _place(rng, on[operand])))
         on.append(lines[-1].device)
-    lines += _sums(rng, on)
+    lines += _sums(rng, on, reads)
     return Part(tuple(_with_writes(rng, lines)), called, rng.random() < 0.2)
 
 
-def _sums(rng: random.Random, on: list[int]) -> Iterator[Line]:
+def _sums(rng: random.Random, on: list[int], reads: Reads) -> Iterator[Line]:
     """Yield sums on one stream of what several have made, on the device of the last.
 
     They save nothing: gradients reach those streams before anybody has recomputed.
     """
     place, last = _place(rng, on[-1]), len(on) - 1
     for i, device in enumerate(on[:last]):
-        if device == on[last] and rng.random() < 0.5:
+        if device == on[last] and reads.may(i) and rng.random() < 0.5:
             yield Line("add", (i, last), place)
             last = len(on)
             on.append(place.device)
@@ -169,6 +215,10 @@ def _wait_for_readers(world: World, writer: Line, part: Part) -> None:
             world.stream(writer.place).wait_stream(world.stream(line.place))
 
 
+def _without_region(function: Callable[[Tensor], Tensor], argument: Tensor) -> Tensor:
+    return function(argument)
+
+
 def _forward(world: World, program: Program, x: Tensor, region: Region) -> Made:
     """Run each part as a region, on the stream where it is called."""
     made = Made(x, Place(0, 0))
@@ -183,31 +233,42 @@ def _forward(world: World, program: Program, x: Tensor, region: Region) -> Made:
 
 def plain(program: Program) -> dict[str, Tensor]:
     """Return what the program computes without any region or hook."""
-    alone = replace(program, hooks="none", ahead=None)
-    return run(alone, lambda function, argument: function(argument))
+    return run(replace(program, hooks="none"), None)
 
 
-def run(program: Program, region: Region) -> dict[str, Tensor]:
+def run(program: Program, region: Region | None) -> dict[str, Tensor]:
     """Run the program from its seed; return what it computed and changed."""
     torch.manual_seed(program.seed)
     world = World()
     x = torch.randn(SHAPE, device="emu").requires_grad_()
     ahead = program.ahead
-    with mb.collect_regions() if ahead else nullcontext() as regions:
-        made = _forward(world, program, x, region)
+    collects = region is not None and ahead is not None
+    with mb.collect_regions() if collects else nullcontext() as regions:
+        made = _forward(world, program, x, region or _without_region)
     with world.on(program.backward):
         loss = world.read(made, program.backward).float().square().mean()
         torch.rand((), device="emu")
-    if regions is not None and ahead is not None:
+    seen: dict[str, Tensor] = {}
+    if ahead is not None:
         world.read(made, ahead)
         with world.on(ahead):
-            regions.recompute()
+            if regions is not None:
+                regions.recompute()
+            seen = _copies(world, ahead.device, "ahead")
     with world.on(program.backward):
         loss.backward()
-        # Without a wait: this stream has waited for the forward, which wrote them.
-        device = torch.device("emu", program.backward.device)
-        buffers = {n: b.clone() for n, b in world.named_buffers() if b.device == device}
-    return _facts(world, x, loss) | {f"{n} then": b.cpu() for n, b in buffers.items()}
+        seen |= _copies(world, program.backward.device, "then")
+    return _facts(world, x, loss) | {name: copy.cpu() for name, copy in seen.items()}
+
+
+def _copies(world: World, device: int, when: str) -> dict[str, Tensor]:
+    """Return copies of a device's buffers, on the current stream.
+
+    Without a wait: that stream has waited for the forward, which wrote them.
+    """
+    place = torch.device("emu", device)
+    buffers = [(n, b) for n, b in world.named_buffers() if b.device == place]
+    return {f"{name} {when}": buffer.clone() for name, buffer in buffers}
 
 
 def _facts(world: World, x: Tensor, loss: Tensor) -> dict[str, Tensor]:

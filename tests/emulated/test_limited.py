@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from tests.emulated.limited import MODELS, MOST_OPERATORS, operators_of, rows_of
+from tests.emulated.limited import (
+    MODELS,
+    MOST_OPERATORS,
+    operators_of,
+    rows_of,
+    trains_in_what_is_free,
+)
 
 ALWAYS = (
-    *("mlp", "convolutions_in_place", "shared_modules", "gan", "routed"),
+    *("mlp", "convolutions_in_place", "shared_modules", "recommender", "routed"),
     *("wavenet", "segmentation", "codebook"),
 )
 
@@ -23,6 +29,11 @@ def test_a_budget_is_enough_on_a_device_that_has_no_more(name: str):
         assert row.raises
         assert row.least_bytes <= row.budget_bytes < row.plain_bytes
         assert row.reserved_bytes <= row.budget_bytes
+
+
+@pytest.mark.parametrize("name", ["mlp", "rmsnorm_decoder"])
+def test_a_step_fits_what_is_free_where_others_take_of_it(name: str):
+    assert trains_in_what_is_free(name)
 
 
 def test_at_least_forty_models_are_trained_under_a_limit():

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.errors import BudgetError
 from membudget.memory import DevicePeak
 from membudget.profile import cost
 from membudget.state.identity import digest
 from membudget.step import Step
 from membudget.trial import try_steps
 from tests.emulated import emu
+from tests.emulated.limited import Trained, limited
 from tests.emulated.models import DEVICE, cnn, gpt, step
 
 
@@ -67,6 +69,13 @@ def test_g2_profile_predicts_what_the_device_s_allocator_counts():
     run = forgetful(model, batch)
     run()
     assert found.peak_bytes == true_peak(lambda: model(batch).sum().backward())
+
+
+def test_g2_a_profile_counts_what_kernels_allocate_for_themselves():
+    graph = mb.profile(*gpt(), fake=False).graph
+    # Where everything is masked, composed of operators of the device.
+    takes = {o.name for o in graph.operators if o.workspace_bytes}
+    assert takes == {"aten._safe_softmax.default"}
 
 
 def measured(fitted: mb.Fitted) -> DevicePeak:
@@ -194,6 +203,30 @@ def test_g2_a_trial_measures_the_device():
     # The allocator may find other blocks than in the step that `fit` measured.
     assert fitted.peak_bytes <= trial.peak_bytes <= 1.2 * fitted.peak_bytes
     assert fitted.peak_bytes > 10_000
+
+
+def test_g2_a_plan_that_fits_if_free_blocks_go_back_is_taken_and_says_so():
+    with limited():
+        module = torch.get_device_module("emu")
+        trained = Trained("recommender")
+        with pytest.raises(BudgetError, match="smallest plan needs") as raised:
+            trained.fit(2)
+        with trained.fit(raised.value.least_bytes) as fitted:
+            (last,) = fitted.attempts[-1:]
+            assert last.peak_bytes <= fitted.plan.budget_bytes < last.unlimited_bytes
+            assert "reserved where the device has more" in fitted.report()
+            assert fitted.audit().equal
+        assert module.get_per_process_memory_fraction() == 1
+
+
+@pytest.mark.parametrize("segment_bytes", [0, 512, 4096, 2 << 20])
+@pytest.mark.parametrize("made", [gpt, cnn])
+def test_g2_what_the_plain_step_reserves_is_enough_for_it(made, segment_bytes):
+    emu.configure(segment_bytes=segment_bytes)
+    model, batch = made()
+    with mb.fit(model, batch, "100%", measure="none") as fitted:
+        assert fitted.plan.regions == ()
+        assert fitted.peak_bytes == fitted.plan.budget_bytes
 
 
 def test_g4_without_a_budget_a_step_gets_what_the_device_has_free():

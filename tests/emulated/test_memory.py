@@ -145,6 +145,22 @@ def test_the_kth_allocation_fails_and_the_next_does_not(k: int):
     assert len(x) == k - 1
 
 
+def test_without_segments_what_is_reserved_is_what_tensors_take():
+    emu.configure(segment_bytes=0, limit_bytes=10_000)
+    x, y = new(1001), new(999)
+    assert stat("reserved_bytes") == stat("requested_bytes") == 2000
+    del x
+    assert stat("reserved_bytes") == stat("allocated_bytes") == 999
+    del y
+    most = [new(5000), new(5000)]
+    assert stat("reserved_bytes") == 10_000
+    with pytest.raises(torch.OutOfMemoryError, match="10000 are reserved"):
+        new(1)
+    del most
+    assert stat("reserved_bytes") == 0
+    assert new(5000).tolist() == [255] * 5000  # It was freed, and is written over.
+
+
 def test_a_step_can_be_made_to_fail_at_each_of_its_allocations():
     model = nn.Linear(4, 4).to("emu")
     x = torch.ones(2, 4, device="emu")

@@ -102,6 +102,12 @@ def _counted(world: World, device: int, x: Tensor) -> Tensor:
     return y
 
 
+def _abroad(world: World, device: int, x: Tensor) -> Tensor:
+    # The other device is the current one, as where nobody has set it.
+    with torch.get_device_module("emu").device(1 - device):
+        return F.dropout(x.sin(), 0.3) * torch.rand_like(x)
+
+
 UNARY: dict[str, Operator] = {
     "sin": lambda world, device, x: x.sin(),
     "tanh": lambda world, device, x: x.tanh(),
@@ -114,10 +120,13 @@ UNARY: dict[str, Operator] = {
     # The device is the current one.
     "made": lambda world, device, x: x * torch.rand(SHAPE, device="emu"),
     "noise": _noise,
+    "abroad": _abroad,
     "counted": _counted,
     "written": _written,
     "chosen": lambda world, device, x: x.sin() if x.sum().item() > 0 else x.cos(),
 }
+
+LAYERS = ("linear", "counted")
 
 # None gives one gradient to two tensors: autograd would add to it in place on a stream
 # while another still reads it, with no region around.

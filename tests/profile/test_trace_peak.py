@@ -15,6 +15,7 @@ from membudget.engine.rerun_frame import RerunFrame
 from membudget.graph import StepGraph
 from membudget.policies import in_place_or_not
 from membudget.profile import profile
+from tests.devices import is_cpu
 from tests.profile.cases import (
     MODELS,
     Made,
@@ -59,6 +60,9 @@ WRONG_ON_FAKE = {
 }
 """Where a fake profile is wrong, and why."""
 
+FREES_FIRST = {"moving_mean_bound_anew", "moving_mean_as_plain_attribute"}
+"""What frees tensors that were there before the step, which lowers a device's peak."""
+
 VIEWS = "autograd makes views of fake tensors anew, where it restrides real ones"
 OTHER_OPERATORS = {
     "lstm": "the fake kernel of the layer lays its outputs out by operators",
@@ -81,6 +85,12 @@ def expect_failure(request: pytest.FixtureRequest, reasons: dict[str, str]) -> s
     return name
 
 
+def check_is_measured(name: str) -> None:
+    """Skip the test if the peak is not that of what the step allocates."""
+    if name in FREES_FIRST and not is_cpu():
+        pytest.skip("the peak is above what was there before, of which the step frees")
+
+
 def of_the_zoo(case: Case) -> Callable[[], Made]:
     return lambda: animal(case.build())
 
@@ -90,7 +100,19 @@ ZOO = [
     for case in CASES
     if case.name not in {*NO_SECOND_STEP, "complex_output"}
 ]
-ALL = [*ZOO, *(pytest.param(make, id=make.__name__) for make in MODELS)]
+ALL = [
+    *ZOO,
+    *(
+        pytest.param(
+            make,
+            id=make.__name__,
+            marks=pytest.mark.cpu_only("emu has no sparse tensors")
+            if make.__name__ == "sparse_gradients"
+            else (),
+        )
+        for make in MODELS
+    ),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -110,6 +132,7 @@ def made(make: Callable[[], Made]) -> Made:
 @pytest.mark.parametrize("make", ALL)
 def test_the_peak_of_a_real_profile_is_the_measured_one(make, request):
     name = expect_failure(request, WRONG_ON_REAL)
+    check_is_measured(name)
     expected = measured_bytes(lambda: made(make))
 
     found = profile(*made(make), fake=False, device="h100").peak_bytes
@@ -124,6 +147,7 @@ def test_the_peak_of_a_fake_profile_is_the_measured_one(make, request):
     name = expect_failure(request, WRONG_ON_FAKE)
     if name in NEEDS_VALUES:
         pytest.skip(NEEDS_VALUES[name])
+    check_is_measured(name)
     expected = measured_bytes(lambda: made(make))
 
     found = profile(*made(make), fake=True, device="h100").peak_bytes

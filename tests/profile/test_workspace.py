@@ -56,6 +56,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.cpu_only("kernels of the CPU alone are tried for their workspaces")
 @pytest.mark.parametrize(("name", "function", "x"), CASES, ids=[c[0] for c in CASES])
 def test_a_fake_profile_predicts_what_a_real_one_measures(name, function, x):
     model = Of(function, 64, 64)

@@ -10,8 +10,10 @@ from torch import nn, optim
 
 import membudget as mb
 from membudget._torch import tree_iter
+from membudget._torch_accelerator import counts_on
 from membudget.memory import storage_bytes
 from membudget.profile import profile
+from tests.devices import default_device, is_cpu
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
@@ -45,8 +47,10 @@ def network() -> tuple[nn.Module, torch.Tensor]:
 
 
 def held_bytes(optimizer: optim.Optimizer) -> int:
+    """Return the bytes of the state, without counters that a device leaves on a CPU."""
     leaves = tree_iter(dict(optimizer.state))
-    return storage_bytes(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return storage_bytes(t for t in tensors if counts_on(default_device(), t.device))
 
 
 @pytest.mark.parametrize("is_used", [False, True], ids=["fresh", "used"])
@@ -79,7 +83,7 @@ def test_each_group_has_its_own_options(fake):
 
     found = profile(model, x, optimizer=optimizer, fake=fake, device="h100")
 
-    steps = 2 * 4
+    steps = 2 * 4 if is_cpu() else 0
     state = 2 * first.nbytes + 3 * second.nbytes + steps
     assert found.graph.static.optimizer == state
 

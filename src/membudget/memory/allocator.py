@@ -8,6 +8,8 @@ next request, so a request may find none that is large enough and reserve anothe
     allocated  ├─ tensors, rounded up ─┤
     reserved   ├─ blocks in use, freed blocks, rests of pieces ─┤  what runs out
 
+Before it runs out, it gives back the pieces that are free as a whole.
+
 The allocator counts exactly, in all threads; the order of allocations decides, so that
 the same call takes the same bytes.
 """

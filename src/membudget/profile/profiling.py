@@ -12,7 +12,6 @@ import torch
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
-from membudget._torch_accelerator import HOST
 from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
 from membudget.profile.cache import Cache
@@ -170,10 +169,10 @@ def _real_profile(
         step.prepare()
         recorder = _recorder(step, is_fake=False)
         events = TimerEvents(lambda: len(recorder.operators))
-        with allocations() as table:
+        with allocations(step.device) as meter:
+            recorder.around = meter.around
             _record(recorder, step, events, blocks)
-        if step.device == HOST:  # The table is of the host's memory.
-            note_workspaces(recorder, table)
+        note_workspaces(recorder, meter.table)
         static_bytes = record_optimizer(recorder, step, optimizer)
         graph = assemble(recorder, static_bytes)
     if target is None:

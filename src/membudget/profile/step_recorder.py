@@ -9,14 +9,13 @@ are gone: at that op index, a region that drops the saved tensor frees the stora
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.nn import Module
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -40,9 +39,6 @@ from membudget.profile.cost import computes_alone, flops_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
 
-MARK = "membudget operator "
-"""Followed by the op index: the name of an operator's profiler event."""
-
 
 class _SavedAlias:
     """The object that autograd holds in place of a saved tensor."""
@@ -64,6 +60,7 @@ class StepRecorder(Observer):
         calls: Module calls in the forward pass.
         distinct: Distinct operator calls, recorded on fake tensors only.
         phase: Current phase of the step.
+        around: Returns the context in which the operator with an op index runs.
     """
 
     def __init__(
@@ -76,8 +73,7 @@ class StepRecorder(Observer):
 
         Args:
             module_names: Module paths, keyed by the `id` of the module.
-            is_fake: Whether the tensors are fake: fake steps record distinct calls, and
-                real steps record a profiler event per operator.
+            is_fake: Whether the tensors are fake: fake steps record distinct calls.
             finds_backward: Whether the first operator that autograd runs begins the
                 backward phase, for a step that does not call `begin("backward")`.
         """
@@ -85,6 +81,7 @@ class StepRecorder(Observer):
         self.lifetimes = Lifetimes()
         self.saved: list[RecordedSaved] = []
         self.phase: Phase = "forward"
+        self.around: Callable[[int], AbstractContextManager[Any]] = nullcontext
         self._names = module_names
         self._is_fake = is_fake
         self._finds_backward = finds_backward
@@ -174,8 +171,7 @@ class StepRecorder(Observer):
         self.lifetimes.moment = index + 1
         if self._is_fake:
             self._note_call(index, operator, args, kwargs)
-        event = _NOTHING if self._is_fake else record_function(f"{MARK}{index}")
-        with event:
+        with self.around(index):
             start = self._clock_ns()
             output = operator(*args, **kwargs)
             recorded.nanoseconds = self._clock_ns() - start
@@ -279,9 +275,6 @@ class StepRecorder(Observer):
             yield
         finally:
             self._is_suspended = before
-
-
-_NOTHING = nullcontext()
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:

@@ -1,14 +1,18 @@
 """Measure the memory of kernel workspaces.
 
-A workspace is memory that an operator allocates while it runs, beyond its outputs. On
-the CPU, workspaces follow from the allocations that torch's profiler records:
+A workspace is memory that an operator allocates while it runs, beyond its outputs:
 
     workspace = (most live bytes while it runs) - (live bytes at its start) - outputs
 
+On the CPU, live bytes follow from the allocations that torch's profiler records; on an
+accelerator, its allocator counts them.
+
 Fake tensors allocate nothing, so each distinct CPU call runs once on zeros if it is
-small. Trial runs detect, for instance, convolutions that copy their input into another
-layout, and correct the size of an LSTM's workspace output, which the fake kernel does
-not know. Matrix products that BLAS computes without copies need no trial run.
+small. On an accelerator none does: a kernel that fails there may take the device away
+from the process. Trial runs detect, for instance, convolutions that copy their input
+into another layout, and correct the size of an LSTM's workspace output, which the fake
+kernel does not know. Matrix products that BLAS computes without copies need no trial
+run.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -31,10 +35,12 @@ from membudget._torch import (
     tree_map_only,
     without_dispatch_modes,
 )
+from membudget._torch_accelerator import HOST, memory_stats
+from membudget.errors import OptionError
 from membudget.memory.peak import recorded_events, storage_bytes
 from membudget.ops import facts_of
 from membudget.profile.fake import RecordedCall, TensorSpec
-from membudget.profile.step_recorder import MARK, StepRecorder
+from membudget.profile.step_recorder import StepRecorder
 from membudget.state.bits import plain_parts
 
 MOST_BYTES = 1 << 27
@@ -46,29 +52,80 @@ MOST_FLOPS = 1 << 31
 _PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
 
 
+MARK = "membudget operator "
+"""Followed by the op index: the name of an operator's profiler event."""
+
+
+class Meter:
+    """Measures operators: most live bytes while one runs, less those at its start.
+
+    This one measures none, for allocators that keep no statistics.
+
+    Attributes:
+        table: What was measured, keyed by op index.
+    """
+
+    def __init__(self) -> None:
+        """Begin with an empty table."""
+        self.table: dict[int, int] = {}
+
+    def around(self, index: int) -> AbstractContextManager[Any]:
+        """Return the context in which the operator with this op index is to run."""
+        return nullcontext()
+
+
+class _HostMeter(Meter):
+    """Marks operators among the profiler's events, which fill the table in the end."""
+
+    def around(self, index: int) -> AbstractContextManager[Any]:
+        return record_function(f"{MARK}{index}")
+
+
+class _DeviceMeter(Meter):
+    """Asks the allocator of an accelerator's device."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    @contextmanager
+    def around(self, index: int) -> Iterator[None]:
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        before = memory_stats(self._device)["requested_bytes.all.current"]
+        yield
+        most = memory_stats(self._device)["requested_bytes.all.peak"]
+        self.table[index] = most - before
+
+
 @contextmanager
-def allocations() -> Iterator[dict[int, int]]:
-    """Measure the peak allocation of each operator in a `record_function` event.
+def allocations(device: torch.device) -> Iterator[Meter]:
+    """Measure what operators allocate on a device.
 
     Yields:
-        A dict, filled on exit, that maps the number in each event's name to the event's
-        peak of live bytes, less the live bytes at its start.
+        The meter, whose table is complete on exit.
     """
-    table: dict[int, int] = {}
+    if device.type != "cpu":
+        meter = Meter()
+        with suppress(OptionError):
+            memory_stats(device)
+            meter = _DeviceMeter(device)
+        yield meter
+        return
+    meter = _HostMeter()
     with recorded_events() as events:
-        yield table
+        yield meter
     times = [change.moment for change in events.memory]
     alive = [0, *accumulate(change.bytes for change in events.memory)]
     for event in events.others:
         if event.name().startswith(MARK):
             first = bisect_left(times, event.start_ns())
             last = bisect_left(times, event.end_ns())
-            number = int(event.name().removeprefix(MARK))
-            table[number] = max(alive[first : last + 1]) - alive[first]
+            index = int(event.name().removeprefix(MARK))
+            meter.table[index] = max(alive[first : last + 1]) - alive[first]
 
 
 def note_workspaces(recorder: StepRecorder, table: dict[int, int]) -> None:
-    """Set each operator's workspace from the dict that `allocations` filled."""
+    """Set each operator's workspace from the table of a meter."""
     made = [0] * len(recorder.operators)
     for storage in recorder.lifetimes.storages:
         # Memory from outside was allocated before the operator at its birth began.
@@ -92,15 +149,15 @@ def try_kernels(recorder: StepRecorder) -> int:
     small = [call for call in calls if _is_small(recorder, call)]
     shapes: dict[int, torch.Size] = {}
     outputs: list[int | None] = []
-    with allocations() as table, without_dispatch_modes(), BelowAutograd():
+    with allocations(HOST) as meter, without_dispatch_modes(), BelowAutograd():
         for number, call in enumerate(small):
-            outputs.append(_try(recorder, number, call, shapes))
+            outputs.append(_try(recorder, meter.around(number), call, shapes))
     untried = [call for call in calls if call not in small]
     for number, (call, made) in enumerate(zip(small, outputs, strict=True)):
         if made is None:
             untried.append(call)
             continue
-        _note(recorder, call, max(0, table.get(number, 0) - made))
+        _note(recorder, call, max(0, meter.table.get(number, 0) - made))
     for call in untried:
         copied = [spec for spec in call.specs() if not spec.is_matrix()]
         _note(recorder, call, sum(map(_copy_bytes, copied)) if _is_product(call) else 0)
@@ -144,7 +201,10 @@ def _is_small(recorder: StepRecorder, call: RecordedCall) -> bool:
 
 
 def _try(
-    recorder: StepRecorder, number: int, call: RecordedCall, shapes: dict[int, Any]
+    recorder: StepRecorder,
+    metered: AbstractContextManager[Any],
+    call: RecordedCall,
+    shapes: dict[int, Any],
 ) -> int | None:
     """Run a call on zeros; return its output bytes, or `None` if the call fails."""
     operator = recorder.operators[call.indices[0]]
@@ -158,7 +218,7 @@ def _try(
     try:
         args, kwargs = tree_map_only(TensorSpec, zeros, (call.args, call.kwargs))
         known = {t.untyped_storage()._cdata for t in _tensors((args, kwargs))}
-        with record_function(f"{MARK}{number}"):
+        with metered:
             output = call.operator(*args, **kwargs)
     except Exception:
         return None

@@ -20,10 +20,13 @@ constexpr size_t smallest_block = 512;
 
 inline size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
+// By its size: what it is cut from, or that it is a segment.
+enum class Kind { small, large, alone };
+
 struct Block {
   char* start;
   size_t size;
-  bool small;
+  Kind kind;
   int device;
   int64_t stream;
   int64_t segment;  // Its number.
@@ -46,7 +49,7 @@ inline Key key(const Block& block) {
 // Cut a block to a size; the rest is free.
 inline void cut(Free& free, Block* block, size_t size) {
   auto* rest = new Block{
-      block->start + size, block->size - size, block->small, block->device, block->stream,
+      block->start + size, block->size - size, block->kind, block->device, block->stream,
       block->segment};
   rest->before = block;
   rest->after = block->after;

@@ -1,6 +1,6 @@
 // Recurrent cells fused as on a GPU: one operator that saves its activated gates.
 //
-// torch has no kernel of the CPU for them, so they are written in operators of the device.
+// torch has no kernel of the CPU for them, which calls no other either.
 
 #pragma once
 

@@ -57,12 +57,13 @@ inline void record_stream(Tensor& self, at::Stream stream) {
   memory.recordStream(self.storage().data_ptr(), stream);
 }
 
-// As on a GPU, one operator, which saves its mask.
+// As on a GPU, one operator without a workspace, which saves its mask. The product with
+// mask and scale is what the backward computes, too.
 inline std::tuple<Tensor, Tensor> dropout(const Tensor& x, double p, Optional<bool> train) {
   const auto mask_options = x.options().dtype(at::kBool);
   if (train && !*train) return {x.clone(), at::ones_like(x, mask_options)};
   auto mask = at::empty_like(x, mask_options).bernoulli_(1 - p, std::nullopt);
-  return {x * mask * (p == 1 ? 0.0 : 1 / (1 - p)), mask};
+  return {at::native_dropout_backward(x, mask, p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
 // Convolutions have an entrance of their own for a device; behind it is the CPU's kernel.

@@ -10,6 +10,8 @@
 //     more                 rounded up               the size, rounded up to 2 MiB
 //
 // The sizes scale with `segment_bytes`, 2 MiB there, so that small models show them too.
+// With 0 a block is a segment of the bytes requested, and no more reserved once it is
+// freed: bytes are then those of tensors, as on the CPU.
 //
 // A block is free, for its own stream, as soon as its tensor dies: the stream's order
 // protects it. Another stream that uses it must be named by `record_stream`; the block
@@ -32,7 +34,8 @@ class Memory final : public c10::DeviceAllocator {
     check_planned_failure(bytes);
     auto& pool = pools_[device];
     release_passed(pool);
-    auto* block = take(pool, rounded(bytes, smallest_block), bytes);
+    auto* block = settings.segment_bytes ? take(pool, rounded(bytes, smallest_block), bytes)
+                                         : take_alone(pool, bytes);
     block->requested = bytes;
     ++allocations;
     count(pool.stats, *block, 1);
@@ -85,13 +88,10 @@ class Memory final : public c10::DeviceAllocator {
 
  private:
   struct Pool {
-    Free small;
-    Free large;
+    std::map<Kind, Free> free;
     std::vector<Block*> passing;  // Freed, but another stream has yet to pass.
     DeviceStats stats;
   };
-
-  static Free& free_of(Pool& pool, bool small) { return small ? pool.small : pool.large; }
 
   void report(const Block& block, int64_t change) {
     const auto& stats = pools_[block.device].stats;
@@ -113,15 +113,14 @@ class Memory final : public c10::DeviceAllocator {
   // A free block of this stream, the smallest that is large enough, or a new segment.
   Block* take(Pool& pool, size_t size, size_t requested) {
     const bool small = size <= settings.segment_bytes / 2;
-    const auto stream = current_stream(current_device);
-    auto& free = free_of(pool, small);
-    auto found = free.lower_bound({stream, size, 0, nullptr});
-    Block* block;
-    if (found != free.end() && found->second->stream == stream) {
-      block = found->second;
-      free.erase(found);
-    } else {
-      block = new_segment(pool, size, small, requested);
+    const auto kind = small ? Kind::small : Kind::large;
+    auto& free = pool.free[kind];
+    auto* block = smallest(free, size);
+    if (!block) {
+      const size_t unit = settings.segment_bytes;
+      const size_t bytes = small ? unit : size < 5 * unit ? 10 * unit : rounded(size, unit);
+      reserve(pool, bytes, requested);
+      block = new_segment(bytes, kind);
     }
     const size_t rest = block->size - size;
     if (rest >= (small ? smallest_block : settings.segment_bytes / 2 + 1))
@@ -129,12 +128,29 @@ class Memory final : public c10::DeviceAllocator {
     return block;
   }
 
-  Block* new_segment(Pool& pool, size_t size, bool small, size_t requested) {
-    const size_t unit = settings.segment_bytes;
-    const size_t bytes = small ? unit : size < 5 * unit ? 10 * unit : rounded(size, unit);
-    const auto fits = [&] {
-      return !settings.limit_bytes || reserved(pool.stats) + bytes <= settings.limit_bytes;
-    };
+  // A block that is a segment. Freed ones of this size serve again.
+  Block* take_alone(Pool& pool, size_t size) {
+    reserve(pool, size, size);
+    auto* block = smallest(pool.free[Kind::alone], size, size);
+    return block ? block : new_segment(size, Kind::alone);
+  }
+
+  // Take the smallest free block of this stream that is large enough out of the free ones.
+  static Block* smallest(Free& free, size_t size, size_t most = SIZE_MAX) {
+    const auto stream = current_stream(current_device);
+    auto found = free.lower_bound({stream, size, 0, nullptr});
+    if (found == free.end()) return nullptr;
+    auto* block = found->second;
+    if (block->stream != stream || block->size > most) return nullptr;
+    free.erase(found);
+    return block;
+  }
+
+  // Count a segment, if the limit allows it.
+  void reserve(Pool& pool, size_t bytes, size_t requested) {
+    size_t limit = settings.limit_bytes ? settings.limit_bytes : SIZE_MAX;
+    if (settings.allowed_bytes) limit = std::min(limit, settings.allowed_bytes);
+    const auto fits = [&] { return reserved(pool.stats) + bytes <= limit; };
     if (!fits()) {
       ++pool.stats.num_alloc_retries;
       return_segments(current_device, pool);
@@ -144,15 +160,18 @@ class Memory final : public c10::DeviceAllocator {
       TORCH_CHECK_WITH(
           OutOfMemoryError, false, "emu out of memory. Tried to allocate ", requested,
           " bytes, for which a segment of ", bytes, " is needed. Of ",
-          settings.limit_bytes, " bytes, ", reserved(pool.stats), " are reserved and ",
+          limit, " bytes, ", reserved(pool.stats), " are reserved and ",
           pool.stats.allocated_bytes[0].current, " allocated.");
     }
+    count_segment(pool.stats, bytes, 1);
+  }
+
+  Block* new_segment(size_t bytes, Kind kind) {
     auto* start = static_cast<char*>(std::aligned_alloc(64, rounded(bytes, 64)));
     TORCH_CHECK_WITH(OutOfMemoryError, start, "the host has no ", bytes, " bytes");
     if (settings.poison) std::memset(start, poison_byte, bytes);
-    count_segment(pool.stats, bytes, 1);
     return new Block{
-        start, bytes, small, current_device, current_stream(current_device), ++segments_};
+        start, bytes, kind, current_device, current_stream(current_device), ++segments_};
   }
 
   static void release(void* context);
@@ -168,7 +187,8 @@ class Memory final : public c10::DeviceAllocator {
       fill.by_host = false;
       queues.launch(block->device, block->stream, std::move(fill));
     }
-    join_free(free_of(pool, block->small), block);
+    if (block->kind == Kind::alone) count_segment(pool.stats, block->size, -1);
+    join_free(pool.free[block->kind], block);
   }
 
   // Free the blocks whose other streams have passed, by the clocks.
@@ -190,15 +210,15 @@ class Memory final : public c10::DeviceAllocator {
   void return_segments(int device, Pool& pool) {
     release_passed(pool, true);
     for (const auto& end : queues.ends_of(device)) queues.run(end);
-    for (auto* free : {&pool.small, &pool.large}) {
-      for (auto it = free->begin(); it != free->end();) {
+    for (auto& [kind, free] : pool.free) {
+      for (auto it = free.begin(); it != free.end();) {
         auto* block = it->second;
         if (block->before || block->after) {
           ++it;
           continue;
         }
-        it = free->erase(it);
-        count_segment(pool.stats, block->size, -1);
+        it = free.erase(it);
+        if (kind != Kind::alone) count_segment(pool.stats, block->size, -1);
         std::free(block->start);
         delete block;
       }

@@ -51,16 +51,26 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_fused_sdp_choice", attention_kernel);
   m.impl("_scaled_dot_product_fused_attention_overrideable", attention);
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", attention_backward);
-  m.impl("_thnn_fused_lstm_cell", lstm_cell);
-  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
-  m.impl("_thnn_fused_gru_cell", gru_cell);
-  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
   // torch would compose these of other operators; the CPU and GPUs have kernels.
   for (const auto* name :
        {"native_layer_norm", "native_group_norm", "addr", "addr.out", "_stack", "_stack.out",
         "mish_backward", "silu_backward", "silu_backward.grad_input", "mse_loss",
         "smooth_l1_loss"})
     m.impl(name, boxed<&fallback>());
+}
+
+// The kernels of the CPU that torch has for GPUs alone.
+TORCH_LIBRARY_IMPL(aten, CPU, m) {
+  m.impl("_thnn_fused_lstm_cell", lstm_cell);
+  m.impl("_thnn_fused_lstm_cell_backward_impl", lstm_cell_backward);
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
+}
+
+// torch knows the shapes of an LSTM's alone.
+TORCH_LIBRARY_IMPL(aten, Meta, m) {
+  m.impl("_thnn_fused_gru_cell", gru_cell);
+  m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
 }
 
 // A copy reads these bits itself; torch would resolve them first, by a copy.
@@ -103,6 +113,7 @@ void configure(
       : mode == "threads"         ? Mode::threads
                                   : Mode::lazy;
   settings.limit_bytes = limit_bytes;
+  settings.allowed_bytes = 0;
   settings.fail_at = fail_at;
   settings.segment_bytes = segment_bytes;
   settings.poison = poison;
@@ -145,6 +156,8 @@ PYBIND11_MODULE(_emu, m) {
   at::RegisterPrivateUse1HooksInterface(&emulated::hooks);
   m.def("configure", &emulated::configure);
   m.def("counters", &emulated::counters);
+  m.def("allow", [](size_t bytes) { emulated::settings.allowed_bytes = bytes; });
+  m.def("allowed", [] { return emulated::settings.allowed_bytes; });
   m.attr("device_count") = emulated::device_count;
   m.def("default_generator", [](int device) { return emulated::default_generator(device); });
 }

@@ -35,6 +35,7 @@ enum class Attention { math, flash, fused };
 struct Settings {
   Mode mode = Mode::lazy;
   size_t limit_bytes = 0;  // Of each device; 0 means none.
+  size_t allowed_bytes = 0;  // The same, of this process, as a share that it sets itself.
   int64_t fail_at = 0;  // Which allocation from now on raises; 0 means none.
   size_t segment_bytes = 2 << 20;  // What CUDA's allocator takes for small blocks.
   bool poison = true;
