@@ -22,7 +22,7 @@ from tests.loops.loop import Loop, Outcome, drawn, run
 
 MOST_REFUSALS = 16
 
-FIRST, FEW, MANY = 100, 24, 1000
+FIRST, FEW, MANY = 100, 10, 1000
 
 
 def measured(loop: Loop, around: Any = None) -> tuple[Outcome, int]:

@@ -16,8 +16,9 @@ from membudget.graph import ModuleCall, StaticBytes, StepGraph
 from membudget.planner import search
 from membudget.planner.choice import RERUN, Choice, saved_in
 from membudget.planner.planner import Planner, plain_schedule, smoothed
-from membudget.planner.schedule import Overheads, Schedule, Solver
+from membudget.planner.schedule import Overheads, Schedule
 from membudget.planner.simulate import simulate
+from membudget.planner.solver import Solver
 from tests.planner.drafts import chain_of
 from tests.planner.models import MODELS
 

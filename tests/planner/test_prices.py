@@ -12,8 +12,9 @@ from hypothesis import given, settings
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.prices import MOST_OPERATORS, priced
-from membudget.planner.schedule import Simulator, Solver
+from membudget.planner.schedule import Simulator
 from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
 from tests.planner.drafts import chain_of, drafts, fastest_s
 

@@ -10,14 +10,13 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Choice
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
-    MAX_ATTEMPTS,
     NATIVE_OVERHEADS,
     NO_OVERHEADS,
     Overheads,
     Schedule,
     Simulator,
-    Solver,
 )
+from membudget.planner.solver import MAX_ATTEMPTS, Solver
 from tests.planner.drafts import Draft, chain_of
 
 GRAPH = chain_of([4, 4, 4], [1.0, 2.0, 3.0])

@@ -42,7 +42,7 @@ class _At(NamedTuple):
     live_bytes: int
 
 
-class Meter:
+class BatchMeter:
     """Measures one micro-batch at a time, on one device."""
 
     def __init__(self, counted: Counted):

@@ -25,7 +25,7 @@ from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
 from membudget.loop.awaited import Awaited, Forward
-from membudget.loop.meter import Meter
+from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
 from membudget.loop.plans import ExceededError, History, Plans
 from membudget.loop.regions import RegionSets
@@ -65,7 +65,7 @@ class Root:
         self.has_run = False
         self._room = room
         self._plans = Plans(self._record)
-        self._meter = Meter(room.counted)
+        self._meter = BatchMeter(room.counted)
         self._awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()

@@ -35,8 +35,9 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.block_costs import BlockCosts, ChoiceCost, Option
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import RERUN, Block, Choice
-from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.second_run import may_rerun
+from membudget.planner.solver import Solver
 
 T = TypeVar("T")
 

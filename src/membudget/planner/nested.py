@@ -34,7 +34,8 @@ from membudget.planner.choice import (
     wanted_in,
 )
 from membudget.planner.known_blocks import KnownBlocks
-from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.solver import Solver
 from membudget.planner.timeline import live_bytes, peak_of, timeline
 
 LENGTHS = (12, 24, 48)

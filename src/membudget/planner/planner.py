@@ -25,9 +25,9 @@ from membudget.planner.schedule import (
     Overheads,
     Schedule,
     Simulator,
-    Solver,
 )
 from membudget.planner.search import improved, never
+from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
 
 SolverMaker = Callable[[Simulator], list[Solver]]

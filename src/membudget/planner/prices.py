@@ -31,8 +31,9 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import largest_call
 from membudget.planner.choice import Block, Choice, saved_in
 from membudget.planner.frontier import Front
-from membudget.planner.schedule import Schedule, Simulator, Solver
+from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.simulate import Simulation
+from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
 
 MOST_OPERATORS = 1000

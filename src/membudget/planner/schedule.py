@@ -1,4 +1,4 @@
-"""Schedules of a step, their simulator, and the base class of solvers.
+"""Schedules of a step, and their simulator.
 
 A `Choice` is the decision for one block, a `Schedule` combines choices for several
 blocks with their simulation, and a `Plan` is a schedule stored as a file.
@@ -6,10 +6,8 @@ blocks with their simulation, and a `Plan` is a schedule stored as a file.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
@@ -17,10 +15,6 @@ from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import PlainStep
-
-MAX_ATTEMPTS = 12
-"""Attempts of a solver at one budget; the reductions double, so 12 are many."""
-
 
 RERUN_FORWARD = 0.4
 """The share of a rerun region's overhead that the forward takes."""
@@ -252,63 +246,3 @@ class Simulator:
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
         """Return a schedule with new choices for the same module calls."""
         return self.schedule(schedule.calls, choices)
-
-
-class Solver(ABC):
-    """Base class of solvers; solutions may be of any type that supports equality."""
-
-    def __init__(self, simulator: Simulator):
-        """Create a solver for the step of a simulator."""
-        self._simulator = simulator
-
-    @abstractmethod
-    def solve(self, budget_bytes: int) -> Any:
-        """Return the solver's estimate of the best solution; `None` if none fits."""
-
-    def smallest(self) -> Any:
-        """Return the solution with the fewest bytes; `None` if the solver has none."""
-        return None
-
-    @abstractmethod
-    def schedule(self, solution: Any) -> Schedule:
-        """Convert a solution to a schedule."""
-
-    def schedules(self, budget_bytes: int) -> Iterator[Schedule]:
-        """Yield ever tighter schedules until the simulated peak of one fits the budget.
-
-        Solvers round bytes and estimate peaks, so the simulated peak may exceed the
-        budget. Each attempt lowers the target by the previous schedule's excess over
-        the budget; while the solver returns the same solution, the reduction doubles.
-        """
-        target, reduction, previous = budget_bytes, 0, None
-        for _ in range(MAX_ATTEMPTS):
-            solution = self.solve(target)
-            if solution is None:
-                # The solver's peaks are upper bounds: its smallest may fit after all.
-                smallest = self.smallest()
-                if smallest is not None and smallest != previous:
-                    yield self.schedule(smallest)
-                return
-            if solution != previous:
-                yield (schedule := self.schedule(solution))
-                reduction = schedule.peak_bytes - budget_bytes
-                if reduction <= 0:
-                    return
-            target, reduction, previous = target - reduction, 2 * reduction, solution
-
-    @property
-    def least(self) -> list[Schedule]:
-        """The schedules with the smallest peaks that the solver can find."""
-        solution = self.smallest()
-        found = [] if solution is None else [self.schedule(solution)]
-        # Bisection for the smallest budget that the solver believes feasible.
-        low = 0
-        high = found[0].peak_bytes if found else self._simulator.simulate(()).peak_bytes
-        for _ in range(MAX_ATTEMPTS):
-            middle = (low + high) // 2
-            tighter = self.solve(middle)
-            if tighter is None:
-                low = middle
-            else:
-                high, solution = middle, tighter
-        return found if solution is None else [*found, self.schedule(solution)]
