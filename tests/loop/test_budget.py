@@ -3,97 +3,19 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.memory.counting import Counted
-from membudget.profile import profile_step
+from tests.loop.training import check_held, counted, outcome, tokens, train
 from tests.loops.models import Language
-
-WORDS = 64
-
-
-class Seen:
-    """The most bytes that lived in a context, with all that lived before."""
-
-    most_bytes = 0
-
-
-@contextmanager
-def counted() -> Iterator[Seen]:
-    seen, counts = Seen(), Counted(torch.device("cpu"))
-    gc.collect()
-    counts.start()
-    if not counts.is_exact:
-        pytest.skip("without a C++ compiler the CPU's memory is not counted")
-    counts.restart()
-    try:
-        yield seen
-        seen.most_bytes = counts.peak_bytes()
-    finally:
-        counts.stop()
-
-
-def tokens(length: int, seed: int = 0) -> Tensor:
-    drawn = torch.Generator().manual_seed(seed)
-    return torch.randint(WORDS, (8, length), generator=drawn)
-
-
-def train(
-    model: nn.Module,
-    lengths: list[int],
-    *,
-    accumulation: int = 1,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> None:
-    """Train as people do: nothing of membudget is in it."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for number, length in enumerate(lengths):
-        ids = tokens(length, number)
-        logits = model(ids)
-        loss = F.cross_entropy(logits.flatten(0, 1), ids.roll(1, 1).flatten())
-        (loss / accumulation).backward()
-        del logits, loss
-        if (number + 1) % accumulation == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-
-
-def outcome(
-    around: Callable[[nn.Module], Any],
-    lengths: list[int],
-    make: Callable[[], nn.Module] = Language,
-    **options: Any,
-) -> tuple[list[Tensor], int, Any]:
-    """Return weights and the random stream after a loop, its peak, and the context."""
-    torch.manual_seed(0)
-    model = make()
-    with counted() as seen, around(model) as fitted:
-        train(model, lengths, **options)
-    states = [t.clone() for t in model.state_dict().values()]
-    return [*states, torch.get_rng_state()], seen.most_bytes, fitted
-
-
-def check_held(lengths: list[int], share: float, **options: Any) -> Any:
-    """Run a loop plainly and under a share of its peak; compare bits and bytes."""
-    plain, plain_bytes, _ = outcome(lambda _: nullcontext(), lengths, **options)
-    limit = int(share * plain_bytes)
-    budgeted, peak_bytes, fitted = outcome(
-        lambda model: mb.budget(model, limit), lengths, **options
-    )
-    assert all(map(torch.equal, plain, budgeted))
-    assert peak_bytes <= limit
-    return fitted
 
 
 def test_a_loop_keeps_its_budget_and_its_bits():
@@ -101,20 +23,6 @@ def test_a_loop_keeps_its_budget_and_its_bits():
     (status,) = fitted.status().situations
     assert status.uses == 4
     assert 0 < status.last_bytes <= status.left_bytes
-
-
-def test_gradients_of_earlier_micro_batches_count():
-    fitted = check_held([48] * 6, 0.6, accumulation=3)
-    assert len(fitted.status().situations) == 2  # Without and with gradients.
-
-
-def test_longer_and_shorter_micro_batches_keep_the_budget():
-    fitted = check_held([32, 64, 16, 48, 40, 24, 56, 64], 0.6)
-    assert len(fitted.status().situations) == 7
-
-
-def test_layers_that_are_dropped_at_random_keep_the_budget():
-    check_held([48] * 6, 0.7, make=lambda: Language(drop=0.4))
 
 
 def test_autocast_around_all_steps_computes_with_the_casts_of_the_first():
@@ -125,19 +33,6 @@ def test_autocast_around_all_steps_computes_with_the_casts_of_the_first():
             warnings.simplefilter("ignore", mb.BudgetWarning)
             found, _, _ = outcome(lambda model: mb.budget(model, "80%"), [48] * 3)
     assert all(map(torch.equal, plain, found))
-
-
-def test_sizes_between_recorded_ones_are_not_recorded(monkeypatch):
-    recorded = []
-    real = profile_step
-
-    def noted(step, *args, **kwargs):
-        recorded.append(tuple(step.args[0].shape))
-        return real(step, *args, **kwargs)
-
-    monkeypatch.setattr("membudget.loop.root.profile_step", noted)
-    check_held([16, 64, 32, 40, 48, 24, 56, 20], 0.6)
-    assert recorded == [(8, 16), (8, 64)]
 
 
 def test_a_share_is_of_the_plain_micro_batch():
