@@ -116,7 +116,7 @@ class ExceededError(Exception):
 
     def __init__(self, predicted: Predicted, left: Left):
         """Store the least that would do."""
-        super().__init__(predicted, left)
+        super().__init__("the smallest plan of a micro-batch is over budget")
         self.predicted, self.left = predicted, left
 
 

@@ -183,10 +183,13 @@ class Root:
         most = self._awaited.most
         left = self._room.left(plans, situation, awaited, most, self.optimizer)
         point = plans.reference(situation)
+        exceeded: ExceededError | None = None
         try:
             predicted = plans.choose(situation, history, left)
         except ExceededError as error:
-            predicted = self._room.exceeded(point, history, error)
+            exceeded = error
+        if exceeded is not None:  # What is raised here has no other error for a cause.
+            predicted = self._room.exceeded(point, history, exceeded)
             self._warned.add(situation)  # Once is enough.
         self.sets.switch(point, predicted.schedule)
         plain = point.predicted(plain_schedule(point.plain))
