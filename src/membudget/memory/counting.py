@@ -51,6 +51,7 @@ class Counted:
         if _OPEN:
             self._before_bytes = _OPEN[0]._before_bytes
         else:
+            gc.collect()  # What it frees later would count for good.
             self._before_bytes = _visible_bytes() - int(self._extension.live())
         self.is_exact = self._extension.start()
         _OPEN.append(self)

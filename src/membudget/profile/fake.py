@@ -155,9 +155,10 @@ class _IntegersForReal(DispatchMode):
         if _draws_one(func, facts, args, kwargs):
             with without_fake_mode():
                 return _marked(func(*args, **kwargs).fill_(_DRAWN))
+        # With a fake operand, an operator writes to the fake twin of a real one.
+        if func._schema.is_mutable and not _has_fakes(args, kwargs):
+            self._note_written(written_arguments(func, args, kwargs))
         if _is_of_integers(func, args, kwargs):
-            if func._schema.is_mutable:
-                self._note_written(written_arguments(func, args, kwargs))
             with without_fake_mode():
                 return _marked(func(*args, **kwargs))
         return func(*args, **kwargs)
@@ -168,6 +169,10 @@ class _IntegersForReal(DispatchMode):
             if is_real and id(tensor) not in self._written:
                 with without_fake_mode(), torch.no_grad():
                     self._written[id(tensor)] = (tensor, tensor.detach().clone())
+
+
+def _has_fakes(args: Any, kwargs: dict[str, Any]) -> bool:
+    return any(isinstance(t, Tensor) and is_fake(t) for t in tree_iter((args, kwargs)))
 
 
 def _draws_one(func: Any, facts: Any, args: Any, kwargs: dict[str, Any]) -> bool:
