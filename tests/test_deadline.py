@@ -13,8 +13,8 @@ from torch import nn
 
 import membudget as mb
 from membudget import attempt, recorded
+from membudget.allowance import Budget
 from membudget.attempt import MOST_PLANS
-from membudget.budget import Budget
 from membudget.deadline import Deadline
 from membudget.errors import BudgetError, OptionError
 from membudget.fitted import Fitted

@@ -14,8 +14,8 @@ from torch import nn
 
 import membudget as mb
 from membudget import planning
+from membudget.allowance import Budget
 from membudget.attempt import MOST_PLANS, Attempt
-from membudget.budget import Budget
 from membudget.engine import native
 from membudget.errors import BudgetError
 from membudget.modes import AUTO, schedule_of_mode

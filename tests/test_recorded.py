@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import membudget as mb
+from membudget.allowance import Budget, Share
 from membudget.attach import has_region
-from membudget.budget import Budget, Share
 from membudget.fitted import DOES_NOT_FIT
 from membudget.profile import Profile, profiling
 from membudget.profile.cache import FROM_CACHE, Cache

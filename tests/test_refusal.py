@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget.budget import Budget
+from membudget.allowance import Budget
 from membudget.errors import OutOfMemoryError
 from membudget.planner.choice import Choice
 from membudget.planner.planner import plain_schedule

@@ -271,7 +271,7 @@ def _made(options: argparse.Namespace, on_meta: bool) -> tuple[Any, Any, Any]:
 
 def _check_asked(options: argparse.Namespace) -> None:
     """Reject an invalid budget or mode before a model is built."""
-    from membudget.budget import check_budget
+    from membudget.allowance import check_budget
     from membudget.modes import check_mode
 
     check_budget(options.budget)

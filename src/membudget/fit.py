@@ -19,7 +19,7 @@ from typing import Any, get_args
 from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory, map_blocks_if_limited
-from membudget.budget import Budget, absent_bytes, check_budget, free_budget
+from membudget.allowance import Budget, absent_bytes, check_budget, free_budget
 from membudget.deadline import Deadline
 from membudget.errors import OptionError
 from membudget.fittable import check_fittable

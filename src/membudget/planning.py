@@ -10,8 +10,8 @@ from operator import attrgetter
 
 from torch.nn import Module
 
+from membudget.allowance import Budget
 from membudget.attempt import MOST_PLANS, Attempt
-from membudget.budget import Budget
 from membudget.engine import native
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph

@@ -11,9 +11,9 @@ from typing import Literal, NamedTuple
 
 from membudget._torch_accelerator import can_be_limited
 from membudget.allocation import without_shortage
+from membudget.allowance import Budget
 from membudget.apply import Applied
 from membudget.attempt import Attempt, RegionsAtFaultError, try_plan
-from membudget.budget import Budget
 from membudget.deadline import Deadline
 from membudget.errors import (
     BudgetError,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from membudget.allocation import is_out_of_memory
-from membudget.budget import Budget, gradient_bytes
+from membudget.allowance import Budget, gradient_bytes
 from membudget.errors import BudgetError, OutOfMemoryError
 from membudget.graph import StepGraph
 from membudget.planner.choice import made_in

@@ -17,7 +17,11 @@ from tests.field.counting_allocator import restarted, so_far
 from tests.field.registry import CASES
 from tests.field.vision_operators import import_torchvision
 
-pytestmark = pytest.mark.field
+pytestmark = [
+    pytest.mark.field,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),
+]
 
 NAMES = (
     *("llama", "llama_lora", "gemma3", "qwen2_moe", "t5", "deberta_v2", "gpt2"),

@@ -22,13 +22,13 @@ def test_state_that_the_first_step_makes_counts_from_the_second_micro_batch_on()
 def test_a_first_step_whose_state_is_over_budget_is_refused_before_it_runs():
     gc.collect()
     model = Language()
+    weights = [parameter.clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     with mb.budget(model, 1_000_000_000) as fitted:
         train(model, [16], optimizer=torch.optim.SGD(model.parameters(), lr=0.0))
     in_use = 1_000_000_000 - fitted.status().situations[0].left_bytes
     # Enough for a micro-batch with its gradients, too little for two moments beside.
     limit = in_use + int(2.3 * sum(p.nbytes for p in model.parameters()))
-    weights = [parameter.clone() for parameter in model.parameters()]
     with (
         mb.budget(model, limit),
         pytest.raises(mb.BudgetError, match="the first step of AdamW needs") as caught,

@@ -15,7 +15,7 @@ from torch import nn
 
 import membudget as mb
 from membudget import attempt
-from membudget.budget import Budget
+from membudget.allowance import Budget
 from membudget.engine.controls import disable_checkpointing
 from membudget.errors import BudgetError
 from membudget.fit import fit

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget.budget import Budget, gradient_bytes, share_of
+from membudget.allowance import Budget, gradient_bytes, share_of
 from membudget.cli import FAILED, OK, main
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import planning
-from membudget.budget import Budget
+from membudget.allowance import Budget
 from membudget.fitted import Fitted
 from membudget.planner.schedule import CPU_OVERHEADS
 from membudget.profile import profile_step

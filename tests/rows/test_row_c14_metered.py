@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget.budget import Budget
+from membudget.allowance import Budget
 from membudget.outcome import plain_run
 from membudget.planning import unseen_bytes
 from membudget.profile import Profile

@@ -13,13 +13,13 @@ from membudget.loop.room import OnExceed
 
 try:
     from transformers import TrainerCallback
-except ImportError as error:
-    raise MissingExtraError("transformers", "hf", "BudgetCallback") from error
+except ImportError:
+    TrainerCallback = None
 
 OwnCheckpointing = Literal["refuse", "replace"]
 
 
-class BudgetCallback(TrainerCallback):  # type: ignore[misc]
+class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
     """Opens a budget when the training begins, and closes it when it ends.
 
     Attributes:
@@ -43,8 +43,11 @@ class BudgetCallback(TrainerCallback):  # type: ignore[misc]
                 checkpointing: `"refuse"` to train, or turn it off (`"replace"`).
 
         Raises:
+            MissingExtraError: If transformers is not installed.
             OptionError: If `own_checkpointing` is unknown.
         """
+        if TrainerCallback is None:
+            raise MissingExtraError("transformers", "hf", "BudgetCallback")
         if own_checkpointing not in ("refuse", "replace"):
             raise OptionError(
                 "own_checkpointing must be 'refuse' or 'replace'; got "

@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
 
 from membudget._torch_accelerator import main_device
 from membudget.allocation import is_out_of_memory, let_go
-from membudget.budget import check_budget, share_of
+from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
 from membudget.fittable import check_model
 from membudget.loop.report import LoopStatus

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from membudget.budget import Share, gradient_bytes
+from membudget.allowance import Share, gradient_bytes
 from membudget.graph import StepGraph
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.meter import Measured

@@ -14,7 +14,7 @@ from typing import Literal
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget.budget import Budget, Share, absent_bytes
+from membudget.allowance import Budget, Share, absent_bytes
 from membudget.errors import BudgetError, BudgetWarning, OptionError
 from membudget.loop.awaited import Forward
 from membudget.loop.plans import ExceededError, History, Left, Plans

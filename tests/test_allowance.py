@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget import budget
-from membudget.budget import MARGIN_PERCENT, Budget, absent_bytes, free_budget
+from membudget import allowance
+from membudget.allowance import MARGIN_PERCENT, Budget, absent_bytes, free_budget
 from membudget.errors import OptionError
 from membudget.fit import fit
 from membudget.graph import StaticBytes
@@ -24,7 +24,7 @@ def test_without_a_budget_a_step_gets_what_is_allocated_and_most_of_what_is_free
     device = pretend(monkeypatch)  # 1,000 bytes are free on each device.
     device.allocators[0] = Allocator(requested=300, reserved=500)
     model = nn.Linear(2, 2)
-    monkeypatch.setattr(budget, "_device_of", lambda model: torch.device("cuda:0"))
+    monkeypatch.setattr(allowance, "_device_of", lambda model: torch.device("cuda:0"))
     assert free_budget(model) == 300 + (1000 + 500 - 300) * 95 // 100
     # The process may use no more than 1,200 of the device's 10,000 bytes.
     device.module.get_per_process_memory_fraction = lambda device: 0.12
