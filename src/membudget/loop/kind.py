@@ -110,6 +110,10 @@ class CallKind:
         """Return what is predicted under the schedule with the smallest peak."""
         return self._noted(point, point.planner.smallest())
 
+    def plain(self, point: RecordedSize) -> Predicted:
+        """Return what is predicted without a plan."""
+        return self._noted(point, plain_schedule(point.plain))
+
     def nothing_kept(self, point: RecordedSize) -> Predicted:
         """Return what is predicted if each block keeps nothing inside."""
         overheads = overheads_of(point.profile)
@@ -127,7 +131,7 @@ class CallKind:
         """
         target_bytes -= beyond_bytes
         if point.profile.peak_bytes <= target_bytes:
-            return self._noted(point, plain_schedule(point.plain))
+            return self.plain(point)
         beside_bytes = 0
         found: Schedule | None = None
         for _ in range(ATTEMPTS):

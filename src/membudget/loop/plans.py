@@ -3,7 +3,8 @@
 Rules
 
 1. Before the first micro-batch was measured, nothing inside of blocks is kept, or the
-   smallest plan is taken: what the loop needs beside the model is not known yet.
+   smallest plan is taken: what the loop needs beside the model is not known yet. Where
+   far more is left than the plain micro-batch takes, it runs plainly.
 2. What a micro-batch takes beyond its prediction is added to later predictions of the
    situation; what it takes less is not subtracted.
 3. If several forwards run before one backward pass, each takes its part of what is
@@ -33,6 +34,9 @@ OWN_PLAN_USES = 16
 
 UNKNOWN_SHARE = 0.7
 """Share of what is left that a plan may take while the loop's own needs are unknown."""
+
+AMPLE_SHARE = 0.3
+"""Share of what is left that the plain micro-batch may take then."""
 
 TIGHTER = 0.8
 """By what factor the next plan is smaller after memory ran out."""
@@ -226,6 +230,9 @@ class Plans:
         point = self.point(situation)
         wanted_bytes = left.wanted_bytes
         if self.is_first:
+            plain = kind.plain(point)
+            if history.fits(plain, int(AMPLE_SHARE * wanted_bytes)):
+                return plain
             found = kind.nothing_kept(point)
             if history.fits(found, int(UNKNOWN_SHARE * wanted_bytes)):
                 return found

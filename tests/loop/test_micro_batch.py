@@ -1,0 +1,87 @@
+"""A micro-batch is recorded without memory, and nothing of the loop's is touched."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import membudget as mb
+from membudget.loop.micro_batch import LOSS_COPIES, MicroBatchStep, RecordedBatch
+from membudget.memory import peak
+from membudget.profile import profile_step
+from tests.loops.models import Language
+
+
+def recorded(model: nn.Module, *args: torch.Tensor) -> RecordedBatch:
+    return RecordedBatch(profile_step(MicroBatchStep(model, args, {}), fake=True))
+
+
+def test_the_peak_is_that_of_the_loop_with_its_tail():
+    model = Language()
+    tokens = torch.randint(64, (4, 32))
+    found = recorded(model, tokens)
+    logits_bytes = 4 * 32 * 64 * 4
+    assert found.output_bytes == logits_bytes
+    assert found.assumed_bytes == (1 + LOSS_COPIES) * logits_bytes
+
+    def step() -> torch.Tensor:
+        logits = model(tokens)
+        logits.backward(torch.ones_like(logits))
+        return logits
+
+    plain = peak(step).peak_bytes
+    predicted = found.with_tail(found.output_bytes).peak_bytes
+    assert abs(predicted - plain) <= 0.005 * plain
+    assert found.with_tail(1 << 30).peak_bytes >= 1 << 30
+
+
+def test_a_model_that_returns_its_loss_has_no_assumed_tail():
+    model, tokens = Language(), torch.randint(64, (4, 8))
+    assert recorded(model, tokens, tokens).returns_loss
+
+
+def test_hooks_that_step_an_optimizer_do_not_run():
+    model = Language()
+    stepped: list[torch.Tensor] = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(stepped.append)
+    recorded(model, torch.randint(64, (2, 8)))
+    assert not stepped
+    model(torch.randint(64, (2, 8))).sum().backward()
+    assert len(stepped) == len(list(model.parameters()))
+
+
+def test_what_made_the_arguments_is_not_run_backward():
+    maker, model = nn.Linear(8, 32), nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    made = maker(torch.ones(4, 8)).exp()
+    recorded(model, made)
+    made.sum().backward()  # Its graph is still there.
+    assert maker.weight.grad is not None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_gradients_that_are_there_stay_what_they_are():
+    model, tokens = Language(), torch.randint(64, (2, 8))
+    model(tokens).sum().backward()
+    before = [p.grad for p in model.parameters()]
+    contents = [g.clone() for g in before if g is not None]
+    recorded(model, tokens)
+    after = [p.grad for p in model.parameters()]
+    assert all(one is other for one, other in zip(before, after, strict=True))
+    assert all(map(torch.equal, contents, [g for g in after if g is not None]))
+
+
+def test_modes_of_the_loop_do_not_see_a_recording():
+    model, tokens = Language(), torch.randint(64, (2, 8))
+
+    def flops(limit: str | None) -> int:
+        budget = mb.budget(model, limit or "100%")
+        if limit:
+            budget.start()
+        with FlopCounterMode(display=False) as counter:
+            model(tokens).sum().backward()
+        budget.stop()
+        return int(counter.get_total_flops())
+
+    assert flops(None) == flops("1GiB")
