@@ -44,8 +44,8 @@ def check(loop: Loop) -> None:
     """Run a loop plainly and under budgets until one is met; compare them."""
     plain, plain_bytes = measured(loop)
     limit = int(loop.share * plain_bytes)
+    others = others_bytes()
     for _ in range(MOST_REFUSALS):
-        others = others_bytes()
         budget = limit + others
         try:
             with warnings.catch_warnings():

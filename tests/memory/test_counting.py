@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from membudget.memory.counting import Counted
+from tests.field.counting_allocator import NoCompilerError, restarted
 
 MIB = 1 << 20
 
@@ -67,3 +68,20 @@ def test_two_may_count_at_once(counts):
     assert other.live_bytes() == counts.live_bytes()
     other.stop()
     assert counts.is_exact
+
+
+@pytest.mark.cpu_only("it is about the CPU's allocator")
+def test_another_allocator_may_be_put_in_front_between_two_counts(counts):
+    kept = torch.zeros(1024)
+    counts.stop()
+    try:
+        restarted()  # Another counter stands in front of torch's allocator from now on.
+    except NoCompilerError as error:
+        pytest.skip(str(error))
+    counts.start()
+    assert counts.is_exact
+    before = counts.live_bytes()
+    made = torch.zeros(1024)
+    assert counts.live_bytes() - before == 4096
+    del kept, made
+    assert counts.live_bytes() <= before

@@ -11,7 +11,8 @@ points. `undo` and `report` serve `step` and `status`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -98,7 +99,7 @@ class Budgeted:
             What the function returns.
 
         Raises:
-            torch.OutOfMemoryError: If the smallest plan finds no memory, either.
+            torch.OutOfMemoryError: If the smallest plan finds no memory twice.
 
         Example:
             >>> import membudget as mb, torch
@@ -112,6 +113,20 @@ class Budgeted:
             torch.Size([])
         """
         before = BatchUndo(root.model for root in self._roots)
+        with self._retried():
+            return self._run(function, before)
+
+    @contextmanager
+    def _retried(self) -> Iterator[None]:
+        for root in self._roots:
+            root.is_retried = True
+        try:
+            yield
+        finally:
+            for root in self._roots:
+                root.is_retried = False
+
+    def _run(self, function: Callable[[], R], before: BatchUndo) -> R:
         for attempt in range(MOST_RETRIES + 1):
             try:
                 return function()
@@ -121,7 +136,8 @@ class Budgeted:
                 let_go(error)
                 before.undo()
                 can_tighten = [root.tighten() for root in self._roots]
-                if attempt == MOST_RETRIES or not any(can_tighten):
+                # Under the smallest plan, somebody else's memory may be free by now.
+                if attempt == MOST_RETRIES or (attempt and not any(can_tighten)):
                     raise
             self._retries += 1
         raise AssertionError

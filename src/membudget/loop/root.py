@@ -52,6 +52,7 @@ class Root:
         optimizer: Optimizer of the model's parameters, if it is known.
         sets: The regions of the model.
         has_run: Whether a forward was planned.
+        is_retried: Whether `step` runs the micro-batch again if memory runs out.
     """
 
     statistics = None
@@ -62,7 +63,7 @@ class Root:
         self.optimizer = optimizer
         self._given = optimizer  # In each recording or in none, to compare them.
         self.sets = RegionSets(model)
-        self.has_run = False
+        self.has_run = self.is_retried = False
         self._room = room
         self._plans = Plans(self._record)
         self._meter = BatchMeter(room.counted)
@@ -103,7 +104,8 @@ class Root:
                 self._meter.drop()
                 if is_out_of_memory(error):
                     self.tighten()
-                    error.add_note(_REMEDY)
+                    if not self.is_retried:
+                        error.add_note(_REMEDY)
                 raise
             self._meter.mark("outputs")
             begun = lambda: self._meter.mark("backward")  # noqa: E731

@@ -16,8 +16,13 @@
 
 namespace {
 
+struct Block {
+  std::int64_t bytes;
+  c10::Allocator* from;  // Another may stand there when the block is released.
+};
+
 std::mutex mutex;
-std::unordered_map<void*, std::int64_t> sizes;
+std::unordered_map<void*, Block> blocks;
 std::int64_t live_bytes = 0;
 std::int64_t most_bytes = 0;
 c10::Allocator* inner = nullptr;
@@ -25,15 +30,17 @@ c10::Allocator* inner = nullptr;
 constexpr std::uint8_t priority = 200;
 
 void release(void* memory) {
+  c10::Allocator* from = inner;
   {
     std::lock_guard<std::mutex> lock(mutex);
-    auto found = sizes.find(memory);
-    if (found != sizes.end()) {
-      live_bytes -= found->second;
-      sizes.erase(found);
+    auto found = blocks.find(memory);
+    if (found != blocks.end()) {
+      live_bytes -= found->second.bytes;
+      from = found->second.from;
+      blocks.erase(found);
     }
   }
-  inner->raw_deallocate(memory);
+  from->raw_deallocate(memory);
 }
 
 struct Counter final : c10::Allocator {
@@ -41,7 +48,7 @@ struct Counter final : c10::Allocator {
     void* memory = inner->raw_allocate(bytes);
     if (memory != nullptr) {
       std::lock_guard<std::mutex> lock(mutex);
-      sizes[memory] = static_cast<std::int64_t>(bytes);
+      blocks[memory] = {static_cast<std::int64_t>(bytes), inner};
       live_bytes += static_cast<std::int64_t>(bytes);
       most_bytes = std::max(most_bytes, live_bytes);
     }
@@ -64,10 +71,6 @@ Counter& counter() {
 PyObject* start(PyObject*, PyObject*) {
   c10::Allocator* current = c10::GetCPUAllocator();
   if (current != &counter()) {
-    // Memory of an earlier count is released through the allocator that made it.
-    if (inner != nullptr && inner != current) {
-      Py_RETURN_FALSE;
-    }
     inner = current;
     c10::SetCPUAllocator(&counter(), priority);
   }
