@@ -6,9 +6,12 @@ says what it was for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from membudget import _torch, _torch_observing
+from membudget._torch_modules import is_compiled, without_gradient_hooks
 
 
 def test_saved_tensor_hooks_can_be_pushed_read_and_popped():
@@ -36,6 +39,27 @@ def test_the_graph_task_is_known_inside_a_backward_and_ends_with_a_callback():
     assert seen[0] >= 0
     assert ended == [True]
     assert _torch.current_graph_task_id() == -1
+
+
+def test_compiled_modules_are_told_from_others():
+    inside, outside = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    assert not is_compiled(inside)
+    inside.compile(backend="eager")
+    assert is_compiled(inside)
+    wrapper: Any = torch.compile(outside, backend="eager")
+    assert is_compiled(wrapper)
+    assert not is_compiled(outside)
+
+
+def test_hooks_of_complete_gradients_can_be_suspended():
+    seen: list[torch.Tensor] = []
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.register_post_accumulate_grad_hook(seen.append)
+    with without_gradient_hooks([parameter]):
+        parameter.sum().backward()
+    assert seen == []
+    parameter.sum().backward()
+    assert len(seen) == 1
 
 
 def test_autocast_is_noticed():

@@ -41,7 +41,8 @@ FLOORS = (
     ("records", "callsite columns text progress"),
     (
         "torch, errors",
-        "_torch _torch_accelerator _torch_observing _torch_settings allocation errors",
+        "_torch _torch_accelerator _torch_modules _torch_observing _torch_settings "
+        "allocation errors",
     ),
 )
 

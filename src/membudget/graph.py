@@ -41,7 +41,8 @@ class Operator:
         phase: Phase in which the operator ran; the loss belongs to the forward.
         module_path: Innermost running module; for a backward operator, the module of
             the forward operator that it differentiates.
-        line: Line of user code, as `"file.py:12"`; in the backward, of that operator.
+        line: Line of user code, as `"file.py:12"`; for a backward operator, the line of
+            the forward operator that it differentiates.
         inputs: Indices of the values that the operator reads.
         outputs: Indices of the values that the operator creates or overwrites.
         flops: Floating-point operations of matrix products, convolutions and attention,

@@ -145,12 +145,12 @@ def next_schedules(
         over_bytes = last.peak_bytes - budget.step_bytes
         target_bytes = last.schedule.peak_bytes - over_bytes
     with stage("planning"):
-        planner_ = planner_of(profile) if planner is None else planner()
+        made = planner_of(profile) if planner is None else planner()
         if len(attempts) < MOST_PLANS and not cannot_fit(profile.graph, budget):
             with suppress(BudgetError):
-                return planner_.candidates(target_bytes, is_late=is_late)
+                return made.candidates(target_bytes, is_late=is_late)
         # No search helps: try the smallest plan, whose prediction may be too high.
-        smallest = planner_.smallest()
+        smallest = made.smallest()
     has_run = profile.tensors == "real"  # The plain step has, which takes more.
     if has_run or smallest.peak_bytes <= FAR_OVER * budget.step_bytes:
         return [smallest]

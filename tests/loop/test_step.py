@@ -10,26 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget._torch import DispatchMode
 from tests.loops.models import Images, Language
+from tests.rows.test_row_b04_out_of_memory import FailsAtOne
 from tests.rows.test_row_b11_failing_allocations import thread_state
-
-
-class FailsAt(DispatchMode):
-    """Fails once, at the n-th operator that allocates."""
-
-    def __init__(self, at: int):
-        super().__init__()
-        self.at, self.count = at, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        output = func(*args, **(kwargs or {}))
-        is_new = any(made.alias_info is None for made in func._schema.returns)
-        if isinstance(output, Tensor) and is_new:
-            self.count += 1
-            if self.count == self.at:
-                raise torch.OutOfMemoryError("on purpose")
-        return output
 
 
 def outcome(model: nn.Module) -> list[Tensor]:
@@ -44,7 +27,7 @@ def train(make: type[nn.Module], at: int) -> tuple[list[Tensor], int]:
     model = make()
     shape = (4, 3, 16, 16) if make is Images else (4, 24)
     inputs = torch.randn(shape) if make is Images else torch.randint(64, shape)
-    fails = FailsAt(at)
+    fails = FailsAtOne(at)
 
     def micro_batch() -> Tensor:
         logits = model(inputs).flatten(0, -2)
@@ -119,8 +102,8 @@ def test_outside_of_step_the_error_says_what_to_do():
     with mb.budget(model, "60%") as fitted:
         model(torch.randint(64, (4, 24))).sum().backward()
         with (
-            FailsAt(5),
-            pytest.raises(torch.OutOfMemoryError, match="on purpose") as caught,
+            FailsAtOne(5),
+            pytest.raises(torch.OutOfMemoryError, match="no memory is left") as caught,
         ):
             model(torch.randint(64, (4, 24)))
     assert any("step()" in note for note in caught.value.__notes__)

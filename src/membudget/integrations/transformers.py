@@ -75,7 +75,8 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
                     "own_checkpointing='replace'"
                 )
             model.gradient_checkpointing_disable()
-        optimizer = getattr(given.get("optimizer"), "optimizer", given.get("optimizer"))
+        optimizer = given.get("optimizer")
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it.
         made = budget(
             model, self._asked, optimizer=optimizer, on_exceed=self._on_exceed
         )

@@ -25,6 +25,7 @@ from torch.optim.optimizer import (
 )
 
 from membudget._torch_accelerator import main_device
+from membudget._torch_modules import is_compiled
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
@@ -68,8 +69,12 @@ class Budgeted:
         for root in self._roots:
             check_model(root.model)
             _check_not_compiled(root.model)
-        for root in self._roots:
-            root.attach()
+        try:
+            for root in self._roots:
+                root.attach()
+        except BaseException:
+            self.stop()
+            raise
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -204,8 +209,7 @@ def _check_not_compiled(model: Module) -> None:
         OptionError: If there are any.
     """
     for name, module in model.named_modules():
-        is_compiled = getattr(module, "_compiled_call_impl", None) is not None
-        if is_compiled or hasattr(module, "_orig_mod"):  # torch.compile's wrapper.
+        if is_compiled(module):
             raise OptionError(
                 f"{name or 'the model'!r} is compiled: the operators inside are not "
                 "seen, so no plan can be made for them. Open the budget on the model "

@@ -24,7 +24,6 @@ from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.point import Decisions, Predicted, RecordedSize
 from membudget.loop.situation import Sizes
 from membudget.modes import schedule_of_mode
-from membudget.planner.planner import plain_schedule
 from membudget.planner.schedule import Schedule
 from membudget.planning import overheads_of
 
@@ -112,12 +111,12 @@ class CallKind:
 
     def plain(self, point: RecordedSize) -> Predicted:
         """Return what is predicted without a plan."""
-        return self._noted(point, plain_schedule(point.plain))
+        return self._noted(point, point.plain.schedule)
 
     def nothing_kept(self, point: RecordedSize) -> Predicted:
         """Return what is predicted if each block keeps nothing inside."""
-        overheads = overheads_of(point.profile)
-        return self._noted(point, schedule_of_mode("full", point.plain, overheads))
+        graph, overheads = point.simulator.plain, overheads_of(point.profile)
+        return self._noted(point, schedule_of_mode("full", graph, overheads))
 
     def fastest(
         self, point: RecordedSize, target_bytes: int, beyond_bytes: int

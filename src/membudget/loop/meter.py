@@ -28,12 +28,10 @@ class Measured:
             that are reserved for them.
         tail_bytes: The same between forward and backward of the model, above what was
             live when the model returned; `None` if no backward pass began.
-        step_bytes: The same until the optimizer has stepped; 0 if it has not.
     """
 
     peak_bytes: int
     tail_bytes: int | None
-    step_bytes: int
 
 
 class _At(NamedTuple):
@@ -64,13 +62,11 @@ class BatchMeter:
     def mark(self, what: Mark) -> None:
         """Note that a part of the micro-batch has ended; only its first end counts."""
         if self._marks is not None and what not in self._marks:
-            _, bounded_bytes = self._counted.bounded_bytes()
-            peak_bytes, live_bytes = (
-                self._counted.peak_bytes(),
-                self._counted.live_bytes(),
-            )
-            self._marks[what] = _At(bounded_bytes, peak_bytes, live_bytes)
-            self._counted.restart()
+            counted = self._counted
+            _, bounded_bytes = counted.bounded_bytes()
+            at = _At(bounded_bytes, counted.peak_bytes(), counted.live_bytes())
+            self._marks[what] = at
+            counted.restart()
 
     def drop(self) -> None:
         """Stop measuring; nothing is learnt from a micro-batch that fails."""
@@ -82,11 +78,11 @@ class BatchMeter:
         marks, self._marks = self._marks, None
         if marks is None:
             return None
-        step = marks.pop("end") if "step" in marks else None
+        if "step" in marks:
+            del marks["end"]  # What the optimizer's step took, which no plan changes.
         peak_bytes = max(at.bounded_bytes for at in marks.values())
         tail_bytes = None
-        if "backward" in marks:
+        # An earlier call's backward pass may begin while the model is called.
+        if "outputs" in marks and "backward" in marks:
             tail_bytes = marks["backward"].peak_bytes - marks["outputs"].live_bytes
-        before = self._before_bytes
-        step_bytes = 0 if step is None else step.bounded_bytes - before
-        return Measured(peak_bytes - before, tail_bytes, step_bytes)
+        return Measured(peak_bytes - self._before_bytes, tail_bytes)

@@ -17,8 +17,7 @@ forward saves is live, and all that the loss needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +28,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from membudget._torch import tree_map_only
+from membudget._torch_modules import without_gradient_hooks
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, StepGraph, Value
 from membudget.profile import Profile
@@ -85,7 +85,7 @@ class MicroBatchStep(Step):
         roots = differentiable(output)
         if not roots:
             raise OptionError("no output of the model requires a gradient")
-        with outside_autocast(), _without_steps(self.model):
+        with outside_autocast(), without_gradient_hooks(self.model.parameters()):
             if before_backward is not None:
                 before_backward()
             gradients = [torch.empty_like(root) for root in roots]
@@ -102,20 +102,6 @@ def _leaf_of(tensor: Tensor) -> Tensor:
     if is_leaf(tensor):
         return tensor
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-@contextmanager
-def _without_steps(model: Module) -> Iterator[None]:
-    """Suspend hooks that run when a gradient is complete: they may step optimizers."""
-    tables = [p._post_accumulate_grad_hooks for p in model.parameters()]
-    kept = [(table, dict(table)) for table in tables if table]
-    for table, _ in kept:
-        table.clear()
-    try:
-        yield
-    finally:
-        for table, hooks in kept:
-            table.update(hooks)
 
 
 def differentiable(output: Any) -> list[Tensor]:

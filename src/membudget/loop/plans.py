@@ -22,7 +22,6 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from membudget.allowance import Share, gradient_bytes
-from membudget.graph import StepGraph
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.meter import Measured
 from membudget.loop.micro_batch import RecordedBatch
@@ -65,7 +64,8 @@ class History:
         plans: How many plans were made.
         most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
         measured: Largest measured peak under each plan; `None` for no plan.
-        version: Version of the kind's predictions on which the plan stands.
+        basis: What the plan stands on: the tail's version, and whether its own size was
+            recorded.
     """
 
     text: str
@@ -79,7 +79,7 @@ class History:
     plans: int = 0
     most_bytes: int | None = None
     measured: dict[Decisions | None, int] = field(default_factory=dict)
-    version: int = -1
+    basis: tuple[int, bool] | None = None
 
     @property
     def decisions(self) -> Decisions | None:
@@ -115,15 +115,6 @@ class Left(NamedTuple):
     limit_bytes: int
 
 
-class ExceededError(Exception):
-    """The smallest plan of a micro-batch is over budget."""
-
-    def __init__(self, predicted: Predicted, left: Left):
-        """Store the least that would do."""
-        super().__init__("the smallest plan of a micro-batch is over budget")
-        self.predicted, self.left = predicted, left
-
-
 class Plans:
     """The plans of one model, by situation.
 
@@ -143,12 +134,6 @@ class Plans:
         self.is_first = True
         self.newest: History | None = None
 
-    def history(self, situation: Situation, text: str) -> History:
-        """Return what is known of a situation."""
-        if situation not in self.histories:
-            self.histories[situation] = History(text)
-        return self.histories[situation]
-
     def kind(self, situation: Situation) -> CallKind:
         """Return the kind of a situation."""
         return self.kinds.setdefault(situation.kind, CallKind(self.tail))
@@ -159,80 +144,65 @@ class Plans:
         known = kind.points.get(situation.sizes)
         return known or kind.add(situation.sizes, self._record())
 
+    def prepare(self, situation: Situation, history: History) -> None:
+        """Record a micro-batch that is about to run, if that is needed to plan it."""
+        history.uses += 1
+        kind = self.kind(situation)
+        is_known = history.uses < OWN_PLAN_USES and kind.around(situation.sizes)
+        if situation.sizes not in kind.points and not is_known:
+            self.point(situation)
+
     def reference(self, situation: Situation) -> RecordedSize:
         """Return the recorded size that stands for a situation in a plan."""
         return self.kind(situation).reference(situation.sizes)
 
-    def plain_bytes(self, situation: Situation) -> int:
-        """Return the peak of the plain micro-batch, or a lower bound on it."""
-        kind = self.kind(situation)
-        found = kind.plain_at_least(situation.sizes)
-        if found is None:
-            found = self.point(situation).profile.peak_bytes
-        return found
-
     def share_bytes(self, situation: Situation, share: Share) -> int:
-        """Return a share of the plain micro-batch's peak."""
-        plain_bytes = self.plain_bytes(situation)
-        graph = self._nearest(situation)
+        """Return a share of the plain micro-batch's peak, or of a lower bound on it."""
+        plain_bytes = self.kind(situation).plain_at_least(situation.sizes)
+        if plain_bytes is None:
+            plain_bytes = self.point(situation).profile.peak_bytes
+        graph = self.reference(situation).profile.graph
         whole = gradient_bytes(graph) if share.is_of_activations else 0
         return whole + int(share.part * (plain_bytes - whole))
-
-    def _nearest(self, situation: Situation) -> StepGraph:
-        points = self.kind(situation).points
-        point = points.get(situation.sizes) or next(iter(points.values()))
-        return point.profile.graph
-
-    def prepare(self, situation: Situation, history: History) -> None:
-        """Record a micro-batch that is about to run, if that is needed to plan it."""
-        history.uses += 1
-        if (
-            self.kind(situation).around(situation.sizes) is None
-            or history.uses == OWN_PLAN_USES
-        ):
-            self.point(situation)
 
     def choose(self, situation: Situation, history: History, left: Left) -> Predicted:
         """Return what is predicted under the plan to take; note it in the history.
 
-        Raises:
-            ExceededError: If the smallest plan is over budget.
+        It is the smallest plan if none fits.
         """
-        known, self.newest = history.predicted, history
-        if history.most_bytes is not None:
-            left = left._replace(
-                wanted_bytes=min(left.wanted_bytes, history.most_bytes)
-            )
-        is_current = (
-            known is not None
-            and history.version == self.tail.version
-            and history.fits(known, left.wanted_bytes)
-            and left.wanted_bytes <= WORTH * history.wanted_bytes
-            and history.uses != OWN_PLAN_USES
-        )
-        if known is None or not is_current:
-            known = history.predicted = self._chosen(situation, history, left)
-            history.version, history.wanted_bytes = self.tail.version, left.wanted_bytes
+        self.newest = history
+        wanted_bytes = min(left.wanted_bytes, history.most_bytes or left.wanted_bytes)
+        is_own = situation.sizes in self.kind(situation).points
+        basis = self.tail.version, is_own
+        known = history.predicted
+        if (
+            known is None
+            or history.basis != basis
+            or not history.fits(known, wanted_bytes)
+            or wanted_bytes > WORTH * history.wanted_bytes
+        ):
+            known = history.predicted = self._chosen(situation, history, wanted_bytes)
+            history.basis, history.wanted_bytes = basis, wanted_bytes
             history.plans += 1
         history.limit_bytes = left.limit_bytes
         return known
 
-    def _chosen(self, situation: Situation, history: History, left: Left) -> Predicted:
+    def _chosen(
+        self, situation: Situation, history: History, wanted_bytes: int
+    ) -> Predicted:
         kind = self.kind(situation)
-        if situation.sizes not in kind.points and history.uses < OWN_PLAN_USES:
+        if situation.sizes not in kind.points:
             fitting = [
                 p._replace(peak_bytes=int(p.peak_bytes * (1 + MARGIN)))
                 for p in kind.between(situation.sizes)
             ]
-            fitting = [p for p in fitting if history.fits(p, left.wanted_bytes)]
+            fitting = [p for p in fitting if history.fits(p, wanted_bytes)]
             if fitting:
                 return min(fitting, key=attrgetter("slowdown"))
         point = self.point(situation)
-        wanted_bytes = left.wanted_bytes
         if self.is_first:
-            plain = kind.plain(point)
-            if history.fits(plain, int(AMPLE_SHARE * wanted_bytes)):
-                return plain
+            if history.fits(point.plain, int(AMPLE_SHARE * wanted_bytes)):
+                return kind.plain(point)
             found = kind.nothing_kept(point)
             if history.fits(found, int(UNKNOWN_SHARE * wanted_bytes)):
                 return found
@@ -240,10 +210,7 @@ class Plans:
             fastest = kind.fastest(point, wanted_bytes, history.correction_bytes)
             if fastest is not None:
                 return fastest
-        smallest = kind.smallest(point)
-        if not history.fits(smallest, left.limit_bytes):
-            raise ExceededError(smallest, left)
-        return smallest
+        return kind.smallest(point)
 
     def tighten(self) -> bool:
         """Make smaller plans for the newest situation; return whether there are any."""

@@ -12,7 +12,7 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.situation import Sizes
 from membudget.planner.choice import Choice
-from membudget.planner.planner import Planner, smoothed
+from membudget.planner.planner import Planner, plain_schedule, smoothed
 from membudget.planner.schedule import Schedule, Simulator
 from membudget.planning import overheads_of, planner_of
 from membudget.profile import Profile
@@ -71,10 +71,10 @@ class RecordedSize:
         """Simulates schedules of the micro-batch."""
         return Simulator(smoothed(self.profile.graph), overheads_of(self.profile))
 
-    @property
-    def plain(self) -> StepGraph:
-        """The micro-batch without a plan, with times averaged over equal blocks."""
-        return self.simulator.plain
+    @cached_property
+    def plain(self) -> Predicted:
+        """What is predicted without a plan."""
+        return self.predicted(plain_schedule(self.simulator.plain))
 
     @cached_property
     def planner(self) -> Planner:
@@ -121,12 +121,12 @@ class RecordedSize:
         return Predicted(
             schedule,
             found.peak_bytes,
-            self.held_bytes(found),
+            self._held_bytes(found),
             found.slowdown,
             self.beside_bytes(schedule),
         )
 
-    def held_bytes(self, found: Schedule) -> int:
+    def _held_bytes(self, found: Schedule) -> int:
         """Return the bytes that are live when the forward of the model has ended."""
         alive = found.simulation.alive_bytes
         end = self.profile.graph.backward_start - 1

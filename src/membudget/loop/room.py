@@ -15,14 +15,13 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from membudget.allowance import Budget, Share, absent_bytes
-from membudget.errors import BudgetError, BudgetWarning, OptionError
+from membudget.errors import BudgetError, BudgetWarning
 from membudget.loop.awaited import Forward
-from membudget.loop.plans import ExceededError, History, Left, Plans
+from membudget.loop.plans import History, Left, Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 from membudget.memory.counting import Counted
-from membudget.planner.planner import plain_schedule
-from membudget.profile.optimizer_step import step_bytes
+from membudget.profile.optimizer_step import first_step_bytes
 from membudget.refusal import refused
 
 OnExceed = Literal["raise", "warn", "plain"]
@@ -71,14 +70,14 @@ class Room:
         return self._limit - self.counted.live_bytes()
 
     def exceeded(
-        self, point: RecordedSize, history: History, error: ExceededError
+        self, point: RecordedSize, history: History, smallest: Predicted
     ) -> Predicted:
         """Refuse a micro-batch, or take the smallest plan or none, as was asked.
 
         Raises:
             BudgetError: If nothing else was asked for.
         """
-        predicted, limit_bytes = error.predicted, error.left.limit_bytes
+        limit_bytes = history.limit_bytes
         before_bytes = self.counted.live_bytes()
         if not isinstance(self._limit, Share):
             before_bytes = self._limit - limit_bytes
@@ -86,28 +85,26 @@ class Room:
             refused(
                 point.profile,
                 Budget(limit_bytes, before_bytes),
-                predicted.schedule,
-                history.expected_bytes(predicted),
+                smallest.schedule,
+                history.expected_bytes(smallest),
             ),
             f"for a micro-batch of {history.text}, ",
         )
         if self._on_exceed == "plain":
-            predicted = point.predicted(plain_schedule(point.plain))
-        history.predicted, history.limit_bytes = predicted, limit_bytes
-        return predicted
+            history.predicted = point.plain
+            return point.plain
+        return smallest
 
     def check_step(self, model: Module, optimizer: Optimizer) -> None:
         """Refuse the first step of an optimizer whose state and temporaries are over.
 
         Raises:
             BudgetError: If they are, and nothing else was asked for.
+            OptionError: If the optimizer cannot step on fake tensors.
         """
         if isinstance(self._limit, Share):
             return
-        try:
-            need_bytes = step_bytes(model, optimizer)
-        except OptionError:  # It cannot step on fake tensors.
-            return
+        need_bytes = first_step_bytes(model, optimizer)
         live_bytes = self.counted.live_bytes()
         if live_bytes + need_bytes <= self._limit:
             return

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,15 +28,15 @@ from membudget.errors import BudgetWarning, OptionError
 from membudget.loop.awaited import Awaited, Forward
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
-from membudget.loop.plans import ExceededError, History, Plans
+from membudget.loop.plans import History, Plans
 from membudget.loop.regions import RegionSets
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import Situation, situation_of, sizes_text
-from membudget.planner.planner import plain_schedule
 from membudget.profile import profile_step
 from membudget.progress import stage
 from membudget.state.autocast import casts_kept, clear_casts
+from membudget.state.identity import version_of
 
 _REMEDY = (
     "membudget: memory ran out in a forward that was planned. The next one runs under "
@@ -70,7 +71,7 @@ class Root:
         self._awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
-        self._why_not = self._not_measured = ""
+        self._why_not = self._not_foreseen = ""
         self._is_quiet = False
         self._versions = -1
         self._call: tuple[Any, Any] = ((), {})
@@ -78,8 +79,6 @@ class Root:
     def attach(self) -> None:
         """Put this on the model, and begin to count."""
         self._room.counted.start()
-        if not self._room.counted.is_exact:
-            self._not_measured = "the CPU's memory is not counted without a compiler"
         put(self.model, self, "")
 
     def detach(self) -> None:
@@ -108,7 +107,7 @@ class Root:
                         error.add_note(_REMEDY)
                 raise
             self._meter.mark("outputs")
-            begun = lambda: self._meter.mark("backward")  # noqa: E731
+            begun = partial(self._meter.mark, "backward")
             self._awaited.add(forward, differentiable(output), begun)
         return output
 
@@ -142,7 +141,10 @@ class Root:
         awaited = self._awaited.now()
         self._clear_casts(awaited)
         situation = situation_of(self.model, args, kwargs, len(awaited))
-        history = self._plans.history(situation, sizes_text(args, kwargs))
+        history = self._plans.histories.get(situation)
+        if history is None:
+            history = History(sizes_text(args, kwargs))
+            self._plans.histories[situation] = history
         self._call = args, kwargs
         try:
             forward = self._planned(situation, history, awaited)
@@ -168,7 +170,7 @@ class Root:
         forward shares them, whose gradients would be added in another precision, or if
         they are of older weights than the model has: the plain loop would use these.
         """
-        versions = sum(parameter._version for parameter in self.model.parameters())
+        versions = sum(map(version_of, self.model.parameters()))
         if not awaited and versions == self._versions:
             clear_casts()
         self._versions = versions
@@ -184,18 +186,13 @@ class Root:
         plans.prepare(situation, history)
         most = self._awaited.most
         left = self._room.left(plans, situation, awaited, most, self.optimizer)
+        predicted = plans.choose(situation, history, left)
         point = plans.reference(situation)
-        exceeded: ExceededError | None = None
-        try:
-            predicted = plans.choose(situation, history, left)
-        except ExceededError as error:
-            exceeded = error
-        if exceeded is not None:  # What is raised here has no other error for a cause.
-            predicted = self._room.exceeded(point, history, exceeded)
+        if not history.fits(predicted, left.limit_bytes):
+            predicted = self._room.exceeded(point, history, predicted)
             self._warned.add(situation)  # Once is enough.
         self.sets.switch(point, predicted.schedule)
-        plain = point.predicted(plain_schedule(point.plain))
-        return Forward(predicted.held_bytes, plain.held_bytes)
+        return Forward(predicted.held_bytes, point.plain.held_bytes)
 
     def _give_up(self, why: str) -> None:
         """Recompute every block from now on, and say so."""
@@ -217,8 +214,10 @@ class Root:
             # Modes of the user's would count operators that are not the loop's.
             with without_dispatch_modes(), casts_kept(), stage(text):
                 if self._given is not None:
-                    with suppress(OptionError):  # LBFGS steps with a closure alone.
+                    try:
                         return RecordedBatch(profile_step(step, self._given, fake=True))
+                    except OptionError as error:  # LBFGS steps with a closure alone.
+                        self._not_foreseen = str(error)
                 return RecordedBatch(profile_step(step, fake=True))
         except Exception as error:
             if is_out_of_memory(error):
@@ -236,7 +235,10 @@ class Root:
         self._meter.mark("step")
         if self.optimizer is None:
             self.optimizer = optimizer
-            self._room.check_step(self.model, optimizer)
+            try:
+                self._room.check_step(self.model, optimizer)
+            except OptionError as error:
+                self._not_foreseen = str(error)
 
     def tighten(self) -> bool:
         """Let later plans take less; return whether there is a smaller one."""
@@ -286,8 +288,10 @@ class Root:
         """Yield what a user should know, in sentences."""
         if self._why_not:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
-        if self._not_measured:
-            yield f"not measured: {self._not_measured}"
+        if self._room.counted.why_not:
+            yield f"not measured: {self._room.counted.why_not}"
+        if self._not_foreseen:
+            yield f"the optimizer's step is not foreseen: {self._not_foreseen}"
 
 
 class _UnrecordableError(Exception):

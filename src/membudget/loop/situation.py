@@ -28,18 +28,23 @@ class Situation(NamedTuple):
     Attributes:
         kind: Everything but the sizes.
         sizes: Lengths of all dimensions of the tensors among the arguments, in order.
-        pending: Number of earlier forwards whose backward pass has yet to begin.
     """
 
     kind: Hashable
     sizes: Sizes
-    pending: int
 
 
 def situation_of(
     model: Module, args: tuple[Any, ...], kwargs: dict[str, Any], pending: int
 ) -> Situation:
-    """Return the situation of a call of the model that is about to run."""
+    """Return the situation of a call of the model that is about to run.
+
+    Args:
+        model: The model.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        pending: Number of earlier forwards whose backward pass has yet to begin.
+    """
     told: list[Hashable] = []
     sizes: list[int] = []
     for leaf in tree_iter((args, kwargs)):
@@ -59,7 +64,7 @@ def situation_of(
         *(tuple(told), tuple(kwargs), autocast_state(), pending),
         *(hash(parameters), hash(training), torch.get_default_dtype()),
     )
-    return Situation(kind, tuple(sizes), pending)
+    return Situation(kind, tuple(sizes))
 
 
 def sizes_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -30,12 +30,14 @@ class Counted:
     Attributes:
         is_exact: Whether every allocation is counted. Without a C++ compiler, the CPU's
             are not: then `live` looks through all objects, and no peak is known.
+        why_not: Why it is not exact, in words; empty if it is.
     """
 
     def __init__(self, device: torch.device):
         """Choose the device; nothing is counted yet."""
         self.device = device
         self.is_exact = is_on_accelerator(device)
+        self.why_not = ""
         self._extension: Any = None
         self._before_bytes = 0
 
@@ -45,7 +47,8 @@ class Counted:
             return
         try:
             self._extension = COUNTER.imported("_counter")
-        except (NoExtensionError, ImportError):
+        except (NoExtensionError, ImportError) as error:
+            self.why_not = str(error)
             return
         # What is live already, counted by an earlier opening or not at all.
         if _OPEN:
@@ -54,6 +57,7 @@ class Counted:
             gc.collect()  # What it frees later would count for good.
             self._before_bytes = _visible_bytes() - int(self._extension.live())
         self.is_exact = self._extension.start()
+        self.why_not = "" if self.is_exact else "torch has another allocator in front"
         _OPEN.append(self)
 
     def stop(self) -> None:

@@ -152,7 +152,7 @@ class _IntegersForReal(DispatchMode):
         # Higher-order operators have no facts, and queries compute no tensors.
         if facts is None or facts.is_query:
             return func(*args, **kwargs)
-        if _draws_one(func, facts, args, kwargs):
+        if _draws_one(func, args):
             with without_fake_mode():
                 return _marked(func(*args, **kwargs).fill_(_DRAWN))
         # With a fake operand, an operator writes to the fake twin of a real one.
@@ -175,10 +175,10 @@ def _has_fakes(args: Any, kwargs: dict[str, Any]) -> bool:
     return any(isinstance(t, Tensor) and is_fake(t) for t in tree_iter((args, kwargs)))
 
 
-def _draws_one(func: Any, facts: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _draws_one(func: Any, args: Any) -> bool:
     """Return whether an operator makes one random number between 0 and 1."""
     is_uniform = str(func) in ("aten.rand.default", "aten.rand.generator")
-    return is_uniform and facts.is_random and math.prod(args[0]) == 1
+    return is_uniform and math.prod(args[0]) == 1
 
 
 def _marked(result: Any) -> Any:

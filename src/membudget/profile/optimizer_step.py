@@ -82,7 +82,7 @@ def record_optimizer(
     )
 
 
-def step_bytes(model: Module, optimizer: Optimizer) -> int:
+def first_step_bytes(model: Module, optimizer: Optimizer) -> int:
     """Return the bytes of state that an optimizer lacks, and its step's peak beside.
 
     Raises:

@@ -37,6 +37,7 @@ from membudget._torch import (
 )
 from membudget._torch_accelerator import HOST, memory_stats
 from membudget.errors import OptionError
+from membudget.memory.counting import Counted
 from membudget.memory.peak import recorded_events, storage_bytes
 from membudget.ops import facts_of
 from membudget.profile.fake import RecordedCall, TensorSpec
@@ -86,15 +87,14 @@ class _DeviceMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._device = device
+        self._counted = Counted(device)
 
     @contextmanager
     def around(self, index: int) -> Iterator[None]:
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        before = memory_stats(self._device)["requested_bytes.all.current"]
+        self._counted.restart()
+        before_bytes = self._counted.live_bytes()
         yield
-        most = memory_stats(self._device)["requested_bytes.all.peak"]
-        self.table[index] = most - before
+        self.table[index] = self._counted.peak_bytes() - before_bytes
 
 
 @contextmanager

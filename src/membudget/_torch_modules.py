@@ -1,0 +1,40 @@
+"""Private names of torch's modules and parameters, each with the reason.
+
+As in `_torch`, nothing else imports or reads these names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn import Module, Parameter
+
+
+def is_compiled(module: Module) -> bool:
+    """Return whether calls of a module run compiled code.
+
+    `Module.compile` sets `_compiled_call_impl`; `torch.compile` returns a wrapper with
+    the module as `_orig_mod`. No public name tells.
+    """
+    compiled_call: Any = getattr(module, "_compiled_call_impl", None)
+    return compiled_call is not None or hasattr(module, "_orig_mod")
+
+
+@contextmanager
+def without_gradient_hooks(parameters: Iterable[Parameter]) -> Iterator[None]:
+    """Suspend hooks that run when a gradient is complete: they may step optimizers.
+
+    `register_post_accumulate_grad_hook` adds to a table, which autograd refers to. It
+    can be emptied, and no public name lists what was in it.
+    """
+    tables = [parameter._post_accumulate_grad_hooks for parameter in parameters]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, _ in kept:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            table.update(hooks)
