@@ -12,7 +12,8 @@ import membudget as mb
 from membudget import policies
 from membudget.engine import isolation
 from membudget.engine.callees import signature_of
-from membudget.engine.replay.verify import verified
+from membudget.engine.options import RegionOptions
+from membudget.engine.replay.verified import verified
 from tests.emulated.models import DEVICE, each_block, gpt, step, unequal
 
 ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
@@ -27,13 +28,14 @@ def casts() -> list[Any]:
 
 
 def test_g3_a_call_is_verified_anew_under_autocast_of_the_device():
-    function, policy, x = torch.sin, policies.matmuls, torch.ones(2, device=DEVICE)
-    known = [verified(policy, function, (x,), {})]
+    function, x = torch.sin, torch.ones(2, device=DEVICE)
+    options = RegionOptions(keep=policies.matmuls)
+    known = [verified(options, function, (x,), {})]
     for cast in casts():
         with cast:
-            known.append(verified(policy, function, (x,), {}))
+            known.append(verified(options, function, (x,), {}))
     assert len(set(map(id, known))) == 4
-    assert verified(policy, function, (x,), {}) is known[0]
+    assert verified(options, function, (x,), {}) is known[0]
 
 
 def test_g3_a_rerun_is_another_call_under_autocast_of_the_device():

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import membudget as mb
 from membudget import policies
-from membudget.engine.replay import verify
+from membudget.engine.replay import verified
 from membudget.policies import Candidate
 from tests.operators.variants import some
 from tests.oracles import (
@@ -109,7 +109,7 @@ def region(**options: Any) -> Way:
     """Return the way that runs a call as one region, for the first time."""
 
     def way(call: Call) -> Any:
-        verify._VERIFIED.clear()
+        verified._VERIFIED.clear()
         return mb.checkpoint(**options)(call.function)(*call.args, **call.kwargs)
 
     return way

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.replay import fingerprinted, verify
+from membudget.engine.replay import fingerprinted, verified
 from membudget.engine.replay.replayer import Replayer
 from membudget.errors import RecomputeMismatchError
 from membudget.memory import peak
@@ -35,7 +35,7 @@ Function = Callable[[Tensor], Tensor]
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    verify._VERIFIED.clear()
+    verified._VERIFIED.clear()
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_rule1_what_is_dropped_goes_before_the_next_operator():
     one_bytes, without = 400 * 400 * 4, forward(False)
     assert without == 2 * one_bytes
     assert forward("fingerprints") <= without + one_bytes // 2
-    verify._VERIFIED.clear()
+    verified._VERIFIED.clear()
     assert forward(True) > 20 * one_bytes
 
 

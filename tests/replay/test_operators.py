@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.replay import verify
+from membudget.engine.replay import verified
 from tests import devices
 from tests.devices import array, is_cpu
 from tests.keeps import VERIFIES
@@ -113,7 +113,7 @@ def replay_in_rerun(call: Call) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    verify._VERIFIED.clear()
+    verified._VERIFIED.clear()
 
 
 @functools.cache

@@ -22,9 +22,12 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ReferenceType, ref
 
+from torch import Size
+
 from membudget.engine.callees import Signature, signature_of
 from membudget.engine.comparison import Metadata
 from membudget.engine.controls import SWITCHES
+from membudget.engine.sampling import Sampling
 
 SavedPath = list[Metadata]
 
@@ -77,13 +80,16 @@ class Calls:
             does with its noise), so that a recompute must not stop at the save.
         paths: The latest saved-tensor metadata for each number of saved tensors; most
             calls match one of these, and comparing is cheaper than hashing.
+        sampling: Which calls are verified of those that differ in sizes alone; `None`
+            if these have signatures of their own.
         writes_silently: Whether a call wrote to a large buffer, other than running
             statistics, without bumping its version counter.
     """
 
     __slots__ = (
         *("_awaited", "_count", "_given_up", "_is_settled", "_patience", "_refs"),
-        *("_verified", "expected", "fills_late", "owner", "paths", "writes_silently"),
+        *("_verified", "expected", "fills_late", "owner", "paths", "sampling"),
+        "writes_silently",
     )
 
     def __init__(self, owner: Owner, key: Signature, parts: list[Any]):
@@ -92,6 +98,7 @@ class Calls:
         self.expected: SavedPath = []
         self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
+        self.sampling: Sampling | None = None
         self._refs = _held_weakly(parts, _KNOWN, key)
         self._count = 0
         self._is_settled = False
@@ -103,9 +110,12 @@ class Calls:
     def begin(self, again: bool = True) -> bool:
         """Count a call, and return whether to verify it.
 
-        Without `again`, no call is verified once a backward pass has confirmed one.
+        Without `again`, no call is verified once a backward pass has confirmed one,
+        but those that are sampled.
         """
         if self._is_settled:
+            if self.sampling is not None:
+                return self.sampling.is_due or self.owner.adds_gradients
             self._count, is_due = counted(self._count)
             return (again and is_due) or self.owner.adds_gradients
         self._count += 1
@@ -157,11 +167,27 @@ _OWNERS: dict[Signature, Owner] = {}
 
 
 def calls_of(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    share: float | None = None,
 ) -> Calls:
-    """Return the history of calls with the same signature as this call."""
+    """Return the history of calls with the same signature as this call.
+
+    With a share of calls that are sampled, signatures that differ in the sizes of
+    tensors alone are the same; the call is counted among those that have it.
+    """
     key, parts, held = signature_of(function, args, kwargs)
-    return _KNOWN.get(key) or _first_calls(key, parts, held)
+    if share is None:
+        return _KNOWN.get(key) or _first_calls(key, parts, held)
+    sizes = key
+    ranks = [len(item) if type(item) is Size else item for item in sizes]
+    key = share, *ranks
+    calls = _KNOWN.get(key) or _first_calls(key, parts, held)
+    if calls.sampling is None:
+        calls.sampling = Sampling(share)
+    calls.sampling.count(sizes)
+    return calls
 
 
 def forget_calls() -> None:

@@ -15,7 +15,9 @@ DeterminismCheck = Literal["default", "values", "none"]
 
 Engine = Literal["auto", "rerun", "replay"]
 
-Verify = bool | Literal["fingerprints", "always"]
+Verify = bool | float | Literal["fingerprints", "always"]
+
+_VERIFY_WORDS = (True, False, "fingerprints", "always")
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -60,7 +62,10 @@ class RegionOptions:
             the step a second time: the tensors at fault are then kept. Only with
             `verify=True` are reruns verified anew at the 2nd, 4th, 8th, ... call.
             `verify="always"` compares fingerprints in every step, for kernels that are
-            not reproducible; each dropped byte is then read two more times.
+            not reproducible; each dropped byte is then read two more times. A share
+            such as `verify=0.01` compares fingerprints in that share of all calls; of
+            calls that differ in the sizes of tensors alone, otherwise only the 1st,
+            2nd, 4th, 8th, ... size is verified.
         strict: Whether a replay region raises where plain autograd would, because a
             saved tensor was overwritten before the backward pass. Without `strict`,
             gradients use the values as saved, and one `OverwrittenWarning` is issued.
@@ -95,6 +100,12 @@ class RegionOptions:
 
     is_instrumented: bool = field(init=False, repr=False, compare=False)
     """Whether a forward needs more than saved-tensor hooks; derived."""
+
+    @property
+    def share(self) -> float | None:
+        """The share of calls that `verify` asks for, if it does."""
+        asked = self.verify
+        return asked if type(asked) is float and 0 < asked <= 1 else None
 
     def __post_init__(self) -> None:
         """Validate the options, and compute the derived fields."""
@@ -133,10 +144,10 @@ class RegionOptions:
                 "engine must be one of 'auto', 'rerun' and 'replay'; got "
                 f"{self.engine!r}"
             )
-        if self.verify not in (True, False, "fingerprints", "always"):
+        if self.share is None and self.verify not in _VERIFY_WORDS:
             raise OptionError(
-                "verify must be True, False, 'fingerprints' or 'always'; got "
-                f"{self.verify!r}"
+                "verify must be True, False, 'fingerprints', 'always' or a share of "
+                f"all calls such as 0.01; got {self.verify!r}"
             )
         if self.keep is not None and (self.engine == "rerun" or self.use_reentrant):
             raise OptionError(

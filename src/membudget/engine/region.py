@@ -43,7 +43,8 @@ Rule 12. The 1st, 2nd, 4th, 8th, ... call with a given signature (see `calls`) i
     verified calls goes undetected until the next verified call;
     `determinism_check="values"` compares the bytes of all calls. With
     `verify="fingerprints"` only the calls before the first backward pass are verified,
-    because later ones must stay within a plan's bytes. Nothing is verified with
+    because later ones must stay within a plan's bytes; with a share of calls, these and
+    some later ones (see `sampling`). Nothing is verified with
     `verify=False`, without guards, with `determinism_check="none"` or with
     `preserve_rng_state=False`.
 """
@@ -196,7 +197,9 @@ def _frame(
 ) -> RerunFrame | ReplayFrame:
     """Create a `RerunFrame` or a `ReplayFrame`, depending on options and function."""
     if not options.always_replays:
-        calls = calls_of(function, args, kwargs) if options.verifies else None
+        calls = None
+        if options.verifies:
+            calls = calls_of(function, args, kwargs, options.share)
         if calls is None or not (calls.owner.replays and options.may_replay):
             frame = RerunFrame(function, args, kwargs, options, statistics, calls)
             # Replay runs the Python once, so it has no side effects to undo.

@@ -11,8 +11,7 @@ points. `undo` and `report` serve `step` and `status`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,22 +25,18 @@ from torch.optim.optimizer import (
 
 from membudget._torch_accelerator import main_device
 from membudget._torch_modules import is_compiled
-from membudget.allocation import is_out_of_memory, let_go
 from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
 from membudget.fittable import check_model
 from membudget.loop.report import LoopStatus
 from membudget.loop.room import OnExceed, Room
 from membudget.loop.root import Root
-from membudget.loop.undo import BatchUndo
+from membudget.loop.undo import run_until_done
 from membudget.memory.counting import Counted
 from membudget.step import check_arguments
 from membudget.text import parse_bytes
 
 R = TypeVar("R")
-
-MOST_RETRIES = 4
-"""How often `step` runs a micro-batch again under a tighter plan."""
 
 
 class Budgeted:
@@ -93,7 +88,8 @@ class Budgeted:
         """Run forward and backward of a micro-batch, again if memory runs out.
 
         If an allocation fails, gradients, buffers and random streams become what they
-        were, the plan is tightened, and the function runs again. For that, the
+        were, the plan is tightened, and the function runs again; likewise if a tensor
+        was recomputed with other bits, which is kept from then on. For that, the
         gradients and buffers that there are before are copied to the host.
 
         Args:
@@ -105,6 +101,7 @@ class Budgeted:
 
         Raises:
             torch.OutOfMemoryError: If the smallest plan finds no memory twice.
+            RecomputeMismatchError: If recomputed tensors differ in every attempt.
 
         Example:
             >>> import membudget as mb, torch
@@ -117,35 +114,9 @@ class Budgeted:
             ...     fitted.step(loss).shape
             torch.Size([])
         """
-        before = BatchUndo(root.model for root in self._roots)
-        with self._retried():
-            return self._run(function, before)
-
-    @contextmanager
-    def _retried(self) -> Iterator[None]:
-        for root in self._roots:
-            root.is_retried = True
-        try:
-            yield
-        finally:
-            for root in self._roots:
-                root.is_retried = False
-
-    def _run(self, function: Callable[[], R], before: BatchUndo) -> R:
-        for attempt in range(MOST_RETRIES + 1):
-            try:
-                return function()
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                let_go(error)
-                before.undo()
-                can_tighten = [root.tighten() for root in self._roots]
-                # Under the smallest plan, somebody else's memory may be free by now.
-                if attempt == MOST_RETRIES or (attempt and not any(can_tighten)):
-                    raise
-            self._retries += 1
-        raise AssertionError
+        result, retries = run_until_done(function, self._roots)
+        self._retries += retries
+        return result
 
     def status(self) -> LoopStatus:
         """Return what the budget did so far, printable as a table."""
@@ -223,6 +194,7 @@ def budget(
     *,
     optimizer: Optimizer | None = None,
     on_exceed: OnExceed = "raise",
+    verify: float = 0.01,
 ) -> Budgeted:
     """Hold the training loop in the context to a number of bytes, unchanged.
 
@@ -243,13 +215,16 @@ def budget(
         on_exceed: What to do about a micro-batch whose smallest plan is over budget:
             `"raise"` a `BudgetError` before its forward begins, `"warn"` and run it
             under the smallest plan, or warn and run it `"plain"`.
+        verify: Share of micro-batches in which recomputed tensors are compared with the
+            dropped ones, by fingerprints. Besides these, the first one of each kind is
+            verified, and of its further sizes the 2nd, 4th, 8th, ...
 
     Returns:
         A context manager, with `start()`, `stop()`, `step()`, `status()`, `report()`.
 
     Raises:
-        OptionError: If the budget is neither bytes nor a share, or `on_exceed` is
-            unknown.
+        OptionError: If the budget is neither bytes nor a share, `on_exceed` is unknown,
+            or `verify` is no share.
 
     Warns:
         BudgetWarning: If a micro-batch took more than was left for it, or the model
@@ -275,13 +250,17 @@ def budget(
         raise OptionError(
             f"on_exceed must be 'raise', 'warn' or 'plain'; got {on_exceed!r}"
         )
+    if not 0 < verify <= 1:
+        raise OptionError(f"verify must be a share above 0, at most 1; got {verify!r}")
     limit = share_of(budget) or parse_bytes(budget)
     models = [model] if isinstance(model, Module) else list(model)
     for one in models:
         check_arguments(one)
     rooms = (Room(limit, on_exceed, Counted(_device_of(one))) for one in models)
     pairs = zip(models, rooms, strict=True)
-    return Budgeted(budget, [Root(one, room, optimizer) for one, room in pairs])
+    return Budgeted(
+        budget, [Root(one, room, optimizer, float(verify)) for one, room in pairs]
+    )
 
 
 def _device_of(model: Module) -> torch.device:

@@ -27,10 +27,11 @@ class RegionSets:
         inner: What the model itself would carry under the plan in force.
     """
 
-    def __init__(self, model: Module):
-        """Start without regions."""
+    def __init__(self, model: Module, verify: float):
+        """Start without regions; `verify` is the share of calls that they verify."""
         self.inner: Carried | None = None
         self._model = model
+        self._options = {"verify": verify}
         self._plans: dict[Decisions, _RegionPlans] = {}
         self._sets: dict[_RegionPlans | None, PlanRegions] = {}
         self._on: PlanRegions = []
@@ -43,14 +44,14 @@ class RegionSets:
             plan = make_plan(point.profile, point.simulated(schedule), self._model, 0)
             self._plans[decisions] = plan.regions
             if plan.regions not in self._sets:
-                carried = carried_of_plan(self._model, plan, {})
+                carried = carried_of_plan(self._model, plan, self._options)
                 self._sets[plan.regions] = self._noted(carried)
         self._put(self._sets[self._plans[decisions]])
 
     def recompute_all(self) -> None:
         """Put a region on each block that keeps nothing inside."""
         if None not in self._sets:
-            options = checked_options({"engine": "auto", "verify": "fingerprints"})
+            options = checked_options({"engine": "auto", **self._options})
             try:
                 names = default_names(self._model)
             except SelectionError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from membudget.loop.plans import History
 from membudget.report import rendered
 from membudget.text import format_bytes
 
@@ -34,6 +35,22 @@ class SituationStatus:
     worst_bytes: int
     last_bytes: int
 
+    @classmethod
+    def of(cls, model: str, history: History) -> SituationStatus:
+        """Return what is known of a situation."""
+        found = history.predicted
+        return cls(
+            model=model,
+            tensors=history.text,
+            uses=history.uses,
+            plans=history.plans,
+            left_bytes=history.limit_bytes,
+            predicted_bytes=0 if found is None else found.peak_bytes,
+            slowdown=0.0 if found is None else found.slowdown,
+            worst_bytes=history.worst_bytes,
+            last_bytes=history.last_bytes,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class LoopStatus:
@@ -43,7 +60,7 @@ class LoopStatus:
         budget: The budget as it was asked for.
         situations: One history per situation, in the order in which they came.
         regions: Forwards and recomputes of each region, by name.
-        retries: How often `step` ran a micro-batch again that found no memory.
+        retries: How often `step` ran a micro-batch again.
         notes: What a user should know, in sentences.
     """
 

@@ -58,12 +58,14 @@ class Root:
 
     statistics = None
 
-    def __init__(self, model: Module, room: Room, optimizer: Optimizer | None):
+    def __init__(
+        self, model: Module, room: Room, optimizer: Optimizer | None, verify: float
+    ):
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
         self.optimizer = optimizer
         self._given = optimizer  # In each recording or in none, to compare them.
-        self.sets = RegionSets(model)
+        self.sets = RegionSets(model, verify)
         self.has_run = self.is_retried = False
         self._room = room
         self._plans = Plans(self._record)
@@ -240,10 +242,13 @@ class Root:
             except OptionError as error:
                 self._not_foreseen = str(error)
 
-    def tighten(self) -> bool:
-        """Let later plans take less; return whether there is a smaller one."""
+    def drop_measurement(self) -> None:
+        """Stop measuring, and learn nothing from a micro-batch that failed."""
         self._meter.drop()
         self._measured = None
+
+    def tighten(self) -> bool:
+        """Let later plans take less; return whether there is a smaller one."""
         return self._plans.tighten()
 
     def end_measurement(self) -> None:
@@ -271,18 +276,7 @@ class Root:
         """Yield what is known of each situation."""
         name = type(self.model).__name__
         for history in self._plans.histories.values():
-            found = history.predicted
-            yield SituationStatus(
-                model=name,
-                tensors=history.text,
-                uses=history.uses,
-                plans=history.plans,
-                left_bytes=history.limit_bytes,
-                predicted_bytes=0 if found is None else found.peak_bytes,
-                slowdown=0.0 if found is None else found.slowdown,
-                worst_bytes=history.worst_bytes,
-                last_bytes=history.last_bytes,
-            )
+            yield SituationStatus.of(name, history)
 
     def notes(self) -> Iterator[str]:
         """Yield what a user should know, in sentences."""

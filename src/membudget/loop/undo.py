@@ -1,15 +1,78 @@
-"""Undo a micro-batch that ran out of memory: gradients, buffers, random streams."""
+"""Run a micro-batch again that ran out of memory, or was recomputed with other bits.
+
+Gradients, buffers and random streams are undone in between.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from membudget.allocation import is_out_of_memory, let_go
+from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
+from membudget.loop.root import Root
 from membudget.state.identity import TensorCopy, host_copy, write_back
 from membudget.state.snapshot import State
+
+R = TypeVar("R")
+
+MOST_RETRIES = 4
+"""How often a micro-batch runs again."""
+
+
+def run_until_done(function: Callable[[], R], roots: Sequence[Root]) -> tuple[R, int]:
+    """Run a micro-batch until nothing fails; return its result and the failures.
+
+    After it ran out of memory, it runs under a tighter plan. After a tensor was
+    recomputed with other bits, that tensor is kept.
+
+    Raises:
+        torch.OutOfMemoryError: If the smallest plan finds no memory twice.
+        RecomputeMismatchError: If recomputed tensors differ in every attempt.
+
+    Warns:
+        UnrepeatableWarning: For each attempt in which recomputed tensors differed.
+    """
+    before = BatchUndo(root.model for root in roots)
+    retries = 0
+    with _retried(roots):
+        while True:
+            try:
+                return function(), retries
+            except Exception as error:
+                is_inexact = isinstance(error, RecomputeMismatchError)
+                if not is_inexact and not is_out_of_memory(error):
+                    raise
+                let_go(error)
+                before.undo()
+                for root in roots:
+                    root.drop_measurement()
+                tightened = [] if is_inexact else [root.tighten() for root in roots]
+                # Under the smallest plan, somebody else's memory may be free by now.
+                can_change = is_inexact or any(tightened)
+                if retries == MOST_RETRIES or (retries and not can_change):
+                    raise
+                if is_inexact:
+                    text = f"in a micro-batch that runs again, {error}"
+                    warnings.warn(text, UnrepeatableWarning, stacklevel=3)
+            retries += 1
+
+
+@contextmanager
+def _retried(roots: Iterable[Root]) -> Iterator[None]:
+    for root in roots:
+        root.is_retried = True
+    try:
+        yield
+    finally:
+        for root in roots:
+            root.is_retried = False
 
 
 class BatchUndo:

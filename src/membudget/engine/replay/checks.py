@@ -24,7 +24,8 @@ from membudget.engine.replay.fingerprinted import BackwardComparison, Fingerprin
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
-from membudget.engine.replay.verify import Originals, Verified
+from membudget.engine.replay.verified import Verified
+from membudget.engine.replay.verify import Originals
 from membudget.errors import OverwrittenWarning
 from membudget.state.bits import (
     Fingerprint,
@@ -72,7 +73,9 @@ class Checks:
         if verified.paths and not verified.is_pending:
             # The newest path is the likeliest; `_leave_path` tries the others.
             recording.path = verified.paths[-1]
-            if self._verify == "always":
+            sampling = verified.sampling
+            is_due = sampling is not None and sampling.is_due
+            if is_due or self._verify == "always":
                 self._verify_from_here(recorder, by_fingerprints=True)
         else:
             recording.taken = []

@@ -30,12 +30,8 @@ from membudget._torch import (
 )
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
-from membudget.engine.replay.verify import (
-    OperatorPath,
-    Verified,
-    is_recomputed,
-    keep_from_now_on,
-)
+from membudget.engine.replay.verified import OperatorPath, Verified
+from membudget.engine.replay.verify import is_recomputed, keep_from_now_on
 from membudget.errors import RecomputeMismatchError
 from membudget.state.bits import content_of, has_bits, has_changed, may_be_a_workspace
 from membudget.state.identity import address_of

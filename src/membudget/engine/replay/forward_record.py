@@ -16,7 +16,7 @@ from membudget.engine.policy import Candidate, Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import call_noting_draws
 from membudget.engine.replay.tape import Operation, ReplayHandle
-from membudget.engine.replay.verify import OperatorPath, OutputIndices
+from membudget.engine.replay.verified import OperatorPath, OutputIndices
 from membudget.ops import (
     WHOLE,
     OperatorFacts,

@@ -40,7 +40,7 @@ from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.native_replayer import new_replayer
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.tape import ReplayHandle
-from membudget.engine.replay.verify import verified
+from membudget.engine.replay.verified import verified
 from membudget.engine.surroundings import operator_conditions
 from membudget.errors import ChangedSinceForwardError
 from membudget.ops import tensors_in
@@ -73,7 +73,7 @@ class ReplayFrame:
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
         known = None
         if options.verify:
-            known = verified(options.policy, function, args, kwargs)
+            known = verified(options, function, args, kwargs)
         policy = options.policy.begin()
         recording = ForwardRecord(
             policy,

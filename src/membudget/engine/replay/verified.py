@@ -1,0 +1,163 @@
+"""What was verified of a region, by signature.
+
+A signature comprises everything that a recording depends on: the function, the shapes,
+dtypes and devices of its arguments, the modes, and the policy. Calls with the same
+signature are verified once; later ones only if they run a new sequence of operators,
+or are due (see `sampling`).
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from membudget.engine.calls import counted
+from membudget.engine.options import RegionOptions
+from membudget.engine.sampling import Sampling
+from membudget.state.autocast import autocast_state
+
+OutputIndices = set[tuple[int, int]]
+OperatorPath = tuple[Any, ...]
+RecordingKey = tuple[Any, ...]
+
+_LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_MAX_DEPTH = 4
+# Bounds of the caches; the oldest entry is dropped first.
+_MOST_KEYS = 4096
+_MOST_PATHS = 64
+
+
+class Verified:
+    """Verification results of all calls with one signature.
+
+    The unit of verification is a *path*: the sequence of operators in a call. A call is
+    verified from the operator at which it deviates from all known operator sequences.
+
+    Attributes:
+        unrepeatable: Outputs that differed in a replay, as pairs of operator number and
+            output index.
+        paths: Operator sequences of verified calls, oldest first.
+        is_pending: Whether to verify the next call from the start, because a call ended
+            partway through a known operator sequence: the shorter sequence may have
+            hidden writes of its own.
+        calls: Number of calls with this signature.
+        sampling: Which calls are verified although their operators are known; `None`
+            if none is, and sizes are part of the signature.
+        is_sampled: Whether a sample of what the latest call reads is compared.
+        has_subclasses: Whether the region saves tensor subclasses, whose operators are
+            observed only by a dispatch mode.
+        has_warned: Whether the user was warned about overwritten saved tensors.
+    """
+
+    __slots__ = (
+        *("calls", "has_subclasses", "has_warned", "is_pending", "is_sampled"),
+        *("paths", "sampling", "unrepeatable"),
+    )
+
+    def __init__(self, share: float | None = None) -> None:
+        """Create an empty record for a signature with no calls so far."""
+        self.unrepeatable: OutputIndices = set()
+        self.paths: list[OperatorPath] = []
+        self.is_pending = self.is_sampled = False
+        self.sampling = None if share is None else Sampling(share)
+        self.calls = 0
+        self.has_subclasses = self.has_warned = False
+
+    def add(self, path: OperatorPath) -> None:
+        """Mark a sequence of operators as verified."""
+        self.is_pending = False
+        if path not in self.paths:
+            self.paths.append(path)
+            del self.paths[:-_MOST_PATHS]
+
+    def along(self, path: Sequence[Any]) -> OperatorPath | None:
+        """Return the newest verified operator sequence that begins with `path`."""
+        for known in reversed(self.paths):
+            if known[: len(path)] == tuple(path):
+                return known
+        return None
+
+    def count(self) -> None:
+        """Count a call, and decide whether its inputs are sampled."""
+        self.calls, self.is_sampled = counted(self.calls)
+
+
+_VERIFIED: dict[RecordingKey, Verified] = {}
+
+
+def verified(
+    options: RegionOptions,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Verified:
+    """Return the verification results for a call's signature, and count the call.
+
+    If a share of calls is sampled, sizes of tensors and numbers are not part of it.
+    """
+    called = (
+        _key(function, 0),
+        *(_key(argument, 0) for argument in args),
+        *((name, _key(argument, 0)) for name, argument in kwargs.items()),
+    )
+    alike = called if options.share is None else _without_sizes(called)
+    key = options.policy, options.share, autocast_state(), alike
+    found = _VERIFIED.get(key)
+    if found is None:
+        found = _VERIFIED[key] = Verified(options.share)
+        if len(_VERIFIED) > _MOST_KEYS:
+            del _VERIFIED[next(iter(_VERIFIED))]
+    found.count()
+    if found.sampling is not None:
+        found.sampling.count(called)
+    return found
+
+
+def _without_sizes(key: Any) -> Any:
+    """Return a key with ranks for shapes, and without the values of integers."""
+    kind = type(key)
+    if kind is tuple:
+        return tuple(map(_without_sizes, key))
+    if kind is torch.Size:
+        return len(key)
+    return int if kind is int else key
+
+
+def _key(value: Any, depth: int) -> Any:
+    """Return a hashable key of the argument properties that a recording depends on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, value.device, value.requires_grad
+    if isinstance(value, _LEAVES):
+        return type(value), value
+    # Deeper values count by type alone, to bound the cost of each call.
+    if depth >= _MAX_DEPTH:
+        return type(value)
+    if isinstance(value, Module):
+        return ref(value), value.training  # Weak: the cache owns no model.
+    if isinstance(value, types.MethodType):
+        return _key(value.__self__, depth + 1), value.__func__
+    if isinstance(value, types.FunctionType):
+        cells = [_content(cell) for cell in value.__closure__ or ()]
+        return value.__code__, *(_key(cell, depth + 1) for cell in cells)
+    if isinstance(value, functools.partial):
+        inner = (value.func, *value.args, *value.keywords.items())
+        return ("partial", *(_key(item, depth + 1) for item in inner))
+    if isinstance(value, list | tuple):
+        return type(value), *(_key(item, depth + 1) for item in value)
+    if isinstance(value, dict):
+        return type(value), *(_key(item, depth + 1) for item in value.items())
+    return type(value)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # The cell is still empty.
+        return None

@@ -1,0 +1,48 @@
+"""Which calls are verified of those that differ in the sizes of tensors alone.
+
+A loop over sequences calls a region with a new length in almost every step, and the
+code that runs is the same. If each of these were verified, few steps would be plain
+ones. Verified are: the 1st, 2nd, 4th, 8th, ... length, and a share of all calls, for
+operators that turn out not to be reproducible later on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from membudget.engine.controls import SWITCHES
+
+_MOST_SIZES = 4096
+
+
+class Sampling:
+    """The calls that differ in sizes alone, counted.
+
+    Attributes:
+        is_due: Whether the latest call is to be verified.
+    """
+
+    __slots__ = ("_calls", "_every", "_seen", "is_due")
+
+    def __init__(self, share: float):
+        """Choose the share of all calls that is verified whatever their sizes are."""
+        self.is_due = False
+        self._every = round(1 / share)
+        self._calls = 0
+        self._seen: set[int] = set()
+
+    def count(self, signature: Any) -> None:
+        """Count a call, given its signature with sizes, and decide whether it is due.
+
+        While verification is postponed, nothing is counted.
+        """
+        self.is_due = False
+        if SWITCHES.postponed:
+            return
+        self._calls += 1
+        key, seen = hash(signature), self._seen
+        is_new = key not in seen and len(seen) < _MOST_SIZES
+        if is_new:
+            seen.add(key)
+        is_power_of_two = len(seen) & (len(seen) - 1) == 0
+        self.is_due = (is_new and is_power_of_two) or self._calls % self._every == 0
