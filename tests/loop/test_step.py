@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget._torch import current_graph_task_id
 from tests.loops.models import Images, Language
 from tests.rows.test_row_b04_out_of_memory import FailsAtOne
 from tests.rows.test_row_b11_failing_allocations import thread_state
@@ -65,6 +67,61 @@ def test_no_failed_allocation_changes_the_result(make):
     for at in random.Random(1).sample(range(1, 120), 50):
         found, _ = train(make, at)
         assert all(map(torch.equal, plain, found)), at
+
+
+@torch.library.custom_op("membudget_tests::inexact_sine", mutates_args=())
+def inexact_sine(x: Tensor) -> Tensor:
+    """Return the sine, with other bits in a backward pass."""
+    return x.sin() + 1e-3 * (current_graph_task_id() >= 0)
+
+
+def _saved(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradient(ctx: Any, gradient: Tensor) -> Tensor:
+    return gradient * ctx.saved_tensors[0].cos()
+
+
+inexact_sine.register_fake(torch.empty_like)
+inexact_sine.register_autograd(_gradient, setup_context=_saved)
+
+
+class Inexact(nn.Module):
+    """Blocks with an operator that does not reproduce its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + self.block(block, x)
+        return x
+
+    def block(self, block: nn.Module, x: Tensor) -> Tensor:
+        hidden: Tensor = inexact_sine(block(x)).exp()
+        return hidden.tanh()
+
+
+def test_a_micro_batch_that_was_recomputed_with_other_bits_runs_again():
+    torch.manual_seed(0)
+    model, x = Inexact(), torch.randn(512, 32)
+
+    def micro_batch() -> None:
+        model(x).square().mean().backward()
+
+    for _ in range(4):
+        micro_batch()
+    plain = outcome(model)
+    model.zero_grad()
+    with mb.budget(model, "75%") as fitted:
+        with pytest.warns(mb.UnrepeatableWarning, match="did not reproduce"):
+            fitted.step(micro_batch)
+        for _ in range(3):
+            fitted.step(micro_batch)
+    assert fitted.status().retries
+    assert all(map(torch.equal, plain, outcome(model)))
 
 
 def test_an_error_that_is_not_about_memory_passes_through():

@@ -144,7 +144,8 @@ class RegionOptions:
                 "engine must be one of 'auto', 'rerun' and 'replay'; got "
                 f"{self.engine!r}"
             )
-        if self.share is None and self.verify not in _VERIFY_WORDS:
+        is_word = type(self.verify) is not float and self.verify in _VERIFY_WORDS
+        if self.share is None and not is_word:
             raise OptionError(
                 "verify must be True, False, 'fingerprints', 'always' or a share of "
                 f"all calls such as 0.01; got {self.verify!r}"
