@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
+import membudget as mb
 from membudget import planned
 from membudget.attach import ModuleRegion
 from membudget.errors import PlanError
 from membudget.numbered import CountedFrom, NumberedRegions
 from membudget.planned import carried_of_plan, model_parameters, policies_of
 from membudget.planner.plan import Plan, RegionPlan
+from membudget.policies import Planned
+from tests.oracles import CountedOperators
 from tests.planner.drafts import PLAN
 
 
@@ -79,3 +83,19 @@ def test_at_most_three_parameters_that_differ_are_named(count, more):
     shown = "; ".join(named.split("; ")[:3])
     assert f"(second): {shown}{more}. Make a plan for this model" in str(raised.value)
     assert "was made for a Sequential with" in str(raised.value)
+
+
+def test_what_a_fake_step_makes_anew_is_kept_where_a_real_one_writes_in_place():
+    """On fake tensors, `linear` adds its bias by `add`; else by `add_`."""
+    model = nn.Sequential(nn.Linear(6, 3), nn.GELU())
+    x = torch.randn(4, 6, 5).transpose(1, 2)
+    graph = mb.profile(model, x, fake=True, device="h100").graph
+    names = [operator.name for operator in graph.operators]
+    sums = [n for n, name in enumerate(names, 1) if name == "aten.add.Tensor"]
+    region = mb.checkpoint(keep=Planned({(sums[0], 0): "aten.add.Tensor"}))
+
+    loss = region(model)(x).sum()
+    with CountedOperators() as backward:
+        loss.backward()
+
+    assert not {name for name in backward.counts if "add_" in name or "bmm" in name}

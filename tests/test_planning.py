@@ -27,7 +27,7 @@ from tests.planner.models import MODELS, gpt, mlp
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt", "unet", "encoder_decoder"])
-@pytest.mark.parametrize("percent", [90, 60])
+@pytest.mark.parametrize("percent", [90, 62])
 def test_a_plan_that_is_put_on_anew_keeps_its_budget_while_it_is_verified(
     name, percent
 ):

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tests.devices import default_device
+
 
 class Untidy(nn.Module):
     """A block whose forward changes whatever a module can hold."""
@@ -30,7 +32,7 @@ class Untidy(nn.Module):
         self.recent: deque[int] = deque([1, 2], maxlen=2)
         self.known = {1}
         self.loose = torch.zeros(4)
-        self.generator = torch.Generator()
+        self.generator = torch.Generator(default_device())
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1

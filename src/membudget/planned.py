@@ -28,7 +28,7 @@ from membudget.planner.plan import (
     parameter_differences,
     parameter_text,
 )
-from membudget.policies import Planned, Unplanned
+from membudget.policies import Planned, Unplanned, in_place_or_not_at
 
 MOST_NAMED = 3
 """How many parameters an error names, of those that a plan and a model do not share."""
@@ -115,7 +115,11 @@ def _policy(region: RegionPlan, made_for: str) -> Planned:
     stages = Stages(
         [stage.first_saved for stage in region.stages],
         [
-            frozenset((held.number, held.output) for held in stage.held)
+            frozenset(
+                place
+                for held in stage.held
+                for place in in_place_or_not_at(held.number, held.output, held.operator)
+            )
             for stage in region.stages
         ],
     )

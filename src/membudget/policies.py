@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from membudget.engine.policy import (
     Candidate,
     Policy,
@@ -102,7 +104,11 @@ class Planned(Policy):
                 operators that differ are then an error.
             operators: How many operators the region runs there.
         """
-        self._kept = dict(kept)
+        self._kept = {
+            place: name
+            for (number, output), name in kept.items()
+            for place in in_place_or_not_at(number, output, name)
+        }
         self.made_for = made_for
         self.operators = operators
         self.stages = stages
@@ -236,3 +242,23 @@ def in_place_or_not(name: str) -> str:
         ('aten.add.Tensor', 'aten.add.Tensor')
     """
     return name.replace("_.", ".")
+
+
+def in_place_or_not_at(
+    number: int, output: int, name: str
+) -> tuple[tuple[int, int], ...]:
+    """Return where an output is, whether its operator runs in place or not.
+
+    What an operator in place has written is its output 1; its output 0 is the tensor
+    that it returns. Its variant that makes a new tensor has that as its output 0.
+
+    Example:
+        >>> in_place_or_not_at(3, 0, "aten.add.Tensor")
+        ((3, 0), (3, 1))
+        >>> in_place_or_not_at(3, 0, "aten.native_layer_norm.default")
+        ((3, 0),)
+    """
+    library, operator, *_ = *in_place_or_not(name).split("."), ""
+    if output > 1 or not hasattr(getattr(torch.ops, library), f"{operator}_"):
+        return ((number, output),)
+    return (number, 0), (number, 1)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -422,6 +423,20 @@ def transformer_layer() -> Made:
 @model
 def input_that_requires_a_gradient() -> Made:
     return block(), {"input": torch.randn(8, 16, WIDTH, requires_grad=True)}
+
+
+def each(*apart: str) -> list[Any]:
+    """Return a parameter for each builder, but those with such words in it."""
+    without_sparse = pytest.mark.cpu_only("emu has no sparse tensors")
+    return [
+        pytest.param(
+            make,
+            id=make.__name__,
+            marks=without_sparse if make.__name__ == "sparse_gradients" else (),
+        )
+        for make in MODELS
+        if not any(word in make.__name__ for word in apart)
+    ]
 
 
 def tensors_of(model: nn.Module) -> Iterator[Tensor]:

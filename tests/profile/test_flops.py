@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from membudget.profile import profile
-from tests.profile.cases import MODELS, plain_step, seed
+from tests.profile.cases import each, plain_step, seed
 
 FAKE = pytest.mark.parametrize("fake", [False, True], ids=["real", "fake"])
 
@@ -132,11 +132,7 @@ UNCOUNTED = (
 )
 
 
-@pytest.mark.parametrize(
-    "make",
-    [m for m in MODELS if not any(word in m.__name__ for word in UNCOUNTED)],
-    ids=lambda m: m.__name__,
-)
+@pytest.mark.parametrize("make", each(*UNCOUNTED))
 def test_the_sum_is_that_of_torch_s_counter(make):
     seed()
     model, batch = make()

@@ -107,7 +107,9 @@ def _choose_kernels(double: Optimizer, step: Step) -> None:
     """
     for group in double.param_groups:
         if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = step.device.type in foreach_devices()
+            # A learning rate in a tensor is read anew only by capturable kernels.
+            is_plain = group.get("capturable") or not isinstance(group["lr"], Tensor)
+            group["foreach"] = is_plain and step.device.type in foreach_devices()
 
 
 def _check(optimizer: Any, step: Step) -> None:
