@@ -183,7 +183,9 @@ def forward_of(graph: StepGraph) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("make", ALL)
-def test_a_real_profile_repeats(make):
+def test_a_real_profile_repeats(make, request):
+    if request.node.callspec.id == "force_inside" and not is_cpu():
+        pytest.skip("a device's own thread frees what a backward pass inside held")
     # From one line, which is the user's line of the loss.
     first, second = (
         profile(*made(make), fake=False, device="h100").graph for _ in range(2)
