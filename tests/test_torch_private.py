@@ -187,6 +187,18 @@ def test_the_reason_why_hooks_are_disabled_can_be_read():
     assert _torch.why_hooks_are_disabled() is None
 
 
+def test_modules_hold_their_own_parameters_and_a_shared_one_each():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    model[1].bias = None
+    held = _torch_modules.own_parameters(model.modules())
+    assert list(map(id, held)) == [
+        id(model[0].weight),
+        id(model[0].bias),
+        id(model[0].weight),
+    ]
+
+
 def test_bytes_cannot_be_read_inside_of_a_transform():
     seen: list[bool] = []
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from membudget.allowance import Share, gradient_bytes
+from membudget.allowance import Share
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.meter import Measured
 from membudget.loop.micro_batch import RecordedBatch
@@ -161,8 +161,8 @@ class Plans:
         plain_bytes = self.kind(situation).plain_at_least(situation.sizes)
         if plain_bytes is None:
             plain_bytes = self.point(situation).profile.peak_bytes
-        graph = self.reference(situation).profile.graph
-        whole = gradient_bytes(graph) if share.is_of_activations else 0
+        point = self.reference(situation)
+        whole = point.gradient_bytes if share.is_of_activations else 0
         return whole + int(share.part * (plain_bytes - whole))
 
     def choose(self, situation: Situation, history: History, left: Left) -> Predicted:

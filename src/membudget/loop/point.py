@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
+from membudget.allowance import gradient_bytes
 from membudget.graph import ModuleCall, StepGraph
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.situation import Sizes
@@ -75,6 +76,11 @@ class RecordedSize:
     def plain(self) -> Predicted:
         """What is predicted without a plan."""
         return self.predicted(plain_schedule(self.simulator.plain))
+
+    @cached_property
+    def gradient_bytes(self) -> int:
+        """Bytes of gradients that no plan lowers."""
+        return gradient_bytes(self.profile.graph)
 
     @cached_property
     def planner(self) -> Planner:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from membudget._torch import is_fake, tree_iter, without_dispatch_modes
 from membudget._torch_accelerator import HOST
+from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
@@ -172,7 +173,7 @@ class Root:
         forward shares them, whose gradients would be added in another precision, or if
         they are of older weights than the model has: the plain loop would use these.
         """
-        versions = sum(map(version_of, self.model.parameters()))
+        versions = sum(map(version_of, own_parameters(self.model.modules())))
         if not awaited and versions == self._versions:
             clear_casts()
         self._versions = versions

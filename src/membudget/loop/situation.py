@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import tree_iter
+from membudget._torch_modules import own_parameters
 from membudget.state.autocast import autocast_state
 
 Sizes = tuple[int, ...]
@@ -56,10 +57,11 @@ def situation_of(
             told.append((type(leaf), leaf))
         else:
             told.append(type(leaf).__qualname__)
+    modules = list(model.modules())
+    training = tuple([module.training for module in modules])
     parameters = tuple(
-        (p.requires_grad, p.grad is not None) for p in model.parameters()
+        [(p.requires_grad, p.grad is not None) for p in own_parameters(modules)]
     )
-    training = tuple(module.training for module in model.modules())
     kind = (
         *(tuple(told), tuple(kwargs), autocast_state(), pending),
         *(hash(parameters), hash(training), torch.get_default_dtype()),
