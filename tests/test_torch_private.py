@@ -11,7 +11,11 @@ from typing import Any
 import torch
 
 from membudget import _torch, _torch_observing
-from membudget._torch_modules import is_compiled, without_gradient_hooks
+from membudget._torch_modules import (
+    is_compiled,
+    own_parameters,
+    without_gradient_hooks,
+)
 
 
 def test_saved_tensor_hooks_can_be_pushed_read_and_popped():
@@ -188,15 +192,12 @@ def test_the_reason_why_hooks_are_disabled_can_be_read():
 
 
 def test_modules_hold_their_own_parameters_and_a_shared_one_each():
-    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
-    model[1].weight = model[0].weight
-    model[1].bias = None
-    held = _torch_modules.own_parameters(model.modules())
-    assert list(map(id, held)) == [
-        id(model[0].weight),
-        id(model[0].bias),
-        id(model[0].weight),
-    ]
+    first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False)
+    second.weight = first.weight
+    held = own_parameters(torch.nn.Sequential(first, second).modules())
+    assert list(map(id, held)) == list(
+        map(id, [first.weight, first.bias, first.weight])
+    )
 
 
 def test_bytes_cannot_be_read_inside_of_a_transform():
