@@ -36,7 +36,7 @@ def test_a_module_that_is_called_once_carries_one_region():
     assert list(carried) == ["0"]
     assert isinstance(carried["0"], ModuleRegion)
     assert carried["0"].options.engine == "replay"
-    assert carried["0"].options.verify == "fingerprints"
+    assert carried["0"].options.share == 0.01
     assert carried["0"].statistics.label == "0"
     assert len(policies_of(carried["0"])) == 1
 

@@ -161,8 +161,8 @@ def apply(
         model: Any module; modified in place.
         plan: A plan, or the path of a plan file, given instead of selectors. A plan's
             regions run under the engine that it names, and keep the outputs that it
-            names. By default, planned regions use `verify="fingerprints"`, which stays
-            within the budget.
+            names. By default, planned regions use `verify=0.01`: fingerprints, which
+            stay within the budget, of a sample of the calls.
         blocks: One or more module classes whose instances get regions.
         names: One or more glob patterns for names in `model.named_modules()`: `*`
             matches within one dotted part, `**` any number of parts. `"h.*"` matches

@@ -108,7 +108,7 @@ def _replayed(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
     return checked_options({**_VERIFY, "engine": "replay", **options, "keep": policy})
 
 
-_VERIFY = {"verify": "fingerprints"}
+_VERIFY = {"verify": 0.01}
 
 
 def _policy(region: RegionPlan, made_for: str) -> Planned:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 import membudget as mb
+from membudget.engine.calls import calls_of
+from membudget.engine.comparison import metadata
 from membudget.engine.controls import verification_postponed
+from membudget.engine.replay import verified
+from membudget.engine.replay.checks import Checks
 from membudget.engine.sampling import Sampling
 from tests.devices import array
 
 ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
+
+
+@pytest.fixture(autouse=True)
+def nothing_verified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test begin with nothing verified."""
+    monkeypatch.setattr(verified, "_VERIFIED", {})
 
 
 def due(found: Sampling, signatures: Iterable[Any]) -> list[int]:
@@ -123,3 +134,78 @@ def test_a_new_path_is_verified_whatever_its_size(engine, at):
 def test_a_share_that_is_none_is_refused(engine, share):
     with pytest.raises(mb.OptionError, match="or a share of all calls"):
         mb.checkpoint(engine=engine, verify=share)
+
+
+class Dropping:
+    """A chain of four alike layers, of which some are dropped; one writes unseen."""
+
+    def __init__(self, wrong: int = -1) -> None:
+        self.dropped: set[int] = set()
+        self._wrong = wrong
+        self._writes = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        for number in range(4):
+            if number not in self.dropped:
+                inner = x.sin()
+                if number == self._wrong:
+                    self._writes += 1
+                    array(inner.detach())[0] += self._writes
+                x = inner.exp().tanh().cos()
+        return x.sqrt().sinh().sum()
+
+
+def compared(layers: Dropping, verify: Any, choices: list[set[int]]) -> list[int]:
+    """Run steps that drop layers; return the numbers of those that were verified."""
+    region = mb.checkpoint(engine="replay", verify=verify)(layers)
+    begun: list[set[int]] = []
+    numbers = []
+    real = Checks._verify_from_here
+
+    def noted(checks: Checks, recorder: Any, by_fingerprints: bool) -> None:
+        numbers.append(len(begun))
+        real(checks, recorder, by_fingerprints)
+
+    with patch.object(Checks, "_verify_from_here", noted):
+        for layers.dropped in choices:
+            begun.append(layers.dropped)
+            region(torch.ones(3, requires_grad=True)).backward()
+    return numbers
+
+
+# They give three sequences of operators: the layers are alike.
+CHOICES = [set[int](), {0}, {1, 2}, {3}, {2, 0}, set[int]()]
+
+
+def test_of_new_choices_of_layers_the_first_second_and_fourth_are_compared():
+    assert compared(Dropping(), 0.0001, CHOICES) == [1, 2]
+    assert compared(Dropping(), 0.0001, [{0, 1, 2}]) == [1]
+
+
+def test_without_a_share_each_new_choice_of_layers_is_compared():
+    assert compared(Dropping(), "fingerprints", CHOICES) == [1, 2, 3]
+
+
+def test_a_rerun_waits_for_the_second_path_and_not_for_the_third():
+    function, x = torch.sin, torch.ones(1)
+    paths = [[metadata(x.double())], [metadata(x)], [metadata(x[None])]]
+    calls = calls_of(function, (x,), {}, 0.0001)
+    for path in paths[:2]:
+        assert calls.begin(False) or path is paths[1]
+        assert calls.end(path)
+        assert calls.begin(False)
+        calls.verified(path)
+    assert calls.end(paths[2])
+    assert not calls_of(function, (x,), {}, 0.0001).begin(False)
+
+
+def test_where_an_output_is_unrepeatable_each_new_choice_of_layers_is_compared():
+    layers = Dropping(wrong=3)
+    region = mb.checkpoint(engine="replay", verify=0.0001)(layers)
+    wrong = []
+    for number, layers.dropped in enumerate([set[int](), {0}, {0, 1}, {0, 1, 2}]):
+        try:
+            region(torch.ones(3, requires_grad=True)).backward()
+        except mb.RecomputeMismatchError:
+            wrong.append(number)
+    assert wrong == [0, 1, 2, 3]

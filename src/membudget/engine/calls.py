@@ -27,7 +27,7 @@ from torch import Size
 from membudget.engine.callees import Signature, signature_of
 from membudget.engine.comparison import Metadata
 from membudget.engine.controls import SWITCHES
-from membudget.engine.sampling import Sampling
+from membudget.engine.sampling import Sampling, is_due_as
 
 SavedPath = list[Metadata]
 
@@ -132,7 +132,10 @@ class Calls:
         if key in self._verified or key in self._given_up:
             self._remember(path)
             return False
-        if key not in self._awaited and len(self._awaited) < _MOST_PATHS:
+        known = len(self._verified) + len(self._given_up)
+        if self.sampling is not None and not is_due_as(known + 1):
+            self._given_up.add(key)
+        elif key not in self._awaited and len(self._awaited) < _MOST_PATHS:
             self._awaited.add(key)
             self._is_settled = False
             self._patience = _PATIENCE

@@ -1,9 +1,10 @@
-"""Which calls are verified of those that differ in the sizes of tensors alone.
+"""Which calls are verified of those that run the same code in another way.
 
-A loop over sequences calls a region with a new length in almost every step, and the
-code that runs is the same. If each of these were verified, few steps would be plain
-ones. Verified are: the 1st, 2nd, 4th, 8th, ... length, and a share of all calls, for
-operators that turn out not to be reproducible later on.
+A loop over sequences calls a region with a new length in almost every step, and a model
+that drops layers at random runs other layers. If each of these calls were verified, few
+steps would be plain ones. Verified are: the 1st, 2nd, 4th, 8th, ... length and choice
+of layers, and a share of all calls, for operators that turn out not to be reproducible
+later on.
 """
 
 from __future__ import annotations
@@ -44,5 +45,15 @@ class Sampling:
         is_new = key not in seen and len(seen) < _MOST_SIZES
         if is_new:
             seen.add(key)
-        is_power_of_two = len(seen) & (len(seen) - 1) == 0
-        self.is_due = (is_new and is_power_of_two) or self._calls % self._every == 0
+        is_due_as_new = is_new and is_due_as(len(seen))
+        self.is_due = is_due_as_new or self._calls % self._every == 0
+
+
+def is_due_as(number: int) -> bool:
+    """Return whether the new one of this number is verified: 1, 2, 4, 8, ...
+
+    Example:
+        >>> [number for number in range(1, 20) if is_due_as(number)]
+        [1, 2, 4, 8, 16]
+    """
+    return number & (number - 1) == 0

@@ -87,7 +87,8 @@ class Checks:
         assert recorder is not None
         assert verified is not None
         recording = recorder.recording
-        other = verified.along(recording.taken or ())
+        taken = recording.taken or ()
+        other = verified.along(taken) or verified.spliced(taken)
         if other is not None:
             recording.path, recording.taken = other, None
             return
@@ -162,6 +163,7 @@ class Checks:
             return None
         recording = recorder.recording
         path = recording.path or tuple(recording.taken or ())
+        ran = path[: recording.number]
         originals, self._originals = self._originals, None
         served, self._served = self._served, None
         if served is not None:
@@ -171,14 +173,17 @@ class Checks:
         if originals is not None:
             originals.compare(replayer, recording.tracker, verified.unrepeatable)
             self._count_unrepeatable(verified)
-            verified.add(path)
+            verified.add(ran)
         elif recorder.fingerprinter is not None and recorder.fingerprinter.taken:
-            self._comparison = BackwardComparison(verified, path)
+            self._comparison = BackwardComparison(verified, ran)
         elif recording.path is None:
-            verified.add(path)  # Nothing was dropped.
-        elif path[: recording.number] not in verified.paths:
-            # It ended partway along the path.
-            verified.is_pending = True
+            verified.add(ran)  # Nothing was dropped.
+        elif ran not in verified.paths:
+            if path in verified.paths:
+                # It ended partway along the path.
+                verified.is_pending = True
+            else:
+                verified.add(ran)  # It was spliced.
         if originals is not None:
             return content_of
         return sample_of if verified.is_sampled else None

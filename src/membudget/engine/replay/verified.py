@@ -3,7 +3,7 @@
 A signature comprises everything that a recording depends on: the function, the shapes,
 dtypes and devices of its arguments, the modes, and the policy. Calls with the same
 signature are verified once; later ones only if they run a new sequence of operators,
-or are due (see `sampling`).
+or are due. With `sampling`, few of the new sequences are verified if their parts are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from membudget.engine.calls import counted
 from membudget.engine.options import RegionOptions
-from membudget.engine.sampling import Sampling
+from membudget.engine.sampling import Sampling, is_due_as
 from membudget.state.autocast import autocast_state
 
 OutputIndices = set[tuple[int, int]]
@@ -32,6 +32,7 @@ _MAX_DEPTH = 4
 # Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
+_ALIKE = 4  # Operators after which two sequences are taken to go on alike.
 
 
 class Verified:
@@ -82,6 +83,23 @@ class Verified:
         for known in reversed(self.paths):
             if known[: len(path)] == tuple(path):
                 return known
+        return None
+
+    def spliced(self, path: Sequence[Any]) -> OperatorPath | None:
+        """Return how a verified sequence went on after the last operators of `path`.
+
+        With sampling, layers that are dropped at random give a sequence that is not
+        verified if its parts are; but the 2nd, 4th, 8th, ... sequence is. None is
+        taken to be known if an output is unrepeatable, whose number is of its sequence.
+        """
+        is_strict = self.sampling is None or self.unrepeatable
+        if is_strict or is_due_as(len(self.paths) + 1):
+            return None
+        last = tuple(path[-_ALIKE:])
+        for known in reversed(self.paths):
+            for end in range(len(known), _ALIKE - 1, -1):
+                if known[end - _ALIKE : end] == last:
+                    return (*path, *known[end:])
         return None
 
     def count(self) -> None:
