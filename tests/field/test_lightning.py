@@ -211,7 +211,7 @@ def trainer_of(library: Any, callbacks: list[Any], **options: Any) -> Any:
 
 
 def batches(number: int = STEPS * 2) -> Any:
-    drawn = [torch.randn(ROWS, WIDTH) for _ in range(number)]
+    drawn: Any = [torch.randn(ROWS, WIDTH) for _ in range(number)]
     return torch.utils.data.DataLoader(drawn, batch_size=None)
 
 
@@ -269,6 +269,11 @@ def test_a_trainer_keeps_its_budget_and_its_weights(make, precision):
     assert limit < 0.95 * plain_bytes  # Or plain training would keep it, too.
 
 
+def planned(callback: BudgetCallback) -> set[str]:
+    assert callback.fitted is not None
+    return {s.model for s in callback.fitted.status().situations}
+
+
 def test_a_callback_serves_two_trainings_and_two_calls_of_fit():
     library = lightning()
     torch.manual_seed(0)
@@ -279,9 +284,9 @@ def test_a_callback_serves_two_trainings_and_two_calls_of_fit():
     trainer.fit(model, batches(2))
     trainer.fit_loop.max_epochs = 2
     trainer.fit(model, batches(2))
-    assert [s.model for s in callback.fitted.status().situations] == ["OwnForward"] * 2
+    assert planned(callback) == {"OwnForward"}
     trainer_of(library, [callback], max_epochs=1).fit(other, batches(2))
-    assert "Sequential" in callback.fitted.report()
+    assert planned(callback) == {"Sequential"}
     assert not any(has_region(m) for one in (model, other) for m in one.modules())
 
 
@@ -305,13 +310,15 @@ def test_the_older_package_serves_as_well():
     model = one_model(library.LightningModule)
     callback = BudgetCallback("1GiB")
     trainer_of(library, [callback], max_epochs=1).fit(model, batches(2))
-    assert callback.fitted.status().situations
+    assert planned(callback) == {"Sequential"}
 
 
 def test_a_step_that_calls_what_a_child_holds_is_told_so():
     library = lightning()
 
-    class Inside(type(one_model(library.LightningModule))):
+    base: Any = type(one_model(library.LightningModule))
+
+    class Inside(base):
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
             for block in self.model:
                 batch = block(batch)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,9 @@ class Base:
 @pytest.fixture(autouse=True)
 def _library(monkeypatch):
     """Stand in for Lightning, of which the callback itself calls nothing."""
-    monkeypatch.setitem(sys.modules, "lightning.pytorch", SimpleNamespace(Callback=Base))
+    monkeypatch.setitem(
+        sys.modules, "lightning.pytorch", SimpleNamespace(Callback=Base)
+    )
     monkeypatch.setitem(sys.modules, "lightning", SimpleNamespace())
 
 
@@ -45,10 +48,19 @@ def trainer_of(model: nn.Module, optimizers: int = 1) -> Any:
     return SimpleNamespace(optimizers=made)
 
 
-def begun(model: nn.Module, optimizers: int = 1, **options: Any) -> BudgetCallback:
-    callback = BudgetCallback("1GiB", **options)
-    callback.on_train_start(trainer_of(model, optimizers), model)
-    return callback
+@pytest.fixture
+def begin() -> Iterator[Callable[..., BudgetCallback]]:
+    """Begin trainings, whose budgets are closed after the test."""
+    callbacks = []
+
+    def one(model: nn.Module, optimizers: int = 1, **options: Any) -> BudgetCallback:
+        callbacks.append(BudgetCallback("1GiB", **options))
+        callbacks[-1].on_train_start(trainer_of(model, optimizers), model)
+        return callbacks[-1]
+
+    yield one
+    for callback in callbacks:
+        callback.close()
 
 
 def planned(callback: BudgetCallback) -> list[str]:
@@ -90,52 +102,52 @@ def test_the_library_is_imported_without_lightning():
     assert done.stdout.strip() == "set()"
 
 
-def test_a_module_that_calls_itself_is_planned_as_a_whole():
+def test_a_module_that_calls_itself_is_planned_as_a_whole(begin):
     model = Both()
-    callback = begun(model)
+    callback = begin(model)
     model(torch.ones(2, 8)).sum().backward()
     assert planned(callback) == ["Both"]
     assert carrying(model) == [""]
 
 
-def test_children_that_are_called_are_planned_each():
+def test_children_that_are_called_are_planned_each(begin):
     model = Both()
-    callback = begun(model)
+    callback = begin(model)
     model.decoder(model.encoder(torch.ones(2, 8))).sum().backward()
     assert planned(callback) == ["Sequential", "Sequential"]
     assert carrying(model) == ["encoder", "decoder"]
 
 
-def test_with_several_optimizers_the_children_are_planned():
+def test_with_several_optimizers_the_children_are_planned(begin):
     model = Both()
-    callback = begun(model, optimizers=2)
+    callback = begin(model, optimizers=2)
     model(torch.ones(2, 8)).sum().backward()
     assert planned(callback) == ["Sequential", "Sequential"]
 
 
-def test_the_only_child_with_parameters_is_planned():
+def test_the_only_child_with_parameters_is_planned(begin):
     model = nn.Sequential(Both(), nn.ReLU())
-    callback = begun(model)
+    callback = begin(model)
     model(torch.ones(2, 8)).sum().backward()
     assert planned(callback) == ["Both"]
 
 
-def test_the_user_may_name_the_modules():
+def test_the_user_may_name_the_modules(begin):
     model = Both()
-    callback = begun(model, modules="encoder")
+    callback = begin(model, modules="encoder")
     model(torch.ones(2, 8)).sum().backward()
     assert planned(callback) == ["Sequential"]
     assert carrying(model) == ["encoder"]
 
 
-def test_a_name_of_no_module_is_refused():
+def test_a_name_of_no_module_is_refused(begin):
     with pytest.raises(mb.OptionError, match="holds no module 'coder'; its children"):
-        begun(Both(), modules=["coder"])
+        begin(Both(), modules=["coder"])
 
 
-def test_a_call_without_gradients_decides_nothing():
+def test_a_call_without_gradients_decides_nothing(begin):
     model = Both()
-    callback = begun(model)
+    callback = begin(model)
     with torch.no_grad():
         model.encoder(torch.ones(2, 8))
     assert callback.fitted is None
@@ -143,9 +155,9 @@ def test_a_call_without_gradients_decides_nothing():
     assert planned(callback) == ["Both"]
 
 
-def test_a_step_that_calls_none_of_them_is_told_so():
+def test_a_step_that_calls_none_of_them_is_told_so(begin):
     model = Both()
-    callback = begun(model)
+    callback = begin(model)
     model.encoder[0](torch.ones(2, 8)).sum().backward()
     with pytest.warns(mb.BudgetWarning, match="called neither it nor one of its"):
         callback.on_train_batch_end(None, model, None, None, 0)
@@ -155,9 +167,9 @@ def test_a_step_that_calls_none_of_them_is_told_so():
 
 @pytest.mark.parametrize("is_called", [False, True])
 @pytest.mark.parametrize("how", ["end", "exception"])
-def test_nothing_stays_on_the_module_after_the_training(is_called, how):
+def test_nothing_stays_on_the_module_after_the_training(begin, is_called, how):
     model = Both()
-    callback = begun(model)
+    callback = begin(model)
     if is_called:
         model(torch.ones(2, 8)).sum().backward()
     if how == "end":
@@ -168,9 +180,9 @@ def test_nothing_stays_on_the_module_after_the_training(is_called, how):
     assert type(model) is Both
 
 
-def test_a_callback_serves_one_training_after_another():
+def test_a_callback_serves_one_training_after_another(begin):
     model, other = Both(), Both()
-    callback = begun(model)
+    callback = begin(model)
     model(torch.ones(2, 8)).sum().backward()
     first = callback.fitted
     callback.on_train_start(trainer_of(other), other)
@@ -184,3 +196,9 @@ def test_containers_are_never_called_so_what_they_hold_is():
     blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     model = nn.Sequential(blocks, nn.ModuleDict({"head": nn.Linear(8, 8)}))
     assert len(list(parts_of(model))) == 3
+
+
+def test_a_child_that_another_holds_is_no_part_of_its_own():
+    model = Both()
+    model.first = model.encoder[0]  # As `self.backbone = self.model.backbone`.
+    assert list(parts_of(model)) == [model.encoder, model.decoder]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -24,7 +26,7 @@ def network() -> nn.Sequential:
 def chained(around: Callable[[list[nn.Module]], Any]) -> tuple[list[Tensor], int]:
     """Train a network on the outputs of another; return the weights, and the peak."""
     torch.manual_seed(0)
-    models = [network(), network()]
+    models: list[nn.Module] = [network(), network()]
     parameters = [p for model in models for p in model.parameters()]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     with counted() as seen, around(models):
@@ -83,20 +85,30 @@ def test_an_optimizer_may_be_wrapped():
     assert not fitted.status().notes
 
 
+def doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap a forward as accelerate's `prepare` does."""
+
+    @wraps(forward)
+    def run(x: Tensor) -> Tensor:
+        return 2 * forward(x)
+
+    return run
+
+
+def test_a_model_and_a_part_of_it_are_refused():
+    model = network()
+    with pytest.raises(mb.OptionError, match="is part of another, Sequential"):
+        mb.budget([model[0], model], "1GiB").start()
+
+
 def test_what_is_put_around_a_forward_may_outlive_the_budget():
     model = network()
     x = torch.randn(8, 64)
     plain = model(x)
-    for _ in range(2):
+    for number in range(2):
         with mb.budget(model, "1GiB") as fitted:
-            if "forward" not in vars(model):  # As accelerate's `prepare` does.
-                inner = model.forward
-
-                def outer(x: Tensor) -> Tensor:
-                    return 2 * inner(x)
-
-                outer.__wrapped__ = inner  # type: ignore[attr-defined]
-                model.forward = outer  # type: ignore[method-assign]
+            if number == 0:
+                model.forward = doubled(model.forward)  # type: ignore[method-assign]
             found = model(x)
             found.sum().backward()
         assert [s.uses for s in fitted.status().situations] == [1]

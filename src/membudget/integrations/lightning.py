@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -97,13 +98,12 @@ class BudgetCallback:
             self._open(_named(pl_module, self._names))
             return
         parts = list(parts_of(pl_module))
-        is_one = len(optimizers) <= 1 and len(parts) != 1
-        for one, opened in [
-            *((part, parts) for part in parts),
-            *([(pl_module, [pl_module])] if is_one else []),
-        ]:
-            put(one, _Waiting(lambda opened=opened: self._open(opened), one), "")
-            self._waiting.append(one)
+        opened = dict.fromkeys(parts, parts)
+        if len(optimizers) <= 1 and len(parts) != 1:
+            opened[pl_module] = [pl_module]
+        for module, modules in opened.items():
+            put(module, _Waiting(partial(self._open, modules), module), "")
+            self._waiting.append(module)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -169,7 +169,9 @@ class _Waiting:
 
 
 def parts_of(module: Module) -> Iterator[Module]:
-    """Yield the children that have parameters; of containers, which nobody calls, theirs.
+    """Yield the children with parameters, but none that another child holds.
+
+    Nobody calls a container, so what it holds stands in its place.
 
     Example:
         >>> from torch.nn import Linear, ReLU, Sequential
@@ -177,9 +179,15 @@ def parts_of(module: Module) -> Iterator[Module]:
         >>> len(list(parts_of(Sequential(Linear(1, 1), ReLU(), blocks))))
         3
     """
+    found = dict.fromkeys(_children(module))
+    inside = {m for part in found for m in part.modules() if m is not part}
+    yield from (part for part in found if part not in inside)
+
+
+def _children(module: Module) -> Iterator[Module]:
     for child in module.children():
         if isinstance(child, ModuleList | ModuleDict):
-            yield from parts_of(child)
+            yield from _children(child)
         elif any(True for _ in child.parameters()):
             yield child
 

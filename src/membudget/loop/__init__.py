@@ -27,7 +27,7 @@ from membudget._torch_accelerator import main_device
 from membudget._torch_modules import is_compiled
 from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
-from membudget.fittable import check_model
+from membudget.fittable import check_apart, check_model
 from membudget.loop.closure import followed
 from membudget.loop.report import LoopStatus
 from membudget.loop.room import OnExceed, Room
@@ -60,11 +60,12 @@ class Budgeted:
         """Put the budget on the models; nothing runs.
 
         Raises:
-            OptionError: If a model carries regions or another budget, is compiled, or
-                is trained by several processes together.
+            OptionError: If a model carries regions or another budget, is compiled, is
+                part of another one, or is trained by several processes together.
         """
         if self._hooks:
             return self
+        check_apart([root.model for root in self._roots])
         for root in self._roots:
             check_model(root.model)
             _check_not_compiled(root.model)
@@ -138,15 +139,12 @@ class Budgeted:
     __str__ = report
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        roots = self._roots_of(optimizer)
-        for root in roots:
-            root.begin_step(optimizer)
-
-        def begin_again() -> None:  # The closure has run micro-batches.
-            for root in roots:
+        def begin() -> None:
+            for root in self._roots_of(optimizer):
                 root.begin_step(optimizer)
 
-        return followed(args, kwargs, begin_again)
+        begin()
+        return followed(args, kwargs, begin)  # A closure runs micro-batches.
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for root in self._roots_of(optimizer):

@@ -213,7 +213,7 @@ class Plans:
         return kind.smallest(point)
 
     def spare_bytes(self, situation: Situation) -> int:
-        """Return by how much the smallest plan would lower the peak of a micro-batch."""
+        """Return by how much the smallest plan lowers the peak of a micro-batch."""
         predicted = self.histories[situation].predicted
         if predicted is None:
             return 0

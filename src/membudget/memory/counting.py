@@ -40,7 +40,7 @@ class Counted:
         self.why_not = ""
         self._extension: Any = None
         self._before_bytes = 0
-        # Peaks that another's restart has ended: live bytes, and those that are bounded.
+        # Peaks that another's restart has ended: of live, and of bounded bytes.
         self._most_bytes = self._most_bounded_bytes = 0
 
     def start(self) -> None:

@@ -86,8 +86,11 @@ def record_optimizer(
 
 def unwrapped(optimizer: AnyOptimizer) -> AnyOptimizer:
     """Return the optimizer that steps in one that wraps it, as accelerate's does."""
-    inner = getattr(optimizer, "optimizer", None)
-    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+    inner: Any = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, Optimizer):
+        optimizer = inner  # type: ignore[assignment]
+        inner = getattr(inner, "optimizer", None)
+    return optimizer
 
 
 def first_step_bytes(model: Module, optimizer: Optimizer) -> int:
