@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import copyreg
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
@@ -75,9 +77,37 @@ def put(module: Module, carried: Carried, name: str) -> None:
     check_can_carry(name, module)
     if not has_region(module):
         module.__class__ = _class_with_region(type(module))
-    if "forward" in module.__dict__:
+    replaced = module.__dict__.get("forward")
+    if replaced is not None and not _wraps(replaced, type(module).forward):
         module.__dict__[_REPLACED] = module.__dict__.pop("forward")
     module.__dict__[_KEY] = carried
+
+
+def _wraps(function: Any, inner: Any) -> bool:
+    """Return whether a forward set on an instance calls the generated class's.
+
+    It does if it was made of `module.forward` while the module carried something, as
+    accelerate makes it, and was left there.
+    """
+
+    def is_inner(one: Any) -> bool:
+        return getattr(one, "__func__", one) is inner
+
+    return function is not None and is_inner(inspect.unwrap(function, stop=is_inner))
+
+
+@contextmanager
+def without_wrapper(module: Module) -> Iterator[None]:
+    """Let a call of a module skip what was put around its forward since it carries."""
+    forward = module.__dict__.get("forward")
+    if not has_region(module) or not _wraps(forward, type(module).forward):
+        yield
+        return
+    del module.__dict__["forward"]
+    try:
+        yield
+    finally:
+        module.__dict__["forward"] = forward
 
 
 def carried_by(module: Module) -> Carried | None:
@@ -129,6 +159,8 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
     # Trainers ask for the signature, to choose what a batch gives to the model.
     @functools.wraps(plain.forward)
     def forward(self: Module, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(self, made):  # What wraps this forward outlives the region.
+            return plain.forward(self, *args, **kwargs)
         carried: Carried | None = self.__dict__.get(_KEY)
         function = self.__dict__.get(_REPLACED) or super(made, self).forward
         if carried is None:

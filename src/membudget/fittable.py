@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 
 from torch.nn import Module
@@ -32,6 +32,23 @@ def check_model(model: Module) -> None:
     _check_processes(model)
     _check_devices(model)
     _check_regions(model)
+
+
+def check_apart(models: Sequence[Module]) -> None:
+    """Reject several models of which one is part of another.
+
+    Raises:
+        OptionError: If one is.
+    """
+    for outer in models:
+        inside = {id(m) for m in outer.modules() if m is not outer}
+        for model in models:
+            if id(model) in inside:
+                raise OptionError(
+                    f"one of the models, {type(model).__name__}, is part of another, "
+                    f"{type(outer).__name__}, and each has a plan of its own: give "
+                    "those that the loop calls, without their parts"
+                )
 
 
 def _check_processes(model: Module) -> None:

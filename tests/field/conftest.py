@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not isinstance(item, pytest.Function) or "field" not in item.keywords:
             continue
-        if callspec := getattr(item, "callspec", None):
-            case = callspec.params["architecture"]
+        callspec = getattr(item, "callspec", None)
+        if case := callspec and callspec.params.get("architecture"):
             item.add_marker(pytest.mark.xdist_group(case.name))
         for reason in known_reasons(item.name):
             item.add_marker(pytest.mark.xfail(reason=reason, strict=True))

@@ -41,6 +41,21 @@ def test_the_peak_begins_anew_at_a_restart(counts):
     assert counts.peak_bytes() - before == 4096
 
 
+def test_a_restart_is_of_one_count_alone(counts):
+    other = Counted(counts.device)
+    other.start()
+    try:
+        before = counts.live_bytes()
+        counts.restart()
+        torch.zeros(MIB)
+        other.restart()
+        assert counts.peak_bytes() - before == 4 * MIB
+        assert other.peak_bytes() == before
+        assert counts.bounded_bytes()[1] >= other.bounded_bytes()[1]
+    finally:
+        other.stop()
+
+
 def test_tensors_from_before_count():
     x = torch.zeros(MIB, device="cpu")
     gc.collect()

@@ -76,7 +76,6 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
                 )
             model.gradient_checkpointing_disable()
         optimizer = given.get("optimizer")
-        optimizer = getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it.
         made = budget(
             model, self._asked, optimizer=optimizer, on_exceed=self._on_exceed
         )

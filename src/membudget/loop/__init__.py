@@ -27,12 +27,14 @@ from membudget._torch_accelerator import main_device
 from membudget._torch_modules import is_compiled
 from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
-from membudget.fittable import check_model
+from membudget.fittable import check_apart, check_model
+from membudget.loop.closure import followed
 from membudget.loop.report import LoopStatus
 from membudget.loop.room import OnExceed, Room
 from membudget.loop.root import Root
 from membudget.loop.undo import run_until_done
 from membudget.memory.counting import Counted
+from membudget.profile.optimizer_step import unwrapped
 from membudget.step import check_arguments
 from membudget.text import parse_bytes
 
@@ -49,6 +51,8 @@ class Budgeted:
         """Store what each model carries; called by `budget`."""
         self._asked = asked
         self._roots = tuple(roots)
+        for root in roots:
+            root.meter.peers = [peer.meter for peer in roots]
         self._hooks: list[Any] = []
         self._retries = 0
 
@@ -56,11 +60,12 @@ class Budgeted:
         """Put the budget on the models; nothing runs.
 
         Raises:
-            OptionError: If a model carries regions or another budget, is compiled, or
-                is trained by several processes together.
+            OptionError: If a model carries regions or another budget, is compiled, is
+                part of another one, or is trained by several processes together.
         """
         if self._hooks:
             return self
+        check_apart([root.model for root in self._roots])
         for root in self._roots:
             check_model(root.model)
             _check_not_compiled(root.model)
@@ -133,9 +138,13 @@ class Budgeted:
 
     __str__ = report
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for root in self._roots_of(optimizer):
-            root.begin_step(optimizer)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        def begin() -> None:
+            for root in self._roots_of(optimizer):
+                root.begin_step(optimizer)
+
+        begin()
+        return followed(args, kwargs, begin)  # A closure runs micro-batches.
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for root in self._roots_of(optimizer):
@@ -258,9 +267,9 @@ def budget(
         check_arguments(one)
     rooms = (Room(limit, on_exceed, Counted(_device_of(one))) for one in models)
     pairs = zip(models, rooms, strict=True)
-    return Budgeted(
-        budget, [Root(one, room, optimizer, float(verify)) for one, room in pairs]
-    )
+    steps = unwrapped(optimizer)
+    roots = [Root(one, room, steps, float(verify)) for one, room in pairs]
+    return Budgeted(budget, roots)
 
 
 def _device_of(model: Module) -> torch.device:

@@ -3,17 +3,23 @@
     begin()           mark("outputs")    mark("backward")    mark("step")       end()
     ├── model's forward ──┤├── loss: the tail ──┤├── backward ──┤├── optimizer's step ─┤
 
+                                  or the backward pass of another model ──┘
+
 Peaks begin anew at each mark.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal, NamedTuple
 
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.memory.allocator import at_rest
 from membudget.memory.counting import Counted
+
+_NUMBERS = count(1)
 
 Mark = Literal["outputs", "backward", "step", "end"]
 
@@ -41,32 +47,61 @@ class _At(NamedTuple):
 
 
 class BatchMeter:
-    """Measures one micro-batch at a time, on one device."""
+    """Measures one micro-batch at a time, on one device.
+
+    Attributes:
+        peers: The meters of the models in one budget. Where the backward pass of one
+            model begins, that of a model that was called on its outputs has ended.
+            What such a model keeps by choice is not a need of the first.
+    """
 
     def __init__(self, counted: Counted):
         """Use the counts of a device."""
+        self.peers: Sequence[BatchMeter] = ()
         self._counted = counted
         self._marks: dict[str, _At] | None = None
-        self._before_bytes = 0
+        self._before_bytes = self._number = 0
+        self._spare_bytes: Callable[[], int] = int
 
-    def begin(self) -> None:
-        """Begin to measure a micro-batch, if the device's bytes are counted."""
+    def begin(self, spare_bytes: Callable[[], int] = int) -> None:
+        """Begin to measure a micro-batch, if the device's bytes are counted.
+
+        Args:
+            spare_bytes: Returns by how much a smaller plan would lower its peak.
+        """
         if not self._counted.is_exact:
             return
         if is_on_accelerator(self._counted.device):
             at_rest(self._counted.device)  # So that what is reserved is for this alone.
         self._counted.restart()
         self._before_bytes, _ = self._counted.bounded_bytes()
+        self._number = next(_NUMBERS)
+        self._spare_bytes = spare_bytes
         self._marks = {}
 
     def mark(self, what: Mark) -> None:
         """Note that a part of the micro-batch has ended; only its first end counts."""
         if self._marks is not None and what not in self._marks:
+            inner = self._inner() if what == "backward" else []
+            spare_bytes = sum(peer._spare_bytes() for peer in inner)
             counted = self._counted
             _, bounded_bytes = counted.bounded_bytes()
-            at = _At(bounded_bytes, counted.peak_bytes(), counted.live_bytes())
-            self._marks[what] = at
+            self._marks[what] = _At(
+                bounded_bytes - spare_bytes,
+                counted.peak_bytes() - spare_bytes,
+                counted.live_bytes(),
+            )
             counted.restart()
+            for peer in inner:
+                peer.mark("step")
+
+    def _inner(self) -> list[BatchMeter]:
+        """Return the peers whose backward pass was between this forward and now."""
+        return [
+            peer
+            for peer in self.peers
+            if peer._number > self._number and "backward" in (peer._marks or ())
+        ]
 
     def drop(self) -> None:
         """Stop measuring; nothing is learnt from a micro-batch that fails."""
@@ -79,7 +114,7 @@ class BatchMeter:
         if marks is None:
             return None
         if "step" in marks:
-            del marks["end"]  # What the optimizer's step took, which no plan changes.
+            del marks["end"]  # No plan of this model changes what came after.
         peak_bytes = max(at.bounded_bytes for at in marks.values())
         tail_bytes = None
         # An earlier call's backward pass may begin while the model is called.

@@ -29,6 +29,7 @@ from torch.nn import Module
 
 from membudget._torch import tree_map_only
 from membudget._torch_modules import without_gradient_hooks
+from membudget.attach import without_wrapper
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, StepGraph, Value
 from membudget.profile import Profile
@@ -93,9 +94,10 @@ class MicroBatchStep(Step):
         return output
 
     def _called(self) -> Any:
-        if not self._stand_ins:
-            return self.model(*self.args, **self.kwargs)
-        return functional_call(self.model, self._stand_ins, self.args, self.kwargs)
+        with without_wrapper(self.model):
+            if not self._stand_ins:
+                return self.model(*self.args, **self.kwargs)
+            return functional_call(self.model, self._stand_ins, self.args, self.kwargs)
 
 
 def _leaf_of(tensor: Tensor) -> Tensor:

@@ -212,6 +212,14 @@ class Plans:
                 return fastest
         return kind.smallest(point)
 
+    def spare_bytes(self, situation: Situation) -> int:
+        """Return by how much the smallest plan lowers the peak of a micro-batch."""
+        predicted = self.histories[situation].predicted
+        if predicted is None:
+            return 0
+        least_bytes = self.reference(situation).planner.least_bytes()
+        return max(0, predicted.peak_bytes - least_bytes)
+
     def tighten(self) -> bool:
         """Make smaller plans for the newest situation; return whether there are any."""
         history = self.newest

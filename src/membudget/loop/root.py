@@ -52,6 +52,7 @@ class Root:
         statistics: Of the region that a plan puts on the model itself, if one does.
         model: The model.
         optimizer: Optimizer of the model's parameters, if it is known.
+        meter: Measures its micro-batches.
         sets: The regions of the model.
         has_run: Whether a forward was planned.
         is_retried: Whether `step` runs the micro-batch again if memory runs out.
@@ -70,7 +71,7 @@ class Root:
         self.has_run = self.is_retried = False
         self._room = room
         self._plans = Plans(self._record)
-        self._meter = BatchMeter(room.counted)
+        self.meter = BatchMeter(room.counted)
         self._awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
@@ -103,14 +104,14 @@ class Root:
             try:
                 output = self._inner(function, args, kwargs)
             except BaseException as error:
-                self._meter.drop()
+                self.meter.drop()
                 if is_out_of_memory(error):
                     self.tighten()
                     if not self.is_retried:
                         error.add_note(_REMEDY)
                 raise
-            self._meter.mark("outputs")
-            begun = partial(self._meter.mark, "backward")
+            self.meter.mark("outputs")
+            begun = partial(self.meter.mark, "backward")
             self._awaited.add(forward, differentiable(output), begun)
         return output
 
@@ -162,7 +163,7 @@ class Root:
         # On an accelerator, measuring resets what the user may want to read.
         is_on_host = self._room.counted.device == HOST
         if is_on_host or history.decisions not in history.measured:
-            self._meter.begin()
+            self.meter.begin(partial(self._plans.spare_bytes, situation))
             self._measured = situation, history
         return forward
 
@@ -235,7 +236,7 @@ class Root:
         Raises:
             BudgetError: If its first step is over budget.
         """
-        self._meter.mark("step")
+        self.meter.mark("step")
         if self.optimizer is None:
             self.optimizer = optimizer
             try:
@@ -245,7 +246,7 @@ class Root:
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
-        self._meter.drop()
+        self.meter.drop()
         self._measured = None
 
     def tighten(self) -> bool:
@@ -255,7 +256,7 @@ class Root:
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""
         measured, self._measured = self._measured, None
-        found = self._meter.end()
+        found = self.meter.end()
         if measured is None or found is None:
             return
         situation, history = measured

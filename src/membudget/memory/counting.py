@@ -21,7 +21,7 @@ from membudget.memory.peak import storage_bytes
 COUNTER = Library("counter", Path(__file__).parent / "native", "the memory counter")
 
 _OPEN: list[Counted] = []
-"""Who counts the CPU's memory; the first of them knows what was live before."""
+"""Who counts; the first of the CPU's knows what was live before."""
 
 
 class Counted:
@@ -40,10 +40,13 @@ class Counted:
         self.why_not = ""
         self._extension: Any = None
         self._before_bytes = 0
+        # Peaks that another's restart has ended: of live, and of bounded bytes.
+        self._most_bytes = self._most_bounded_bytes = 0
 
     def start(self) -> None:
         """Begin to count."""
         if is_on_accelerator(self.device):
+            _OPEN.append(self)
             return
         try:
             self._extension = COUNTER.imported("_counter")
@@ -51,8 +54,8 @@ class Counted:
             self.why_not = str(error)
             return
         # What is live already, counted by an earlier opening or not at all.
-        if _OPEN:
-            self._before_bytes = _OPEN[0]._before_bytes
+        if others := self._all_open():
+            self._before_bytes = others[0]._before_bytes
         else:
             gc.collect()  # What it frees later would count for good.
             self._before_bytes = _visible_bytes() - int(self._extension.live())
@@ -64,9 +67,12 @@ class Counted:
         """Count no more."""
         if self in _OPEN:
             _OPEN.remove(self)
-            if not _OPEN:
+            if not is_on_accelerator(self.device) and not self._all_open():
                 self._extension.stop()
         self.is_exact = is_on_accelerator(self.device)
+
+    def _all_open(self) -> list[Counted]:
+        return [counted for counted in _OPEN if counted.device == self.device]
 
     def live_bytes(self) -> int:
         """Return the bytes of live tensors."""
@@ -79,8 +85,10 @@ class Counted:
     def peak_bytes(self) -> int:
         """Return the most bytes that were live since `restart`; exact counts alone."""
         if is_on_accelerator(self.device):
-            return memory_stats(self.device)["requested_bytes.all.peak"]
-        return self._before_bytes + int(self._extension.most())
+            found_bytes = memory_stats(self.device)["requested_bytes.all.peak"]
+        else:
+            found_bytes = self._before_bytes + int(self._extension.most())
+        return max(found_bytes, self._most_bytes)
 
     def bounded_bytes(self) -> tuple[int, int]:
         """Return what a budget bounds, now and at its peak since `restart`.
@@ -89,11 +97,16 @@ class Counted:
         """
         if is_on_accelerator(self.device):
             stats, kind = memory_stats(self.device), "reserved_bytes.all"
-            return stats[f"{kind}.current"], stats[f"{kind}.peak"]
+            peak_bytes = max(stats[f"{kind}.peak"], self._most_bounded_bytes)
+            return stats[f"{kind}.current"], peak_bytes
         return self.live_bytes(), self.peak_bytes()
 
     def restart(self) -> None:
-        """Let the peak begin with what is live now."""
+        """Let the peak begin with what is live now; those of others go on."""
+        for other in self._all_open():
+            other._most_bytes = other.peak_bytes()
+            _, other._most_bounded_bytes = other.bounded_bytes()
+        self._most_bytes = self._most_bounded_bytes = 0
         if is_on_accelerator(self.device):
             torch.accelerator.reset_peak_memory_stats(self.device)
         elif self.is_exact:

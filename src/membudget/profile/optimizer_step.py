@@ -8,7 +8,7 @@ the state, the second is recorded. `memory.formulas` computes optimizer-state si
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from membudget.profile.step_recorder import StepRecorder
 from membudget.step import Step
 
 OptimizerLike = Optimizer | type[Optimizer] | None
+AnyOptimizer = TypeVar("AnyOptimizer", bound=OptimizerLike)
 
 # `capturable` kernels serve CUDA graphs, and fail on other devices.
 _OF_THE_DEVICE = {"capturable"}
@@ -46,6 +47,7 @@ def record_optimizer(
     if optimizer is None:
         recorder.lifetimes.stop()
         return 0
+    optimizer = unwrapped(optimizer)
     _check(optimizer, step)
     trained = [p for p in step.model.parameters() if p.grad is not None]
     mode = new_fake_mode()
@@ -80,6 +82,15 @@ def record_optimizer(
         for state in _tensors(dict(double.state))
         if counts_on(step.device, state.device)
     )
+
+
+def unwrapped(optimizer: AnyOptimizer) -> AnyOptimizer:
+    """Return the optimizer that steps in one that wraps it, as accelerate's does."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    while isinstance(inner, Optimizer):
+        optimizer = inner  # type: ignore[assignment]
+        inner = getattr(inner, "optimizer", None)
+    return optimizer
 
 
 def first_step_bytes(model: Module, optimizer: Optimizer) -> int:

@@ -1,0 +1,117 @@
+"""Models that are called on each other's outputs, and optimizers that call the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from tests.loop.training import counted
+
+
+def network() -> nn.Sequential:
+    blocks = (
+        nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+        for _ in range(4)
+    )
+    return nn.Sequential(*blocks)
+
+
+def chained(around: Callable[[list[nn.Module]], Any]) -> tuple[list[Tensor], int]:
+    """Train a network on the outputs of another; return the weights, and the peak."""
+    torch.manual_seed(0)
+    models: list[nn.Module] = [network(), network()]
+    parameters = [p for model in models for p in model.parameters()]
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    with counted() as seen, around(models):
+        for _ in range(5):
+            x = torch.randn(256, 64)
+            models[1](models[0](x)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [p.detach() for p in parameters], seen.most_bytes
+
+
+def test_models_called_in_turn_find_room_for_each_other():
+    plain, plain_bytes = chained(lambda _: nullcontext())
+    limit = int(0.75 * plain_bytes)
+    found, peak_bytes = chained(lambda models: mb.budget(models, limit))
+    assert all(map(torch.equal, plain, found))
+    assert peak_bytes <= limit
+
+
+def test_a_step_with_a_closure_is_no_part_of_its_micro_batch():
+    def worst_bytes(has_closure: bool) -> list[int]:
+        torch.manual_seed(0)
+        model = network()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def closure() -> Tensor:
+            loss = model(torch.randn(8, 64)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            return loss
+
+        with mb.budget(model, "1GiB", optimizer=optimizer) as fitted:
+            for number in range(4):
+                if not has_closure:
+                    closure()
+                    optimizer.step()
+                elif number % 2:
+                    optimizer.step(closure)
+                else:
+                    optimizer.step(closure=closure)
+        return [s.worst_bytes for s in fitted.status().situations]
+
+    assert worst_bytes(True) == worst_bytes(False)
+
+
+def test_an_optimizer_may_be_wrapped():
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.optimizer = inner
+
+    model = network()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with mb.budget(model, "1GiB", optimizer=Wrapping(optimizer)) as fitted:
+        model(torch.randn(8, 64)).sum().backward()
+        optimizer.step()
+    assert not fitted.status().notes
+
+
+def doubled(forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Wrap a forward as accelerate's `prepare` does."""
+
+    @wraps(forward)
+    def run(x: Tensor) -> Tensor:
+        return 2 * forward(x)
+
+    return run
+
+
+def test_a_model_and_a_part_of_it_are_refused():
+    model = network()
+    with pytest.raises(mb.OptionError, match="is part of another, Sequential"):
+        mb.budget([model[0], model], "1GiB").start()
+
+
+def test_what_is_put_around_a_forward_may_outlive_the_budget():
+    model = network()
+    x = torch.randn(8, 64)
+    plain = model(x)
+    for number in range(2):
+        with mb.budget(model, "1GiB") as fitted:
+            if number == 0:
+                model.forward = doubled(model.forward)  # type: ignore[method-assign]
+            found = model(x)
+            found.sum().backward()
+        assert [s.uses for s in fitted.status().situations] == [1]
+        assert torch.equal(found, 2 * plain)
+    assert torch.equal(model(x), 2 * plain)
+    assert type(model) is nn.Sequential
