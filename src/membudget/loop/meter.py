@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from membudget._torch import is_any_autocast_enabled
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.memory.allocator import at_rest
 from membudget.memory.counting import Counted
@@ -28,16 +29,19 @@ class Measured:
             that are reserved for them.
         tail_bytes: The same between forward and backward of the model, above what was
             live when the model returned; `None` if no backward pass began.
+        is_in_autocast: Whether the backward pass began in autocast.
     """
 
     peak_bytes: int
     tail_bytes: int | None
+    is_in_autocast: bool = False
 
 
 class _At(NamedTuple):
     bounded_bytes: int  # Peaks since the mark before.
     peak_bytes: int
     live_bytes: int
+    is_in_autocast: bool
 
 
 class BatchMeter:
@@ -64,8 +68,12 @@ class BatchMeter:
         if self._marks is not None and what not in self._marks:
             counted = self._counted
             _, bounded_bytes = counted.bounded_bytes()
-            at = _At(bounded_bytes, counted.peak_bytes(), counted.live_bytes())
-            self._marks[what] = at
+            self._marks[what] = _At(
+                bounded_bytes,
+                counted.peak_bytes(),
+                counted.live_bytes(),
+                is_any_autocast_enabled(),
+            )
             counted.restart()
 
     def drop(self) -> None:
@@ -81,8 +89,10 @@ class BatchMeter:
         if "step" in marks:
             del marks["end"]  # What the optimizer's step took, which no plan changes.
         peak_bytes = max(at.bounded_bytes for at in marks.values())
-        tail_bytes = None
+        tail_bytes, is_in_autocast = None, False
         # An earlier call's backward pass may begin while the model is called.
         if "outputs" in marks and "backward" in marks:
             tail_bytes = marks["backward"].peak_bytes - marks["outputs"].live_bytes
-        return Measured(peak_bytes - self._before_bytes, tail_bytes)
+            is_in_autocast = marks["backward"].is_in_autocast
+        took_bytes = peak_bytes - self._before_bytes
+        return Measured(took_bytes, tail_bytes, is_in_autocast)
