@@ -15,7 +15,7 @@ from tests.emulated import emu
 from tests.loops.held import Run, check
 from tests.loops.loop import Loop, drawn
 
-FIRST, FEW, MANY = 100, 4, 300
+FIRST, FEW, MANY = 102, 2, 300
 
 
 def peak_bytes(attention: emu.Attention, function: Run) -> int:

@@ -15,23 +15,35 @@ from membudget.state.identity import is_leaf, version_of
 
 
 class CachedCasts:
-    """The casts of one model's parameters."""
+    """The casts of one model's parameters.
+
+    Attributes:
+        direct_reads: How often a parameter is read beside its cast in one forward.
+    """
 
     def __init__(self, model: Module):
         """Store the model, whose parameters may have been cast before."""
         self._model = model
+        self.direct_reads = 0
         self._versions = -1
 
-    def clear(self, is_awaited: bool) -> None:
+    def clear(self, is_awaited: bool, together: int) -> None:
         """Drop what autocast cached in an earlier micro-batch.
 
-        With it, other operators would run than were recorded. The casts stay if an
-        earlier forward that shares them has yet to run backward, whose gradients would
-        be added in another precision, or if they are of older weights than the model
-        has: the plain loop would use these.
+        With it, other operators would run than were recorded. The casts stay where the
+        bits depend on it: if an earlier forward that shares them has yet to run
+        backward, whose gradients would be added in another precision; if they are of
+        older weights than the model has, which the plain loop would use; or if a
+        parameter's gradient is the sum of more than two, as with tied weights: casts
+        made anew would change their order.
+
+        Args:
+            is_awaited: Whether a forward has yet to run backward.
+            together: How many forwards run before one backward pass.
         """
         versions = sum(map(version_of, self._model.parameters()))
-        if not is_awaited and versions == self._versions:
+        in_order = 1 + together * self.direct_reads <= 2
+        if not is_awaited and versions == self._versions and in_order:
             clear_casts()
         self._versions = versions
 

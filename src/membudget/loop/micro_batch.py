@@ -17,6 +17,7 @@ forward saves is live, and all that the loss needs.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -176,6 +177,18 @@ class RecordedBatch:
                 if facts.kind == "parameter" and facts.name in self._cached:
                     found[graph.values[operator.outputs[0]].storage] = of
         return found
+
+    @cached_property
+    def direct_reads(self) -> int:
+        """How often a parameter is read that autocast also casts, at most; views, too."""
+        graph, cast = self.profile.graph, set(self.casts.values())
+        reads = Counter(
+            graph.values[value].storage
+            for operator in graph.operators[: graph.backward_start]
+            if not operator.name.startswith("aten._to_copy.")
+            for value in operator.inputs
+        )
+        return max((reads[parameter] for parameter in cast), default=0)
 
     @property
     def _gradients(self) -> list[Value]:

@@ -36,7 +36,7 @@ from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import Situation, situation_of, sizes_text
 from membudget.loop.step_needs import StepNeeds
-from membudget.profile import profile_step
+from membudget.profile import Profile, profile_step
 from membudget.progress import stage
 from membudget.state.autocast import casts_kept
 
@@ -144,7 +144,7 @@ class Root:
         self.has_run = True
         self.end_measurement()
         awaited = self._awaited.now()
-        self._casts.clear(is_awaited=bool(awaited))
+        self._casts.clear(bool(awaited), self._awaited.most)
         situation = situation_of(self.model, args, kwargs, len(awaited))
         history = self._plans.histories.get(situation)
         if history is None:
@@ -200,20 +200,23 @@ class Root:
 
     def _record(self) -> RecordedBatch:
         """Record the call that is about to run, without memory."""
+        found = RecordedBatch(self._profiled(), self._casts.names())
+        self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
+        return found
+
+    def _profiled(self) -> Profile:
         self.sets.clear()
         step = MicroBatchStep(self.model, *self._call)
         text = "recording the micro-batch, without memory"
-        cached = self._casts.names()
         try:
             # Modes of the user's would count operators that are not the loop's.
             with without_dispatch_modes(), casts_kept(), stage(text):
                 if self._given is not None:
                     try:
-                        found = profile_step(step, self._given, fake=True)
-                        return RecordedBatch(found, cached)
+                        return profile_step(step, self._given, fake=True)
                     except OptionError as error:  # LBFGS steps with a closure alone.
                         self._not_foreseen = str(error)
-                return RecordedBatch(profile_step(step, fake=True), cached)
+                return profile_step(step, fake=True)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
