@@ -64,15 +64,6 @@ class Loop:
     adversary: bool
     share: float
 
-    @property
-    def is_foreseen(self) -> bool:
-        """Whether nothing takes memory that no recording can foresee.
-
-        A backward pass that makes a graph of its own keeps what others free, and LBFGS
-        steps with a closure alone.
-        """
-        return not self.inner and self.optimizer != "LBFGS"
-
     def __str__(self) -> str:
         """Name all that differs from the simplest loop."""
         shown = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -180,7 +180,7 @@ class RecordedBatch:
 
     @cached_property
     def direct_reads(self) -> int:
-        """How often a parameter is read that autocast also casts, at most; views, too."""
+        """How often a parameter is read that autocast also casts, at most."""
         graph, cast = self.profile.graph, set(self.casts.values())
         reads = Counter(
             graph.values[value].storage
