@@ -31,11 +31,13 @@ class Room:
 
     Attributes:
         counted: The live bytes of the device.
+        is_share: Whether the budget is a share of what each micro-batch takes.
     """
 
     def __init__(self, limit: int | Share, on_exceed: OnExceed, counted: Counted):
         """Store the budget, in bytes or as a share."""
         self.counted = counted
+        self.is_share = isinstance(limit, Share)
         self._limit = limit
         self._on_exceed = on_exceed
 
@@ -100,7 +102,7 @@ class Room:
             BudgetError: If nothing else was asked for.
         """
         if isinstance(self._limit, Share):
-            return
+            return  # It does not bound what lives beside the micro-batch.
         live_bytes = self.counted.live_bytes()
         if live_bytes + need_bytes <= self._limit:
             return

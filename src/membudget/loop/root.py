@@ -162,8 +162,9 @@ class Root:
             self.sets.recompute_all()
             history.limit_bytes = self._room.unplanned()
         # On an accelerator, measuring resets what the user may want to read.
-        is_told = self._room.counted.device != HOST and not self._not_foreseen
-        if not is_told or history.decisions not in history.measured:
+        is_free = self._room.counted.device == HOST
+        is_new = history.decisions not in history.measured
+        if is_free or is_new or self._not_foreseen:
             self._meter.begin()
             self._measured = situation, history
         return forward
@@ -232,7 +233,7 @@ class Root:
         """
         self._meter.mark("step")
         self.optimizer = self.optimizer or optimizer
-        if self._given is None:
+        if self._given is None and not self._room.is_share:
             try:
                 need_bytes = self._steps.bytes_of(optimizer)
             except OptionError as error:
