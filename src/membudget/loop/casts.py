@@ -10,6 +10,7 @@ import torch
 from torch.nn import Module
 
 from membudget._torch import is_any_autocast_enabled
+from membudget._torch_modules import own_parameters
 from membudget.state.autocast import clear_casts
 from membudget.state.identity import is_leaf, version_of
 
@@ -41,7 +42,7 @@ class CachedCasts:
             is_awaited: Whether a forward has yet to run backward.
             together: How many forwards run before one backward pass.
         """
-        versions = sum(map(version_of, self._model.parameters()))
+        versions = sum(map(version_of, own_parameters(self._model.modules())))
         in_order = 1 + together * self.direct_reads <= 2
         if not is_awaited and versions == self._versions and in_order:
             clear_casts()

@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from membudget._torch import is_fake, tree_iter, without_dispatch_modes
 from membudget._torch_accelerator import HOST
-from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
