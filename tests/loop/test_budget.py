@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 import membudget as mb
 from tests.loop.training import check_held, counted, outcome, tokens, train
-from tests.loops.models import Language
+from tests.loops.models import Images, Language
 
 
 def test_a_loop_keeps_its_budget_and_its_bits():
@@ -150,11 +151,36 @@ def test_a_loop_that_never_calls_the_model_is_told_so():
             optimizer.step()
 
 
+def test_a_loop_may_train_through_a_step_of_its_own():
+    def loop(around: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = Images()
+        inputs = torch.randn(4, 3, 12, 12)
+        named = dict(model.named_parameters())
+        with around(model):
+            for _ in range(2):
+                gradients = torch.autograd.grad(
+                    model(inputs).square().mean(),
+                    list(named.values()),
+                    create_graph=True,
+                )
+                pairs = zip(named.items(), gradients, strict=True)
+                adapted = {name: p - 0.1 * gradient for (name, p), gradient in pairs}
+                functional_call(model, adapted, (inputs,)).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = loop(lambda _: nullcontext())
+    with warnings.catch_warnings():  # What keeps a graph is not foreseen.
+        warnings.simplefilter("ignore", mb.BudgetWarning)
+        found = loop(lambda model: mb.budget(model, "80%", on_exceed="warn"))
+    assert all(map(torch.equal, plain, found))
+
+
 class Reads(Language):
     """Reads a value of a tensor that has gradients."""
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
-        logits = super().forward(tokens, labels)
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        logits = super().forward(tokens, *args, **kwargs)
         return logits * 2 if logits[0, 0, 0].item() > 0 else logits
 
 

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 WIDTH, WORDS = 32, 64
 
+Cache = dict[nn.Module, tuple[Tensor, Tensor]]
+"""Keys and values of each block, for the tokens that it has seen."""
+
 
 class Block(nn.Module):
     """A transformer's block with dropout."""
@@ -24,12 +27,19 @@ class Block(nn.Module):
         if rank:
             self.a, self.b = nn.Linear(WIDTH, rank), nn.Linear(rank, 4 * WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         q, k, v = (
             part.unflatten(-1, (4, -1)).transpose(1, 2)
             for part in self.mix(self.norm(x)).chunk(3, -1)
         )
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        is_first = cache is None or self not in cache
+        if cache is not None:
+            if not is_first:
+                k, v = (
+                    torch.cat(pair, 2) for pair in zip(cache[self], (k, v), strict=True)
+                )
+            cache[self] = k, v
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=is_first)
         x = x + F.dropout(
             self.out(mixed.transpose(1, 2).flatten(2)), 0.1, self.training
         )
@@ -54,11 +64,16 @@ class Language(nn.Module):
             for name, parameter in self.named_parameters():
                 parameter.requires_grad_(".a." in name or ".b." in name)
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Any:
         x = self.embed(tokens)
         for block in self.blocks:
             if not (self.training and torch.rand(()) < self.drop):
-                x = block(x)
+                x = block(x, cache)
         logits = self.head(x)
         if labels is None:
             return logits
@@ -152,6 +167,24 @@ def inputs_of(name: str, model: nn.Module, size: int) -> tuple[Tensor, Tensor]:
         return torch.randn(16 * size, WIDTH), torch.randint(10, (16 * size,))
     tokens = torch.randint(WORDS, (4, size))
     return tokens, tokens.roll(1, 1)
+
+
+@torch.no_grad()
+def generate(model: nn.Module, tokens: Tensor, count: int, has_cache: bool) -> Tensor:
+    """Return tokens with those that a model adds to them, each the likeliest one."""
+    cache: Cache = {}
+    for _ in range(count):
+        if has_cache:
+            logits = model(tokens[:, -1:] if cache else tokens, cache=cache)
+        else:
+            logits = model(tokens)
+        tokens = torch.cat([tokens, logits[:, -1:].argmax(-1)], 1)
+    return tokens
+
+
+def enter_autocast(part: nn.Module, device_type: str) -> None:
+    """Let a module's forward enter autocast by itself, as accelerate does it."""
+    part.forward = torch.autocast(device_type, torch.bfloat16)(part.forward)
 
 
 def loss_of(output: Tensor, targets: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def test_a_first_step_whose_state_is_over_budget_is_refused_before_it_runs():
     limit = in_use + int(2.3 * sum(p.nbytes for p in model.parameters()))
     with (
         mb.budget(model, limit),
-        pytest.raises(mb.BudgetError, match="the first step of AdamW needs") as caught,
+        pytest.raises(mb.BudgetError, match="the next step of AdamW needs") as caught,
     ):
         train(model, [8], optimizer=optimizer)
     assert caught.value.least_bytes > limit

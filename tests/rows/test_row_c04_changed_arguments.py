@@ -15,15 +15,13 @@ from tests.loops.models import Language
 class Caching(Language):
     """Keeps what its blocks return, if it is asked to."""
 
-    def forward(
-        self, tokens: Tensor, labels: Tensor | None = None, use_cache: bool = True
-    ) -> Any:
-        x, cache = self.embed(tokens), []
+    def forward(self, tokens: Tensor, *args: Any, use_cache: bool = True) -> Any:
+        x, kept = self.embed(tokens), []
         for block in self.blocks:
             x = block(x)
             if use_cache:
-                cache.append(x * 2)
-        return self.head(x), cache
+                kept.append(x * 2)
+        return self.head(x), kept
 
 
 def test_a_call_with_other_arguments_is_another_situation():

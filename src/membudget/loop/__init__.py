@@ -3,7 +3,8 @@
 `budget` is the way in. `root` is what the model carries while the budget is open:
 `situation` tells its calls apart, `room` says what is left for one, `plans` chooses a
 plan, `regions` puts it on the model, `meter` measures what the call takes, `awaited`
-knows whose backward pass is still to come. `micro_batch` records a call without memory,
+knows whose backward pass is still to come, `casts` what autocast caches, and
+`step_needs` what the optimizer will take. `micro_batch` records a call without memory,
 `point` predicts it under a plan, and `kind` predicts calls of other sizes from a few
 points. `undo` and `report` serve `step` and `status`.
 """

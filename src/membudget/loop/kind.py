@@ -45,15 +45,24 @@ class Tail:
         share: Bytes of the largest measured tail ÷ those that were assumed of it;
             `None` before one was measured.
         fixed_bytes: Bytes of the largest one of a model that returns its loss.
+        holds_casts: Whether a backward pass began in autocast, which then still holds
+            the casts that it has cached; `None` before one was measured.
         version: Raised when another tail changes all predictions.
     """
 
     share: Fraction | None = None
     fixed_bytes: int = 0
+    holds_casts: bool | None = None
     version: int = 0
 
-    def learn(self, recording: RecordedBatch, tail_bytes: int) -> None:
-        """Note a measured tail."""
+    def learn(
+        self, recording: RecordedBatch, tail_bytes: int, holds_casts: bool
+    ) -> None:
+        """Note a measured tail, and whether the casts outlived it."""
+        if recording.casts:
+            assumed = self.holds_casts is not False
+            self.holds_casts = bool(self.holds_casts) or holds_casts
+            self.version += assumed != self.holds_casts
         if recording.returns_loss:
             if tail_bytes > self.fixed_bytes:
                 self.fixed_bytes = tail_bytes
@@ -101,7 +110,10 @@ class CallKind:
         return point
 
     def _point(self, sizes: Sizes, recording: RecordedBatch) -> RecordedSize:
-        return RecordedSize(sizes, recording, self.tail.bytes_of(recording))
+        holds_casts = self.tail.holds_casts is not False
+        return RecordedSize(
+            sizes, recording, self.tail.bytes_of(recording), holds_casts
+        )
 
     # Planning for a recorded size.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple
 
+from membudget._torch import is_any_autocast_enabled
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.memory.allocator import at_rest
 from membudget.memory.counting import Counted
@@ -34,16 +35,19 @@ class Measured:
             that are reserved for them.
         tail_bytes: The same between forward and backward of the model, above what was
             live when the model returned; `None` if no backward pass began.
+        is_in_autocast: Whether the backward pass began in autocast.
     """
 
     peak_bytes: int
     tail_bytes: int | None
+    is_in_autocast: bool = False
 
 
 class _At(NamedTuple):
     bounded_bytes: int  # Peaks since the mark before.
     peak_bytes: int
     live_bytes: int
+    is_in_autocast: bool
 
 
 class BatchMeter:
@@ -90,6 +94,7 @@ class BatchMeter:
                 bounded_bytes - spare_bytes,
                 counted.peak_bytes() - spare_bytes,
                 counted.live_bytes(),
+                is_any_autocast_enabled(),
             )
             counted.restart()
             for peer in inner:
@@ -116,8 +121,10 @@ class BatchMeter:
         if "step" in marks:
             del marks["end"]  # No plan of this model changes what came after.
         peak_bytes = max(at.bounded_bytes for at in marks.values())
-        tail_bytes = None
+        tail_bytes, is_in_autocast = None, False
         # An earlier call's backward pass may begin while the model is called.
         if "outputs" in marks and "backward" in marks:
             tail_bytes = marks["backward"].peak_bytes - marks["outputs"].live_bytes
-        return Measured(peak_bytes - self._before_bytes, tail_bytes)
+            is_in_autocast = marks["backward"].is_in_autocast
+        took_bytes = peak_bytes - self._before_bytes
+        return Measured(took_bytes, tail_bytes, is_in_autocast)

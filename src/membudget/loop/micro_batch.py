@@ -17,7 +17,8 @@ forward saves is live, and all that the loss needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -126,8 +127,14 @@ class RecordedBatch:
         profile: The micro-batch on fake tensors, with an empty tail.
     """
 
-    def __init__(self, profile: Profile):
-        """Store the profile of a `MicroBatchStep`."""
+    def __init__(self, profile: Profile, cached: Collection[str] = ()):
+        """Store the profile of a `MicroBatchStep`.
+
+        Args:
+            profile: The profile, in which no cast is cached.
+            cached: Names of the parameters whose casts autocast caches in the loop.
+        """
+        self._cached = cached
         graph = profile.graph
         self.profile = replace(profile, graph=replace(graph, calls=_steady(graph)))
 
@@ -160,6 +167,30 @@ class RecordedBatch:
         """How many numbers the outputs have, without single ones."""
         counts = (math.prod(value.shape) for value in self._gradients)
         return sum(count for count in counts if count > 1)
+
+    @cached_property
+    def casts(self) -> dict[int, int]:
+        """Storages of casts that autocast caches, with the storage of the parameter."""
+        graph, found = self.profile.graph, {}
+        for operator in graph.operators[: graph.backward_start]:
+            if self._cached and operator.name.startswith("aten._to_copy."):
+                of = graph.values[operator.inputs[0]].storage
+                facts = graph.storages[of]
+                if facts.kind == "parameter" and facts.name in self._cached:
+                    found[graph.values[operator.outputs[0]].storage] = of
+        return found
+
+    @cached_property
+    def direct_reads(self) -> int:
+        """How often a parameter is read that autocast also casts, at most."""
+        graph, cast = self.profile.graph, set(self.casts.values())
+        reads = Counter(
+            graph.values[value].storage
+            for operator in graph.operators[: graph.backward_start]
+            if not operator.name.startswith("aten._to_copy.")
+            for value in operator.inputs
+        )
+        return max((reads[parameter] for parameter in cast), default=0)
 
     @property
     def _gradients(self) -> list[Value]:

@@ -241,7 +241,9 @@ class Plans:
         self.is_first = False
         points = self.kind(situation).points
         if situation.sizes in points:
-            self.tail.learn(points[situation.sizes].recording, measured.tail_bytes)
+            recording = points[situation.sizes].recording
+            holds_casts = measured.is_in_autocast
+            self.tail.learn(recording, measured.tail_bytes, holds_casts)
             point = self.kind(situation).points[situation.sizes]
             history.predicted = point.predicted(history.predicted.schedule)
         expected = history.predicted.peak_bytes + history.predicted.beside_bytes

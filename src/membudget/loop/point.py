@@ -12,7 +12,7 @@ from membudget.allowance import gradient_bytes
 from membudget.graph import ModuleCall, StepGraph
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.situation import Sizes
-from membudget.planner.choice import Choice
+from membudget.planner.choice import Choice, made_in
 from membudget.planner.planner import Planner, plain_schedule, smoothed
 from membudget.planner.schedule import Schedule, Simulator
 from membudget.planning import overheads_of, planner_of
@@ -55,11 +55,20 @@ class Predicted(NamedTuple):
 
 @dataclass
 class RecordedSize:
-    """A recorded size, with what is predicted of it under each schedule."""
+    """A recorded size, with what is predicted of it under each schedule.
+
+    Attributes:
+        sizes: The size.
+        recording: The micro-batch of that size.
+        tail_bytes: Bytes of its tail.
+        holds_casts: Whether the casts that autocast caches live until the loop calls
+            the model again, and not until the backward pass begins.
+    """
 
     sizes: Sizes
     recording: RecordedBatch
     tail_bytes: int
+    holds_casts: bool = True
     _known: dict[Decisions, Schedule] = field(default_factory=dict)
 
     @cached_property
@@ -100,10 +109,11 @@ class RecordedSize:
         return fingerprint_bytes(max((math.prod(v.shape) for v in made), default=0))
 
     def beside_bytes(self, schedule: Schedule) -> int:
-        """Return what a plan needs beside tensors: verification, states of generators.
+        """Return what a plan needs beside what it keeps.
 
-        No more than one state is held for each region, and for each operator in it that
-        draws random numbers.
+        That is for verification, states of generators, and cached casts. No more than
+        one state is held for each region, and for each operator in it that draws random
+        numbers.
         """
         if not schedule.choices:
             return 0
@@ -111,7 +121,30 @@ class RecordedSize:
         for choice in schedule.choices:
             inside = graph.operators[choice.start : choice.end]
             draws += sum(operator.is_random for operator in inside)
-        return self.verified_bytes + draws * STATE_BYTES
+        casts_bytes = self._cached_bytes(schedule)
+        return self.verified_bytes + draws * STATE_BYTES + casts_bytes
+
+    def _cached_bytes(self, schedule: Schedule) -> int:
+        """Return what the peak gains by casts that regions drop, but autocast caches.
+
+        The recording caches none, so that each use of a parameter has its own.
+        """
+        graph, casts = self.profile.graph, self.recording.casts
+        dropped = {
+            casts[storage]: graph.storages[storage].bytes
+            for choice in schedule.choices
+            for storage in (made_in(graph, choice) - choice.kept) & casts.keys()
+        }
+        cached_bytes = sum(dropped.values())
+        if self.holds_casts or not cached_bytes:
+            return cached_bytes
+        found = self.simulated(schedule)
+        until = range(self.recording.tail_operator + 1)
+        forward_bytes = max(
+            found.simulation.alive_bytes[i] + graph.operators[i].workspace_bytes
+            for i in until
+        )
+        return max(0, forward_bytes + cached_bytes - found.peak_bytes)
 
     def simulated(self, schedule: Schedule) -> Schedule:
         """Return a schedule as it is predicted for this size."""

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Sequence
 from typing import Literal
 
-from torch.nn import Module
 from torch.optim import Optimizer
 
 from membudget.allowance import Budget, Share, absent_bytes
@@ -21,7 +20,6 @@ from membudget.loop.plans import History, Left, Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 from membudget.memory.counting import Counted
-from membudget.profile.optimizer_step import first_step_bytes
 from membudget.refusal import refused
 
 OnExceed = Literal["raise", "warn", "plain"]
@@ -33,11 +31,13 @@ class Room:
 
     Attributes:
         counted: The live bytes of the device.
+        is_share: Whether the budget is a share of what each micro-batch takes.
     """
 
     def __init__(self, limit: int | Share, on_exceed: OnExceed, counted: Counted):
         """Store the budget, in bytes or as a share."""
         self.counted = counted
+        self.is_share = isinstance(limit, Share)
         self._limit = limit
         self._on_exceed = on_exceed
 
@@ -95,21 +95,19 @@ class Room:
             return point.plain
         return smallest
 
-    def check_step(self, model: Module, optimizer: Optimizer) -> None:
-        """Refuse the first step of an optimizer whose state and temporaries are over.
+    def check_step(self, optimizer: Optimizer, need_bytes: int) -> None:
+        """Refuse the step of an optimizer that needs more than is left.
 
         Raises:
-            BudgetError: If they are, and nothing else was asked for.
-            OptionError: If the optimizer cannot step on fake tensors.
+            BudgetError: If nothing else was asked for.
         """
         if isinstance(self._limit, Share):
-            return
-        need_bytes = first_step_bytes(model, optimizer)
+            return  # It does not bound what lives beside the micro-batch.
         live_bytes = self.counted.live_bytes()
         if live_bytes + need_bytes <= self._limit:
             return
         error = BudgetError(
-            f"the first step of {type(optimizer).__name__} needs {need_bytes:,} bytes "
+            f"the next step of {type(optimizer).__name__} needs {need_bytes:,} bytes "
             f"for its state and temporaries beside {live_bytes:,} in use, more than "
             f"the budget of {self._limit:,} bytes, and no plan lowers that. Smallest "
             f"feasible budget: {live_bytes + need_bytes:,} bytes",

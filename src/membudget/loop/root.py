@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 
 from membudget._torch import is_fake, tree_iter, without_dispatch_modes
 from membudget._torch_accelerator import HOST
-from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
 from membudget.loop.awaited import Awaited, Forward
+from membudget.loop.casts import CachedCasts
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
 from membudget.loop.plans import History, Plans
@@ -34,10 +34,10 @@ from membudget.loop.regions import RegionSets
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import Situation, situation_of, sizes_text
-from membudget.profile import profile_step
+from membudget.loop.step_needs import StepNeeds
+from membudget.profile import Profile, profile_step
 from membudget.progress import stage
-from membudget.state.autocast import casts_kept, clear_casts
-from membudget.state.identity import version_of
+from membudget.state.autocast import casts_kept
 
 _REMEDY = (
     "membudget: memory ran out in a forward that was planned. The next one runs under "
@@ -77,7 +77,8 @@ class Root:
         self._warned: set[Situation] = set()
         self._why_not = self._not_foreseen = ""
         self._is_quiet = False
-        self._versions = -1
+        self._casts = CachedCasts(model)
+        self._steps = StepNeeds(model)
         self._call: tuple[Any, Any] = ((), {})
 
     def attach(self) -> None:
@@ -143,7 +144,7 @@ class Root:
         self.has_run = True
         self.end_measurement()
         awaited = self._awaited.now()
-        self._clear_casts(awaited)
+        self._casts.clear(bool(awaited), self._awaited.most)
         situation = situation_of(self.model, args, kwargs, len(awaited))
         history = self._plans.histories.get(situation)
         if history is None:
@@ -161,23 +162,12 @@ class Root:
             self.sets.recompute_all()
             history.limit_bytes = self._room.unplanned()
         # On an accelerator, measuring resets what the user may want to read.
-        is_on_host = self._room.counted.device == HOST
-        if is_on_host or history.decisions not in history.measured:
+        is_free = self._room.counted.device == HOST
+        is_new = history.decisions not in history.measured
+        if is_free or is_new or self._not_foreseen:
             self.meter.begin(partial(self._plans.spare_bytes, situation))
             self._measured = situation, history
         return forward
-
-    def _clear_casts(self, awaited: Sequence[Forward]) -> None:
-        """Drop the casts that autocast cached in an earlier micro-batch.
-
-        With them, other operators would run than were recorded. They stay if an awaited
-        forward shares them, whose gradients would be added in another precision, or if
-        they are of older weights than the model has: the plain loop would use these.
-        """
-        versions = sum(map(version_of, own_parameters(self.model.modules())))
-        if not awaited and versions == self._versions:
-            clear_casts()
-        self._versions = versions
 
     def _planned(
         self, situation: Situation, history: History, awaited: Sequence[Forward]
@@ -211,6 +201,11 @@ class Root:
 
     def _record(self) -> RecordedBatch:
         """Record the call that is about to run, without memory."""
+        found = RecordedBatch(self._profiled(), self._casts.names())
+        self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
+        return found
+
+    def _profiled(self) -> Profile:
         self.sets.clear()
         step = MicroBatchStep(self.model, *self._call)
         text = "recording the micro-batch, without memory"
@@ -219,10 +214,10 @@ class Root:
             with without_dispatch_modes(), casts_kept(), stage(text):
                 if self._given is not None:
                     try:
-                        return RecordedBatch(profile_step(step, self._given, fake=True))
+                        return profile_step(step, self._given, fake=True)
                     except OptionError as error:  # LBFGS steps with a closure alone.
                         self._not_foreseen = str(error)
-                return RecordedBatch(profile_step(step, fake=True))
+                return profile_step(step, fake=True)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
@@ -234,15 +229,17 @@ class Root:
         """Note that an optimizer of the model's parameters is about to step.
 
         Raises:
-            BudgetError: If its first step is over budget.
+            BudgetError: If its step is over budget.
         """
         self.meter.mark("step")
-        if self.optimizer is None:
-            self.optimizer = optimizer
+        self.optimizer = self.optimizer or optimizer
+        if self._given is None and not self._room.is_share:
             try:
-                self._room.check_step(self.model, optimizer)
+                need_bytes = self._steps.bytes_of(optimizer)
             except OptionError as error:
                 self._not_foreseen = str(error)
+                return
+            self._room.check_step(optimizer, need_bytes)
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""

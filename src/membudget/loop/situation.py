@@ -17,6 +17,7 @@ from torch.nn import Module
 from membudget._torch import tree_iter
 from membudget._torch_modules import own_parameters
 from membudget.state.autocast import autocast_state
+from membudget.state.identity import is_leaf
 
 Sizes = tuple[int, ...]
 
@@ -60,7 +61,10 @@ def situation_of(
     modules = list(model.modules())
     training = tuple([module.training for module in modules])
     parameters = tuple(
-        [(p.requires_grad, p.grad is not None) for p in own_parameters(modules)]
+        [
+            (p.requires_grad, is_leaf(p) and p.grad is not None)
+            for p in own_parameters(modules)
+        ]
     )
     kind = (
         *(tuple(told), tuple(kwargs), autocast_state(), pending),

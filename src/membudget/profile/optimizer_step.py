@@ -93,8 +93,10 @@ def unwrapped(optimizer: AnyOptimizer) -> AnyOptimizer:
     return optimizer
 
 
-def first_step_bytes(model: Module, optimizer: Optimizer) -> int:
+def next_step_bytes(model: Module, optimizer: Optimizer) -> tuple[int, int]:
     """Return the bytes of state that an optimizer lacks, and its step's peak beside.
+
+    The step is of the parameters that have gradients.
 
     Raises:
         OptionError: As `record_optimizer` does.
@@ -107,8 +109,15 @@ def first_step_bytes(model: Module, optimizer: Optimizer) -> int:
         if parameter.grad is not None:
             recorder.lifetimes.know(parameter.grad, "outside", "")
     state = record_optimizer(recorder, step, optimizer)
-    there = storage_bytes(_tensors(dict(optimizer.state)))
-    return max(0, state - there) + timeline(assemble(recorder, state)).peak_bytes
+    of_trained = [s for p, s in optimizer.state.items() if _has_gradient(p)]
+    there = storage_bytes(
+        s for s in _tensors(of_trained) if counts_on(step.device, s.device)
+    )
+    return max(0, state - there), timeline(assemble(recorder, state)).peak_bytes
+
+
+def _has_gradient(key: Any) -> bool:
+    return isinstance(key, Tensor) and key.grad is not None
 
 
 def _choose_kernels(double: Optimizer, step: Step) -> None:

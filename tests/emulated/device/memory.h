@@ -85,6 +85,7 @@ class Memory final : public c10::DeviceAllocator {
   }
 
   int64_t allocations = 0;  // Since `configure`.
+  size_t most_reserved = 0;  // By any device since then, whoever resets peaks.
 
  private:
   struct Pool {
@@ -164,6 +165,7 @@ class Memory final : public c10::DeviceAllocator {
           pool.stats.allocated_bytes[0].current, " allocated.");
     }
     count_segment(pool.stats, bytes, 1);
+    most_reserved = std::max(most_reserved, reserved(pool.stats));
   }
 
   Block* new_segment(size_t bytes, Kind kind) {

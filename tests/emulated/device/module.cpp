@@ -129,6 +129,7 @@ void configure(
   for (const auto& [name, seconds] : kernel_s)
     settings.kernels[name] = picoseconds(seconds);
   memory.allocations = 0;
+  memory.most_reserved = 0;
 }
 
 std::map<std::string, int64_t> counters() {
@@ -137,6 +138,7 @@ std::map<std::string, int64_t> counters() {
       {"launches", queues.launches},
       {"waits", queues.waits},
       {"allocations", memory.allocations},
+      {"most_reserved_bytes", static_cast<int64_t>(memory.most_reserved)},
       {"shapes_inferred", shape_cache.inferred},
       {"host_time_ps", queues.host_time},
       {"pinned_bytes", pinned_memory.get_stats().active_bytes.current},

@@ -1,0 +1,63 @@
+"""An optimizer's step is foreseen, also where parameters join it late."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import membudget as mb
+from membudget.loop.step_needs import StepNeeds
+
+WIDTH = 64
+
+
+class Halves(nn.Module):
+    """Two layers, of which the second one may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, is_whole: bool) -> torch.Tensor:
+        x = self.one(x)
+        return self.other(x) if is_whole else x
+
+
+def state_bytes(module: nn.Module) -> int:
+    return 2 * sum(p.nbytes for p in module.parameters())
+
+
+def train(model: Halves, optimizer: torch.optim.Optimizer, is_whole: bool) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, WIDTH), is_whole).sum().backward()
+    optimizer.step()
+
+
+def test_state_of_a_parameter_that_joins_late_is_lacking_until_it_steps():
+    model = Halves()
+    optimizer = torch.optim.Adam(model.parameters())
+    needs = StepNeeds(model)
+    model(torch.ones(2, WIDTH), False).sum().backward()
+    assert needs.bytes_of(optimizer) >= state_bytes(model.one)
+    train(model, optimizer, is_whole=False)
+    beside_bytes = needs.bytes_of(optimizer)
+    assert beside_bytes < state_bytes(model.one)
+    model(torch.ones(2, WIDTH), True).sum().backward()
+    assert needs.bytes_of(optimizer) >= state_bytes(model.other)
+    assert needs.bytes_of(optimizer) < state_bytes(model.other)
+
+
+def test_a_step_that_makes_late_state_over_budget_is_refused():
+    model = Halves()
+    optimizer = torch.optim.Adam(model.parameters())
+    with mb.budget(model, 1_000_000_000) as fitted:
+        model(torch.ones(2, WIDTH), False)
+    in_use = 1_000_000_000 - fitted.status().situations[0].left_bytes
+    # For gradients and state of the first layer, and no more than that of the second.
+    limit = in_use + int(2.6 * state_bytes(model.one))
+    with mb.budget(model, limit):
+        train(model, optimizer, is_whole=False)
+        with pytest.raises(mb.BudgetError, match="the next step of Adam needs"):
+            train(model, optimizer, is_whole=True)
+    assert not optimizer.state[model.other.weight]

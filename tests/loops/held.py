@@ -1,0 +1,69 @@
+"""Run a loop plainly, then under budgets until one is met; compare bits and bytes.
+
+A budget that is refused is raised to what the refusal names, which then is enough, or
+is refused by a later micro-batch that needs more.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+
+from torch import nn
+
+import membudget as mb
+from tests.loops.loop import Loop
+from tests.loops.run import Around, Outcome, run
+
+MOST_REFUSALS = 16
+
+Run = Callable[[], None]
+"""Runs a loop; called by what measures the peak of that."""
+
+
+def check(
+    loop: Loop, peak_of: Callable[[Run], int], others_bytes: Callable[[], int]
+) -> list[int]:
+    """Check that a loop keeps its budgets and its bits; return the budgets.
+
+    Args:
+        loop: The loop.
+        peak_of: Runs a function; returns the peak of the bytes that it allocates.
+        others_bytes: Returns what is live on the device beside the loop.
+    """
+    plain, plain_bytes, _ = _measured(loop, None, peak_of)
+    assert plain is not None
+    limits = [int(loop.share * plain_bytes)]
+    while len(limits) <= MOST_REFUSALS:
+        others = others_bytes()
+        budget = limits[-1] + others
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", mb.BudgetWarning)
+            around = partial(mb.budget, budget=budget)
+            found, peak_bytes, least_bytes = _measured(loop, around, peak_of)
+        if found is not None:
+            beyond = peak_bytes - limits[-1]
+            assert beyond <= 0, f"{beyond:,} bytes over {limits[-1]:,}: {loop}"
+            assert found.equals(plain), f"other bits: {loop}"
+            return limits
+        limits.append(least_bytes - others)
+    raise AssertionError(f"the budgets {limits} were refused: {loop}")
+
+
+def _measured(
+    loop: Loop, around: Around | None, peak_of: Callable[[Run], int]
+) -> tuple[Outcome | None, int, int]:
+    """Return what a loop leaves behind, its peak, and the budget that is asked for."""
+    models: list[nn.Module] = []
+    least_bytes = 0
+
+    def measured() -> None:
+        nonlocal least_bytes
+        try:
+            models.extend(run(loop, around))
+        except mb.BudgetError as error:
+            least_bytes = error.least_bytes
+
+    peak_bytes = peak_of(measured)
+    return (Outcome.of(models) if models else None), peak_bytes, least_bytes
