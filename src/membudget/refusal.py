@@ -7,10 +7,10 @@ of the plain step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from membudget.allocation import is_out_of_memory
+from membudget.allocation import is_out_of_memory, note_shortage
 from membudget.allowance import Budget, gradient_bytes
 from membudget.errors import BudgetError, OutOfMemoryError
 from membudget.graph import StepGraph
@@ -74,13 +74,19 @@ def refused(
 
 
 @contextmanager
-def explaining_shortage(budget: Budget, what: str, peak_bytes: int) -> Iterator[None]:
+def explaining_shortage(
+    budget: Budget,
+    what: str,
+    peak_bytes: int,
+    kept: Callable[[], str] | None = None,
+) -> Iterator[None]:
     """Say of a failed allocation that the budget had allowed it.
 
     Args:
         budget: The budget.
         what: What is done in the context, as in "planning a step that takes".
         peak_bytes: Peak bytes that this step is predicted to allocate.
+        kept: Says what the step's plan keeps, for a note of the error.
 
     Raises:
         OutOfMemoryError: If an allocation fails in the context.
@@ -91,14 +97,17 @@ def explaining_shortage(budget: Budget, what: str, peak_bytes: int) -> Iterator[
         if not is_out_of_memory(error):
             raise
         predicted_bytes = peak_bytes + budget.before_bytes
-        raise OutOfMemoryError(
+        explained = OutOfMemoryError(
             f"an allocation failed {what} {predicted_bytes:,} bytes, although the "
             f"budget is {budget}. The process or its device is limited to less: fit "
             f"needs up to {budget.before_bytes:,} more on the host, to restore what "
             "the step changes. Raise the limit, free memory, or give a smaller budget",
             asked_bytes=budget.bytes_in_all,
             predicted_bytes=predicted_bytes,
-        ) from error
+        )
+        if kept is not None:
+            note_shortage(explained, kept)
+        raise explained from error
 
 
 def _peak_text(what: str, peak: HeldAtPeak) -> str:
