@@ -5,16 +5,17 @@ from __future__ import annotations
 import re
 
 import membudget as mb
+from membudget.modes import schedule_of_mode
 from membudget.planner.choice import Choice, bytes_of, useful_kept
-from membudget.planner.planner import Planner, plain_schedule
-from membudget.planner.schedule import Simulator
+from membudget.planner.planner import plain_schedule
+from membudget.planner.schedule import NO_OVERHEADS, Simulator
 from membudget.report.kept_text import kept_text
 from tests.planner.models import gpt, mlp
 
 
 def test_regions_that_keep_are_named_largest_first_and_add_up():
     graph = mb.profile(*gpt(blocks=8), fake=True).graph
-    schedule = Planner(graph).fastest(int(0.7 * plain_schedule(graph).peak_bytes))
+    schedule = schedule_of_mode("selective", graph, NO_OVERHEADS)
     text = kept_text(graph, schedule, 1_234_567)
     assert "a plan for 1,234,567 bytes above what is in use before the step" in text
     assert f"it is predicted to take {schedule.peak_bytes:,}" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import bytes_of, useful_kept
@@ -36,7 +37,8 @@ def _regions_text(graph: StepGraph, schedule: Schedule) -> str:
     if not keeping:
         count = len(kept)
         return f"Its regions ({count}) keep nothing inside" if count else ""
-    parts = [f"{path or 'the model'!r} {n:,}" for path, n in keeping[:MOST_NAMED]]
+    named = ((repr(path) if path else "the model", n) for path, n in keeping)
+    parts = [f"{name} {size:,}" for name, size in islice(named, MOST_NAMED)]
     others = keeping[MOST_NAMED:]
     if others:
         parts.append(f"{len(others)} others {sum(size for _, size in others):,}")
