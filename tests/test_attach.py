@@ -39,6 +39,8 @@ class Noting:
 
     statistics = None
 
+    kept = ""
+
     def __init__(self) -> None:
         self.calls: list[tuple[Any, Any]] = []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import Counter
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget import attempt, planning
+from membudget._torch import DispatchMode
 from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.modes import MODES, check_mode, schedule_of_mode
@@ -22,7 +24,7 @@ from membudget.planning import plan_for
 from tests.devices import held_bytes
 from tests.planner.models import MODELS, gpt
 
-NAMED = ("none", "full", "selective", "every_2", "every_3")
+NAMED = ("none", "full", "selective", "attention", "every_2", "every_3")
 DEAR = ("addmm", "mm", "bmm", "convolution", "attention")
 
 
@@ -58,6 +60,7 @@ def test_the_blocks_are_the_pieces_that_save_something_of_their_own():
     found = profiled("gpt")
     assert paths("full", found) == ["1", "2", "3", "4"]
     assert paths("selective", found) == ["1", "2", "3", "4"]
+    assert paths("attention", found) == ["1", "2", "3", "4"]
     assert paths("every_1", found) == ["1", "2", "3", "4"]
     assert paths("every_2", found) == ["1", "3"]
     assert paths("every_3", found) == ["1", "4"]
@@ -94,6 +97,50 @@ def test_selective_keeps_products_and_attention_in_every_block():
         }
 
 
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+@pytest.mark.cpu_only("emu composes attention of products")
+def test_attention_is_kept_in_every_block_and_nothing_else_is():
+    model, _ = made("gpt")
+    plan = plan_for(profiled("gpt"), model, "1GiB", "attention")
+    kept = [output.operator for region in plan.regions for output in region.kept]
+    assert set(kept) == {FLASH}
+    assert all(region.kept for region in plan.regions)
+    graph = profiled("gpt").graph
+    chosen = schedule_of_mode("attention", graph, NO_OVERHEADS)
+    again = {graph.operators[index].name for index in chosen.simulation.recomputed}
+    assert "aten.addmm.default" in again
+    assert FLASH not in again
+
+
+class Counts(DispatchMode):
+    """Counts the operators that run, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ran: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ran[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.cpu_only("emu composes attention of products")
+@pytest.mark.parametrize(("mode", "times"), [("attention", 1), ("full", 2)])
+def test_attention_runs_once_in_a_step_that_keeps_it(mode, times):
+    model, batch = made("gpt")
+    with fit(model, batch, "1GiB", mode=mode, measure="none") as fitted:
+        loss = model(batch).square().mean()
+        loss.backward()  # What is verified first is behind us.
+        with Counts() as counts:
+            model(batch).square().mean().backward()
+        assert fitted.audit().equal
+    assert counts.ran[FLASH] == 4 * times
+    products = counts.ran["aten.addmm.default"]
+    assert products > 4 * 4 + 1, "the products of each block run again"
+
+
 def test_selective_keeps_convolutions_and_makes_the_norms_again():
     found = profiled("resnet")
     chosen = schedule_of_mode("selective", found.graph, NO_OVERHEADS)
@@ -109,9 +156,11 @@ def test_the_modes_take_ever_fewer_bytes_and_ever_more_time():
     peaks = {m: c.simulation.peak_bytes for m, c in chosen.items()}
     assert peaks["full"] < peaks["every_2"] < peaks["every_3"] < peaks["none"]
     assert peaks["full"] < peaks["selective"] < peaks["none"]
+    assert peaks["attention"] < peaks["selective"]
     times = {m: c.seconds for m, c in chosen.items()}
     assert times["full"] > times["every_2"] > times["every_3"] > times["none"]
     assert times["full"] > times["selective"] > times["none"]
+    assert times["full"] > times["attention"] > times["selective"]
 
 
 def test_the_time_of_the_regions_themselves_counts():
@@ -147,7 +196,7 @@ class Routed(nn.Module):
         return x + weights * y.relu()
 
 
-@pytest.mark.parametrize("mode", ["full", "selective", "every_2"])
+@pytest.mark.parametrize("mode", ["full", "selective", "attention", "every_2"])
 def test_a_routing_decision_is_kept_in_every_mode(mode):
     model, batch = nn.Sequential(*(Routed() for _ in range(4))), torch.randn(32, 16)
     with fit(model, batch, "1GiB", mode=mode, fake=True) as fitted:

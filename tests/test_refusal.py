@@ -71,11 +71,12 @@ def test_a_refusal_of_an_empty_step_gives_no_reasons():
     )
     empty = dataclasses.replace(PROFILE, graph=graph)
     error = refused(empty, Budget.of(10_000, empty), plain_schedule(graph), 7)
-    assert str(error).endswith(". ")
+    assert str(error).endswith(f" {error.least_bytes:,} bytes")
+    assert error.holders == ()
 
 
-def peak_text(kept: frozenset[int], workspace: int = 0) -> str:
-    """Return what is said of the peak of a step whose region keeps some storages."""
+def refused_at(kept: frozenset[int], workspace: int = 0) -> mb.BudgetError:
+    """Return the refusal of a step whose region keeps some storages."""
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[400])
     (b,) = draft.run(a, makes=[2000])
@@ -85,23 +86,31 @@ def peak_text(kept: frozenset[int], workspace: int = 0) -> str:
     profile = dataclasses.replace(PROFILE, graph=graph)
     schedule = Simulator(graph).schedule((), (Choice(0, 3, kept),))
     assert schedule.simulation.peak_moment == 2
-    return str(refused(profile, Budget.of("1%", profile), schedule, 5)).split(". ")[-1]
+    return refused(profile, Budget(1, 700), schedule, 5)
 
 
 def test_a_refusal_says_what_is_live_at_the_peak_of_the_smallest_plan():
-    text = peak_text(frozenset())
-    assert text.startswith("The smallest plan is predicted to take 10,000 bytes in te")
-    assert ": 8,000 are the largest tensor, of test.forward (" in text
-    assert text.endswith("; 2,000 are the rest of that block's working set.")
-    kept = peak_text(frozenset({1}), workspace=50)
-    assert "is predicted to take 10,450 bytes in" in kept
-    assert kept.endswith("; 2,450 are the rest of that block's working set.")
+    error = refused_at(frozenset())
+    assert (
+        "The smallest plan is predicted to take 10,700 bytes in all, in test.forwa"
+        in str(error)
+    )
+    assert [(h.kind, h.bytes) for h in error.holders] == [
+        ("layer", 10_000),
+        ("other", 700),
+    ]
+    assert str(error).splitlines()[-1] == "     700  other tensors"
+    kept = refused_at(frozenset({1}), workspace=50)
+    assert "predicted to take 11,150 bytes in all, in" in str(kept)
+    assert [h.bytes for h in kept.holders] == [10_450, 700]
 
 
 def test_what_the_plain_step_takes_is_not_said_of_a_plan():
     schedule = plain_schedule(PROFILE.graph)
-    text = str(refused(PROFILE, step_budget(10), schedule, 5))
-    assert f"The plain step is predicted to take {schedule.peak_bytes:,} bytes" in text
+    error = refused(PROFILE, step_budget(10), schedule, 5)
+    total = schedule.peak_bytes + error.before_bytes
+    assert f"The plain step is predicted to take {total:,} bytes in all" in str(error)
+    assert sum(holder.bytes for holder in error.holders) == total
 
 
 def test_gradients_that_exceed_the_budget_alone_are_named():

@@ -12,8 +12,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -30,6 +30,9 @@ _TEXTS = (
     "could not create a primitive",  # Of oneDNN, whose kernels are compiled in memory.
 )
 
+_NOTE = "membudget: "
+"""How our notes begin."""
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # In malloc.h.
 _LEAST_MAPPED_BYTES = 128 * 1024
 """glibc's own threshold, until a larger block is freed."""
@@ -40,6 +43,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _TEXTS)
+
+
+def note_shortage(error: BaseException, text: str | Callable[[], str]) -> None:
+    """Add a note of ours to an error, if it reports a failed allocation and has none.
+
+    A note that cannot be written, for want of memory or for any other reason, is left
+    out: nothing takes the place of the error.
+    """
+    notes = getattr(error, "__notes__", ())
+    if is_out_of_memory(error) and not any(n.startswith(_NOTE) for n in notes):
+        with suppress(Exception):
+            error.add_note(_NOTE + (text if isinstance(text, str) else text()))
 
 
 def let_go(error: BaseException) -> None:

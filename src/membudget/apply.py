@@ -14,7 +14,13 @@ from typing import Any
 
 from torch.nn import Module
 
-from membudget.attach import check_can_carry, put, put_region, remove_region
+from membudget.attach import (
+    carried_by,
+    check_can_carry,
+    put,
+    put_region,
+    remove_region,
+)
 from membudget.engine.native import status as recorder_status
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
@@ -132,6 +138,13 @@ class Applied:
 
     def _differences(self, name: str) -> int:
         return sum(policy.differences for policy in self._policies.get(name, ()))
+
+    def say_kept(self, text: str) -> None:
+        """Let an error say this if memory runs out in the forward of a region."""
+        for module in self._modules.values():
+            carried = carried_by(module)
+            if carried is not None:
+                carried.kept = text
 
     def remove(self) -> None:
         """Remove the regions and restore the original model; idempotent."""

@@ -19,9 +19,11 @@ from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.compiler import is_compiling
 from torch.nn import Module
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from membudget.allocation import note_shortage
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
 from membudget.errors import SelectionError
@@ -34,7 +36,13 @@ _CLASSES: WeakKeyDictionary[type[Module], type[Module]] = WeakKeyDictionary()
 
 
 class Carried(Protocol):
-    """An attached object, such as a region, that runs its module's forward."""
+    """An attached object, such as a region, that runs its module's forward.
+
+    Attributes:
+        kept: What an error says if memory runs out in the forward; may be empty.
+    """
+
+    kept: str
 
     @property
     def statistics(self) -> Statistics | None:
@@ -53,6 +61,7 @@ class ModuleRegion:
     options: RegionOptions
     statistics: Statistics
     is_planned: bool = False
+    kept: str = ""
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -165,7 +174,14 @@ def _class_with_region(plain: type[Module]) -> type[Module]:
         function = self.__dict__.get(_REPLACED) or super(made, self).forward
         if carried is None:
             return function(*args, **kwargs)
-        return carried.run(function, args, kwargs)
+        if is_compiling():  # Which could not break the graph below, in a `try`.
+            return carried.run(function, args, kwargs)
+        try:
+            return carried.run(function, args, kwargs)
+        except Exception as error:
+            if carried.kept:
+                note_shortage(error, carried.kept)
+            raise
 
     def reduce(self: Module, protocol: Any) -> Any:
         return _without_region(super(made, self).__reduce_ex__(protocol), made, plain)

@@ -128,8 +128,8 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="auto: plan (the default); none: no regions; full: every block "
         "recomputes everything; selective: every block keeps matrix products, "
-        "convolutions and attention; every_2, every_3, ...: every n-th block "
-        "recomputes everything",
+        "convolutions and attention; attention: every block keeps attention alone; "
+        "every_2, every_3, ...: every n-th block recomputes everything",
     )
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the plan to a file"

@@ -25,6 +25,7 @@ hold the details. This module must not import torch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal, NamedTuple
 
 
 class MembudgetError(Exception):
@@ -65,26 +66,69 @@ class PlanError(MembudgetError, ValueError):
     """A plan is incomplete, has a newer format, or was made for another model."""
 
 
+HolderKind = Literal[
+    "loss",
+    "layer",
+    "activations",
+    "embedding",
+    "gradients",
+    "earlier gradients",
+    "optimizer step",
+    "optimizer state",
+    "parameters",
+    "inputs",
+    "other",
+]
+"""What holds bytes at a peak; see `report.holders`."""
+
+
+class ByteHolder(NamedTuple):
+    """What holds bytes at the peak of a step.
+
+    Attributes:
+        kind: What it is.
+        name: The same in words, with the module or parameter.
+        bytes: Its bytes.
+        remedy: What lowers them; empty if nothing is known to.
+    """
+
+    kind: HolderKind
+    name: str
+    bytes: int
+    remedy: str = ""
+
+
 class BudgetError(MembudgetError, ValueError):
     """No plan fits in the budget.
 
-    All three are bytes in all, like a budget in bytes: `fit` accepts `least_bytes`.
+    All are bytes in all, like a budget in bytes: `fit` accepts `least_bytes`.
 
     Attributes:
         asked_bytes: The budget.
         least_bytes: The smallest budget that is known to suffice for mode `"auto"`. It
             depends on bytes alone, not on measured times.
         before_bytes: Bytes in use before the step, included in the other two.
+        holders: What holds the bytes at the peak of the smallest plan, what is in use
+            before the step included; largest first, then the rest. They add up to the
+            predicted peak: `least_bytes` differs where more was measured, and has a
+            margin where nothing was. Empty if the refused step is not predicted.
     """
 
     def __init__(
-        self, message: str, *, asked_bytes: int, least_bytes: int, before_bytes: int
+        self,
+        message: str,
+        *,
+        asked_bytes: int,
+        least_bytes: int,
+        before_bytes: int,
+        holders: Sequence[ByteHolder] = (),
     ) -> None:
         """Store the message and the byte counts."""
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.least_bytes = least_bytes
         self.before_bytes = before_bytes
+        self.holders = tuple(holders)
 
 
 class OutOfMemoryError(MembudgetError, RuntimeError):

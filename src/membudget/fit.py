@@ -77,7 +77,8 @@ def fit(
         mode: `"auto"` searches for the fastest plan. All other modes are fixed rules:
             `"none"` has no regions, `"full"` keeps nothing inside blocks, `"selective"`
             keeps the outputs of matrix products, convolutions and attention,
-            `"every_2"` keeps nothing in every second block, `"every_3"` in every third.
+            `"attention"` those of attention kernels alone, `"every_2"` keeps nothing in
+            every second block, `"every_3"` in every third.
         optimizer: Optimizer, or its class, whose state counts toward the budget.
         fake: Whether to profile on fake tensors; times are then estimated. A plain step
             that runs out of memory is profiled so in any case.

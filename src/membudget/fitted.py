@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from membudget.allocation import note_shortage
 from membudget.apply import Applied, Status
 from membudget.attempt import Attempt
 from membudget.audit import AuditReport, audit
@@ -15,6 +16,7 @@ from membudget.planner.planner import smoothed
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE, NOT_CACHED
 from membudget.race import Slowdown
+from membudget.report.kept_text import kept_text
 from membudget.report.memory_text import memory_lines
 from membudget.report.plan_text import PLAIN_FITS, head, region_table
 from membudget.step import CallableStep, Step
@@ -76,6 +78,7 @@ class Fitted:
         self._applied = applied
         self.slowdown = slowdown
         self.skipped = tuple(skipped)
+        applied.say_kept(self._kept_text())
 
     @property
     def plan(self) -> Plan:
@@ -142,6 +145,15 @@ class Fitted:
 
     __str__ = report
 
+    def _kept_text(self) -> str:
+        """Return what an error says that reports a failed allocation under the plan."""
+        schedule = self.attempts[-1].schedule
+        kept = kept_text(self.profile.graph, schedule, self.plan.budget_bytes)
+        less = "Use a smaller batch"
+        if self.mode == AUTO and not schedule.is_smallest:
+            less = "Give fit a smaller budget, so that less is kept, or a smaller batch"
+        return f"{kept}. {less}"
+
     def remove(self) -> None:
         """Remove the plan and restore the original model."""
         self._applied.remove()
@@ -156,5 +168,7 @@ class Fitted:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Remove the plan from the model."""
+        """Remove the plan from the model; say what it keeps if memory ran out."""
+        if error is not None:
+            note_shortage(error, self._kept_text)
         self.remove()

@@ -4,6 +4,9 @@
 * `full`: every block recomputes everything.
 * `selective`: every block keeps the outputs of matrix products, convolutions and
   attention, and recomputes everything else, which is cheap.
+* `attention`: every block keeps the outputs of attention kernels, and recomputes
+  everything else. Attention that a model writes out, in products and a softmax, has no
+  such kernel: nothing is kept of it.
 * `every_n`, such as `every_2`: every n-th block recomputes everything.
 
 A block is a module call that saves at most a quarter of the activation bytes, as far
@@ -25,19 +28,20 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import Block, Choice, made_in, saved_storages
 from membudget.planner.schedule import Overheads, Schedule, Simulator
-from membudget.policies import attention, convolutions, matmuls
+from membudget.policies import Policy, attention, convolutions, matmuls, nothing
 
 AUTO = "auto"
 """The mode that searches for a plan."""
 
-MODES = (AUTO, "none", "full", "selective", "every_2", "every_3")
+MODES = (AUTO, "none", "full", "selective", "attention", "every_2", "every_3")
 """Modes listed in error messages; `every_n` is valid for every n."""
 
 BLOCK_SHARE = 1 / 4
 """Largest share of the saved bytes that one block may have."""
 
 _EVERY = re.compile(r"every_([1-9]\d{0,5})")
-_EXPENSIVE = matmuls | convolutions | attention
+_KEPT = {"selective": matmuls | convolutions | attention, "attention": attention}
+"""The operators whose outputs a mode keeps; the other modes keep none."""
 
 
 def check_mode(mode: str) -> None:
@@ -55,7 +59,8 @@ def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Sched
     """Return the schedule that a rule, such as `full` or `every_2`, prescribes."""
     check_mode(mode)
     calls = _calls(mode, graph)
-    choices = tuple(_choice(graph, call, mode == "selective") for call in calls)
+    policy = _KEPT.get(mode, nothing)
+    choices = tuple(_choice(graph, call, policy) for call in calls)
     schedule = Simulator(graph).schedule(calls, choices)
     overhead_s = sum(overheads.region_of_s(graph, choice) for choice in choices)
     overhead_s += overheads.again_s(graph, schedule.simulation.replayed)
@@ -78,25 +83,25 @@ def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
     return not made_in(graph, block).isdisjoint(saved_storages(graph, block))
 
 
-def _choice(graph: StepGraph, call: ModuleCall, keeps_expensive: bool) -> Choice:
+def _choice(graph: StepGraph, call: ModuleCall, policy: Policy) -> Choice:
     kept = set()
     for storage in made_in(graph, Block(call.start, call.end)):
         operator = graph.operators[graph.storages[storage].birth]
-        if operator.must_keep or (keeps_expensive and _is_expensive(operator.name)):
+        if operator.must_keep or _keeps(policy, operator.name):
             kept.add(storage)
     return Choice(call.start, call.end, frozenset(kept))
 
 
-def _is_expensive(name: str) -> bool:
-    """Return whether an operator is a matrix product, a convolution or attention.
+def _keeps(policy: Policy, name: str) -> bool:
+    """Return whether a policy keeps the outputs of a recorded operator.
 
     Example:
-        >>> _is_expensive("aten.addmm.default"), _is_expensive("aten.gelu.default")
+        >>> _keeps(matmuls, "aten.addmm.default"), _keeps(matmuls, "aten.gelu.default")
         (True, False)
-        >>> _is_expensive("nowhere.to_be.found")
+        >>> _keeps(matmuls, "nowhere.to_be.found")
         False
     """
     try:
-        return bool(_EXPENSIVE.by_operator(attrgetter(name)(torch.ops)))
+        return bool(policy.by_operator(attrgetter(name)(torch.ops)))
     except AttributeError:  # Not registered on this machine, or without overloads.
         return False

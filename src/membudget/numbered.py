@@ -26,6 +26,7 @@ class NumberedRegions:
         times: How many calls the plan knows.
         statistics: Counters of all regions together.
         number: Number of the next call.
+        kept: What an error says if memory runs out in the forward; may be empty.
     """
 
     options: Mapping[int, RegionOptions]
@@ -33,6 +34,7 @@ class NumberedRegions:
     times: int
     statistics: Statistics
     number: int = 0
+    kept: str = ""
 
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
@@ -51,6 +53,7 @@ class CountedFrom:
     """Attached to the model: its forward starts the numbers of the calls inside."""
 
     statistics = None
+    kept = ""
 
     def __init__(self, inside: Sequence[NumberedRegions]):
         """Store the regions whose calls are counted."""

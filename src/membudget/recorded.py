@@ -42,6 +42,7 @@ from membudget.profile.cache import FROM_CACHE
 from membudget.race import NEARLY, Slowdown, race
 from membudget.refusal import explaining_shortage
 from membudget.rehearsal import Rehearsal
+from membudget.report.kept_text import kept_text
 from membudget.step import Step
 
 Measure = Literal["best", "one", "none"]
@@ -253,7 +254,9 @@ def _first_that_fits(
             )
             plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         may_aim_lower = mode == AUTO and not schedule.is_smallest
-        with explaining_shortage(budget, "in a step whose plan takes", plan.peak_bytes):
+        kept = partial(kept_text, profile.graph, schedule, budget.step_bytes)
+        trying = "in a step whose plan takes", plan.peak_bytes, kept
+        with explaining_shortage(budget, *trying):
             found, applied = try_plan(
                 *(step, plan, schedule, plain, len(attempts) + 1),
                 enough=budget.step_bytes if may_aim_lower else None,

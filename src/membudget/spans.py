@@ -117,6 +117,8 @@ def _surroundings() -> tuple[Any, ...]:
 class _Ends:
     """Begins or ends spans; attached to their first and last modules."""
 
+    kept = ""
+
     def __init__(self) -> None:
         self.begins: Span | None = None
         self.ends: Span | None = None
@@ -144,6 +146,7 @@ class _Parent:
     """Closes unfinished spans; attached to the module that calls the spans' modules."""
 
     statistics = None
+    kept = ""
 
     def __init__(self) -> None:
         self.spans: list[Span] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget._torch import current_graph_task_id
+from membudget.loop import regions
 from tests.loops.models import Images, Language
 from tests.rows.test_row_b04_out_of_memory import FailsAtOne
 from tests.rows.test_row_b11_failing_allocations import thread_state
@@ -147,8 +149,10 @@ def test_memory_that_is_never_found_is_an_error_with_nothing_changed():
 
     with mb.budget(model, "60%") as fitted:
         state = torch.get_rng_state()
-        with pytest.raises(torch.OutOfMemoryError, match="on purpose"):
+        with pytest.raises(torch.OutOfMemoryError, match="on purpose") as caught:
             fitted.step(never)
+    (note,) = caught.value.__notes__
+    assert "step() ran the micro-batch again under tighter plans" in note
     assert calls
     assert torch.equal(state, torch.get_rng_state())
     assert all(p.grad is None for p in model.parameters())
@@ -163,5 +167,71 @@ def test_outside_of_step_the_error_says_what_to_do():
             pytest.raises(torch.OutOfMemoryError, match="no memory is left") as caught,
         ):
             model(torch.randint(64, (4, 24)))
-    assert any("step()" in note for note in caught.value.__notes__)
+    (note,) = caught.value.__notes__
+    assert note.startswith("membudget: Language: memory ran out under a plan for ")
+    assert "to run this one again, call it by step()" in note
     assert fitted.status().retries == 0
+
+
+def test_what_is_kept_is_said_of_a_backward_pass_that_finds_no_memory():
+    torch.manual_seed(0)
+    model, ids = Language(), torch.randint(64, (4, 24))
+
+    def loop() -> None:
+        with mb.budget(model, "80%"):
+            for _ in range(2):
+                model(ids).sum().backward()
+            loss = model(ids).sum()
+            with FailsAtOne(3):
+                loss.backward()
+
+    with pytest.raises(torch.OutOfMemoryError, match="no memory is left") as caught:
+        loop()
+    (note,) = caught.value.__notes__
+    kept = re.search(r"Its regions keep ([\d,]+) bytes: 'blocks\.\d' ([\d,]+)", note)
+    assert kept is not None
+    total, largest = (int(found.replace(",", "")) for found in kept.groups())
+    assert 0 < largest <= total
+    assert "call it by step()" in note
+
+
+def raise_in_loop(error: Exception) -> list[str]:
+    """Let an error leave a loop of two models; return its notes."""
+    first, second, ids = Language(), Images(), torch.randint(64, (4, 24))
+
+    def loop() -> None:
+        with mb.budget([first, second], "80%"):
+            first(ids).sum().backward()
+            second(torch.randn(4, 3, 16, 16)).sum().backward()
+            raise error
+
+    with pytest.raises(type(error), match="on purpose"):
+        loop()
+    return list(getattr(error, "__notes__", ()))
+
+
+def test_each_model_of_a_loop_says_what_it_keeps():
+    (note,) = raise_in_loop(MemoryError("on purpose"))
+    assert "Language: memory ran out under" in note
+    assert "Images: memory ran out under" in note
+
+
+def test_another_error_that_leaves_a_loop_has_no_note():
+    assert raise_in_loop(ValueError("on purpose")) == []
+
+
+def test_a_note_that_cannot_be_written_does_not_hide_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def fails(*_: Any) -> str:
+        raise MemoryError("of the note")
+
+    monkeypatch.setattr(regions, "kept_text", fails)
+    model = Language()
+    with (
+        mb.budget(model, "60%"),
+        FailsAtOne(5),
+        pytest.raises(torch.OutOfMemoryError, match="no memory is left") as caught,
+    ):
+        model(torch.randint(64, (4, 24)))
+    assert not hasattr(caught.value, "__notes__")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import membudget as mb
 from membudget import policies
@@ -16,7 +17,13 @@ from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice
 from membudget.planner.nested import peak_of_run
-from membudget.planner.simulate import Simulation, simulate, simulate_block
+from membudget.planner.planner import Planner
+from membudget.planner.simulate import (
+    Simulation,
+    live_at_peak,
+    simulate,
+    simulate_block,
+)
 from membudget.planner.timeline import timeline
 from membudget.step import Step
 from tests.oracles import CountedOperators
@@ -217,6 +224,34 @@ def test_a_region_alone_and_the_rest_add_up_to_the_step(graph):
     alone = simulate_block(graph, region)
     for start, alive in zip(alone.starts, alone.alive_bytes, strict=True):
         assert alive == whole[start]
+
+
+def listed_bytes(graph: StepGraph, choices: list[Choice]) -> int:
+    """Return the bytes of what is listed as live at the peak."""
+    found = live_at_peak(graph, choices)
+    alive = sum(graph.storages[storage].bytes for storage in found.storages)
+    return alive + graph.operators[found.operator].workspace_bytes
+
+
+@settings(max_examples=200, deadline=None)
+@given(drafts(), st.sets(st.integers(0, 7)), st.sampled_from(["replay", "rerun"]))
+def test_what_is_live_at_the_peak_adds_up_to_it(graph, kept, engine):
+    middle, end = graph.backward_start // 2, graph.backward_start
+    held = frozenset() if engine == "rerun" else frozenset(kept)
+    for choices in (
+        [],
+        [Choice(0, end, held, engine=engine)],
+        [Choice(middle, end, held, engine=engine), Choice(0, middle)],
+    ):
+        assert listed_bytes(graph, choices) == simulate(graph, choices).peak_bytes
+
+
+@pytest.mark.parametrize("name", ["gpt", "unet", "tied_weights", "lstm_tagger"])
+def test_what_is_live_at_the_peak_of_a_model_adds_up_to_it(name):
+    graph = mb.profile(*models.MODELS[name](), fake=True).graph
+    smallest = Planner(graph).smallest()
+    for choices in ([], list(smallest.choices)):
+        assert listed_bytes(graph, choices) == simulate(graph, choices).peak_bytes
 
 
 # Beside the meter.

@@ -35,5 +35,8 @@ def test_a_first_step_whose_state_is_over_budget_is_refused_before_it_runs():
     ):
         train(model, [8], optimizer=optimizer)
     assert caught.value.least_bytes > limit
+    holders = caught.value.holders
+    assert sum(holder.bytes for holder in holders) == caught.value.least_bytes
+    assert [holder.kind for holder in holders] == ["other", "optimizer step"]
     assert all(map(torch.equal, weights, model.parameters()))
     assert not optimizer.state

@@ -151,6 +151,7 @@ class _Waiting:
     """On each module that could be what `training_step` calls, until it calls one."""
 
     statistics = None
+    kept = ""
 
     def __init__(self, called: Callable[[], None], module: Module):
         """Store what to do when the module is called, with gradients."""

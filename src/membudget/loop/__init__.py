@@ -30,6 +30,7 @@ from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
 from membudget.fittable import check_apart, check_model
 from membudget.loop.closure import followed
+from membudget.loop.regions import OUTSIDE, explain
 from membudget.loop.report import LoopStatus
 from membudget.loop.room import OnExceed, Room
 from membudget.loop.root import Root
@@ -179,7 +180,9 @@ class Budgeted:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop."""
+        """Stop; say what plans keep if memory ran out."""
+        if error is not None:
+            explain(error, (root.sets for root in self._roots), OUTSIDE)
         self.stop()
 
 

@@ -5,8 +5,12 @@ Schedules that decide alike share their regions, with all that these have verifi
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
+
 from torch.nn import Module
 
+from membudget.allocation import note_shortage
 from membudget.attach import Carried, ModuleRegion, put, remove_region
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
@@ -15,7 +19,22 @@ from membudget.planned import PlanRegions, carried_of_plan
 from membudget.planner.plan import RegionPlan
 from membudget.planner.schedule import Schedule
 from membudget.planning import make_plan
+from membudget.report.kept_text import kept_text
 from membudget.selection import default_names
+
+AGAIN = (
+    "The next forward runs under a tighter plan; to run this one again, call it by "
+    "step() of what budget() returned"
+)
+OUTSIDE = (
+    "To run such a micro-batch again under a tighter plan, call it by step() of what "
+    "budget() returned"
+)
+SMALLEST = "No plan that keeps less is known: use a smaller micro-batch"
+NEVER = (
+    "step() ran the micro-batch again under tighter plans, and found no memory: use a "
+    "smaller one"
+)
 
 _RegionPlans = tuple[RegionPlan, ...]
 
@@ -36,8 +55,9 @@ class RegionSets:
         self._sets: dict[_RegionPlans | None, PlanRegions] = {}
         self._on: PlanRegions = []
         self._statistics: list[Statistics] = []
+        self._kept: Callable[[], str] | None = None
 
-    def switch(self, point: RecordedSize, schedule: Schedule) -> None:
+    def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
         """Put the regions of a schedule on the model, in place of those there."""
         decisions = Decisions(schedule.calls, schedule.choices)
         if decisions not in self._plans:
@@ -47,6 +67,8 @@ class RegionSets:
                 carried = carried_of_plan(self._model, plan, self._options)
                 self._sets[plan.regions] = self._noted(carried)
         self._put(self._sets[self._plans[decisions]])
+        found = point.simulated(schedule)
+        self._kept = partial(kept_text, point.profile.graph, found, limit_bytes)
 
     def recompute_all(self) -> None:
         """Put a region on each block that keeps nothing inside."""
@@ -60,13 +82,20 @@ class RegionSets:
                 {n: ModuleRegion(options, Statistics(n), True) for n in names}
             )
         self._put(self._sets[None])
+        self._kept = _nothing_kept
 
     def clear(self) -> None:
         """Take the regions off the model."""
         for _, module, _ in self._on:
             if module is not self._model:
                 remove_region(module)
-        self._on, self.inner = [], None
+        self._on, self.inner, self._kept = [], None, None
+
+    def kept_text(self) -> str:
+        """Return what is kept under the plan in force; empty if there is none."""
+        if self._kept is None:
+            return ""
+        return f"{type(self._model).__name__}: {self._kept()}"
 
     def counted(self) -> dict[str, tuple[int, int]]:
         """Return forwards and recomputes of each region, by name."""
@@ -92,3 +121,16 @@ class RegionSets:
         found = (of.statistics for of in carried.values())
         self._statistics += [statistics for statistics in found if statistics]
         return [(name, modules[name], of) for name, of in carried.items()]
+
+
+def explain(error: BaseException, sets: Iterable[RegionSets], remedy: str) -> None:
+    """Say what the plans in force keep, and what helps, if memory ran out."""
+
+    def text() -> str:
+        return ". ".join([*filter(None, (of.kept_text() for of in sets)), remedy])
+
+    note_shortage(error, text)
+
+
+def _nothing_kept() -> str:
+    return "memory ran out without a plan: every block is recomputed as a whole"

@@ -14,13 +14,14 @@ from typing import Literal
 from torch.optim import Optimizer
 
 from membudget.allowance import Budget, Share, absent_bytes
-from membudget.errors import BudgetError, BudgetWarning
+from membudget.errors import BudgetError, BudgetWarning, ByteHolder
 from membudget.loop.awaited import Forward
 from membudget.loop.plans import History, Left, Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 from membudget.memory.counting import Counted
 from membudget.refusal import refused
+from membudget.report.holders import REMEDIES
 
 OnExceed = Literal["raise", "warn", "plain"]
 """What to do about a micro-batch whose smallest plan is over budget."""
@@ -85,7 +86,7 @@ class Room:
             refused(
                 point.profile,
                 Budget(limit_bytes, before_bytes),
-                smallest.schedule,
+                point.simulated(smallest.schedule),
                 history.expected_bytes(smallest),
             ),
             f"for a micro-batch of {history.text}, ",
@@ -114,6 +115,15 @@ class Room:
             asked_bytes=self._limit,
             least_bytes=live_bytes + need_bytes,
             before_bytes=live_bytes,
+            holders=(
+                ByteHolder("other", "all that is in use before it", live_bytes),
+                ByteHolder(
+                    "optimizer step",
+                    "state that is made in the step, and its temporaries",
+                    need_bytes,
+                    REMEDIES["optimizer step"],
+                ),
+            ),
         )
         self._raise_or_warn(error)
 

@@ -30,7 +30,7 @@ from membudget.loop.casts import CachedCasts
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
 from membudget.loop.plans import History, Plans
-from membudget.loop.regions import RegionSets
+from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import Situation, situation_of, sizes_text
@@ -38,11 +38,6 @@ from membudget.loop.step_needs import StepNeeds
 from membudget.profile import Profile, profile_step
 from membudget.progress import stage
 from membudget.state.autocast import casts_kept
-
-_REMEDY = (
-    "membudget: memory ran out in a forward that was planned. The next one runs under "
-    "a tighter plan; to run this one again, call it by step() of what budget() returned"
-)
 
 
 class Root:
@@ -59,6 +54,7 @@ class Root:
     """
 
     statistics = None
+    kept = ""
 
     def __init__(
         self, model: Module, room: Room, optimizer: Optimizer | None, verify: float
@@ -107,9 +103,9 @@ class Root:
             except BaseException as error:
                 self.meter.drop()
                 if is_out_of_memory(error):
-                    self.tighten()
+                    remedy = AGAIN if self.tighten() else SMALLEST
                     if not self.is_retried:
-                        error.add_note(_REMEDY)
+                        explain(error, [self.sets], remedy)
                 raise
             self.meter.mark("outputs")
             begun = partial(self.meter.mark, "backward")
@@ -185,7 +181,7 @@ class Root:
         if not history.fits(predicted, left.limit_bytes):
             predicted = self._room.exceeded(point, history, predicted)
             self._warned.add(situation)  # Once is enough.
-        self.sets.switch(point, predicted.schedule)
+        self.sets.switch(point, predicted.schedule, history.limit_bytes)
         return Forward(predicted.held_bytes, point.plain.held_bytes)
 
     def _give_up(self, why: str) -> None:

@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from membudget.allocation import is_out_of_memory, let_go
 from membudget.errors import RecomputeMismatchError, UnrepeatableWarning
+from membudget.loop.regions import NEVER, explain
 from membudget.loop.root import Root
 from membudget.state.identity import TensorCopy, host_copy, write_back
 from membudget.state.snapshot import State
@@ -57,6 +58,7 @@ def run_until_done(function: Callable[[], R], roots: Sequence[Root]) -> tuple[R,
                 # Under the smallest plan, somebody else's memory may be free by now.
                 can_change = is_inexact or any(tightened)
                 if retries == MOST_RETRIES or (retries and not can_change):
+                    explain(error, [root.sets for root in roots], NEVER)
                     raise
                 if is_inexact:
                     text = f"in a micro-batch that runs again, {error}"

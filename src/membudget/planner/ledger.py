@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from membudget.graph import StepGraph
 
 
@@ -46,3 +48,39 @@ class Ledger:
         total = self.live_bytes + self.graph.operators[operator].workspace_bytes
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_moment = total, self.moment
+
+
+class ListingLedger(Ledger):
+    """A ledger that lists what it counts at a known peak.
+
+    Attributes:
+        live: How often each storage is live: the forward's copy, and recomputed ones.
+        operator: The operator that runs at the peak, if a recompute reaches it.
+    """
+
+    def __init__(self, graph: StepGraph, peak_bytes: int, peak_moment: int):
+        """Create a ledger that stops to count at a peak."""
+        super().__init__(graph)
+        self.live: Counter[int] = Counter()
+        self.operator: int | None = None
+        self._peak = peak_bytes, peak_moment
+
+    def allocate(self, storage: int) -> None:
+        """Add a storage to the live bytes."""
+        super().allocate(storage)
+        self._count(storage, 1)
+
+    def release(self, storage: int) -> None:
+        """Subtract a storage from the live bytes."""
+        super().release(storage)
+        self._count(storage, -1)
+
+    def update_peak(self, operator: int) -> None:
+        """Update the peak, and note the operator that reaches the known one."""
+        super().update_peak(operator)
+        if self.operator is None and (self.peak_bytes, self.peak_moment) == self._peak:
+            self.operator = operator
+
+    def _count(self, storage: int, copies: int) -> None:
+        if self.operator is None and self.moment <= self._peak[1]:
+            self.live[storage] += copies

@@ -35,7 +35,7 @@ from membudget.errors import OptionError
 from membudget.graph import Saved, StepGraph
 from membudget.planner.backward import ReplayBackward
 from membudget.planner.choice import RERUN, Choice, made_in
-from membudget.planner.ledger import Ledger
+from membudget.planner.ledger import Ledger, ListingLedger
 from membudget.planner.second_run import RerunBackward
 from membudget.planner.timeline import PlainStep, Timeline
 
@@ -96,6 +96,40 @@ def simulate(
     return _Machine(graph, ordered).run(plain or PlainStep(graph))
 
 
+class LiveAtPeak(NamedTuple):
+    """What is live at the peak of a simulated step.
+
+    Attributes:
+        operator: Index of the operator that runs, for the first time or again.
+        storages: The live storages, each as often as it has copies.
+    """
+
+    operator: int
+    storages: tuple[int, ...]
+
+
+def live_at_peak(graph: StepGraph, choices: Iterable[Choice]) -> LiveAtPeak:
+    """Return what is live at the peak of a step for given choices.
+
+    Together, the storages and the operator's workspace have the bytes of the peak.
+    """
+    ordered, plain = sorted(choices, key=lambda choice: choice.start), PlainStep(graph)
+    known = simulate(graph, ordered, plain)
+    moment = known.peak_moment
+    ledger = ListingLedger(graph, known.peak_bytes, moment)
+    _Machine(graph, ordered, ledger).run(plain)
+    # A recompute runs before what the step allocates at its moment.
+    last = moment if ledger.operator is None else moment - 1
+    others = (
+        index
+        for index, storage in enumerate(graph.storages)
+        if index not in ledger.ends and 0 <= storage.birth <= last
+        if storage.death > moment
+    )
+    operator = moment if ledger.operator is None else ledger.operator
+    return LiveAtPeak(operator, (*others, *ledger.live.elements()))
+
+
 def simulate_block(graph: StepGraph, choice: Choice) -> BlockTimeline:
     """Simulate one block alone, counting only the storages that it allocates."""
     return _Machine(graph, [choice]).run_block(choice)
@@ -125,9 +159,14 @@ def _backward(ledger: Ledger, choice: Choice) -> _BlockBackward:
 class _Machine:
     """Event-driven simulation of a step, operator by operator."""
 
-    def __init__(self, graph: StepGraph, choices: Sequence[Choice]):
+    def __init__(
+        self,
+        graph: StepGraph,
+        choices: Sequence[Choice],
+        ledger: Ledger | None = None,
+    ):
         self.graph = graph
-        self.ledger = Ledger(graph)
+        self.ledger = ledger or Ledger(graph)
         blocks = [_backward(self.ledger, choice) for choice in choices]
         for block in blocks:
             block.move_ends()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from membudget.graph import Operator, StepGraph
 from membudget.planner.timeline import Interval, Timeline, lifetimes, of_intervals
@@ -76,12 +77,12 @@ def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
     Of the tensors made by the last module, by the code after it and by the backward
     pass of both, those at least half as large as the largest are returned.
     """
-    start, end = _end_of_forward(graph)
+    moments = end_of_forward(graph).moments
     made = [
         item
         for item in peak.items
         if item.storage >= 0  # Not workspace.
-        and start <= graph.storages[item.storage].birth < end
+        and graph.storages[item.storage].birth in moments
         and item.group in ("saved activations", "temporaries")
         and not item.is_droppable
     ]
@@ -89,20 +90,38 @@ def logits(graph: StepGraph, peak: PeakContents) -> tuple[LiveItem, ...]:
     return tuple(item for item in made if item.bytes * 2 >= largest)
 
 
-def _end_of_forward(graph: StepGraph) -> tuple[int, int]:
-    """Return the op range from the last module's forward to the end of its backward."""
+class EndOfForward(NamedTuple):
+    """What runs from the last module's forward to the end of its backward pass.
+
+    Attributes:
+        moments: Op indices of its operators; the loss is among them.
+        module_path: The last module; empty if no module runs.
+        has_output: Whether they begin with that module, not after it: what the last of
+            repeated blocks makes are activations, not logits.
+    """
+
+    moments: range
+    module_path: str
+    has_output: bool
+
+
+def end_of_forward(graph: StepGraph) -> EndOfForward:
+    """Return the operators from the last module's forward to its backward's end."""
     paths = [operator.module_path for operator in graph.operators]
     forward = range(graph.backward_start)
     last = next((paths[i] for i in reversed(forward) if paths[i]), "")
     blocks = repeated_blocks(graph)
     # The dot keeps `h.1` from matching `h.10`.
     is_in_block = any(f"{last}.".startswith(f"{block}.") for block in blocks)
-    # A block holds activations, not logits: the range then starts after it.
     ours = {""} if is_in_block else {"", last}
     start = next((i + 1 for i in reversed(forward) if paths[i] not in ours), 0)
     backward = range(graph.backward_start, graph.optimizer_start)
     end = next((i for i in backward if paths[i] not in ours), graph.optimizer_start)
-    return start, end
+    if not is_in_block:  # Without what the model itself runs before that module.
+        start = next((i for i in forward[start:] if paths[i] == last), start)
+        own = (i for i in backward if i < end and paths[i] == last)
+        end = max(own, default=end - 1) + 1
+    return EndOfForward(range(start, end), last, not is_in_block)
 
 
 def floor(graph: StepGraph) -> Timeline:
