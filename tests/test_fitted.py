@@ -31,6 +31,9 @@ class Regions:
     def __init__(self, *regions: RegionStatus, **left_out: str) -> None:
         self.status = lambda: Status(regions, left_out)
 
+    def say_kept(self, text: str) -> None:
+        """No error is raised under it."""
+
 
 def lines(mode: str = "auto", notes: Any = (), count: int = 1, **parts: Any) -> Any:
     """Return what a report says between its head and its table."""
@@ -102,7 +105,9 @@ def test_what_is_not_as_usual_has_a_line(options, line):
 def test_the_last_attempt_is_the_one_that_is_applied():
     done = plain()
     last = replace(done.attempts[0], peak_bytes=7)
-    fitted = Fitted("auto", done._step, done.profile, [*done.attempts, last], Any)  # type: ignore[arg-type]
+    applied: Any = Regions()
+    attempts = [*done.attempts, last]
+    fitted = Fitted("auto", done._step, done.profile, attempts, applied)
     assert fitted.peak_bytes == 7
     assert fitted.attempts == (*done.attempts, last)
 

@@ -160,7 +160,8 @@ def test_the_modes_take_ever_fewer_bytes_and_ever_more_time():
     times = {m: c.seconds for m, c in chosen.items()}
     assert times["full"] > times["every_2"] > times["every_3"] > times["none"]
     assert times["full"] > times["selective"] > times["none"]
-    assert times["full"] > times["attention"] > times["selective"]
+    # Attention that is composed of products, as on emu, has no kernel to keep.
+    assert times["full"] >= times["attention"] > times["selective"]
 
 
 def test_the_time_of_the_regions_themselves_counts():
