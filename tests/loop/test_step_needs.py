@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -46,6 +48,18 @@ def test_state_of_a_parameter_that_joins_late_is_lacking_until_it_steps():
     model(torch.ones(2, WIDTH), True).sum().backward()
     assert needs.bytes_of(optimizer) >= state_bytes(model.other)
     assert needs.bytes_of(optimizer) < state_bytes(model.other)
+
+
+def test_what_is_known_of_an_optimizer_goes_with_it():
+    """Its address may be that of a later one, whose state has yet to be made."""
+    model = Halves()
+    needs = StepNeeds(model)
+    optimizer = torch.optim.Adam(model.parameters())
+    needs.bytes_of(optimizer)
+    assert len(needs._known) == 1
+    del optimizer
+    gc.collect()
+    assert not needs._known
 
 
 def test_a_step_that_makes_late_state_over_budget_is_refused():

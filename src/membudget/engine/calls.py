@@ -42,7 +42,7 @@ def counted(calls: int) -> tuple[int, bool]:
     The 1st, 2nd, 4th, 8th, ... call is; while verification is postponed, the next of
     these does not come.
     """
-    is_due = calls & (calls + 1) == 0
+    is_due = is_due_as(calls + 1)
     if is_due and SWITCHES.postponed:
         return calls, False
     return calls + 1, is_due

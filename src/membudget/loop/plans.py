@@ -92,11 +92,10 @@ class History:
         A later micro-batch may take more than those that were measured, if they skipped
         layers: no measurement lowers a prediction.
         """
-        foreseen_bytes = predicted.peak_bytes + predicted.beside_bytes
         known = self.measured.get(predicted.decisions)
         if known is not None:
-            return max(foreseen_bytes, known)
-        return foreseen_bytes + self.correction_bytes
+            return max(predicted.foreseen_bytes, known)
+        return predicted.foreseen_bytes + self.correction_bytes
 
     def fits(self, predicted: Predicted, target_bytes: int) -> bool:
         """Return whether what is to be expected under a plan is within some bytes."""
@@ -246,6 +245,5 @@ class Plans:
             self.tail.learn(recording, measured.tail_bytes, holds_casts)
             point = self.kind(situation).points[situation.sizes]
             history.predicted = point.predicted(history.predicted.schedule)
-        expected = history.predicted.peak_bytes + history.predicted.beside_bytes
-        beyond = measured.peak_bytes - expected
+        beyond = measured.peak_bytes - history.predicted.foreseen_bytes
         history.correction_bytes = max(history.correction_bytes, beyond)

@@ -48,6 +48,11 @@ class Predicted(NamedTuple):
     beside_bytes: int
 
     @property
+    def foreseen_bytes(self) -> int:
+        """The peak with all that the plan needs beside it."""
+        return self.peak_bytes + self.beside_bytes
+
+    @property
     def decisions(self) -> Decisions:
         """What the schedule decides."""
         return Decisions(self.schedule.calls, self.schedule.choices)

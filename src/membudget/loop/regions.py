@@ -67,8 +67,7 @@ class RegionSets:
                 carried = carried_of_plan(self._model, plan, self._options)
                 self._sets[plan.regions] = self._noted(carried)
         self._put(self._sets[self._plans[decisions]])
-        found = point.simulated(schedule)
-        self._kept = partial(kept_text, point.profile.graph, found, limit_bytes)
+        self._kept = partial(_kept_under, point, schedule, limit_bytes)
 
     def recompute_all(self) -> None:
         """Put a region on each block that keeps nothing inside."""
@@ -130,6 +129,10 @@ def explain(error: BaseException, sets: Iterable[RegionSets], remedy: str) -> No
         return ". ".join([*filter(None, (of.kept_text() for of in sets)), remedy])
 
     note_shortage(error, text)
+
+
+def _kept_under(point: RecordedSize, schedule: Schedule, limit_bytes: int) -> str:
+    return kept_text(point.profile.graph, point.simulated(schedule), limit_bytes)
 
 
 def _nothing_kept() -> str:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from membudget._torch import is_fake, tree_iter, without_dispatch_modes
 from membudget._torch_accelerator import HOST
+from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
@@ -121,7 +122,7 @@ class Root:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
             return False
         tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        parameters = list(self.model.parameters())
+        parameters = own_parameters(self.model.modules())
         if any(is_fake(t) or t.is_meta for t in (*tensors, *parameters[:1])):
             return False
         return any(t.requires_grad for t in (*parameters, *tensors))

@@ -6,10 +6,19 @@ a late one: layers are dropped at random, or parameters unfrozen.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from membudget.profile.optimizer_step import next_step_bytes
+
+
+@dataclass
+class _Known:
+    trained: set[int] = field(default_factory=set)  # Parameters, by identity.
+    beside_bytes: int = 0
 
 
 class StepNeeds:
@@ -18,8 +27,8 @@ class StepNeeds:
     def __init__(self, model: Module):
         """Store the model; no optimizer is known."""
         self._model = model
-        self._seen: dict[int, set[int]] = {}
-        self._beside_bytes: dict[int, int] = {}
+        # Weak: a later optimizer may have the address of one that is gone.
+        self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
 
     def bytes_of(self, optimizer: Optimizer) -> int:
         """Return the bytes of state that an optimizer lacks, and of temporaries.
@@ -29,13 +38,11 @@ class StepNeeds:
         Raises:
             OptionError: If the optimizer cannot step on fake tensors.
         """
-        key = id(optimizer)
+        known = self._known.setdefault(optimizer, _Known())
         trained = {id(p) for p in self._model.parameters() if p.grad is not None}
-        seen = self._seen.setdefault(key, set())
         lacking_bytes = 0
-        if not trained <= seen:
-            seen |= trained
+        if not trained <= known.trained:
+            known.trained |= trained
             lacking_bytes, beside_bytes = next_step_bytes(self._model, optimizer)
-            known_bytes = self._beside_bytes.get(key, 0)
-            self._beside_bytes[key] = max(known_bytes, beside_bytes)
-        return lacking_bytes + self._beside_bytes.get(key, 0)
+            known.beside_bytes = max(known.beside_bytes, beside_bytes)
+        return lacking_bytes + known.beside_bytes

@@ -125,11 +125,12 @@ def verified(
         *(_key(argument, 0) for argument in args),
         *((name, _key(argument, 0)) for name, argument in kwargs.items()),
     )
-    alike = called if options.share is None else _without_sizes(called)
-    key = options.policy, options.share, autocast_state(), alike
+    share = options.share
+    alike = called if share is None else _without_sizes(called)
+    key = options.policy, share, autocast_state(), alike
     found = _VERIFIED.get(key)
     if found is None:
-        found = _VERIFIED[key] = Verified(options.share)
+        found = _VERIFIED[key] = Verified(share)
         if len(_VERIFIED) > _MOST_KEYS:
             del _VERIFIED[next(iter(_VERIFIED))]
     found.count()
