@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,9 +11,8 @@ import torch
 
 import membudget as mb
 from membudget.attach import has_region
-from membudget.memory.counting import Counted
 from tests.field.case import Case, seed_everything
-from tests.field.counting_allocator import restarted, so_far
+from tests.field.held import Trained, begun, held
 from tests.field.registry import CASES
 from tests.field.vision_operators import import_torchvision
 
@@ -52,14 +51,9 @@ def train(accelerator: Any, model: Any, optimizer: Any, batches: list[Any]) -> N
             optimizer.zero_grad()
 
 
-def trained(
-    name: str, limit: int | None, is_prepared_before: bool
-) -> tuple[list[torch.Tensor], int, Any]:
-    """Train by accelerate; return the weights, the peak, and what was fitted."""
-    gc.collect()
-    before = restarted()
-    if limit is not None:  # Whatever lives already counts, too.
-        limit += Counted(torch.device("cpu")).live_bytes()
+def trained(name: str, is_prepared_before: bool, limit: int | None) -> Trained:
+    """Train by accelerate."""
+    peak_bytes, limit = begun(limit)
     made, prepares = CASES[name].make(), accelerator()
     model = made.model
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -74,12 +68,12 @@ def trained(
         if not is_prepared_before:
             model, optimizer = prepares.prepare(model, optimizer)
         train(prepares, model, optimizer, batches)
-    most = so_far() - before
+    most = peak_bytes()
     assert not any(has_region(module) for module in made.model.modules())
     with torch.no_grad():
         model(**batches[0])  # It still runs, whatever was put around its forward.
     weights = [p.detach() for p in made.model.state_dict().values()]
-    return weights, most, fitted
+    return Trained(weights, most, fitted)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +86,8 @@ def trained(
 def test_an_accelerated_loop_keeps_its_budget_and_its_weights(
     architecture: Case, is_prepared_before
 ):
-    name = architecture.name
-    plain, plain_bytes, _ = trained(name, None, is_prepared_before)
-    limit = int(SHARE * plain_bytes)
-    for _ in range(6):
-        try:
-            found, peak_bytes, fitted = trained(name, limit, is_prepared_before)
-            break
-        except mb.BudgetError as error:
-            limit += error.least_bytes - error.asked_bytes
-    else:
-        pytest.fail("six budgets were refused")
-    assert all(map(torch.equal, plain, found))
-    assert peak_bytes <= limit < 0.95 * plain_bytes
-    assert sum(s.uses for s in fitted.status().situations) == STEPS * ACCUMULATION
+    train = partial(trained, architecture.name, is_prepared_before)
+    found = held(train, SHARE)
+    assert found.limit_bytes < 0.95 * found.plain_bytes
+    situations = found.fitted.status().situations
+    assert sum(s.uses for s in situations) == STEPS * ACCUMULATION

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,8 +17,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.attach import has_region
 from membudget.integrations.lightning import BudgetCallback
-from membudget.memory.counting import Counted
-from tests.field.counting_allocator import restarted, so_far
+from tests.field.held import Trained, begun, held
 from tests.field.registry import CASES
 from tests.field.vision_operators import import_torchvision
 
@@ -215,15 +214,10 @@ def batches(number: int = STEPS * 2) -> Any:
     return torch.utils.data.DataLoader(drawn, batch_size=None)
 
 
-def trained(
-    make: Callable[[Any], Any], limit: int | None, precision: str = "bf16-mixed"
-) -> tuple[list[Tensor], int, Any]:
-    """Train a LightningModule; return the weights, the peak, and what was fitted."""
+def trained(make: Callable[[Any], Any], precision: str, limit: int | None) -> Trained:
+    """Train a LightningModule."""
     library = lightning()
-    gc.collect()
-    before = restarted()
-    if limit is not None:  # Whatever lives already counts, too.
-        limit += Counted(torch.device("cpu")).live_bytes()
+    peak_bytes, limit = begun(limit)
     torch.manual_seed(0)
     model = make(library.LightningModule)
     callbacks = [] if limit is None else [BudgetCallback(limit)]
@@ -238,35 +232,18 @@ def trained(
     trainer = trainer_of(library, callbacks, precision=precision, **options)
     torch.manual_seed(1)
     trainer.fit(model, batches(), batches(1))
-    most = so_far() - before
+    most = peak_bytes()
     assert not any(has_region(module) for module in model.modules())
     weights = [tensor.detach() for tensor in model.state_dict().values()]
-    return weights, most, callbacks[0].fitted if callbacks else None
-
-
-def held(make: Callable[[Any], Any], precision: str) -> tuple[int, int]:
-    """Train within the least budget from a share on; return plain bytes and budget."""
-    plain, plain_bytes, _ = trained(make, None, precision)
-    limit = int(SHARE * plain_bytes)
-    for _ in range(6):
-        try:
-            found, peak_bytes, fitted = trained(make, limit, precision)
-            break
-        except mb.BudgetError as error:
-            limit += error.least_bytes - error.asked_bytes
-    else:
-        pytest.fail("six budgets were refused")
-    assert all(map(torch.equal, plain, found))
-    assert peak_bytes <= limit
-    assert sum(s.uses for s in fitted.status().situations) >= STEPS
-    return plain_bytes, limit
+    return Trained(weights, most, callbacks[0].fitted if callbacks else None)
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_trainer_keeps_its_budget_and_its_weights(make, precision):
-    plain_bytes, limit = held(make, precision)
-    assert limit < 0.95 * plain_bytes  # Or plain training would keep it, too.
+    found = held(partial(trained, make, precision), SHARE)
+    assert sum(s.uses for s in found.fitted.status().situations) >= STEPS
+    assert found.limit_bytes < 0.95 * found.plain_bytes  # Or plain training keeps it.
 
 
 def planned(callback: BudgetCallback) -> set[str]:

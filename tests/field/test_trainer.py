@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-import membudget as mb
-from membudget.memory.counting import Counted
 from tests.field.case import Case, seed_everything
-from tests.field.counting_allocator import restarted, so_far
+from tests.field.held import Trained, begun, held
 from tests.field.registry import CASES
 from tests.field.vision_operators import import_torchvision
 
@@ -30,19 +27,14 @@ NAMES = (
 STEPS, ACCUMULATION, SHARE = 3, 2, 0.75
 
 
-def trained(
-    name: str, folder: Path, limit: int | None
-) -> tuple[list[torch.Tensor], int, Any]:
-    """Train by the Trainer; return the weights, the peak, and the callback."""
+def trained(name: str, folder: Path, limit: int | None) -> Trained:
+    """Train by the Trainer; the callback stands for what was fitted."""
     import_torchvision()  # transformers takes it where it is.
     from transformers import Trainer, TrainingArguments
 
     from membudget.integrations.transformers import BudgetCallback
 
-    gc.collect()
-    before = restarted()
-    if limit is not None:  # Whatever lives already counts, too.
-        limit += Counted(torch.device("cpu")).live_bytes()
+    peak_bytes, limit = begun(limit)
     made = CASES[name].make()
     callbacks = [] if limit is None else [BudgetCallback(limit)]
     arguments = TrainingArguments(
@@ -71,25 +63,13 @@ def trained(
         callbacks=callbacks,
     )
     trainer.train()
-    most = so_far() - before
+    most = peak_bytes()
     weights = [p.detach() for p in made.model.state_dict().values()]
-    return weights, most, callbacks[0] if callbacks else None
+    return Trained(weights, most, callbacks[0] if callbacks else None)
 
 
 @pytest.mark.parametrize("architecture", [CASES[name] for name in NAMES])
 def test_a_trainer_keeps_its_budget_and_its_weights(architecture: Case, tmp_path: Path):
-    name = architecture.name
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        plain, plain_bytes, _ = trained(name, tmp_path, None)
-        limit = int(SHARE * plain_bytes)
-        for _ in range(6):
-            try:
-                found, peak_bytes, _ = trained(name, tmp_path, limit)
-                break
-            except mb.BudgetError as error:
-                limit += error.least_bytes - error.asked_bytes
-        else:
-            pytest.fail("six budgets were refused")
-    assert all(map(torch.equal, plain, found))
-    assert peak_bytes <= limit
+        held(partial(trained, architecture.name, tmp_path), SHARE)
