@@ -101,7 +101,7 @@ class ByteHolder(NamedTuple):
 class BudgetError(MembudgetError, ValueError):
     """No plan fits in the budget.
 
-    All are bytes in all, like a budget in bytes: `fit` accepts `least_bytes`.
+    Each is a total, like a budget in bytes: `fit` accepts `least_bytes`.
 
     Attributes:
         asked_bytes: The budget.

@@ -1,4 +1,4 @@
-"""Which calls are verified of those that run the same code in another way.
+"""Choose which calls to verify among those that run the same code on other data.
 
 A loop over sequences calls a region with a new length in almost every step, and a model
 that drops layers at random runs other layers. If each of these calls were verified, few
@@ -50,7 +50,7 @@ class Sampling:
 
 
 def is_due_as(number: int) -> bool:
-    """Return whether the new one of this number is verified: 1, 2, 4, 8, ...
+    """Return whether the n-th new size or sequence is verified: n = 1, 2, 4, 8, ...
 
     Example:
         >>> [number for number in range(1, 20) if is_due_as(number)]

@@ -19,6 +19,7 @@ from membudget.loop.awaited import Forward
 from membudget.loop.plans import History, Left, Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
+from membudget.loop.step_needs import StepNeeds
 from membudget.memory.counting import Counted
 from membudget.refusal import refused
 from membudget.report.holders import REMEDIES
@@ -32,13 +33,11 @@ class Room:
 
     Attributes:
         counted: The live bytes of the device.
-        is_share: Whether the budget is a share of what each micro-batch takes.
     """
 
     def __init__(self, limit: int | Share, on_exceed: OnExceed, counted: Counted):
         """Store the budget, in bytes or as a share."""
         self.counted = counted
-        self.is_share = isinstance(limit, Share)
         self._limit = limit
         self._on_exceed = on_exceed
 
@@ -96,14 +95,16 @@ class Room:
             return point.plain
         return smallest
 
-    def check_step(self, optimizer: Optimizer, need_bytes: int) -> None:
+    def check_step(self, optimizer: Optimizer, needs: StepNeeds) -> None:
         """Refuse the step of an optimizer that needs more than is left.
 
         Raises:
             BudgetError: If nothing else was asked for.
+            OptionError: If the optimizer cannot step on fake tensors.
         """
         if isinstance(self._limit, Share):
             return  # It does not bound what lives beside the micro-batch.
+        need_bytes = needs.bytes_of(optimizer)
         live_bytes = self.counted.live_bytes()
         if live_bytes + need_bytes <= self._limit:
             return

@@ -230,13 +230,11 @@ class Root:
         """
         self.meter.mark("step")
         self.optimizer = self.optimizer or optimizer
-        if self._given is None and not self._room.is_share:
+        if self._given is None:
             try:
-                need_bytes = self._steps.bytes_of(optimizer)
+                self._room.check_step(optimizer, self._steps)
             except OptionError as error:
                 self._not_foreseen = str(error)
-                return
-            self._room.check_step(optimizer, need_bytes)
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
