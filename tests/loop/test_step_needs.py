@@ -10,6 +10,8 @@ from torch import nn
 
 import membudget as mb
 from membudget.loop.step_needs import StepNeeds
+from membudget.memory.counting import Counted
+from tests.loop.training import counted
 
 WIDTH = 64
 
@@ -75,3 +77,37 @@ def test_a_step_that_makes_late_state_over_budget_is_refused():
         with pytest.raises(mb.BudgetError, match="the next step of Adam needs"):
             train(model, optimizer, is_whole=True)
     assert not optimizer.state[model.other.weight]
+
+
+def test_a_step_that_cannot_be_recorded_is_expected_to_take_what_the_last_two_did():
+    model = Halves()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    needs = StepNeeds(model)
+    model(torch.ones(2, WIDTH), True).sum().backward()
+    taken = []
+    for took_bytes in (500, 100, 200):
+        needs.learn(optimizer, took_bytes)
+        taken.append(needs.bytes_of(optimizer))
+    assert taken == [0, 100, 100]
+    assert "closure" in needs.why_not
+
+
+def test_what_lbfgs_adds_to_its_history_is_refused_before_it_is_over_budget():
+    model = Halves()
+    parameters_bytes = sum(p.nbytes for p in model.parameters())
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+    x = torch.randn(2, WIDTH)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(x, True).square().mean()
+        loss.backward()
+        return loss
+
+    error = pytest.raises(mb.BudgetError, match="the next step of LBFGS needs")
+    with counted() as seen:
+        limit = Counted(torch.device("cpu")).live_bytes() + 20 * parameters_bytes
+        with mb.budget(model, limit), error:
+            for _ in range(20):
+                optimizer.step(closure)
+    assert limit - 6 * parameters_bytes < seen.most_bytes <= limit

@@ -50,7 +50,7 @@ class Awaited:
         return awaited
 
     def add(
-        self, forward: Forward, outputs: Sequence[Tensor], begun: Callable[[], None]
+        self, forward: Forward, outputs: Sequence[Tensor], begun: Callable[[], object]
     ) -> None:
         """Await the backward pass of a forward; call `begun` when it begins."""
 

@@ -36,11 +36,13 @@ class Measured:
         tail_bytes: The same between forward and backward of the model, above what was
             live when the model returned; `None` if no backward pass began.
         is_in_autocast: Whether the backward pass began in autocast.
+        step_bytes: The peak since "step", above what was live then; `None` without it.
     """
 
     peak_bytes: int
     tail_bytes: int | None
     is_in_autocast: bool = False
+    step_bytes: int | None = None
 
 
 class _At(NamedTuple):
@@ -83,9 +85,14 @@ class BatchMeter:
         self._spare_bytes = spare_bytes
         self._marks = {}
 
-    def mark(self, what: Mark) -> None:
-        """Note that a part of the micro-batch has ended; only its first end counts."""
-        if self._marks is not None and what not in self._marks:
+    def mark(self, what: Mark) -> bool:
+        """Note that a part of the micro-batch has ended; only its first end counts.
+
+        Returns:
+            Whether it was that.
+        """
+        is_first = self._marks is not None and what not in self._marks
+        if self._marks is not None and is_first:
             inner = self._inner() if what == "backward" else []
             spare_bytes = sum(peer._spare_bytes() for peer in inner)
             counted = self._counted
@@ -99,6 +106,7 @@ class BatchMeter:
             counted.restart()
             for peer in inner:
                 peer.mark("step")
+        return is_first
 
     def _inner(self) -> list[BatchMeter]:
         """Return the peers whose backward pass was between this forward and now."""
@@ -118,8 +126,9 @@ class BatchMeter:
         marks, self._marks = self._marks, None
         if marks is None:
             return None
-        if "step" in marks:
-            del marks["end"]  # No plan of this model changes what came after.
+        step_bytes = None
+        if "step" in marks:  # No plan of this model changes what came after.
+            step_bytes = marks.pop("end").peak_bytes - marks["step"].live_bytes
         peak_bytes = max(at.bounded_bytes for at in marks.values())
         tail_bytes, is_in_autocast = None, False
         # An earlier call's backward pass may begin while the model is called.
@@ -127,4 +136,4 @@ class BatchMeter:
             tail_bytes = marks["backward"].peak_bytes - marks["outputs"].live_bytes
             is_in_autocast = marks["backward"].is_in_autocast
         took_bytes = peak_bytes - self._before_bytes
-        return Measured(took_bytes, tail_bytes, is_in_autocast)
+        return Measured(took_bytes, tail_bytes, is_in_autocast, step_bytes)

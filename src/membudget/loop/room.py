@@ -100,7 +100,6 @@ class Room:
 
         Raises:
             BudgetError: If nothing else was asked for.
-            OptionError: If the optimizer cannot step on fake tensors.
         """
         if isinstance(self._limit, Share):
             return  # It does not bound what lives beside the micro-batch.

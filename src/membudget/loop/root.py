@@ -72,10 +72,11 @@ class Root:
         self._awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
-        self._why_not = self._not_foreseen = ""
+        self._why_not = ""
         self._is_quiet = False
         self._casts = CachedCasts(model)
         self._steps = StepNeeds(model)
+        self._stepping: Optimizer | None = None
         self._call: tuple[Any, Any] = ((), {})
 
     def attach(self) -> None:
@@ -161,7 +162,7 @@ class Root:
         # On an accelerator, measuring resets what the user may want to read.
         is_free = self._room.counted.device == HOST
         is_new = history.decisions not in history.measured
-        if is_free or is_new or self._not_foreseen:
+        if is_free or is_new or self._steps.why_not:
             self.meter.begin(partial(self._plans.spare_bytes, situation))
             self._measured = situation, history
         return forward
@@ -213,7 +214,7 @@ class Root:
                     try:
                         return profile_step(step, self._given, fake=True)
                     except OptionError as error:  # LBFGS steps with a closure alone.
-                        self._not_foreseen = str(error)
+                        self._steps.why_not = str(error)
                 return profile_step(step, fake=True)
         except Exception as error:
             if is_out_of_memory(error):
@@ -228,13 +229,10 @@ class Root:
         Raises:
             BudgetError: If its step is over budget.
         """
-        self.meter.mark("step")
+        self._stepping = optimizer if self.meter.mark("step") else None
         self.optimizer = self.optimizer or optimizer
-        if self._given is None:
-            try:
-                self._room.check_step(optimizer, self._steps)
-            except OptionError as error:
-                self._not_foreseen = str(error)
+        if self._given is None or self._steps.why_not:
+            self._room.check_step(optimizer, self._steps)
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
@@ -248,9 +246,12 @@ class Root:
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""
         measured, self._measured = self._measured, None
+        stepping, self._stepping = self._stepping, None
         found = self.meter.end()
         if measured is None or found is None:
             return
+        if stepping is not None and found.step_bytes is not None:
+            self._steps.learn(stepping, found.step_bytes)
         situation, history = measured
         self._plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
@@ -278,8 +279,8 @@ class Root:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
-        if self._not_foreseen:
-            yield f"the optimizer's step is not foreseen: {self._not_foreseen}"
+        if self._steps.why_not:
+            yield f"the optimizer's step is measured: {self._steps.why_not}"
 
 
 class _UnrecordableError(Exception):

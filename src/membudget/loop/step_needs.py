@@ -2,16 +2,20 @@
 
 State is made for a parameter in the first step in which it has a gradient, which may be
 a late one: layers are dropped at random, or parameters unfrozen.
+
+A step that cannot be recorded on fake tensors, as that of LBFGS, is measured instead.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from membudget.errors import OptionError
 from membudget.profile.optimizer_step import next_step_bytes
 
 
@@ -19,13 +23,20 @@ from membudget.profile.optimizer_step import next_step_bytes
 class _Known:
     trained: set[int] = field(default_factory=set)  # Parameters, by identity.
     beside_bytes: int = 0
+    # The last two: one that makes state says too much of those that have it.
+    measured: deque[int] = field(default_factory=lambda: deque(maxlen=2))
 
 
 class StepNeeds:
-    """Needs of the steps of one model's optimizers."""
+    """Needs of the steps of one model's optimizers.
+
+    Attributes:
+        why_not: Why a step cannot be recorded; empty if all can.
+    """
 
     def __init__(self, model: Module):
         """Store the model; no optimizer is known."""
+        self.why_not = ""
         self._model = model
         # Weak: a later optimizer may have the address of one that is gone.
         self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
@@ -33,16 +44,26 @@ class StepNeeds:
     def bytes_of(self, optimizer: Optimizer) -> int:
         """Return the bytes of state that an optimizer lacks, and of temporaries.
 
-        Its step is recorded if a parameter has a gradient that had none before.
-
-        Raises:
-            OptionError: If the optimizer cannot step on fake tensors.
+        Its step is recorded if a parameter has a gradient that had none before. If that
+        fails, the next step is expected to take what the last two did.
         """
-        known = self._known.setdefault(optimizer, _Known())
+        known = self._known_of(optimizer)
         trained = {id(p) for p in self._model.parameters() if p.grad is not None}
         lacking_bytes = 0
         if not trained <= known.trained:
             known.trained |= trained
-            lacking_bytes, beside_bytes = next_step_bytes(self._model, optimizer)
+            try:
+                lacking_bytes, beside_bytes = next_step_bytes(self._model, optimizer)
+            except OptionError as error:
+                self.why_not, beside_bytes = str(error), 0
             known.beside_bytes = max(known.beside_bytes, beside_bytes)
+        if self.why_not and len(known.measured) == 2:
+            return min(known.measured)
         return lacking_bytes + known.beside_bytes
+
+    def learn(self, optimizer: Optimizer, took_bytes: int) -> None:
+        """Note what a step took, or the part of one behind a call of its closure."""
+        self._known_of(optimizer).measured.append(took_bytes)
+
+    def _known_of(self, optimizer: Optimizer) -> _Known:
+        return self._known.setdefault(optimizer, _Known())
