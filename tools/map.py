@@ -34,6 +34,7 @@ FLOORS = (
     ("regions on a model", "apply planned numbered spans attach policies"),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
+    ("what is saved, elsewhere", "offload"),
     (
         "a step and its state",
         "step rehearsal batch selection sharding state scope ops observer graph",

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         saved,
         storage_bytes,
     )
+    from membudget.offload import Offload, OffloadStatus, offload
     from membudget.planner.plan import Plan
     from membudget.profile import Device, Profile, Sweep, profile, sweep
     from membudget.tradeoff import Tradeoff, tradeoff
@@ -70,6 +71,8 @@ __all__ = [
     "Fitted",
     "MembudgetError",
     "MissingExtraError",
+    "Offload",
+    "OffloadStatus",
     "OptionError",
     "OptionTypeError",
     "OutOfMemoryError",
@@ -102,6 +105,7 @@ __all__ = [
     "fit",
     "is_recomputing",
     "name",
+    "offload",
     "opaque",
     "peak",
     "policies",
@@ -137,6 +141,7 @@ _HOMES = {
         "saved",
         "storage_bytes",
     ),
+    "membudget.offload": ("Offload", "OffloadStatus", "offload"),
     "membudget.planner.plan": ("Plan",),
     "membudget.profile": ("Device", "Profile", "Sweep", "profile", "sweep"),
     "membudget.tradeoff": ("Tradeoff", "tradeoff"),

@@ -15,6 +15,7 @@ import membudget as mb
 from membudget import policies
 from membudget.engine.replay import verified
 from membudget.policies import Candidate
+from tests.offload.ways import offloaded
 from tests.operators.variants import some
 from tests.oracles import (
     Backward,
@@ -119,6 +120,7 @@ replay = partial(region, engine="replay")
 
 RERUN = "rerun"
 UNGUARDED = "rerun, no guards"
+OFFLOADED = "offloaded"
 
 WAYS: dict[str, Way] = {
     RERUN: region(engine="rerun"),
@@ -127,11 +129,12 @@ WAYS: dict[str, Way] = {
     "replay, verified": replay(verify=True),
     "replay, fingerprints": replay(verify="fingerprints"),
     "replay, no guards": replay(verify=True, guards=False),
+    OFFLOADED: offloaded,
 }
 
 # What differs in one of the others nearly always differs in one of these.
 _MANY_STEPS = ("once", "double backward")
-FEW_WAYS = {n: WAYS[n] for n in (RERUN, "replay", "replay, verified")}
+FEW_WAYS = {n: WAYS[n] for n in (RERUN, "replay", "replay, verified", OFFLOADED)}
 FEW_STEPS = {name: step for name, step in STEPS.items() if name not in _MANY_STEPS}
 
 

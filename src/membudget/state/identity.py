@@ -106,6 +106,12 @@ class SavedVersion:
         """Return whether the tensor was written to after this object was created."""
         return version_of(self._counter) != self._version
 
+    def alias(self, data: Tensor) -> Tensor:
+        """Return `data` as an alias of the tensor, which shares its version counter."""
+        made = detach_with_version(self._counter)
+        made.data = data
+        return made
+
 
 @cache
 def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:

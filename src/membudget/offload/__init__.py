@@ -1,0 +1,200 @@
+"""Offload what autograd saves, around any code.
+
+`offload` is the way in. `slab` is the host memory, `entry` a saved storage and the
+views of it, `link` the copies beside the device's work, `order` what earlier steps
+asked for, and `lane` moves the storages of one device by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from membudget._torch import (
+    is_fake,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+)
+from membudget._torch_accelerator import kind
+from membudget.errors import OptionError
+from membudget.offload.entry import Kept, View
+from membudget.offload.lane import Lane
+from membudget.offload.slab import Slab
+from membudget.state.identity import address_of, is_leaf, version_of
+from membudget.text import format_bytes, parse_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadStatus:
+    """What was offloaded so far; bytes are those of storages, over all steps.
+
+    Attributes:
+        host_bytes: Host memory that was allocated.
+        most_host_bytes: The most of it that was in use.
+        out_bytes: Copied to the host.
+        first_bytes: Kept on the device, because they are asked for first.
+        living_bytes: Not copied, because somebody else keeps them alive anyway.
+        full_bytes: Kept on the device, because the host memory was full.
+        ahead_bytes: Copied back before they were asked for.
+        late_bytes: Copied back when they were.
+    """
+
+    host_bytes: int
+    most_host_bytes: int
+    out_bytes: int
+    first_bytes: int
+    living_bytes: int
+    full_bytes: int
+    ahead_bytes: int
+    late_bytes: int
+
+    def __str__(self) -> str:
+        """Return a line for each number that is not 0."""
+        rows = (
+            ("host memory", self.host_bytes),
+            ("  in use at most", self.most_host_bytes),
+            ("copied to the host", self.out_bytes),
+            ("  back, ahead of time", self.ahead_bytes),
+            ("  back, when asked for", self.late_bytes),
+            ("kept: asked for first", self.first_bytes),
+            ("kept: live anyway", self.living_bytes),
+            ("kept: no room on host", self.full_bytes),
+        )
+        return "\n".join(f"{text:24}{format_bytes(n)}" for text, n in rows if n)
+
+
+class Offload:
+    """Offloads what autograd saves while it is entered; made by `offload`.
+
+    It may be entered again for each step, in any thread, and inside of itself. Backward
+    passes may run after it was left.
+    """
+
+    def __init__(self, host: int, window: int, smallest: int):
+        """Store the options; host memory is allocated on first use."""
+        self._host_bytes = host
+        self._window_bytes = window
+        self._smallest_bytes = smallest
+        self._slab: Slab | None = None
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def __enter__(self) -> Offload:
+        """Begin to offload.
+
+        Raises:
+            OptionError: If the host has not that much memory.
+        """
+        if self._slab is None:
+            self._slab = Slab(self._host_bytes, torch.device(kind() or "cpu"))
+        push_saved_tensors_hooks(self._pack, _unpack)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Save tensors as usual from here on."""
+        pop_saved_tensors_hooks()
+        for lane in self._lanes.values():
+            lane.tidy()
+
+    def status(self) -> OffloadStatus:
+        """Return what was offloaded so far, printable."""
+        moved = {
+            name: sum(lane.moved_bytes[name] for lane in self._lanes.values())
+            for name in ("out", "first", "living", "full", "ahead", "late")
+        }
+        return OffloadStatus(
+            host_bytes=self._slab.size if self._slab else 0,
+            most_host_bytes=self._slab.most_used_bytes if self._slab else 0,
+            **{f"{name}_bytes": size for name, size in moved.items()},
+        )
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if not self._may_move(tensor):
+            return Kept(tensor)
+        lane = self._lanes.get(tensor.device)
+        if lane is None:
+            assert self._slab is not None
+            lane = Lane(tensor.device, self._slab, self._window_bytes)
+            self._lanes[tensor.device] = lane
+        return lane, lane.save(tensor)
+
+    def _may_move(self, tensor: Tensor) -> bool:
+        return (
+            type(tensor) is Tensor
+            and tensor.layout == torch.strided
+            and tensor.device.type == (kind() or "cpu")
+            and address_of(tensor) != 0
+            and not is_fake(tensor)
+            and version_of(tensor) >= 0
+            and not (tensor.is_conj() or tensor.is_neg())
+            and tensor.untyped_storage().nbytes() >= self._smallest_bytes
+            and not _is_of_parameter(tensor)
+        )
+
+
+def _unpack(packed: Kept | tuple[Lane, View]) -> Tensor:
+    if isinstance(packed, Kept):
+        return packed.restored()
+    lane, view = packed
+    return lane.ask(view)
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    """Return whether a tensor is a view of a leaf, as the weight of a linear layer."""
+    base = tensor if tensor._base is None else tensor._base
+    return base.requires_grad and is_leaf(base)
+
+
+def offload(
+    host: int | str, *, window: int | str = "512MiB", smallest: int | str = "64KiB"
+) -> Offload:
+    """Offload what autograd saves to host memory, around any code.
+
+    Copies run beside the device's work. The first step notes the order in which its
+    backward pass asks for what was saved; later steps of the same sizes copy back in
+    that order, ahead of time, and keep on the device what is asked for first. Values
+    are bitwise those of the plain step: dropped is nothing, and copied are whole
+    storages, once for all tensors that view one.
+
+    Args:
+        host: Bytes of host memory, allocated once, page-locked where there is an
+            accelerator. Where it is full, tensors stay on the device.
+        window: Bytes on the device for what is on its way out, was copied back ahead of
+            time, or is kept because it is asked for first; half of it for these.
+        smallest: Storages of fewer bytes stay on the device. So do parameters, tensor
+            subclasses, and tensors that are not strided.
+
+    Returns:
+        A context manager. Make one, and enter it in every step.
+
+    Raises:
+        OptionError: If a number of bytes is none.
+
+    Note:
+        On a machine without an accelerator, tensors are copied from host memory to host
+        memory, which saves nothing, and shows that a step keeps its bits.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
+        >>> off = mb.offload("8MiB")
+        >>> for _ in range(2):
+        ...     with off:
+        ...         loss = model(torch.randn(512, 256)).square().mean()
+        ...     loss.backward()
+        >>> off.status().late_bytes < off.status().out_bytes
+        True
+    """
+    sizes = {"host": host, "window": window, "smallest": smallest}
+    found = {name: parse_bytes(size) for name, size in sizes.items()}
+    if found["host"] <= 0:
+        raise OptionError(f"host must be a number of bytes above 0; got {host!r}")
+    return Offload(found["host"], found["window"], found["smallest"])

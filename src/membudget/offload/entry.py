@@ -1,0 +1,139 @@
+"""A storage that autograd saved, and the views of it that autograd holds.
+
+autograd's node ──> View ──┐
+autograd's node ──> View ──┴──> Entry ──> storage on the device, or block on the host
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from membudget.errors import ChangedSinceForwardError
+from membudget.offload.slab import Block
+from membudget.state.identity import SavedVersion, version_of
+
+
+class Entry:
+    """A saved storage, on the device, on its way, or on the host.
+
+    Attributes:
+        number: Its place in the step.
+        size: Its bytes.
+        source: The storage; `None` once it was copied and let go.
+        original: Weak reference to the storage, which others may keep alive.
+        block: Its bytes on the host, if it was copied.
+        copied: Event of the end of that copy.
+        loaded: What was copied back, until all views have asked for it.
+        arrived: Event of the end of that copy.
+        stream: The stream that it was allocated for.
+        views: How many views of it autograd holds.
+        unasked: How many of these were not asked for yet.
+        is_counted: Whether it takes a part of the window.
+    """
+
+    __slots__ = (
+        *("__weakref__", "_handed", "arrived", "block", "copied", "is_counted"),
+        *("loaded", "number", "original", "size", "source", "stream", "unasked"),
+        "views",
+    )
+
+    def __init__(self, storage: UntypedStorage, number: int):
+        """Hold a storage."""
+        self.number = number
+        self.size = storage.nbytes()
+        self.source: UntypedStorage | None = storage
+        self.original = ref(storage)
+        self.block: Block | None = None
+        self.loaded: UntypedStorage | None = None
+        self.copied: Any = None
+        self.arrived: Any = None
+        self.stream: Any = None
+        self.views = self.unasked = 0
+        self.is_counted = False
+        self._handed: Callable[[], UntypedStorage | None] = lambda: None
+
+    def copy(self) -> UntypedStorage | None:
+        """Return what was copied back, if it is still there."""
+        return self.loaded if self.loaded is not None else self._handed()
+
+    def hand_over(self) -> None:
+        """Leave to autograd alone what was loaded, if no other view will ask for it."""
+        if self.loaded is not None and not self.unasked:
+            self._handed, self.loaded = ref(self.loaded), None
+
+
+Dropped = Callable[[tuple[Entry, bool]], None]
+"""Called with the entry of a view that autograd dropped, and if it was asked for."""
+
+
+class View:
+    """A saved tensor whose bytes may be elsewhere.
+
+    Attributes:
+        entry: Its storage.
+        was_asked: Whether autograd has asked for it.
+    """
+
+    __slots__ = ("_dropped", "_form", "_version", "entry", "was_asked")
+
+    def __init__(self, tensor: Tensor, entry: Entry, dropped: Dropped):
+        """Note what is to be restored."""
+        self.entry = entry
+        self.was_asked = False
+        size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self._form = tensor.dtype, tensor.device, size, stride, offset
+        self._version = SavedVersion(tensor)
+        self._dropped = dropped
+        entry.views += 1
+        entry.unasked += 1
+
+    def restored(self, storage: UntypedStorage) -> Tensor:
+        """Return the tensor, on a storage with its bytes.
+
+        Raises:
+            ChangedSinceForwardError: If it was written to after autograd saved it.
+        """
+        dtype, device, size, stride, offset = self._form
+        if self._version.has_moved():
+            raise overwritten(tuple(size))
+        made = torch.empty(0, dtype=dtype, device=device)
+        return self._version.alias(made.set_(storage, offset, size, stride))
+
+    def __del__(self) -> None:
+        """Let go of the storage. Any thread may run this at any time."""
+        self._dropped((self.entry, self.was_asked))
+
+
+class Kept:
+    """A saved tensor that stays where it is."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: Tensor):
+        """Hold an alias without autograd's graph, which would never be freed."""
+        self._tensor = tensor.detach()
+        self._version = version_of(tensor)
+
+    def restored(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            ChangedSinceForwardError: If it was written to after autograd saved it.
+        """
+        if version_of(self._tensor) > self._version:
+            raise overwritten(tuple(self._tensor.shape))
+        return self._tensor
+
+
+def overwritten(shape: tuple[int, ...]) -> ChangedSinceForwardError:
+    """Return autograd's error, whose check is off where tensors are packed by hooks."""
+    return ChangedSinceForwardError(
+        "one of the variables needed for gradient computation has been modified by an "
+        f"inplace operation: a saved tensor of shape {shape} was written to before its "
+        "backward pass. Write to a clone, or write before it is used"
+    )

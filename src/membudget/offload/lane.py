@@ -1,0 +1,238 @@
+"""Move the saved storages of one device out and back.
+
+    forward   save ──> copy out ──> let go of the source when that has ended
+    backward  ask ──> wait for the copy in ──> copy in what is asked for next
+
+Rules:
+    1. What is saved is a storage. All views of one share a copy. It is copied when the
+       operator that saves it has run: some, as `rrelu`, write to what they saved.
+    2. A storage that lives anyway is not copied back, and in later steps not out.
+    3. Bytes of storages that are on their way out, were loaded, or are kept because
+       they are asked for first, are at most `window_bytes`. What is asked for and not
+       there is loaded beyond that.
+    4. A source is let go when its copy has ended: the host sees that, or the stream
+       that computes waits for it.
+    5. A loaded copy is allocated for the stream that computes, and written after all
+       that this stream was given before; it is read, and freed, after it has arrived.
+    6. A block of the host is given back when no view needs it and its copy has ended,
+       and is written again after all copies from the host have ended.
+    7. Autograd may drop a view in any thread, at any time, and ask for one twice or
+       never: what follows is done when the next view is made or asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
+from threading import RLock, get_ident
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from membudget._torch import current_graph_task_id, node_sequence_number
+from membudget.offload.entry import Entry, View
+from membudget.offload.link import Link, bytes_of, has_happened
+from membudget.offload.order import Order
+from membudget.offload.slab import Slab
+from membudget.state.identity import address_of
+
+OUTSIDE_BACKWARD = -1
+
+
+@dataclass
+class _Unsent:
+    """What the operator saves that a thread runs now."""
+
+    node: int = -1  # Of autograd; numbers rise in each thread.
+    entries: list[Entry] = field(default_factory=list)
+
+
+class Lane:
+    """The saved storages of one device.
+
+    Attributes:
+        moved_bytes: Bytes of storages, by what became of them: `"out"`, `"first"` (kept
+            because they are asked for first), `"living"`, `"full"` (kept because the
+            host's memory is full), `"ahead"` (loaded before they were asked for) and
+            `"late"` (loaded when they were).
+    """
+
+    def __init__(self, device: torch.device, slab: Slab, window_bytes: int):
+        """Use a slab that other devices may use, too."""
+        self.moved_bytes: Counter[str] = Counter()
+        self._slab = slab
+        self._window_bytes = window_bytes
+        self._link = Link(device)
+        self._order = Order(window_bytes // 2)
+        self._by_address: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        self._by_number: WeakValueDictionary[int, Entry] = WeakValueDictionary()
+        self._leaving: deque[Entry] = deque()  # By the end of their copies.
+        self._dropped: deque[tuple[Entry, bool]] = deque()
+        self._held_bytes = self._live = 0
+        self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
+        self._lock = RLock()
+
+    def save(self, tensor: Tensor) -> View:
+        """Return what autograd holds in place of a tensor."""
+        with self._lock:
+            if self._unsent[get_ident()].node != (node := node_sequence_number()):
+                self.tidy()
+                self._unsent[get_ident()].node = node
+            address, storage = address_of(tensor), tensor.untyped_storage()
+            entry = self._by_address.get(address)
+            if entry is not None and entry.original() is storage:
+                return View(tensor, entry, self._dropped.append)
+            self._by_address[address] = entry = self._new_entry(storage)
+            return View(tensor, entry, self._dropped.append)
+
+    def ask(self, view: View) -> Tensor:
+        """Return the tensor of a view, for the stream that is current.
+
+        Raises:
+            ChangedSinceForwardError: If it was written to after autograd saved it.
+        """
+        with self._lock:
+            self.tidy()
+            entry = view.entry
+            self._order.ask(entry.number)
+            entry.unasked -= not view.was_asked
+            view.was_asked = True
+            tensor = view.restored(self._storage_of(entry))
+            entry.hand_over()
+            self._load_ahead()
+            return tensor
+
+    def tidy(self) -> None:
+        """Begin copies out; follow up on those that ended, and on dropped views.
+
+        No operator that saves tensors may be running in this thread.
+        """
+        with self._lock:
+            while self._dropped:
+                entry, was_asked = self._dropped.popleft()
+                entry.views -= 1
+                entry.unasked -= not was_asked
+                if not entry.views:
+                    self._finish(entry)
+            self._send_all()
+            self._release()
+
+    # Out.
+
+    def _new_entry(self, storage: UntypedStorage) -> Entry:
+        order = self._order
+        is_forward = current_graph_task_id() == OUTSIDE_BACKWARD
+        if is_forward and (order.now.asked or not self._live):
+            order.begin_step()
+            self._by_number.clear()
+        entry = Entry(storage, order.save(storage.nbytes()))
+        self._by_number[entry.number] = entry
+        self._live += 1
+        if order.expected is not None and entry.number in order.expected.living:
+            order.now.living.add(entry.number)
+            self._note("living", entry)
+        elif entry.number in order.kept:
+            self._note("first", entry)
+            self._count(entry)
+        else:
+            self._unsent[get_ident()].entries.append(entry)
+        return entry
+
+    def _send_all(self) -> None:
+        unsent = self._unsent.pop(get_ident(), None)
+        for entry in unsent.entries if unsent else ():
+            if entry.views and entry.source is not None:
+                self._send(entry, entry.source)
+
+    def _send(self, entry: Entry, source: UntypedStorage) -> None:
+        entry.block = self._slab.take(entry.size)
+        if entry.block is None:
+            self._note("full", entry)
+            return
+        self._note("out", entry)
+        self._count(entry)
+        entry.copied = self._link.copy_out(bytes_of(source), entry.block.content)
+        self._leaving.append(entry)
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of what has been copied; wait for that where it is over the window."""
+        while self._leaving:
+            entry = self._leaving[0]
+            if not has_happened(entry.copied):
+                if self._held_bytes <= self._window_bytes:
+                    break
+                self._link.wait(entry.copied)
+            self._leaving.popleft()
+            entry.source = None
+            self._discount(entry)
+            if not entry.views and entry.block is not None:
+                self._slab.give_back(entry.block)
+
+    # Back.
+
+    def _storage_of(self, entry: Entry) -> UntypedStorage:
+        """Return the bytes of an entry on the device, for the current stream."""
+        if entry.source is not None:
+            return entry.source
+        original = entry.original()
+        if original is not None:
+            self._order.now.living.add(entry.number)
+            return original
+        copy = entry.copy()
+        if copy is None:
+            copy = self._load(entry)
+            self._note("late", entry)
+        self._link.wait(entry.arrived)
+        self._link.lend(copy, entry.stream)
+        return copy
+
+    def _load_ahead(self) -> None:
+        for number in self._order.coming():
+            entry = self._by_number.get(number)
+            if entry is None or _is_on_device(entry):
+                continue
+            if self._held_bytes + entry.size > self._window_bytes:
+                break
+            self._load(entry)
+            self._note("ahead", entry)
+
+    def _load(self, entry: Entry) -> UntypedStorage:
+        assert entry.block is not None
+        self._count(entry)
+        entry.stream = self._link.now()
+        made, entry.arrived = self._link.copy_in(entry.block.content, entry.copied)
+        entry.loaded = made
+        return made
+
+    # The end.
+
+    def _finish(self, entry: Entry) -> None:
+        self._live -= 1
+        if entry in self._leaving:
+            return  # Its source is read, and its block is written, until that ends.
+        if entry.loaded is not None:  # Nobody asked for it.
+            self._link.wait(entry.arrived)
+            entry.loaded = None
+        self._discount(entry)
+        entry.source = None
+        if entry.block is not None:
+            self._slab.give_back(entry.block)
+
+    def _note(self, what: str, entry: Entry) -> None:
+        self.moved_bytes[what] += entry.size
+
+    def _count(self, entry: Entry) -> None:
+        self._held_bytes += 0 if entry.is_counted else entry.size
+        entry.is_counted = True
+
+    def _discount(self, entry: Entry) -> None:
+        self._held_bytes -= entry.size if entry.is_counted else 0
+        entry.is_counted = False
+
+
+def _is_on_device(entry: Entry) -> bool:
+    return (
+        entry.source is not None or entry.copy() is not None or bool(entry.original())
+    )

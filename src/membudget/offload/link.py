@@ -1,0 +1,88 @@
+"""Copies between a device and the host, beside the device's other work.
+
+    compute ──●───────────────────────────●── reads ──
+              └> out: device -> host      |
+                         in: host -> device ┘
+
+Each direction has a stream of its own. On the CPU there are none, and copies are done
+when the call returns.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from membudget._torch_accelerator import stream_of
+
+
+class Link:
+    """The two directions of copies of one device. Events of the CPU are `None`."""
+
+    def __init__(self, device: torch.device):
+        """Make the streams, if the device has any."""
+        self._device = device
+        has_streams = stream_of(device) is not None
+        self._out = torch.Stream(device) if has_streams else None
+        self._in = torch.Stream(device) if has_streams else None
+        self._last_in: Any = None
+
+    def copy_out(self, source: Tensor, target: Tensor) -> Any:
+        """Copy to the host all that was written so far; return the event of its end.
+
+        The source must not be freed before that event.
+        """
+        if self._out is None:
+            target.copy_(source)
+            return None
+        self._out.wait_event(self.now().record_event())
+        if self._last_in is not None:  # The block may be one that is still read from.
+            self._out.wait_event(self._last_in)
+        return _copy(source, target, self._out)
+
+    def copy_in(self, source: Tensor, copied: Any) -> tuple[UntypedStorage, Any]:
+        """Copy back what an event says has arrived; return the copy, and its event.
+
+        Memory is allocated for the stream that computes, which must wait for the event.
+        """
+        made = torch.empty_like(source, device=self._device)
+        if self._in is None:
+            return made.copy_(source).untyped_storage(), None
+        # What had this memory before may not have been read yet.
+        self._in.wait_event(self.now().record_event())
+        self._in.wait_event(copied)
+        self._last_in = _copy(source, made, self._in)
+        return made.untyped_storage(), self._last_in
+
+    def now(self) -> Any:
+        """Return the stream that computes."""
+        return stream_of(self._device)
+
+    def wait(self, event: Any) -> None:
+        """Let what is launched next run after an event."""
+        if event is not None:
+            self.now().wait_event(event)
+
+    def lend(self, storage: UntypedStorage, made_on: Any) -> None:
+        """Let the stream that computes use what was allocated for another one."""
+        if self.now() != made_on:
+            bytes_of(storage).record_stream(self.now())
+
+
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """Return all bytes of a storage as a tensor."""
+    made = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return made.set_(storage)
+
+
+def _copy(source: Tensor, target: Tensor, stream: Any) -> Any:
+    with stream:
+        target.copy_(source, non_blocking=True)
+        return stream.record_event()
+
+
+def has_happened(event: Any) -> bool:
+    """Return whether the host need not wait for an event."""
+    return event is None or event.query()

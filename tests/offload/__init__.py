@@ -1,0 +1,1 @@
+"""Tests of offloading, on the CPU and again on the emulated device."""

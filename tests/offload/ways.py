@@ -1,0 +1,48 @@
+"""The ways of running a call while what autograd saves is offloaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import membudget as mb
+from tests.oracles import Way
+from tests.zoo import Call
+
+SMALL = 1
+"""Offload every storage that has bytes."""
+
+
+def offloaded(call: Call, window: int = 1 << 20, steps: int = 1) -> Any:
+    """Run a call with all it saves offloaded."""
+    with mb.offload("4MiB", window=window, smallest=SMALL):
+        return call.function(*call.args, **call.kwargs)
+
+
+def with_regions(engine: str, is_inside: bool) -> Way:
+    """Return the way that offloads around a region, or inside of one."""
+
+    def way(call: Call) -> Any:
+        off = mb.offload("4MiB", window=0, smallest=SMALL)
+
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            with off:
+                return call.function(*args, **kwargs)
+
+        if is_inside:
+            return mb.checkpoint(engine=engine)(inner)(*call.args, **call.kwargs)
+        with off:
+            return mb.checkpoint(engine=engine)(call.function)(
+                *call.args, **call.kwargs
+            )
+
+    return way
+
+
+WAYS: dict[str, Way] = {
+    "offload": offloaded,
+    "no window": lambda call: offloaded(call, window=0),
+    "around replay": with_regions("replay", is_inside=False),
+    "around rerun": with_regions("rerun", is_inside=False),
+    "inside replay": with_regions("replay", is_inside=True),
+    "inside rerun": with_regions("rerun", is_inside=True),
+}
