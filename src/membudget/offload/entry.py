@@ -37,13 +37,15 @@ class Entry:
     """
 
     __slots__ = (
-        *("__weakref__", "_handed", "arrived", "block", "copied", "is_counted"),
-        *("loaded", "number", "original", "size", "source", "stream", "unasked"),
-        "views",
+        *("__weakref__", "_first", "_handed", "_version", "arrived", "block"),
+        *("copied", "is_counted", "loaded", "number", "original", "size", "source"),
+        *("stream", "unasked", "views"),
     )
 
-    def __init__(self, storage: UntypedStorage, number: int):
-        """Hold a storage."""
+    def __init__(self, tensor: Tensor, storage: UntypedStorage, number: int):
+        """Hold the storage of a tensor, which is the first view of it."""
+        self._first = _place_of(tensor)
+        self._version = SavedVersion(tensor)
         self.number = number
         self.size = storage.nbytes()
         self.source: UntypedStorage | None = storage
@@ -57,6 +59,17 @@ class Entry:
         self.is_counted = False
         self._handed: Callable[[], UntypedStorage | None] = lambda: None
 
+    def has_now(self, tensor: Tensor) -> bool:
+        """Return whether what was saved is what a tensor of the storage has now.
+
+        Parts of a storage may count their versions each for itself, as the gates of an
+        LSTM do. A part that was written to, other than the first one saved, may have
+        been written to since.
+        """
+        if self._version.has_moved():
+            return False
+        return version_of(tensor) == 0 or _place_of(tensor) == self._first
+
     def copy(self) -> UntypedStorage | None:
         """Return what was copied back, if it is still there."""
         return self.loaded if self.loaded is not None else self._handed()
@@ -65,6 +78,10 @@ class Entry:
         """Leave to autograd alone what was loaded, if no other view will ask for it."""
         if self.loaded is not None and not self.unasked:
             self._handed, self.loaded = ref(self.loaded), None
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int, int]:
+    return version_of(tensor), tensor.storage_offset(), tensor.numel()
 
 
 Dropped = Callable[[tuple[Entry, bool]], None]

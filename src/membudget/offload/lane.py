@@ -4,8 +4,9 @@
     backward  ask ──> wait for the copy in ──> copy in what is asked for next
 
 Rules:
-    1. What is saved is a storage. All views of one share a copy. It is copied when the
-       operator that saves it has run: some, as `rrelu`, write to what they saved.
+    1. What is saved is a storage. All views of one share a copy, unless it may have
+       been written to in between. It is copied when the operator that saves it has run:
+       some, as `rrelu`, write to what they saved.
     2. A storage that lives anyway is not copied back, and in later steps not out.
     3. Bytes of storages that are on their way out, were loaded, or are kept because
        they are asked for first, are at most `window_bytes`. What is asked for and not
@@ -81,9 +82,9 @@ class Lane:
                 self._unsent[get_ident()].node = node
             address, storage = address_of(tensor), tensor.untyped_storage()
             entry = self._by_address.get(address)
-            if entry is not None and entry.original() is storage:
-                return View(tensor, entry, self._dropped.append)
-            self._by_address[address] = entry = self._new_entry(storage)
+            is_known = entry is not None and entry.original() is storage
+            if entry is None or not is_known or not entry.has_now(tensor):
+                self._by_address[address] = entry = self._new_entry(tensor, storage)
             return View(tensor, entry, self._dropped.append)
 
     def ask(self, view: View) -> Tensor:
@@ -120,13 +121,13 @@ class Lane:
 
     # Out.
 
-    def _new_entry(self, storage: UntypedStorage) -> Entry:
+    def _new_entry(self, tensor: Tensor, storage: UntypedStorage) -> Entry:
         order = self._order
         is_forward = current_graph_task_id() == OUTSIDE_BACKWARD
         if is_forward and (order.now.asked or not self._live):
             order.begin_step()
             self._by_number.clear()
-        entry = Entry(storage, order.save(storage.nbytes()))
+        entry = Entry(tensor, storage, order.save(storage.nbytes()))
         self._by_number[entry.number] = entry
         self._live += 1
         if order.expected is not None and entry.number in order.expected.living:
