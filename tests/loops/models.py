@@ -144,7 +144,8 @@ class Mixed(nn.Module):
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.blocks(x))
+        # Blocks in autocast of their own return another dtype than the head takes.
+        return self.head(self.blocks(x).float())
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
