@@ -119,12 +119,13 @@ class Offload:
     def _pack(self, tensor: Tensor) -> Any:
         if not self._may_move(tensor):
             return Kept(tensor)
-        lane = self._lanes.get(tensor.device)
-        if lane is None:
-            assert self._slab is not None
-            lane = Lane(tensor.device, self._slab, self._window_bytes)
-            self._lanes[tensor.device] = lane
+        lane = self._lanes.get(tensor.device) or self._new_lane(tensor.device)
         return lane, lane.save(tensor)
+
+    def _new_lane(self, device: torch.device) -> Lane:
+        assert self._slab is not None, "entered before"
+        lane = Lane(device, self._slab, self._window_bytes)
+        return self._lanes.setdefault(device, lane)  # Another thread may be first.
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (

@@ -81,7 +81,7 @@ class Entry:
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int, int]:
-    return version_of(tensor), tensor.storage_offset(), tensor.numel()
+    return version_of(tensor), int(tensor.storage_offset()), tensor.numel()
 
 
 Dropped = Callable[[tuple[Entry, bool]], None]

@@ -96,7 +96,8 @@ class Lane:
         with self._lock:
             self.tidy()
             entry = view.entry
-            self._order.ask(entry.number)
+            if self._is_of_this_step(entry):
+                self._order.ask(entry.number)
             entry.unasked -= not view.was_asked
             view.was_asked = True
             tensor = view.restored(self._storage_of(entry))
@@ -179,7 +180,8 @@ class Lane:
             return entry.source
         original = entry.original()
         if original is not None:
-            self._order.now.living.add(entry.number)
+            if self._is_of_this_step(entry):
+                self._order.now.living.add(entry.number)
             return original
         copy = entry.copy()
         if copy is None:
@@ -196,16 +198,22 @@ class Lane:
                 continue
             if self._held_bytes + entry.size > self._window_bytes:
                 break
-            self._load(entry)
+            try:
+                self._load(entry)
+            except torch.OutOfMemoryError:
+                break  # It may fit when it is asked for.
             self._note("ahead", entry)
 
     def _load(self, entry: Entry) -> UntypedStorage:
         assert entry.block is not None
-        self._count(entry)
-        entry.stream = self._link.now()
         made, entry.arrived = self._link.copy_in(entry.block.content, entry.copied)
-        entry.loaded = made
+        entry.loaded, entry.stream = made, self._link.now()
+        self._count(entry)
         return made
+
+    def _is_of_this_step(self, entry: Entry) -> bool:
+        """Return whether its number is of the step that is running."""
+        return self._by_number.get(entry.number) is entry
 
     # The end.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -71,9 +72,14 @@ class Slab:
             ) from error
         # ((piece, offset), size), by place; neighbours in a piece are merged.
         self._free = [((n, 0), piece.nbytes) for n, piece in enumerate(self._pieces)]
+        self._lock = Lock()  # Each device has a thread for its backward pass.
 
     def take(self, size: int) -> Block | None:
         """Return a block; `None` if no free part is large enough."""
+        with self._lock:
+            return self._taken(size)
+
+    def _taken(self, size: int) -> Block | None:
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         fitting = [part for part in self._free if part[1] >= rounded]
         if not fitting:
@@ -90,7 +96,11 @@ class Slab:
 
     def give_back(self, block: Block) -> None:
         """Take a block back."""
-        self.used_bytes -= block.size
+        with self._lock:
+            self.used_bytes -= block.size
+            self._merge(block)
+
+    def _merge(self, block: Block) -> None:
         insort(self._free, (block.place, block.size))
         merged: list[tuple[tuple[int, int], int]] = []
         for (piece, offset), size in self._free:

@@ -1,0 +1,56 @@
+"""Host memory: blocks never overlap, and all of it comes back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import membudget as mb
+from membudget.offload.slab import ALIGNMENT, Block, Slab
+
+CPU = torch.device("cpu")
+
+
+@given(
+    size=st.integers(1, 4096),
+    asked=st.lists(st.tuples(st.integers(1, 700), st.booleans()), max_size=40),
+)
+def test_blocks_keep_their_bytes_and_come_back(
+    size: int, asked: list[tuple[int, bool]]
+) -> None:
+    slab = Slab(size, CPU)
+    taken: list[tuple[int, Block]] = []
+    for number, (wanted, gives_back) in enumerate(asked):
+        block = slab.take(wanted)
+        if block is not None:
+            assert block.content.nbytes == wanted
+            block.content.fill_(number)
+            taken.append((number, block))
+        if gives_back and taken:
+            slab.give_back(taken.pop(len(taken) // 2)[1])
+        assert slab.used_bytes == sum(block.size for _, block in taken) <= size
+        assert all((block.content == n % 256).all() for n, block in taken)
+    for _, block in taken:
+        slab.give_back(block)
+    whole = size // ALIGNMENT * ALIGNMENT
+    assert not whole or slab.take(whole) is not None
+
+
+def test_the_smallest_part_that_fits_is_taken() -> None:
+    slab = Slab(10 * ALIGNMENT, CPU)
+    blocks = [slab.take(n * ALIGNMENT) for n in (3, 1, 1, 5)]
+    assert None not in blocks
+    for block in (blocks[0], blocks[2]):
+        assert block is not None
+        slab.give_back(block)
+    small = slab.take(1)
+    assert small is not None
+    assert small.place == (0, 4 * ALIGNMENT)
+    assert slab.take(4 * ALIGNMENT) is None
+
+
+def test_a_host_without_that_much_memory_says_so() -> None:
+    with pytest.raises(mb.OptionError, match="the host cannot give"):
+        Slab(1 << 60, CPU)
