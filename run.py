@@ -57,7 +57,8 @@ DEVICE_TESTS = (
     (
         *("tests/conformance", "tests/behaviours", "tests/faults"),
         *("tests/replay", "tests/engine/replay", "tests/memory", "tests/audit"),
-        *("tests/profile", "tests/test_allowance.py", "tests/test_modes.py"),
+        *("tests/profile", "tests/offload", "tests/test_allowance.py"),
+        "tests/test_modes.py",
         *("tests/test_attach.py", "tests/test_attempt.py", "tests/test_outcome.py"),
         *("tests/test_race.py", "tests/test_recorded.py", "tests/test_refusal.py"),
         *(
