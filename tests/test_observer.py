@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,7 +113,8 @@ def test_formulas_are_those_without_an_observer():
     assert "nonzero" not in on_modes.names  # That is what a mode would have changed.
 
 
-def test_rule2_a_thread_of_autograd_s_sees_the_same_observers():
+def backward_in_two_threads(function: Callable[[Tensor], Tensor]) -> int:
+    """Call a function in backward passes of two threads; return how often."""
     deep: list[int] = []
 
     class Deeper(torch.autograd.Function):
@@ -128,15 +130,37 @@ def test_rule2_a_thread_of_autograd_s_sees_the_same_observers():
                 with torch.enable_grad():
                     y = Deeper.apply(torch.ones(2, requires_grad=True))
                     torch.autograd.backward(y.sum())
-            return gradient.tan()
+            return function(gradient)
 
-    x = torch.ones(2, requires_grad=True)
-    with Names() as seen:
-        Deeper.apply(x).sum().backward()
+    Deeper.apply(torch.ones(2, requires_grad=True)).sum().backward()
     assert len(set(deep)) > 1
-    assert seen.names.count("tan") == len(deep)
+    return len(deep)
+
+
+def test_rule2_a_thread_of_autograd_s_sees_the_same_observers():
+    with Names() as seen:
+        count = backward_in_two_threads(torch.tan)
+    assert seen.names.count("tan") == count
     with Names():
         assert len(observers()) == 1
+
+
+def test_rule2_a_thread_of_autograd_s_adds_its_own_observers_to_them():
+    added: list[str] = []
+
+    def function(gradient: Tensor) -> Tensor:
+        with Names() as own:
+            gradient = gradient.tan()
+            with Names() as inner:
+                gradient = gradient.sin()
+        added.extend(own.names + inner.names)
+        return gradient.exp()
+
+    with Names() as seen:
+        count = backward_in_two_threads(function)
+    assert added == ["tan", "sin", "sin"] * count
+    for name in ("tan", "sin", "exp"):
+        assert seen.names.count(name) == count
 
 
 def test_another_thread_is_not_observed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 
 from membudget import _torch_observing as names
@@ -61,3 +63,26 @@ def test_operators_that_are_new_are_observed_too():
         torch.ops.membudget_new.twice(torch.ones(2))
     assert seen[-1] == "membudget_new.twice.default"
     library._destroy()
+
+
+def test_threads_that_begin_together_register_each_new_operator_once(monkeypatch):
+    from membudget.observer import _observed as kernel
+
+    names.observe_operators(kernel)
+    registered: list[str] = []
+    second = threading.Thread(target=names.observe_operators, args=[kernel])
+
+    def register(name: str, kernel: object) -> None:
+        registered.append(name)
+        if len(registered) == 1:
+            second.start()
+            second.join(0.1)  # It waits for us, if all is well.
+
+    monkeypatch.setattr(names, "_observe_operator", register)
+    library = torch.library.Library("membudget_together", "FRAGMENT")
+    for name in ("one", "two"):
+        library.define(f"{name}(Tensor x) -> Tensor")
+    names.observe_operators(kernel)
+    second.join()
+    library._destroy()
+    assert sorted(registered) == ["membudget_together::one", "membudget_together::two"]

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -50,13 +51,26 @@ def observe_operators(kernel: Callable[..., Any]) -> None:
     kernel serves operators that C++ extensions define between two registrations.
     Registering all operators takes about 100 ms; checking that none is new, 0.3 µs.
     """
-    known = (
+    if _defined() == _KNOWN[0]:
+        return
+    with _LOCK:  # Threads that begin together would register the same kernels.
+        known = _defined()
+        if known != _KNOWN[0]:
+            _observe_new(kernel)
+            _KNOWN[0] = known
+
+
+def _defined() -> tuple[int, ...]:
+    """Return counts that grow when operators are defined."""
+    return (
         len(torch._ops._higher_order_ops),
         len(torch.library._defs),
         len(torch.ops.loaded_libraries),
     )
-    if known == _KNOWN[0]:
-        return
+
+
+def _observe_new(kernel: Callable[..., Any]) -> None:
+    """Register `kernel` for the operators that have none of ours."""
     if not _LIBRARIES:
         _library("_").fallback(kernel, "Fake")
     names = [
@@ -71,9 +85,9 @@ def observe_operators(kernel: Callable[..., Any]) -> None:
         if operator not in _OBSERVED:
             _OBSERVED.add(operator)
             operator.py_impl(_OBSERVERS)(partial(kernel, operator))
-    _KNOWN[0] = known
 
 
+_LOCK = threading.RLock()
 _KNOWN: list[tuple[int, ...]] = [()]
 _COVERS: list[Callable[[list[str]], None]] = []
 

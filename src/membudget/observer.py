@@ -24,7 +24,7 @@ Rejected: observing through a dispatch mode that leaves the mode stack during ba
 Rule 1. An observer runs the operator by calling it; the call passes through the
     enclosing observers to the kernel. Operators that a kernel calls are not observed.
 Rule 2. Threads that autograd starts use the observers of the thread that called
-    autograd.
+    autograd. Those that such a thread enters see each operator before them.
 Rule 3. Higher-order operators that run below autograd are observed like any other.
 Rule 4. Only observers on the mode stack see `detach` and `alias`. The result of
     `detach` may become a `Parameter` or another subclass (`as_subclass`), which fails
@@ -70,12 +70,14 @@ class _Thread(threading.local):
     Attributes:
         all: All observers of the thread, outermost first.
         stack: Observers called through the dispatch key, outermost first.
+        inherited: Of autograd's thread, the observers that those of its own joined.
         depth: Number of observers in `stack` that have yet to see the current operator.
     """
 
     def __init__(self) -> None:
         self.all: list[Observer] = []
         self.stack: list[Observer] = []
+        self.inherited: list[Observer] = []
         self.depth = 0
 
 
@@ -133,6 +135,8 @@ class Observer:
         observe_operators(_observed)
         self._before = thread.depth, is_observing_excluded()
         if not thread.stack:
+            thread.inherited = inherited_by_autograd() or []
+            thread.stack.extend(thread.inherited)
             share_with_autograd(thread.stack)  # By reference, so once is enough.
             include_observers(True)
         thread.stack.append(self)
@@ -146,7 +150,10 @@ class Observer:
         thread.depth, excluded = self._before
         _watch(thread)
         exclude_observers(excluded)
-        if not thread.stack:
+        if thread.inherited and thread.stack == thread.inherited:
+            share_with_autograd(thread.inherited)
+            thread.stack, thread.inherited = [], []
+        elif not thread.stack:
             include_observers(False)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,25 @@ def test_g2_no_later_step_reserves_more_than_fit_measured():
         first_step = first_step or torch.accelerator.max_memory_reserved()
         optimizer.step()
     assert first_step < torch.accelerator.max_memory_reserved() <= total
+
+
+def test_g2_the_last_loss_lives_until_the_next_is_made_as_in_a_loop():
+    model, batch = cnn(2)
+    made: list[Any] = []
+    in_forward: list[bool] = []
+    in_backward: list[bool] = []
+
+    def noting(output: Tensor, batch: Tensor) -> Tensor:
+        last = made[-1] if made else lambda: None
+        in_forward.append(last() is not None)
+        found = loss(output, batch)
+        found.register_hook(lambda _: in_backward.append(last() is not None))
+        made.append(weakref.ref(found))
+        return found
+
+    mb.fit(model, batch, "100%", noting, measure="none").remove()
+    assert in_forward[-3:] == [False, True, True]
+    assert in_backward[-3:] == [False, False, False]
 
 
 def test_g2_fingerprints_are_on_the_host_whatever_the_default_device():
