@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from membudget.allowance import Budget, Share, absent_bytes
 from membudget.errors import BudgetError, BudgetWarning, ByteHolder
 from membudget.loop.awaited import Forward
-from membudget.loop.plans import History, Left, Plans
+from membudget.loop.history import History
+from membudget.loop.plans import Left, Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 from membudget.loop.step_needs import StepNeeds

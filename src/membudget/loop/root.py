@@ -28,9 +28,11 @@ from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
 from membudget.loop.awaited import Awaited, Forward
 from membudget.loop.casts import CachedCasts
+from membudget.loop.history import History
+from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
-from membudget.loop.plans import History, Plans
+from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
@@ -48,6 +50,10 @@ class Root:
         statistics: Of the region that a plan puts on the model itself, if one does.
         model: The model.
         optimizer: Optimizer of the model's parameters, if it is known.
+        given: The optimizer that was known from the start.
+        plans: Its plans, by situation.
+        awaited: Its forwards whose backward pass has yet to begin.
+        casts: The casts of its parameters that autocast caches.
         meter: Measures its micro-batches.
         sets: The regions of the model.
         has_run: Whether a forward was planned.
@@ -63,20 +69,26 @@ class Root:
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
         self.optimizer = optimizer
-        self._given = optimizer  # In each recording or in none, to compare them.
+        self.given = optimizer  # In each recording or in none, to compare them.
         self.sets = RegionSets(model, verify)
         self.has_run = self.is_retried = False
         self._room = room
-        self._plans = Plans(self._record)
+        self.plans = Plans(self._record)
         self.meter = BatchMeter(room.counted)
-        self._awaited = Awaited()
+        self.awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = self._not_foreseen = ""
         self._is_quiet = False
-        self._casts = CachedCasts(model)
+        self.casts = CachedCasts(model)
         self._steps = StepNeeds(model)
         self._call: tuple[Any, Any] = ((), {})
+
+    def start_from(self, known: Learned) -> None:
+        """Begin with what an earlier run learned."""
+        self.plans.start_from(known)
+        self.awaited.most = known.most_awaited
+        self.casts.direct_reads = known.direct_reads
 
     def attach(self) -> None:
         """Put this on the model, and begin to count."""
@@ -110,7 +122,7 @@ class Root:
                 raise
             self.meter.mark("outputs")
             begun = partial(self.meter.mark, "backward")
-            self._awaited.add(forward, differentiable(output), begun)
+            self.awaited.add(forward, differentiable(output), begun)
         return output
 
     def _inner(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -140,13 +152,12 @@ class Root:
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
         self.has_run = True
         self.end_measurement()
-        awaited = self._awaited.now()
-        self._casts.clear(bool(awaited), self._awaited.most)
+        awaited = self.awaited.now()
+        self.casts.clear(bool(awaited), self.awaited.most)
         situation = situation_of(self.model, args, kwargs, len(awaited))
-        history = self._plans.histories.get(situation)
+        history = self.plans.histories.get(situation)
         if history is None:
-            history = History(sizes_text(args, kwargs))
-            self._plans.histories[situation] = history
+            history = self.plans.begin(situation, sizes_text(args, kwargs))
         self._call = args, kwargs
         try:
             forward = self._planned(situation, history, awaited)
@@ -160,9 +171,10 @@ class Root:
             history.limit_bytes = self._room.unplanned()
         # On an accelerator, measuring resets what the user may want to read.
         is_free = self._room.counted.device == HOST
-        is_new = history.decisions not in history.measured
+        # What an earlier run measured may be otherwise in this one.
+        is_new = history.uses == 1 or history.decisions not in history.measured
         if is_free or is_new or self._not_foreseen:
-            self.meter.begin(partial(self._plans.spare_bytes, situation))
+            self.meter.begin(partial(self.plans.spare_bytes, situation))
             self._measured = situation, history
         return forward
 
@@ -173,9 +185,9 @@ class Root:
         if self._why_not:
             history.uses += 1
             return Forward()
-        plans = self._plans
+        plans = self.plans
         plans.prepare(situation, history)
-        most = self._awaited.most
+        most = self.awaited.most
         left = self._room.left(plans, situation, awaited, most, self.optimizer)
         predicted = plans.choose(situation, history, left)
         point = plans.reference(situation)
@@ -198,8 +210,8 @@ class Root:
 
     def _record(self) -> RecordedBatch:
         """Record the call that is about to run, without memory."""
-        found = RecordedBatch(self._profiled(), self._casts.names())
-        self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
+        found = RecordedBatch(self._profiled(), self.casts.names())
+        self.casts.direct_reads = max(self.casts.direct_reads, found.direct_reads)
         return found
 
     def _profiled(self) -> Profile:
@@ -209,9 +221,9 @@ class Root:
         try:
             # Modes of the user's would count operators that are not the loop's.
             with without_dispatch_modes(), casts_kept(), stage(text):
-                if self._given is not None:
+                if self.given is not None:
                     try:
-                        return profile_step(step, self._given, fake=True)
+                        return profile_step(step, self.given, fake=True)
                     except OptionError as error:  # LBFGS steps with a closure alone.
                         self._not_foreseen = str(error)
                 return profile_step(step, fake=True)
@@ -230,7 +242,7 @@ class Root:
         """
         self.meter.mark("step")
         self.optimizer = self.optimizer or optimizer
-        if self._given is None:
+        if self.given is None:
             try:
                 self._room.check_step(optimizer, self._steps)
             except OptionError as error:
@@ -243,7 +255,7 @@ class Root:
 
     def tighten(self) -> bool:
         """Let later plans take less; return whether there is a smaller one."""
-        return self._plans.tighten()
+        return self.plans.tighten()
 
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""
@@ -252,7 +264,7 @@ class Root:
         if measured is None or found is None:
             return
         situation, history = measured
-        self._plans.learn(situation, history, found)
+        self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
         if beyond <= 0 or not history.limit_bytes or situation in self._warned:
             return
@@ -269,7 +281,7 @@ class Root:
     def situations(self) -> Iterator[SituationStatus]:
         """Yield what is known of each situation."""
         name = type(self.model).__name__
-        for history in self._plans.histories.values():
+        for history in self.plans.histories.values():
             yield SituationStatus.of(name, history)
 
     def notes(self) -> Iterator[str]:

@@ -16,7 +16,7 @@ from membudget.profile.optimizer_step import next_step_bytes
 
 
 @dataclass
-class _Known:
+class _Needs:
     trained: set[int] = field(default_factory=set)  # Parameters, by identity.
     beside_bytes: int = 0
 
@@ -28,7 +28,7 @@ class StepNeeds:
         """Store the model; no optimizer is known."""
         self._model = model
         # Weak: a later optimizer may have the address of one that is gone.
-        self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Optimizer, _Needs] = WeakKeyDictionary()
 
     def bytes_of(self, optimizer: Optimizer) -> int:
         """Return the bytes of state that an optimizer lacks, and of temporaries.
@@ -38,7 +38,7 @@ class StepNeeds:
         Raises:
             OptionError: If the optimizer cannot step on fake tensors.
         """
-        known = self._known.setdefault(optimizer, _Known())
+        known = self._known.setdefault(optimizer, _Needs())
         trained = {id(p) for p in self._model.parameters() if p.grad is not None}
         lacking_bytes = 0
         if not trained <= known.trained:
