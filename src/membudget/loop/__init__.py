@@ -130,18 +130,26 @@ class Budgeted:
         self._retries += retries
         return result
 
-    def save(self, path: str | Path) -> None:
-        """Write what was learned to a plan file, for `budget(..., plan=path)`.
+    @property
+    def plan(self) -> Plan:
+        """What was learned so far, as `budget(..., plan=...)` takes it.
 
-        It has the recorded micro-batches and the plan of each situation. The file is
-        replaced only once the new one is complete; `membudget.apply` takes it, too, for
-        the situation that came most often.
+        It has the recorded micro-batches and the plan of each situation.
+        `membudget.apply` takes it, too, for the situation that came most often.
 
         Raises:
-            OptionError: If no micro-batch was planned, the model cannot be described,
-                or the file cannot be written.
+            OptionError: If no micro-batch was planned, or the model cannot be
+                described.
         """
-        self._file.made().to_json(path)
+        return self._file.made()
+
+    def save(self, path: str | Path) -> None:
+        """Write `plan` to a file, which is replaced once the new one is complete.
+
+        Raises:
+            OptionError: If there is no plan, or the file cannot be written.
+        """
+        self.plan.to_json(path)
 
     def status(self) -> LoopStatus:
         """Return what the budget did so far, printable as a table."""
