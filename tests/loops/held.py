@@ -48,7 +48,7 @@ def check(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mb.BudgetWarning)
             plans: list[mb.Plan] = []
-            around = partial(_saving, budget, plans)
+            around: Around = partial(_saving, budget, plans)
             found, peak_bytes, least_bytes = _measured(loop, around, peak_of)
             if found is not None:
                 _check_equal(loop, plain, found, peak_bytes - limits[-1])

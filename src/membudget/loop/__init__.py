@@ -57,8 +57,6 @@ class Budgeted:
         self._asked = asked
         self._roots = tuple(roots)
         self._file = file
-        for root in roots:
-            root.meter.peers = [peer.meter for peer in roots]
         self._hooks: list[Any] = []
         self._retries = 0
 
@@ -78,6 +76,7 @@ class Budgeted:
         self._file.begin()
         try:
             for root in self._roots:
+                root.meter.peers = [peer.meter for peer in self._roots]
                 root.attach()
         except BaseException:
             self.stop()
@@ -95,6 +94,8 @@ class Budgeted:
         self._hooks = []
         for root in self._roots:
             root.detach()
+        for root in self._roots:
+            root.meter.peers = ()  # They refer to each other.
 
     def step(self, function: Callable[[], R]) -> R:
         """Run forward and backward of a micro-batch, again if memory runs out.

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch import is_fake, tree_iter, without_dispatch_modes
+from membudget._torch import is_fake, tree_iter
 from membudget._torch_accelerator import HOST
 from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
@@ -31,16 +31,14 @@ from membudget.loop.casts import CachedCasts
 from membudget.loop.history import History
 from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
-from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
+from membudget.loop.micro_batch import differentiable
 from membudget.loop.plans import Plans
+from membudget.loop.recorder import Recorder, UnrecordableError
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import Situation, situation_of, sizes_text
 from membudget.loop.step_needs import StepNeeds
-from membudget.profile import Profile, profile_step
-from membudget.progress import stage
-from membudget.state.autocast import casts_kept
 
 
 class Root:
@@ -69,20 +67,20 @@ class Root:
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
         self.optimizer = optimizer
-        self.given = optimizer  # In each recording or in none, to compare them.
+        self.given = optimizer
         self.sets = RegionSets(model, verify)
         self.has_run = self.is_retried = False
         self._room = room
-        self.plans = Plans(self._record)
+        self.casts = CachedCasts(model)
+        self._recorder = Recorder(model, optimizer, self.sets, self.casts)
+        self.plans = Plans(self._recorder.record)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
-        self._why_not = self._not_foreseen = ""
+        self._why_not = ""
         self._is_quiet = False
-        self.casts = CachedCasts(model)
         self._steps = StepNeeds(model)
-        self._call: tuple[Any, Any] = ((), {})
 
     def start_from(self, known: Learned) -> None:
         """Begin with what an earlier run learned."""
@@ -158,14 +156,12 @@ class Root:
         history = self.plans.histories.get(situation)
         if history is None:
             history = self.plans.begin(situation, sizes_text(args, kwargs))
-        self._call = args, kwargs
         try:
-            forward = self._planned(situation, history, awaited)
-        except _UnrecordableError as error:
+            with self._recorder.about(args, kwargs):
+                forward = self._planned(situation, history, awaited)
+        except UnrecordableError as error:
             self._give_up(str(error))
             forward = Forward()
-        finally:
-            self._call = (), {}
         if self._why_not:
             self.sets.recompute_all()
             history.limit_bytes = self._room.unplanned()
@@ -173,7 +169,7 @@ class Root:
         is_free = self._room.counted.device == HOST
         # What an earlier run measured may be otherwise in this one.
         is_new = history.uses == 1 or history.decisions not in history.measured
-        if is_free or is_new or self._not_foreseen:
+        if is_free or is_new or self._recorder.not_foreseen:
             self.meter.begin(partial(self.plans.spare_bytes, situation))
             self._measured = situation, history
         return forward
@@ -208,30 +204,6 @@ class Root:
             stacklevel=2,
         )
 
-    def _record(self) -> RecordedBatch:
-        """Record the call that is about to run, without memory."""
-        found = RecordedBatch(self._profiled(), self.casts.names())
-        self.casts.direct_reads = max(self.casts.direct_reads, found.direct_reads)
-        return found
-
-    def _profiled(self) -> Profile:
-        self.sets.clear()
-        step = MicroBatchStep(self.model, *self._call)
-        text = "recording the micro-batch, without memory"
-        try:
-            # Modes of the user's would count operators that are not the loop's.
-            with without_dispatch_modes(), casts_kept(), stage(text):
-                if self.given is not None:
-                    try:
-                        return profile_step(step, self.given, fake=True)
-                    except OptionError as error:  # LBFGS steps with a closure alone.
-                        self._not_foreseen = str(error)
-                return profile_step(step, fake=True)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise _UnrecordableError(f"{type(error).__name__}: {error}") from error
-
     # After the forward.
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -246,7 +218,7 @@ class Root:
             try:
                 self._room.check_step(optimizer, self._steps)
             except OptionError as error:
-                self._not_foreseen = str(error)
+                self._recorder.not_foreseen = str(error)
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
@@ -290,9 +262,5 @@ class Root:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
-        if self._not_foreseen:
-            yield f"the optimizer's step is not foreseen: {self._not_foreseen}"
-
-
-class _UnrecordableError(Exception):
-    """A micro-batch cannot be recorded on fake tensors."""
+        if self._recorder.not_foreseen:
+            yield f"the optimizer's step is not foreseen: {self._recorder.not_foreseen}"
