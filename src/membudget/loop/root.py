@@ -80,6 +80,8 @@ class Root:
         self._warned: set[Situation] = set()
         self._why_not = ""
         self._is_quiet = False
+        self._failures: int | None = None  # Of allocations, when a forward ended.
+        self._shortages = 0
         self._steps = StepNeeds(model)
 
     def start_from(self, known: Learned) -> None:
@@ -119,6 +121,7 @@ class Root:
                         explain(error, [self.sets], remedy)
                 raise
             self.meter.mark("outputs")
+            self._failures = self._room.counted.failures()
             begun = partial(self.meter.mark, "backward")
             self.awaited.add(forward, differentiable(output), begun)
         return output
@@ -149,6 +152,7 @@ class Root:
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
         self.has_run = True
+        self._look_for_shortage()
         self.end_measurement()
         awaited = self.awaited.now()
         self.casts.clear(bool(awaited), self.awaited.most)
@@ -212,6 +216,7 @@ class Root:
         Raises:
             BudgetError: If its step is over budget.
         """
+        self._look_for_shortage()
         self.meter.mark("step")
         self.optimizer = self.optimizer or optimizer
         if self.given is None:
@@ -220,10 +225,21 @@ class Root:
             except OptionError as error:
                 self._recorder.not_foreseen = str(error)
 
+    def _look_for_shortage(self) -> None:
+        """Tighten the plan if an allocation failed since the last forward ended.
+
+        The error passes from autograd's threads to the loop, which may catch it.
+        """
+        before, self._failures = self._failures, None
+        if before is not None and self._room.counted.failures() > before:
+            self._shortages += 1
+            self.drop_measurement()
+            self.tighten()
+
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
         self.meter.drop()
-        self._measured = None
+        self._measured = self._failures = None
 
     def tighten(self) -> bool:
         """Let later plans take less; return whether there is a smaller one."""
@@ -260,6 +276,11 @@ class Root:
         """Yield what a user should know, in sentences."""
         if self._why_not:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
+        if self._shortages:
+            yield (
+                f"after {self._shortages} forwards the loss or the backward pass found "
+                "no memory: the plan was tightened each time"
+            )
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
         if self._recorder.not_foreseen:
