@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.errors import BudgetWarning, OptionError, PlanError
-from membudget.loop import recorder
+from membudget.loop import call_recorder
 from membudget.loop.kind import CallKind
 from membudget.planner.loop_plan import pack, unpack
 from tests.loop.training import check_held, outcome, tokens, train
@@ -40,7 +40,7 @@ def test_known_situations_are_planned_from_the_first_micro_batch_on(tmp_path):
     limit = int(0.7 * plain_bytes)
     first = saved(path, lengths, limit)
     with (
-        patch.object(recorder, "profile_step", forbidden),
+        patch.object(call_recorder, "profile_step", forbidden),
         patch.object(CallKind, "nothing_kept", forbidden),
         warnings.catch_warnings(),
     ):
@@ -71,7 +71,7 @@ def test_a_plan_that_is_known_and_fits_is_not_made_again(tmp_path):
 def test_another_budget_makes_another_plan_of_the_same_recording(tmp_path):
     path = tmp_path / "plan.json"
     saved(path, [48] * 3, "90%")
-    with patch.object(recorder, "profile_step", forbidden):
+    with patch.object(call_recorder, "profile_step", forbidden):
         _, _, fitted = outcome(
             lambda model: mb.budget(model, "50%", plan=path), [48] * 3
         )
@@ -100,14 +100,14 @@ def test_what_does_not_come_in_a_run_is_handed_on(tmp_path):
     one, other = (mb.Plan.from_json(path).loops[0] for path in (first, second))
     assert {s.tensors for s in one.situations} == {"8x16", "8x32", "8x48"}
     assert {s.tensors for s in other.situations} == {"8x16", "8x32", "8x48"}
-    with patch.object(recorder, "profile_step", forbidden):
+    with patch.object(call_recorder, "profile_step", forbidden):
         outcome(lambda model: mb.budget(model, "60%", plan=second), lengths)
 
 
 def test_gradients_that_are_there_are_another_situation_of_the_file(tmp_path):
     path = tmp_path / "plan.json"
     saved(path, [32] * 4, accumulation=2)
-    with patch.object(recorder, "profile_step", forbidden):
+    with patch.object(call_recorder, "profile_step", forbidden):
         _, _, fitted = outcome(
             lambda model: mb.budget(model, "60%", plan=path), [32] * 4, accumulation=2
         )
@@ -142,7 +142,7 @@ def test_two_models_of_a_loop_share_a_file(tmp_path):
         return fitted
 
     run(None).save(path)
-    with patch.object(recorder, "profile_step", forbidden):
+    with patch.object(call_recorder, "profile_step", forbidden):
         fitted = run(path)
     assert {s.model for s in fitted.status().situations} == {"Language", "Images"}
     with pytest.raises(PlanError, match=r"saved for 2 models \(Language, Images\)"):

@@ -27,13 +27,13 @@ from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, OptionError
 from membudget.loop.awaited import Awaited, Forward
+from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
 from membudget.loop.history import History
 from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
 from membudget.loop.plans import Plans
-from membudget.loop.recorder import Recorder, UnrecordableError
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
@@ -72,7 +72,7 @@ class Root:
         self.has_run = self.is_retried = False
         self._room = room
         self.casts = CachedCasts(model)
-        self._recorder = Recorder(model, optimizer, self.sets, self.casts)
+        self._recorder = CallRecorder(model, optimizer, self.sets, self.casts)
         self.plans = Plans(self._recorder.record)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()

@@ -24,7 +24,7 @@ class UnrecordableError(Exception):
     """A micro-batch cannot be recorded on fake tensors."""
 
 
-class Recorder:
+class CallRecorder:
     """Records calls of one model.
 
     Attributes:
