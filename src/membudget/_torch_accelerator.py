@@ -234,13 +234,18 @@ def memory_stats(device: torch.device) -> Stats:
     return {key: int(found.get(key, 0)) for key in STATISTICS}
 
 
-STATISTICS = tuple(
-    f"{kind}_bytes.all.{when}"
-    for kind in ("requested", "allocated", "reserved")
-    for when in ("current", "peak")
+FAILURES = "num_ooms"
+
+STATISTICS = (
+    *(
+        f"{kind}_bytes.all.{when}"
+        for kind in ("requested", "allocated", "reserved")
+        for when in ("current", "peak")
+    ),
+    FAILURES,
 )
 """What the meter reads: bytes asked for, rounded up to blocks, and taken from the
-device, of which freed blocks are a part."""
+device, of which freed blocks are a part; and how many allocations have failed."""
 
 
 def usable_bytes(device: torch.device) -> int:

@@ -7,6 +7,7 @@ from inspect import signature
 
 from torch.nn import Module
 
+from membudget._torch_modules import is_compiled
 from membudget.attach import has_region
 from membudget.errors import OptionError
 from membudget.sharding import replicas_of, sharding_of
@@ -108,3 +109,18 @@ def _check_batch(step: Step) -> None:
                 f"{type(model).__name__} would be called with nothing ({error}): give "
                 "what it is called with"
             ) from error
+
+
+def check_not_compiled(model: Module) -> None:
+    """Reject a model with compiled blocks, whose operators cannot be observed.
+
+    Raises:
+        OptionError: If there are any.
+    """
+    for name, module in model.named_modules():
+        if is_compiled(module):
+            raise OptionError(
+                f"{name or 'the model'!r} is compiled: the operators inside are not "
+                "seen, so no plan can be made for them. Open the budget on the model "
+                "without torch.compile"
+            )

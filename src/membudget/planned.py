@@ -22,6 +22,7 @@ from membudget.engine.policy import Stages
 from membudget.errors import PlanError
 from membudget.numbered import CountedFrom, NumberedRegions
 from membudget.planner.choice import RERUN
+from membudget.planner.loop_plan import LoopPlan
 from membudget.planner.plan import (
     Plan,
     RegionPlan,
@@ -44,7 +45,7 @@ def carried_of_plan(
         PlanError: If the plan was made for another model.
         SelectionError: If a module cannot have a region.
     """
-    _check_parameters(model, plan)
+    check_parameters(model, plan)
     known = dict(model.named_modules())
     of_path: dict[str, list[RegionPlan]] = {}
     for region in plan.regions:
@@ -69,7 +70,12 @@ def carried_of_plan(
     return carried
 
 
-def _check_parameters(model: Module, plan: Plan) -> None:
+def check_parameters(model: Module, plan: Plan | LoopPlan) -> None:
+    """Reject a plan that was made for other parameters than a model's.
+
+    Raises:
+        PlanError: If one differs, with its name.
+    """
     differ = parameter_differences(plan.parameters, model_parameters(model))
     if differ:
         named = "; ".join(differ[:MOST_NAMED])

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*:UserWarning:accelerate"),
 ]
 
-BEFORE, INSIDE = ("llama", "bert", "t5", "gpt2"), ("llama", "bert", "gpt2")
+NAMES = ("llama", "bert", "t5", "gpt2")
 STEPS, ACCUMULATION, SHARE = 3, 2, 0.8
 
 
@@ -76,13 +76,8 @@ def trained(name: str, is_prepared_before: bool, limit: int | None) -> Trained:
     return Trained(weights, most, fitted)
 
 
-@pytest.mark.parametrize(
-    ("architecture", "is_prepared_before"),
-    [
-        *((CASES[name], True) for name in BEFORE),
-        *((CASES[name], False) for name in INSIDE),
-    ],
-)
+@pytest.mark.parametrize("is_prepared_before", [True, False])
+@pytest.mark.parametrize("architecture", [CASES[name] for name in NAMES])
 def test_an_accelerated_loop_keeps_its_budget_and_its_weights(
     architecture: Case, is_prepared_before
 ):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
@@ -13,9 +16,16 @@ from membudget.profile import profile_step
 from tests.loops.models import Language
 
 
-def recorded(length: int) -> RecordedBatch:
-    step = MicroBatchStep(Language(), (torch.randint(64, (4, length)),), {})
+def recorded(length: int, make: Callable[[], nn.Module] = Language) -> RecordedBatch:
+    step = MicroBatchStep(make(), (torch.randint(64, (4, length)),), {})
     return RecordedBatch(profile_step(step, fake=True))
+
+
+class Branched(Language):
+    """Runs another operator first."""
+
+    def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(tokens.clone(), *args, **kwargs)
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +71,13 @@ def test_another_tail_changes_every_prediction(kind):
     before = other.add((4, 16), recorded(16)).profile.peak_bytes
     tail.learn(other.points[4, 16].recording, 10 << 20, holds_casts=False)
     assert other.points[4, 16].profile.peak_bytes > before
+
+
+def test_schedules_of_other_operators_serve_no_size_between():
+    mixed = CallKind(Tail())
+    for length in (16, 64):
+        mixed.add((4, length), recorded(length))
+    other = mixed.add((4, 80), recorded(80, Branched))
+    assert mixed.fastest(other, int(0.6 * other.profile.peak_bytes), 0)
+    assert mixed.schedules
+    assert mixed.between((4, 40)) == []

@@ -30,7 +30,7 @@ def others_bytes() -> int:
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + FEW))
 def test_a_random_loop_keeps_its_budget_and_its_bits(seed):
     try:
-        check(drawn(seed), peak_bytes, others_bytes)
+        check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)
     except NoCompilerError as error:
         pytest.skip(str(error))
 
@@ -39,4 +39,4 @@ def test_a_random_loop_keeps_its_budget_and_its_bits(seed):
 @pytest.mark.cpu_only("the peak is counted by an allocator of the CPU")
 @pytest.mark.parametrize("seed", range(FIRST + FEW, FIRST + MANY))
 def test_many_random_loops_keep_their_budgets_and_their_bits(seed):
-    check(drawn(seed), peak_bytes, others_bytes)
+    check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)

@@ -101,3 +101,13 @@ def test_another_allocator_may_be_put_in_front_between_two_counts(counts):
     assert counts.live_bytes() - before == 4096
     del kept, made
     assert counts.live_bytes() <= before
+
+
+@pytest.mark.cpu_only("asks torch's allocator of the CPU for too much")
+def test_an_allocation_that_fails_is_counted(counts):
+    before = counts.failures()
+    torch.zeros(MIB)
+    assert counts.failures() == before
+    with pytest.raises(RuntimeError, match="allocate"):
+        torch.empty(1 << 52)
+    assert counts.failures() == before + 1

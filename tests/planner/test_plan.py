@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from membudget.errors import OptionError, PlanError
 from membudget.planner.choice import Choice, Stage
+from membudget.planner.loop_plan import LoopPlan, SituationPlan
 from membudget.planner.plan import (
     VERSION,
     KeptOutput,
@@ -37,6 +38,16 @@ regions = st.builds(
     st.lists(sizes, max_size=3).map(tuple),
 )
 floats = st.floats(allow_nan=False, allow_infinity=False)
+situations = st.builds(
+    SituationPlan,
+    *(texts, st.lists(sizes, max_size=3).map(tuple), texts, sizes, sizes, sizes),
+    *(floats, sizes, sizes, sizes),
+)
+loops = st.builds(
+    LoopPlan,
+    *(texts, st.lists(texts, max_size=2).map(tuple), texts, texts, texts),
+    *(st.lists(situations, max_size=2).map(tuple), texts),
+)
 plans = st.builds(
     Plan,
     *(
@@ -50,6 +61,8 @@ plans = st.builds(
         texts,
     ),
     st.lists(regions, max_size=3).map(tuple),
+    texts,
+    st.lists(loops, max_size=2).map(tuple),
 )
 
 
@@ -165,8 +178,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         r"plan\.regions\[1\]\.kept\[0\] must be an object; it is a int",
     ),
 }
-# Plans of an earlier day do not say for which device they are.
-REQUIRED = [name for name in PLAN.to_dict() if name != "device"]
+# Plans of an earlier day do not say for which device they are, nor of loops.
+REQUIRED = [name for name in PLAN.to_dict() if name not in ("device", "loops")]
 
 MISSING: dict[str, tuple[Change, str]] = {
     **{name: (_drop(_top, name), rf"plan\.{name}") for name in REQUIRED},
@@ -197,9 +210,9 @@ def test_what_is_missing_is_named_with_its_place(change, message):
         Plan.from_dict(data)
 
 
-def test_a_plan_that_names_no_device_is_read():
+def test_a_plan_that_names_no_device_and_no_loop_is_read():
     data = PLAN.to_dict()
-    del data["device"]
+    del data["device"], data["loops"]
     assert Plan.from_dict(data) == dataclasses.replace(PLAN, device="")
 
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning, MissingExtraError, OptionError
 from membudget.loop import Budgeted, budget
 from membudget.loop.room import OnExceed
+from membudget.planner.plan import Plan
 
 
 def _callback_class() -> type:
@@ -66,6 +68,7 @@ class BudgetCallback:
         *,
         modules: Sequence[str] = (),
         on_exceed: OnExceed = "raise",
+        plan: Plan | str | Path | None = None,
     ):
         """Store what to ask of `budget`.
 
@@ -76,11 +79,13 @@ class BudgetCallback:
                 LightningModule or its children, whichever is called first; with several
                 optimizers, its children.
             on_exceed: As there.
+            plan: As there: what `fitted.save()` wrote in an earlier run.
         """
         self.fitted: Budgeted | None = None
         self._asked = asked
         self._names = [modules] if isinstance(modules, str) else list(modules)
         self._on_exceed: OnExceed = on_exceed
+        self._plan = plan
         self._waiting: list[Module] = []
         self._optimizer: Any = None
 
@@ -137,7 +142,11 @@ class BudgetCallback:
     def _open(self, modules: list[Module]) -> None:
         self._wait_no_more()
         made = budget(
-            modules, self._asked, optimizer=self._optimizer, on_exceed=self._on_exceed
+            modules,
+            self._asked,
+            optimizer=self._optimizer,
+            on_exceed=self._on_exceed,
+            plan=self._plan,
         )
         self.fitted = made.start()
 

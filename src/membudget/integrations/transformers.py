@@ -5,11 +5,13 @@ trainer = Trainer(model, args, ..., callbacks=[BudgetCallback("20GiB")])
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from membudget.errors import MissingExtraError, OptionError
 from membudget.loop import Budgeted, budget
 from membudget.loop.room import OnExceed
+from membudget.planner.plan import Plan
 
 try:
     from transformers import TrainerCallback
@@ -33,6 +35,7 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
         *,
         on_exceed: OnExceed = "raise",
         own_checkpointing: OwnCheckpointing = "refuse",
+        plan: Plan | str | Path | None = None,
     ):
         """Store what to ask of `budget`.
 
@@ -41,6 +44,7 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
             on_exceed: As there.
             own_checkpointing: What to do about transformers' own activation
                 checkpointing: `"refuse"` to train, or turn it off (`"replace"`).
+            plan: As `budget` takes it: what `fitted.save()` wrote in an earlier run.
 
         Raises:
             MissingExtraError: If transformers is not installed.
@@ -56,6 +60,7 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
         self.fitted: Budgeted | None = None
         self._asked = asked
         self._on_exceed: OnExceed = on_exceed
+        self._plan = plan
         self._own = own_checkpointing
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -77,7 +82,11 @@ class BudgetCallback(TrainerCallback or object):  # type: ignore[misc]
             model.gradient_checkpointing_disable()
         optimizer = given.get("optimizer")
         made = budget(
-            model, self._asked, optimizer=optimizer, on_exceed=self._on_exceed
+            model,
+            self._asked,
+            optimizer=optimizer,
+            on_exceed=self._on_exceed,
+            plan=self._plan,
         )
         self.fitted = made.start()
 

@@ -6,13 +6,15 @@ plan, `regions` puts it on the model, `meter` measures what the call takes, `awa
 knows whose backward pass is still to come, `casts` what autocast caches, and
 `step_needs` what the optimizer will take. `micro_batch` records a call without memory,
 `point` predicts it under a plan, and `kind` predicts calls of other sizes from a few
-points. `undo` and `report` serve `step` and `status`.
+points. `undo` and `report` serve `step` and `status`; `learned` and `plan_file` hand
+what is known to the next run.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -25,17 +27,18 @@ from torch.optim.optimizer import (
 )
 
 from membudget._torch_accelerator import main_device
-from membudget._torch_modules import is_compiled
 from membudget.allowance import check_budget, share_of
 from membudget.errors import BudgetWarning, OptionError
-from membudget.fittable import check_apart, check_model
+from membudget.fittable import check_apart, check_model, check_not_compiled
 from membudget.loop.closure import followed
+from membudget.loop.plan_file import PlanFile
 from membudget.loop.regions import OUTSIDE, explain
 from membudget.loop.report import LoopStatus
 from membudget.loop.room import OnExceed, Room
 from membudget.loop.root import Root
 from membudget.loop.undo import run_until_done
 from membudget.memory.counting import Counted
+from membudget.planner.plan import Plan
 from membudget.profile.optimizer_step import unwrapped
 from membudget.step import check_arguments
 from membudget.text import parse_bytes
@@ -49,12 +52,11 @@ class Budgeted:
     As a context manager, it is started on entry, and stopped on exit.
     """
 
-    def __init__(self, asked: int | str, roots: Sequence[Root]):
+    def __init__(self, asked: int | str, roots: Sequence[Root], file: PlanFile):
         """Store what each model carries; called by `budget`."""
         self._asked = asked
         self._roots = tuple(roots)
-        for root in roots:
-            root.meter.peers = [peer.meter for peer in roots]
+        self._file = file
         self._hooks: list[Any] = []
         self._retries = 0
 
@@ -70,9 +72,11 @@ class Budgeted:
         check_apart([root.model for root in self._roots])
         for root in self._roots:
             check_model(root.model)
-            _check_not_compiled(root.model)
+            check_not_compiled(root.model)
+        self._file.begin()
         try:
             for root in self._roots:
+                root.meter.peers = [peer.meter for peer in self._roots]
                 root.attach()
         except BaseException:
             self.stop()
@@ -90,6 +94,8 @@ class Budgeted:
         self._hooks = []
         for root in self._roots:
             root.detach()
+        for root in self._roots:
+            root.meter.peers = ()  # They refer to each other.
 
     def step(self, function: Callable[[], R]) -> R:
         """Run forward and backward of a micro-batch, again if memory runs out.
@@ -124,6 +130,27 @@ class Budgeted:
         result, retries = run_until_done(function, self._roots)
         self._retries += retries
         return result
+
+    @property
+    def plan(self) -> Plan:
+        """What was learned so far, as `budget(..., plan=...)` takes it.
+
+        It has the recorded micro-batches and the plan of each situation.
+        `membudget.apply` takes it, too, for the situation that came most often.
+
+        Raises:
+            OptionError: If no micro-batch was planned, or the model cannot be
+                described.
+        """
+        return self._file.made()
+
+    def save(self, path: str | Path) -> None:
+        """Write `plan` to a file, which is replaced once the new one is complete.
+
+        Raises:
+            OptionError: If there is no plan, or the file cannot be written.
+        """
+        self.plan.to_json(path)
 
     def status(self) -> LoopStatus:
         """Return what the budget did so far, printable as a table."""
@@ -186,21 +213,6 @@ class Budgeted:
         self.stop()
 
 
-def _check_not_compiled(model: Module) -> None:
-    """Reject a model with compiled blocks, whose operators cannot be observed.
-
-    Raises:
-        OptionError: If there are any.
-    """
-    for name, module in model.named_modules():
-        if is_compiled(module):
-            raise OptionError(
-                f"{name or 'the model'!r} is compiled: the operators inside are not "
-                "seen, so no plan can be made for them. Open the budget on the model "
-                "without torch.compile"
-            )
-
-
 def budget(
     model: Module | Sequence[Module],
     budget: int | str,
@@ -208,6 +220,7 @@ def budget(
     optimizer: Optimizer | None = None,
     on_exceed: OnExceed = "raise",
     verify: float = 0.01,
+    plan: Plan | str | Path | None = None,
 ) -> Budgeted:
     """Hold the training loop in the context to a number of bytes, unchanged.
 
@@ -231,17 +244,23 @@ def budget(
         verify: Share of micro-batches in which recomputed tensors are compared with the
             dropped ones, by fingerprints. Besides these, the first one of each kind is
             verified, and of its further sizes the 2nd, 4th, 8th, ...
+        plan: What `save()` wrote in an earlier run. Situations that are in it have
+            their plan from the first micro-batch on, and are not recorded again.
 
     Returns:
-        A context manager, with `start()`, `stop()`, `step()`, `status()`, `report()`.
+        A context manager, with `start()`, `stop()`, `step()`, `status()`, `report()`,
+        `save()`.
 
     Raises:
         OptionError: If the budget is neither bytes nor a share, `on_exceed` is unknown,
             or `verify` is no share.
+        PlanError: If the plan was saved for other parameters, another device or another
+            torch, or is not whole.
 
     Warns:
         BudgetWarning: If a micro-batch took more than was left for it, or the model
-            cannot be recorded on fake tensors; each block is then recomputed.
+            cannot be recorded on fake tensors; each block is then recomputed. Also if
+            the plan was saved under other conditions, such as other code of the model.
 
     Not counted: memory outside torch's allocator; on the CPU without a C++ compiler,
     tensors that nothing in Python refers to, and no micro-batch is measured.
@@ -273,7 +292,7 @@ def budget(
     pairs = zip(models, rooms, strict=True)
     steps = unwrapped(optimizer)
     roots = [Root(one, room, steps, float(verify)) for one, room in pairs]
-    return Budgeted(budget, roots)
+    return Budgeted(budget, roots, PlanFile(roots, plan))
 
 
 def _device_of(model: Module) -> torch.device:

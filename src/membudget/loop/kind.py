@@ -87,25 +87,27 @@ class CallKind:
 
     Attributes:
         tail: The tail of all kinds.
+        recordings: Recorded micro-batches, by their sizes.
+        schedules: The latest schedules, each with the recorded size that it is of.
     """
 
     tail: Tail
-    _recordings: dict[Sizes, RecordedBatch] = field(default_factory=dict)
+    recordings: dict[Sizes, RecordedBatch] = field(default_factory=dict)
+    schedules: dict[Decisions, tuple[Schedule, Sizes]] = field(default_factory=dict)
     _points: dict[Sizes, RecordedSize] = field(default_factory=dict)
     _version: int = 0
-    _schedules: dict[Decisions, Schedule] = field(default_factory=dict)
 
     @property
     def points(self) -> dict[Sizes, RecordedSize]:
         """Recorded sizes, with the tail as it was measured last."""
         if self._version != self.tail.version:
             self._version = self.tail.version
-            self._points = {s: self._point(s, r) for s, r in self._recordings.items()}
+            self._points = {s: self._point(s, r) for s, r in self.recordings.items()}
         return self._points
 
     def add(self, sizes: Sizes, recording: RecordedBatch) -> RecordedSize:
         """Add a recorded size."""
-        self._recordings[sizes] = recording
+        self.recordings[sizes] = recording
         point = self.points[sizes] = self._point(sizes, recording)
         return point
 
@@ -165,19 +167,19 @@ class CallKind:
         for rung in range(1, LADDER + 2):
             target_bytes = int(least * (most / least) ** (rung / (LADDER + 1)))
             between = point.planner.candidates(max(target_bytes, least), quickly=True)
-            self._note(between[0])
+            self.note(point, between[0])
 
     def _noted(self, point: RecordedSize, schedule: Schedule) -> Predicted:
-        self._note(schedule)
+        self.note(point, schedule)
         return point.predicted(schedule)
 
-    def _note(self, schedule: Schedule) -> None:
+    def note(self, point: RecordedSize, schedule: Schedule) -> None:
         """Keep a schedule, among the latest, for other sizes."""
         key = Decisions(schedule.calls, schedule.choices)
-        self._schedules.pop(key, None)
-        self._schedules[key] = schedule
-        if len(self._schedules) > MOST_SCHEDULES:
-            del self._schedules[next(iter(self._schedules))]
+        self.schedules.pop(key, None)
+        self.schedules[key] = schedule, point.sizes
+        if len(self.schedules) > MOST_SCHEDULES:
+            del self.schedules[next(iter(self.schedules))]
 
     # Predictions for a size that was not recorded.
 
@@ -215,7 +217,9 @@ class CallKind:
             return a + (b - a) * float(place)
 
         predicted = []
-        for schedule in self._schedules.values():
+        for schedule, of in self.schedules.values():
+            if self.points[of].structure != low.structure:
+                continue  # Its operators have other numbers.
             one, other = low.predicted(schedule), high.predicted(schedule)
             predicted.append(
                 Predicted(

@@ -118,12 +118,13 @@ class BatchMeter:
 
     def drop(self) -> None:
         """Stop measuring; nothing is learnt from a micro-batch that fails."""
-        self._marks = None
+        self._marks, self._spare_bytes = None, int
 
     def end(self) -> Measured | None:
         """Stop measuring; return what the micro-batch took, if it was measured."""
         self.mark("end")
-        marks, self._marks = self._marks, None
+        marks = self._marks
+        self.drop()
         if marks is None:
             return None
         step_bytes = None

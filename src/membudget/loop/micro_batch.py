@@ -125,6 +125,7 @@ class RecordedBatch:
 
     Attributes:
         profile: The micro-batch on fake tensors, with an empty tail.
+        cached: Names of the parameters whose casts autocast caches in the loop.
     """
 
     def __init__(self, profile: Profile, cached: Collection[str] = ()):
@@ -134,7 +135,7 @@ class RecordedBatch:
             profile: The profile, in which no cast is cached.
             cached: Names of the parameters whose casts autocast caches in the loop.
         """
-        self._cached = cached
+        self.cached = cached
         graph = profile.graph
         self.profile = replace(profile, graph=replace(graph, calls=_steady(graph)))
 
@@ -173,10 +174,10 @@ class RecordedBatch:
         """Storages of casts that autocast caches, with the storage of the parameter."""
         graph, found = self.profile.graph, {}
         for operator in graph.operators[: graph.backward_start]:
-            if self._cached and operator.name.startswith("aten._to_copy."):
+            if self.cached and operator.name.startswith("aten._to_copy."):
                 of = graph.values[operator.inputs[0]].storage
                 facts = graph.storages[of]
-                if facts.kind == "parameter" and facts.name in self._cached:
+                if facts.kind == "parameter" and facts.name in self.cached:
                     found[graph.values[operator.outputs[0]].storage] = of
         return found
 

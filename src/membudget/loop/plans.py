@@ -17,15 +17,16 @@ Rules
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
 from membudget.allowance import Share
+from membudget.loop.history import History
 from membudget.loop.kind import CallKind, Tail
+from membudget.loop.learned import Learned
 from membudget.loop.meter import Measured
 from membudget.loop.micro_batch import RecordedBatch
-from membudget.loop.point import Decisions, Predicted, RecordedSize
+from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 
 OWN_PLAN_USES = 16
@@ -45,61 +46,6 @@ WORTH = 1.05
 
 MARGIN = 0.01
 """Share of a peak that is added where it is not of a recorded size."""
-
-
-@dataclass
-class History:
-    """What is known of one situation.
-
-    Attributes:
-        text: Shapes of the tensors that the model is called with.
-        uses: How many micro-batches ran.
-        predicted: The prediction under the plan in force; `None` before the first, and
-            if the model cannot be recorded.
-        limit_bytes: Bytes that a micro-batch may allocate, when it ran last.
-        wanted_bytes: Bytes for which the plan was made.
-        correction_bytes: What a micro-batch took beyond all that was expected, at most.
-        worst_bytes: Largest measured peak.
-        last_bytes: Last measured peak.
-        plans: How many plans were made.
-        most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
-        measured: Largest measured peak under each plan; `None` for no plan.
-        basis: What the plan stands on: the tail's version, and whether its own size was
-            recorded.
-    """
-
-    text: str
-    uses: int = 0
-    predicted: Predicted | None = None
-    limit_bytes: int = 0
-    wanted_bytes: int = 0
-    correction_bytes: int = 0
-    worst_bytes: int = 0
-    last_bytes: int = 0
-    plans: int = 0
-    most_bytes: int | None = None
-    measured: dict[Decisions | None, int] = field(default_factory=dict)
-    basis: tuple[int, bool] | None = None
-
-    @property
-    def decisions(self) -> Decisions | None:
-        """What the plan in force decides."""
-        return None if self.predicted is None else self.predicted.decisions
-
-    def expected_bytes(self, predicted: Predicted) -> int:
-        """Return the peak to expect under a plan, corrected by what was measured.
-
-        A later micro-batch may take more than those that were measured, if they skipped
-        layers: no measurement lowers a prediction.
-        """
-        known = self.measured.get(predicted.decisions)
-        if known is not None:
-            return max(predicted.foreseen_bytes, known)
-        return predicted.foreseen_bytes + self.correction_bytes
-
-    def fits(self, predicted: Predicted, target_bytes: int) -> bool:
-        """Return whether what is to be expected under a plan is within some bytes."""
-        return self.expected_bytes(predicted) <= target_bytes
 
 
 class Left(NamedTuple):
@@ -122,6 +68,7 @@ class Plans:
         histories: What is known of each situation.
         is_first: Whether no micro-batch was measured yet.
         newest: The situation that was planned last.
+        known: What an earlier run learned of situations that have yet to come.
     """
 
     def __init__(self, record: Callable[[], RecordedBatch]):
@@ -132,10 +79,31 @@ class Plans:
         self.histories: dict[Situation, History] = {}
         self.is_first = True
         self.newest: History | None = None
+        self.known = Learned()
+
+    def start_from(self, known: Learned) -> None:
+        """Begin with what an earlier run learned."""
+        self.known = known
+        self.tail, self.is_first = known.tail, known.is_first
 
     def kind(self, situation: Situation) -> CallKind:
         """Return the kind of a situation."""
-        return self.kinds.setdefault(situation.kind, CallKind(self.tail))
+        of = situation.kind
+        if of not in self.kinds:
+            self.kinds[of] = self.known.kind(of) or CallKind(self.tail)
+        return self.kinds[of]
+
+    def begin(self, situation: Situation, text: str) -> History:
+        """Return what is known of a situation that has not come in this run.
+
+        Args:
+            situation: The situation.
+            text: Shapes of the tensors that the model is called with.
+        """
+        history = History(text)
+        self.known.recall(situation, self.kind(situation), history)
+        self.histories[situation] = history
+        return history
 
     def point(self, situation: Situation) -> RecordedSize:
         """Return the recorded size of a situation; record it if it was not."""

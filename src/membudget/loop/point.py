@@ -153,7 +153,10 @@ class RecordedSize:
 
     def simulated(self, schedule: Schedule) -> Schedule:
         """Return a schedule as it is predicted for this size."""
-        key = Decisions(schedule.calls, schedule.choices)
+        return self.simulated_as(Decisions(schedule.calls, schedule.choices))
+
+    def simulated_as(self, key: Decisions) -> Schedule:
+        """Return the schedule of some decisions as it is predicted for this size."""
         if key not in self._known:
             found = self.simulator.schedule(*key)
             self._known[key] = self.simulator.with_plain_times(found)

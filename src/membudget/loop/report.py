@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from membudget.loop.plans import History
+from membudget.loop.history import History
 from membudget.report import rendered
 from membudget.text import format_bytes
 

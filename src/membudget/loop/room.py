@@ -16,7 +16,8 @@ from torch.optim import Optimizer
 from membudget.allowance import Budget, Share, absent_bytes
 from membudget.errors import BudgetError, BudgetWarning, ByteHolder
 from membudget.loop.awaited import Forward
-from membudget.loop.plans import History, Left, Plans
+from membudget.loop.history import History
+from membudget.loop.plans import Left, Plans
 from membudget.loop.point import Predicted, RecordedSize
 from membudget.loop.situation import Situation
 from membudget.loop.step_needs import StepNeeds
@@ -107,28 +108,38 @@ class Room:
         live_bytes = self.counted.live_bytes()
         if live_bytes + need_bytes <= self._limit:
             return
-        error = BudgetError(
-            f"the next step of {type(optimizer).__name__} needs {need_bytes:,} bytes "
-            f"for its state and temporaries beside {live_bytes:,} in use, more than "
-            f"the budget of {self._limit:,} bytes, and no plan lowers that. Smallest "
-            f"feasible budget: {live_bytes + need_bytes:,} bytes",
-            asked_bytes=self._limit,
-            least_bytes=live_bytes + need_bytes,
-            before_bytes=live_bytes,
-            holders=(
-                ByteHolder("other", "all that is in use before it", live_bytes),
-                ByteHolder(
-                    "optimizer step",
-                    "state that is made in the step, and its temporaries",
-                    need_bytes,
-                    REMEDIES["optimizer step"],
-                ),
-            ),
+        self._raise_or_warn(
+            _step_refused(optimizer, need_bytes, live_bytes, self._limit)
         )
-        self._raise_or_warn(error)
 
     def _raise_or_warn(self, error: BudgetError, about: str = "") -> None:
         error.args = (f"{about}{error}",)
         if self._on_exceed == "raise":
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # Its traceback holds this frame.
         warnings.warn(str(error), BudgetWarning, stacklevel=2)
+
+
+def _step_refused(
+    optimizer: Optimizer, need_bytes: int, live_bytes: int, limit: int
+) -> BudgetError:
+    return BudgetError(
+        f"the next step of {type(optimizer).__name__} needs {need_bytes:,} bytes "
+        f"for its state and temporaries beside {live_bytes:,} in use, more than "
+        f"the budget of {limit:,} bytes, and no plan lowers that. Smallest "
+        f"feasible budget: {live_bytes + need_bytes:,} bytes",
+        asked_bytes=limit,
+        least_bytes=live_bytes + need_bytes,
+        before_bytes=live_bytes,
+        holders=(
+            ByteHolder("other", "all that is in use before it", live_bytes),
+            ByteHolder(
+                "optimizer step",
+                "state that is made in the step, and its temporaries",
+                need_bytes,
+                REMEDIES["optimizer step"],
+            ),
+        ),
+    )

@@ -20,25 +20,25 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch import is_fake, tree_iter, without_dispatch_modes
+from membudget._torch import is_fake, tree_iter
 from membudget._torch_accelerator import HOST
 from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
-from membudget.errors import BudgetWarning, OptionError
+from membudget.errors import BudgetWarning
 from membudget.loop.awaited import Awaited, Forward
+from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
+from membudget.loop.history import History
+from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
-from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch, differentiable
-from membudget.loop.plans import History, Plans
+from membudget.loop.micro_batch import differentiable
+from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import Situation, situation_of, sizes_text
 from membudget.loop.step_needs import StepNeeds
-from membudget.profile import Profile, profile_step
-from membudget.progress import stage
-from membudget.state.autocast import casts_kept
 
 
 class Root:
@@ -48,6 +48,10 @@ class Root:
         statistics: Of the region that a plan puts on the model itself, if one does.
         model: The model.
         optimizer: Optimizer of the model's parameters, if it is known.
+        given: The optimizer that was known from the start.
+        plans: Its plans, by situation.
+        awaited: Its forwards whose backward pass has yet to begin.
+        casts: The casts of its parameters that autocast caches.
         meter: Measures its micro-batches.
         sets: The regions of the model.
         has_run: Whether a forward was planned.
@@ -63,21 +67,29 @@ class Root:
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
         self.optimizer = optimizer
-        self._given = optimizer  # In each recording or in none, to compare them.
+        self.given = optimizer
         self.sets = RegionSets(model, verify)
         self.has_run = self.is_retried = False
         self._room = room
-        self._plans = Plans(self._record)
+        self.casts = CachedCasts(model)
+        self._recorder = CallRecorder(model, optimizer, self.sets, self.casts)
+        self.plans = Plans(self._recorder.record)
         self.meter = BatchMeter(room.counted)
-        self._awaited = Awaited()
+        self.awaited = Awaited()
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = ""
         self._is_quiet = False
-        self._casts = CachedCasts(model)
+        self._failures: int | None = None  # Of allocations, when a forward ended.
+        self._shortages = 0
         self._steps = StepNeeds(model)
         self._stepping: Optimizer | None = None
-        self._call: tuple[Any, Any] = ((), {})
+
+    def start_from(self, known: Learned) -> None:
+        """Begin with what an earlier run learned."""
+        self.plans.start_from(known)
+        self.awaited.most = known.most_awaited
+        self.casts.direct_reads = known.direct_reads
 
     def attach(self) -> None:
         """Put this on the model, and begin to count."""
@@ -110,8 +122,9 @@ class Root:
                         explain(error, [self.sets], remedy)
                 raise
             self.meter.mark("outputs")
+            self._failures = self._room.counted.failures()
             begun = partial(self.meter.mark, "backward")
-            self._awaited.add(forward, differentiable(output), begun)
+            self.awaited.add(forward, differentiable(output), begun)
         return output
 
     def _inner(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -140,30 +153,29 @@ class Root:
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
         self.has_run = True
+        self._look_for_shortage()
         self.end_measurement()
-        awaited = self._awaited.now()
-        self._casts.clear(bool(awaited), self._awaited.most)
+        awaited = self.awaited.now()
+        self.casts.clear(bool(awaited), self.awaited.most)
         situation = situation_of(self.model, args, kwargs, len(awaited))
-        history = self._plans.histories.get(situation)
+        history = self.plans.histories.get(situation)
         if history is None:
-            history = History(sizes_text(args, kwargs))
-            self._plans.histories[situation] = history
-        self._call = args, kwargs
+            history = self.plans.begin(situation, sizes_text(args, kwargs))
         try:
-            forward = self._planned(situation, history, awaited)
-        except _UnrecordableError as error:
+            with self._recorder.about(args, kwargs):
+                forward = self._planned(situation, history, awaited)
+        except UnrecordableError as error:
             self._give_up(str(error))
             forward = Forward()
-        finally:
-            self._call = (), {}
         if self._why_not:
             self.sets.recompute_all()
             history.limit_bytes = self._room.unplanned()
         # On an accelerator, measuring resets what the user may want to read.
         is_free = self._room.counted.device == HOST
-        is_new = history.decisions not in history.measured
-        if is_free or is_new or self._steps.why_not:
-            self.meter.begin(partial(self._plans.spare_bytes, situation))
+        # What an earlier run measured may be otherwise in this one.
+        is_new = history.uses == 1 or history.decisions not in history.measured
+        if is_free or is_new or self._not_foreseen():
+            self.meter.begin(partial(self.plans.spare_bytes, situation))
             self._measured = situation, history
         return forward
 
@@ -174,9 +186,9 @@ class Root:
         if self._why_not:
             history.uses += 1
             return Forward()
-        plans = self._plans
+        plans = self.plans
         plans.prepare(situation, history)
-        most = self._awaited.most
+        most = self.awaited.most
         left = self._room.left(plans, situation, awaited, most, self.optimizer)
         predicted = plans.choose(situation, history, left)
         point = plans.reference(situation)
@@ -197,30 +209,6 @@ class Root:
             stacklevel=2,
         )
 
-    def _record(self) -> RecordedBatch:
-        """Record the call that is about to run, without memory."""
-        found = RecordedBatch(self._profiled(), self._casts.names())
-        self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
-        return found
-
-    def _profiled(self) -> Profile:
-        self.sets.clear()
-        step = MicroBatchStep(self.model, *self._call)
-        text = "recording the micro-batch, without memory"
-        try:
-            # Modes of the user's would count operators that are not the loop's.
-            with without_dispatch_modes(), casts_kept(), stage(text):
-                if self._given is not None:
-                    try:
-                        return profile_step(step, self._given, fake=True)
-                    except OptionError as error:  # LBFGS steps with a closure alone.
-                        self._steps.why_not = str(error)
-                return profile_step(step, fake=True)
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise
-            raise _UnrecordableError(f"{type(error).__name__}: {error}") from error
-
     # After the forward.
 
     def begin_step(self, optimizer: Optimizer) -> None:
@@ -229,19 +217,35 @@ class Root:
         Raises:
             BudgetError: If its step is over budget.
         """
+        self._look_for_shortage()
         self._stepping = optimizer if self.meter.mark("step") else None
         self.optimizer = self.optimizer or optimizer
-        if self._given is None or self._steps.why_not:
+        if self.given is None or self._recorder.not_foreseen:
             self._room.check_step(optimizer, self._steps)
+
+    def _not_foreseen(self) -> str:
+        """Return why the optimizer's step cannot be recorded; empty if it can."""
+        return self._recorder.not_foreseen or self._steps.why_not
+
+    def _look_for_shortage(self) -> None:
+        """Tighten the plan if an allocation failed since the last forward ended.
+
+        The error passes from autograd's threads to the loop, which may catch it.
+        """
+        before, self._failures = self._failures, None
+        if before is not None and self._room.counted.failures() > before:
+            self._shortages += 1
+            self.drop_measurement()
+            self.tighten()
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
         self.meter.drop()
-        self._measured = None
+        self._measured = self._failures = None
 
     def tighten(self) -> bool:
         """Let later plans take less; return whether there is a smaller one."""
-        return self._plans.tighten()
+        return self.plans.tighten()
 
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""
@@ -253,7 +257,7 @@ class Root:
         if stepping is not None and found.step_bytes is not None:
             self._steps.learn(stepping, found.step_bytes)
         situation, history = measured
-        self._plans.learn(situation, history, found)
+        self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
         if beyond <= 0 or not history.limit_bytes or situation in self._warned:
             return
@@ -270,18 +274,19 @@ class Root:
     def situations(self) -> Iterator[SituationStatus]:
         """Yield what is known of each situation."""
         name = type(self.model).__name__
-        for history in self._plans.histories.values():
+        for history in self.plans.histories.values():
             yield SituationStatus.of(name, history)
 
     def notes(self) -> Iterator[str]:
         """Yield what a user should know, in sentences."""
         if self._why_not:
             yield f"no plan: the model cannot be recorded ({self._why_not})"
+        if self._shortages:
+            yield (
+                f"after {self._shortages} forwards the loss or the backward pass found "
+                "no memory: the plan was tightened each time"
+            )
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
-        if self._steps.why_not:
-            yield f"the optimizer's step is measured: {self._steps.why_not}"
-
-
-class _UnrecordableError(Exception):
-    """A micro-batch cannot be recorded on fake tensors."""
+        if why_not := self._not_foreseen():
+            yield f"the optimizer's step is measured: {why_not}"

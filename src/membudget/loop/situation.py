@@ -8,6 +8,7 @@ there. Those of one *situation* are of one kind and of the same sizes.
 from __future__ import annotations
 
 from collections.abc import Hashable
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -59,18 +60,23 @@ def situation_of(
         else:
             told.append(type(leaf).__qualname__)
     modules = list(model.modules())
-    training = tuple([module.training for module in modules])
-    parameters = tuple(
+    training = bytes([module.training for module in modules])
+    parameters = bytes(
         [
-            (p.requires_grad, is_leaf(p) and p.grad is not None)
+            2 * p.requires_grad + (is_leaf(p) and p.grad is not None)
             for p in own_parameters(modules)
         ]
     )
     kind = (
         *(tuple(told), tuple(kwargs), autocast_state(), pending),
-        *(hash(parameters), hash(training), torch.get_default_dtype()),
+        *(parameters, training, torch.get_default_dtype()),
     )
     return Situation(kind, tuple(sizes))
+
+
+def key_of(kind: Hashable) -> str:
+    """Return the name of a kind of situations, the same in every process."""
+    return sha256(repr(kind).encode()).hexdigest()[:16]
 
 
 def sizes_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

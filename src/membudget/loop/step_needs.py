@@ -20,7 +20,7 @@ from membudget.profile.optimizer_step import next_step_bytes
 
 
 @dataclass
-class _Known:
+class _Needs:
     trained: set[int] = field(default_factory=set)  # Parameters, by identity.
     beside_bytes: int = 0
     # The last two: one that makes state says too much of those that have it.
@@ -39,7 +39,7 @@ class StepNeeds:
         self.why_not = ""
         self._model = model
         # Weak: a later optimizer may have the address of one that is gone.
-        self._known: WeakKeyDictionary[Optimizer, _Known] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Optimizer, _Needs] = WeakKeyDictionary()
 
     def bytes_of(self, optimizer: Optimizer) -> int:
         """Return the bytes of state that an optimizer lacks, and of temporaries.
@@ -65,5 +65,5 @@ class StepNeeds:
         """Note what a step took, or the part of one behind a call of its closure."""
         self._known_of(optimizer).measured.append(took_bytes)
 
-    def _known_of(self, optimizer: Optimizer) -> _Known:
-        return self._known.setdefault(optimizer, _Known())
+    def _known_of(self, optimizer: Optimizer) -> _Needs:
+        return self._known.setdefault(optimizer, _Needs())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from membudget._torch import is_fake
-from membudget._torch_accelerator import is_on_accelerator, memory_stats
+from membudget._torch_accelerator import FAILURES, is_on_accelerator, memory_stats
 from membudget.engine.native.library import Library, NoExtensionError
 from membudget.memory.peak import storage_bytes
 
@@ -100,6 +100,12 @@ class Counted:
             peak_bytes = max(stats[f"{kind}.peak"], self._most_bounded_bytes)
             return stats[f"{kind}.current"], peak_bytes
         return self.live_bytes(), self.peak_bytes()
+
+    def failures(self) -> int:
+        """Return how many allocations have failed so far; exact counts alone."""
+        if is_on_accelerator(self.device):
+            return memory_stats(self.device)[FAILURES]
+        return int(self._extension.failed()) if self.is_exact else 0
 
     def restart(self) -> None:
         """Let the peak begin with what is live now; those of others go on."""

@@ -2,19 +2,20 @@
 
 A plan lists modules and, for each module, the outputs to keep; an output is named by
 its operator's number within the module's call. A plan is valid for one model,
-identified by its parameters, and includes the predicted peak and slowdown.
+identified by its parameters, and includes the predicted peak and slowdown. That of a
+training loop holds, beside the plan of its most frequent situation, what is known of
+all of them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from membudget.errors import PlanError
 from membudget.graph import StepGraph
@@ -28,6 +29,8 @@ from membudget.planner.choice import (
     saved_in,
     useful_kept,
 )
+from membudget.planner.loop_plan import LoopPlan
+from membudget.planner.plain_data import field_of, record_of
 from membudget.text import read_json, write_whole
 
 VERSION = 5
@@ -105,6 +108,8 @@ class Plan:
         regions: The regions, in forward order.
         device: Type of the device whose operators the plan names, such as `"cpu"`;
             empty if that is not known.
+        loops: What a training loop taught, one for each of its models; empty if the
+            plan is of a single step.
     """
 
     model: str
@@ -117,6 +122,7 @@ class Plan:
     cost: str
     regions: tuple[RegionPlan, ...]
     device: str = ""
+    loops: tuple[LoopPlan, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data that JSON can represent."""
@@ -143,13 +149,13 @@ class Plan:
             PlanError: If the version is unsupported, or a field is missing or has the
                 wrong type.
         """
-        version = _field(data, "version", int, "plan")
+        version = field_of(data, "version", int, "plan")
         if version != VERSION:
             raise PlanError(
                 f"this membudget reads plans of version {VERSION}; this one has "
                 f"version {version}: make the plan again"
             )
-        plan: Plan = _read({"device": "", **data}, cls, "plan")
+        plan: Plan = record_of({"device": "", "loops": [], **data}, cls, "plan")
         return plan
 
     @classmethod
@@ -164,53 +170,6 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"the plan cannot be read: {error}") from error
         return cls.from_dict(data)
-
-
-_FIELDS = {k: get_type_hints(k) for k in (KeptOutput, StagePlan, RegionPlan, Plan)}
-
-
-def _read(data: Any, kind: Any, where: str) -> Any:
-    """Convert plain data to a record, a tuple of records, a number or a string."""
-    if kind in _FIELDS:
-        fields = _FIELDS[kind].items()
-        return kind(*(_field(data, name, of, where) for name, of in fields))
-    if get_origin(kind) is tuple:
-        if not isinstance(data, list | tuple):
-            raise PlanError(f"{where} must be list; it is {_shown(data)}")
-        of = get_args(kind)[0]
-        return tuple(_read(x, of, f"{where}[{i}]") for i, x in enumerate(data))
-    if get_origin(kind) is Literal:
-        if data not in get_args(kind):
-            known = " or ".join(map(repr, get_args(kind)))
-            raise PlanError(f"{where} must be {known}; it is {_shown(data)}")
-        return data
-    if type(data) is int and kind in (int, float) and abs(data) >= _MOST:
-        raise PlanError(f"{where} must be less than 2**63; it has more digits")
-    if kind is float and type(data) is int:
-        return float(data)
-    if type(data) is not kind:
-        raise PlanError(f"{where} must be {kind.__name__}; it is {_shown(data)}")
-    if kind is float and not math.isfinite(data):
-        raise PlanError(f"{where} must be a finite number; it is {data!r}")
-    return data
-
-
-_MOST = 1 << 63
-
-
-def _shown(data: Any) -> str:
-    try:
-        return f"{data!r:.40}"
-    except (RecursionError, ValueError):  # Nested too deeply, or too many digits.
-        return f"a huge {type(data).__name__}"
-
-
-def _field(data: Any, name: str, kind: Any, where: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise PlanError(f"{where} must be an object; it is a {type(data).__name__}")
-    if name not in data:
-        raise PlanError(f"{where}.{name} is missing: the plan is not whole")
-    return _read(data[name], kind, f"{where}.{name}")
 
 
 def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:

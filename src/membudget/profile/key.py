@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from membudget import _torch, _torch_settings
 from membudget._torch import is_profiling
-from membudget._torch_accelerator import name_of
+from membudget._torch_accelerator import main_device, name_of
 from membudget.profile.devices import Device, processor_name
 from membudget.profile.optimizer_step import OptimizerLike
 from membudget.state.autocast import device_types
@@ -39,19 +40,44 @@ def key_of(
             group must all run it.
     """
     _check_alone()
-    decided_by = {
-        "kind": type(step).__name__,
-        "fake": fake,
-        "device": device,
+    return _digest_of(
+        {
+            "kind": type(step).__name__,
+            "fake": fake,
+            "device": device,
+            "accelerators": sorted({name_of(t.device) for t in step.tensors()}),
+            "autocast": _autocast(),
+            **_conditions(),
+            **step.decided_by(),
+            "optimizer": _options(optimizer),
+        }
+    )
+
+
+def conditions_of(model: Module, optimizer: OptimizerLike) -> str:
+    """Return a digest of what decides the operators of a model beside its inputs.
+
+    That is its code and attributes, the options of its optimizer, the versions of
+    membudget and torch, torch's settings, and the machine.
+
+    Raises:
+        IndescribableError: If the model or the optimizer cannot be described.
+    """
+    device = name_of(main_device((*model.parameters(), *model.buffers())))
+    decided_by = {"model": model, "optimizer": _options(optimizer), "device": device}
+    return _digest_of({**_conditions(), **decided_by})
+
+
+def _conditions() -> dict[str, Any]:
+    return {
         "versions": (_own_digest(), torch.__version__, platform.python_version()),
         "machine": (processor_name(), torch.accelerator.is_available()),
-        "accelerators": sorted({name_of(t.device) for t in step.tensors()}),
         "settings": repr(_torch_settings.read()),
-        "autocast": _autocast(),
         "default device": torch.get_default_device(),
-        **step.decided_by(),
-        "optimizer": _options(optimizer),
     }
+
+
+def _digest_of(decided_by: dict[str, Any]) -> str:
     found = sha256()
     for line in describe(decided_by):
         found.update(f"{line}\n".encode())

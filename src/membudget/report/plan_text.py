@@ -12,6 +12,7 @@ from membudget.planner.choice import RERUN, Choice, saved_storages, storages_of
 from membudget.planner.plan import KeptOutput, Plan, RegionPlan, parameter_differences
 from membudget.planner.schedule import Schedule
 from membudget.report import rendered
+from membudget.report.loop_text import loop_differences
 from membudget.text import format_bytes
 
 MOST_NUMBERS = 8
@@ -141,6 +142,7 @@ def differences(first: Plan, second: Plan) -> list[str]:
     """
     found = [*_models(first, second), *_predictions(first, second)]
     found += _regions(first.regions, second.regions)
+    found += loop_differences(first.loops, second.loops)
     if not found and first != second:
         found.append("the regions are in another order, or one is listed twice")
     return found

@@ -25,6 +25,7 @@ std::mutex mutex;
 std::unordered_map<void*, Block> blocks;
 std::int64_t live_bytes = 0;
 std::int64_t most_bytes = 0;
+std::int64_t failed_count = 0;
 c10::Allocator* inner = nullptr;
 
 constexpr std::uint8_t priority = 200;
@@ -45,7 +46,14 @@ void release(void* memory) {
 
 struct Counter final : c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
-    void* memory = inner->raw_allocate(bytes);
+    void* memory = nullptr;
+    try {
+      memory = inner->raw_allocate(bytes);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex);
+      ++failed_count;
+      throw;
+    }
     if (memory != nullptr) {
       std::lock_guard<std::mutex> lock(mutex);
       blocks[memory] = {static_cast<std::int64_t>(bytes), inner};
@@ -96,6 +104,11 @@ PyObject* most(PyObject*, PyObject*) {
   return PyLong_FromLongLong(most_bytes);
 }
 
+PyObject* failed(PyObject*, PyObject*) {
+  std::lock_guard<std::mutex> lock(mutex);
+  return PyLong_FromLongLong(failed_count);
+}
+
 PyObject* restart(PyObject*, PyObject*) {
   std::lock_guard<std::mutex> lock(mutex);
   most_bytes = live_bytes;
@@ -107,6 +120,7 @@ PyMethodDef functions[] = {
     {"stop", stop, METH_NOARGS, "Count no more allocations."},
     {"live", live, METH_NOARGS, "Return the live bytes that were counted."},
     {"most", most, METH_NOARGS, "Return the most of them since the last restart."},
+    {"failed", failed, METH_NOARGS, "Return how many allocations have failed."},
     {"restart", restart, METH_NOARGS, "Let the most be what is live now."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,0 +1,85 @@
+"""Record the micro-batch that is about to run, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from membudget._torch import without_dispatch_modes
+from membudget.allocation import is_out_of_memory
+from membudget.errors import OptionError
+from membudget.loop.casts import CachedCasts
+from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
+from membudget.loop.regions import RegionSets
+from membudget.profile import Profile, profile_step
+from membudget.progress import stage
+from membudget.state.autocast import casts_kept
+
+
+class UnrecordableError(Exception):
+    """A micro-batch cannot be recorded on fake tensors."""
+
+
+class CallRecorder:
+    """Records calls of one model.
+
+    Attributes:
+        not_foreseen: Why the optimizer's step is in no recording; empty if it is, or if
+            no optimizer was given.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        optimizer: Optimizer | None,
+        sets: RegionSets,
+        casts: CachedCasts,
+    ):
+        """Store the model, and the optimizer if it was given."""
+        self.not_foreseen = ""
+        self._model = model
+        # In each recording or in none, to compare them.
+        self._optimizer = optimizer
+        self._sets, self._casts = sets, casts
+        self._call: tuple[Any, Any] = ((), {})
+
+    @contextmanager
+    def about(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+        """Know, in the context, with what the model is about to be called."""
+        self._call = args, kwargs
+        try:
+            yield
+        finally:
+            self._call = (), {}
+
+    def record(self) -> RecordedBatch:
+        """Record the call that is about to run.
+
+        Raises:
+            UnrecordableError: If the model does not run on fake tensors.
+        """
+        found = RecordedBatch(self._profiled(), self._casts.names())
+        self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
+        return found
+
+    def _profiled(self) -> Profile:
+        self._sets.clear()
+        step = MicroBatchStep(self._model, *self._call)
+        text = "recording the micro-batch, without memory"
+        try:
+            # Modes of the user's would count operators that are not the loop's.
+            with without_dispatch_modes(), casts_kept(), stage(text):
+                if self._optimizer is not None:
+                    try:
+                        return profile_step(step, self._optimizer, fake=True)
+                    except OptionError as error:  # LBFGS steps with a closure alone.
+                        self.not_foreseen = str(error)
+                return profile_step(step, fake=True)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise UnrecordableError(f"{type(error).__name__}: {error}") from error

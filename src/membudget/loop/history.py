@@ -1,0 +1,62 @@
+"""What is known of one situation of a training loop."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from membudget.loop.point import Decisions, Predicted
+
+
+@dataclass
+class History:
+    """What is known of one situation.
+
+    Attributes:
+        text: Shapes of the tensors that the model is called with.
+        uses: How many micro-batches ran.
+        predicted: The prediction under the plan in force; `None` before the first, and
+            if the model cannot be recorded.
+        limit_bytes: Bytes that a micro-batch may allocate, when it ran last.
+        wanted_bytes: Bytes for which the plan was made.
+        correction_bytes: What a micro-batch took beyond all that was expected, at most.
+        worst_bytes: Largest measured peak.
+        last_bytes: Last measured peak.
+        plans: How many plans were made.
+        most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
+        measured: Largest measured peak under each plan; `None` for no plan.
+        basis: What the plan stands on: the tail's version, and whether its own size was
+            recorded.
+    """
+
+    text: str
+    uses: int = 0
+    predicted: Predicted | None = None
+    limit_bytes: int = 0
+    wanted_bytes: int = 0
+    correction_bytes: int = 0
+    worst_bytes: int = 0
+    last_bytes: int = 0
+    plans: int = 0
+    most_bytes: int | None = None
+    measured: dict[Decisions | None, int] = field(default_factory=dict)
+    basis: tuple[int, bool] | None = None
+
+    @property
+    def decisions(self) -> Decisions | None:
+        """What the plan in force decides."""
+        return None if self.predicted is None else self.predicted.decisions
+
+    def expected_bytes(self, predicted: Predicted) -> int:
+        """Return the peak to expect under a plan, corrected by what was measured.
+
+        A later micro-batch may take more than those that were measured, if they skipped
+        layers: no measurement lowers a prediction.
+        """
+        known = self.measured.get(predicted.decisions)
+        if known is not None:
+            return max(predicted.foreseen_bytes, known)
+        return predicted.foreseen_bytes + self.correction_bytes
+
+    def fits(self, predicted: Predicted, target_bytes: int) -> bool:
+        """Return whether what is to be expected under a plan is within some bytes."""
+        return self.expected_bytes(predicted) <= target_bytes

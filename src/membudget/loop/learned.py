@@ -1,0 +1,182 @@
+"""What a run learned of its situations, as data, and as the start of a later run.
+
+Recordings are read when their kind of micro-batch comes for the first time. What does
+not come in a run is handed on to the file of the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+from membudget.errors import OptionError, PlanError
+from membudget.graph import ModuleCall
+from membudget.loop.history import History
+from membudget.loop.kind import CallKind, Tail
+from membudget.loop.micro_batch import RecordedBatch
+from membudget.loop.point import Decisions
+from membudget.loop.situation import Situation, Sizes, key_of
+from membudget.planner.choice import Choice, Stage
+from membudget.planner.loop_plan import LoopPlan, SituationPlan, unpack
+from membudget.planner.schedule import Schedule
+from membudget.profile import Profile
+
+
+class Learned:
+    """What an earlier run learned of one model.
+
+    Attributes:
+        tail: What the loop needed between forward and backward of the model.
+        is_first: Whether no micro-batch was measured.
+        most_awaited: The most forwards that were awaited together.
+        direct_reads: How often a parameter is read beside its cast in one forward.
+        kinds: Data of the kinds that have yet to come in this run, by key.
+        situations: Their situations.
+    """
+
+    def __init__(self, plan: LoopPlan | None = None):
+        """Read the part of a plan file that is about the model, if there is one.
+
+        Raises:
+            PlanError: If it is not whole.
+        """
+        self.tail, self.is_first = Tail(), True
+        self.most_awaited, self.direct_reads = 1, 0
+        self.kinds: dict[str, Any] = {}
+        self.situations: dict[tuple[str, Sizes], SituationPlan] = {}
+        self._schedules: dict[str, list[Schedule]] = {}
+        if plan is None:
+            return
+        self.situations = {(s.kind, s.sizes): s for s in plan.situations}
+        data = unpack(plan.learned)
+        try:
+            self.tail = _tail_of(data["tail"])
+            self.is_first = bool(data["is_first"])
+            self.most_awaited = int(data["most_awaited"])
+            self.direct_reads = int(data["direct_reads"])
+            self.kinds = dict(data["kinds"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise _not_whole(error) from error
+
+    def kind(self, of: Hashable) -> CallKind | None:
+        """Return what was recorded of a kind; `None` if nothing was.
+
+        Raises:
+            PlanError: If it is not whole.
+        """
+        key = key_of(of) if self.kinds else ""
+        data = self.kinds.pop(key, None)
+        if data is None:
+            return None
+        try:
+            kind = _kind_of(data, self.tail)
+        except (LookupError, TypeError, ValueError, OptionError) as error:
+            raise _not_whole(error) from error
+        self._schedules[key] = [schedule for schedule, _ in kind.schedules.values()]
+        return kind
+
+    def recall(self, situation: Situation, kind: CallKind, history: History) -> None:
+        """Note what is known of a situation in its history."""
+        if not self.situations:
+            return
+        key = key_of(situation.kind)
+        known = self.situations.pop((key, situation.sizes), None)
+        if known is None:
+            return
+        history.correction_bytes = known.correction_bytes
+        point = kind.points.get(situation.sizes)
+        schedules = self._schedules.get(key, [])
+        if point is None or not 0 <= known.schedule < len(schedules):
+            return
+        history.predicted = point.predicted(schedules[known.schedule])
+        history.basis = self.tail.version, True
+        history.wanted_bytes = known.wanted_bytes
+        if known.took_bytes:
+            history.measured[history.decisions] = known.took_bytes
+
+
+def situation_plan(situation: Situation, history: History, kind: CallKind) -> Any:
+    """Return what is known of a situation, for people and for a later run."""
+    found, key = history.predicted, history.decisions
+    schedules = [*kind.schedules]
+    return SituationPlan(
+        kind=key_of(situation.kind),
+        sizes=situation.sizes,
+        tensors=history.text,
+        uses=history.uses,
+        wanted_bytes=history.wanted_bytes,
+        peak_bytes=0 if found is None else found.peak_bytes,
+        slowdown=0.0 if found is None else found.slowdown,
+        took_bytes=history.measured.get(key, 0),
+        correction_bytes=history.correction_bytes,
+        schedule=schedules.index(key) if key in schedules else -1,
+    )
+
+
+def kind_data(kind: CallKind) -> dict[str, Any]:
+    """Return the recordings and schedules of a kind as plain data."""
+    return {
+        "recorded": [
+            {
+                "sizes": sizes,
+                "cached": sorted(recording.cached),
+                "profile": recording.profile.to_dict(),
+            }
+            for sizes, recording in kind.recordings.items()
+        ],
+        "schedules": [_schedule_data(*noted) for noted in kind.schedules.values()],
+    }
+
+
+def _kind_of(data: Any, tail: Tail) -> CallKind:
+    kind = CallKind(tail)
+    for recorded in data["recorded"]:
+        profile = Profile.from_dict(recorded["profile"])
+        recording = RecordedBatch(profile, frozenset(recorded["cached"]))
+        kind.add(tuple(recorded["sizes"]), recording)
+    for calls, choices, is_smallest, sizes in data["schedules"]:
+        decisions = Decisions(
+            tuple(ModuleCall(p, s, e, tuple(inputs)) for p, s, e, inputs in calls),
+            tuple(map(_choice_of, choices)),
+        )
+        point = kind.points[tuple(sizes)]
+        found = point.simulated_as(decisions)
+        kind.note(point, replace(found, is_smallest=bool(is_smallest)))
+    return kind
+
+
+def _schedule_data(schedule: Schedule, sizes: Sizes) -> list[Any]:
+    calls = [[c.path, c.start, c.end, c.inputs] for c in schedule.calls]
+    choices = [
+        [c.start, c.end, sorted(c.kept), _stages_data(c.stages), c.engine]
+        for c in schedule.choices
+    ]
+    return [calls, choices, schedule.is_smallest, sizes]
+
+
+def _stages_data(stages: Iterable[Stage]) -> list[Any]:
+    return [[stage.start, sorted(stage.retained)] for stage in stages]
+
+
+def _choice_of(data: Any) -> Choice:
+    start, end, kept, stages, engine = data
+    found = (Stage(first, frozenset(retained)) for first, retained in stages)
+    return Choice(start, end, frozenset(kept), tuple(found), engine)
+
+
+def tail_data(tail: Tail) -> list[Any]:
+    """Return a tail as plain data."""
+    share = None if tail.share is None else str(tail.share)
+    return [share, tail.fixed_bytes, tail.holds_casts]
+
+
+def _tail_of(data: Any) -> Tail:
+    share, fixed_bytes, holds_casts = data
+    of = None if share is None else Fraction(share)
+    return Tail(of, int(fixed_bytes), holds_casts)
+
+
+def _not_whole(error: Exception) -> PlanError:
+    return PlanError(f"what the plan learned is not whole: {error!r}")
