@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import membudget as mb
-from membudget.offload.slab import ALIGNMENT, Block, Slab
+from membudget.offload.slab import ALIGNMENT, HostBlock, Slab
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ def test_blocks_keep_their_bytes_and_come_back(
     size: int, asked: list[tuple[int, bool]]
 ) -> None:
     slab = Slab(size, CPU)
-    taken: list[tuple[int, Block]] = []
+    taken: list[tuple[int, HostBlock]] = []
     for number, (wanted, gives_back) in enumerate(asked):
         block = slab.take(wanted)
         if block is not None:

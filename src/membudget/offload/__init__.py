@@ -1,6 +1,6 @@
 """Offload what autograd saves, around any code.
 
-`offload` is the way in. `slab` is the host memory, `entry` a saved storage and the
+`offload` is the way in. `slab` is the host memory, `saved_storage` one storage and the
 views of it, `link` the copies beside the device's work, `order` what earlier steps
 asked for, and `lane` moves the storages of one device by it.
 """
@@ -21,8 +21,8 @@ from membudget._torch import (
 )
 from membudget._torch_accelerator import kind
 from membudget.errors import OptionError
-from membudget.offload.entry import Kept, View
 from membudget.offload.lane import Lane
+from membudget.offload.saved_storage import Kept, View
 from membudget.offload.slab import Slab
 from membudget.state.identity import address_of, is_leaf, version_of
 from membudget.text import format_bytes, parse_bytes

@@ -32,9 +32,9 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from membudget._torch import current_graph_task_id, node_sequence_number
-from membudget.offload.entry import Entry, View
 from membudget.offload.link import Link, bytes_of, has_happened
 from membudget.offload.order import Order
+from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
 from membudget.state.identity import address_of
 
@@ -46,7 +46,7 @@ class _Unsent:
     """What the operator saves that a thread runs now."""
 
     node: int = -1  # Of autograd; numbers rise in each thread.
-    entries: list[Entry] = field(default_factory=list)
+    entries: list[SavedStorage] = field(default_factory=list)
 
 
 class Lane:
@@ -66,10 +66,10 @@ class Lane:
         self._window_bytes = window_bytes
         self._link = Link(device)
         self._order = Order(window_bytes // 2)
-        self._by_address: WeakValueDictionary[int, Entry] = WeakValueDictionary()
-        self._by_number: WeakValueDictionary[int, Entry] = WeakValueDictionary()
-        self._leaving: deque[Entry] = deque()  # By the end of their copies.
-        self._dropped: deque[tuple[Entry, bool]] = deque()
+        self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._by_number: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+        self._leaving: deque[SavedStorage] = deque()  # By the end of their copies.
+        self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._held_bytes = self._live = 0
         self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
         self._lock = RLock()
@@ -122,13 +122,13 @@ class Lane:
 
     # Out.
 
-    def _new_entry(self, tensor: Tensor, storage: UntypedStorage) -> Entry:
+    def _new_entry(self, tensor: Tensor, storage: UntypedStorage) -> SavedStorage:
         order = self._order
         is_forward = current_graph_task_id() == OUTSIDE_BACKWARD
         if is_forward and (order.now.asked or not self._live):
             order.begin_step()
             self._by_number.clear()
-        entry = Entry(tensor, storage, order.save(storage.nbytes()))
+        entry = SavedStorage(tensor, storage, order.save(storage.nbytes()))
         self._by_number[entry.number] = entry
         self._live += 1
         if order.expected is not None and entry.number in order.expected.living:
@@ -147,7 +147,7 @@ class Lane:
             if entry.views and entry.source is not None:
                 self._send(entry, entry.source)
 
-    def _send(self, entry: Entry, source: UntypedStorage) -> None:
+    def _send(self, entry: SavedStorage, source: UntypedStorage) -> None:
         entry.block = self._slab.take(entry.size)
         if entry.block is None:
             self._note("full", entry)
@@ -174,7 +174,7 @@ class Lane:
 
     # Back.
 
-    def _storage_of(self, entry: Entry) -> UntypedStorage:
+    def _storage_of(self, entry: SavedStorage) -> UntypedStorage:
         """Return the bytes of an entry on the device, for the current stream."""
         if entry.source is not None:
             return entry.source
@@ -204,20 +204,20 @@ class Lane:
                 break  # It may fit when it is asked for.
             self._note("ahead", entry)
 
-    def _load(self, entry: Entry) -> UntypedStorage:
+    def _load(self, entry: SavedStorage) -> UntypedStorage:
         assert entry.block is not None
         made, entry.arrived = self._link.copy_in(entry.block.content, entry.copied)
         entry.loaded, entry.stream = made, self._link.now()
         self._count(entry)
         return made
 
-    def _is_of_this_step(self, entry: Entry) -> bool:
+    def _is_of_this_step(self, entry: SavedStorage) -> bool:
         """Return whether its number is of the step that is running."""
         return self._by_number.get(entry.number) is entry
 
     # The end.
 
-    def _finish(self, entry: Entry) -> None:
+    def _finish(self, entry: SavedStorage) -> None:
         self._live -= 1
         if entry in self._leaving:
             return  # Its source is read, and its block is written, until that ends.
@@ -229,19 +229,19 @@ class Lane:
         if entry.block is not None:
             self._slab.give_back(entry.block)
 
-    def _note(self, what: str, entry: Entry) -> None:
+    def _note(self, what: str, entry: SavedStorage) -> None:
         self.moved_bytes[what] += entry.size
 
-    def _count(self, entry: Entry) -> None:
+    def _count(self, entry: SavedStorage) -> None:
         self._held_bytes += 0 if entry.is_counted else entry.size
         entry.is_counted = True
 
-    def _discount(self, entry: Entry) -> None:
+    def _discount(self, entry: SavedStorage) -> None:
         self._held_bytes -= entry.size if entry.is_counted else 0
         entry.is_counted = False
 
 
-def _is_on_device(entry: Entry) -> bool:
+def _is_on_device(entry: SavedStorage) -> bool:
     return (
         entry.source is not None or entry.copy() is not None or bool(entry.original())
     )

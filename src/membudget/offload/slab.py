@@ -27,7 +27,7 @@ ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Block:
+class HostBlock:
     """A part of a slab.
 
     Attributes:
@@ -74,12 +74,12 @@ class Slab:
         self._free = [((n, 0), piece.nbytes) for n, piece in enumerate(self._pieces)]
         self._lock = Lock()  # Each device has a thread for its backward pass.
 
-    def take(self, size: int) -> Block | None:
+    def take(self, size: int) -> HostBlock | None:
         """Return a block; `None` if no free part is large enough."""
         with self._lock:
             return self._taken(size)
 
-    def _taken(self, size: int) -> Block | None:
+    def _taken(self, size: int) -> HostBlock | None:
         rounded = -(-size // ALIGNMENT) * ALIGNMENT
         fitting = [part for part in self._free if part[1] >= rounded]
         if not fitting:
@@ -92,15 +92,15 @@ class Slab:
         self.used_bytes += rounded
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
         content = self._pieces[piece][offset : offset + size]
-        return Block((piece, offset), rounded, content)
+        return HostBlock((piece, offset), rounded, content)
 
-    def give_back(self, block: Block) -> None:
+    def give_back(self, block: HostBlock) -> None:
         """Take a block back."""
         with self._lock:
             self.used_bytes -= block.size
             self._merge(block)
 
-    def _merge(self, block: Block) -> None:
+    def _merge(self, block: HostBlock) -> None:
         insort(self._free, (block.place, block.size))
         merged: list[tuple[tuple[int, int], int]] = []
         for (piece, offset), size in self._free:

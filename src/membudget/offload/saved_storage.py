@@ -1,7 +1,8 @@
 """A storage that autograd saved, and the views of it that autograd holds.
 
 autograd's node ──> View ──┐
-autograd's node ──> View ──┴──> Entry ──> storage on the device, or block on the host
+autograd's node ──> View ──┴──> SavedStorage ──> storage on the device,
+                                                 or block on the host
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from membudget.errors import ChangedSinceForwardError
-from membudget.offload.slab import Block
+from membudget.offload.slab import HostBlock
 from membudget.state.identity import SavedVersion, version_of
 
 
-class Entry:
+class SavedStorage:
     """A saved storage, on the device, on its way, or on the host.
 
     Attributes:
@@ -50,7 +51,7 @@ class Entry:
         self.size = storage.nbytes()
         self.source: UntypedStorage | None = storage
         self.original = ref(storage)
-        self.block: Block | None = None
+        self.block: HostBlock | None = None
         self.loaded: UntypedStorage | None = None
         self.copied: Any = None
         self.arrived: Any = None
@@ -84,7 +85,7 @@ def _place_of(tensor: Tensor) -> tuple[int, int, int]:
     return version_of(tensor), int(tensor.storage_offset()), tensor.numel()
 
 
-Dropped = Callable[[tuple[Entry, bool]], None]
+Dropped = Callable[[tuple[SavedStorage, bool]], None]
 """Called with the entry of a view that autograd dropped, and if it was asked for."""
 
 
@@ -98,7 +99,7 @@ class View:
 
     __slots__ = ("_dropped", "_form", "_version", "entry", "was_asked")
 
-    def __init__(self, tensor: Tensor, entry: Entry, dropped: Dropped):
+    def __init__(self, tensor: Tensor, entry: SavedStorage, dropped: Dropped):
         """Note what is to be restored."""
         self.entry = entry
         self.was_asked = False
