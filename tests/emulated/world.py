@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+import membudget as mb
+
 DEVICES, STREAMS = 2, 3
 SHAPE = (4, 8)
 
@@ -143,6 +145,7 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "none": nullcontext,
     "cloned": lambda: saved_tensors_hooks(torch.clone, torch.clone),
     "offloaded": lambda: save_on_cpu(pin_memory=True, device_type="emu"),
+    "moved": lambda: mb.offload("64KiB", window=256, smallest=1),
 }
 
 

@@ -11,6 +11,7 @@ from functools import cache
 
 import pytest
 
+import membudget as mb
 from tests.field.case import Case
 from tests.field.known import KNOWN, matches
 from tests.field.registry import CASES
@@ -82,6 +83,19 @@ def test_another_shape_gives_the_bits_of_the_plain_step(examined: Examined):
 @every_way
 def test_evaluation_gives_the_bits_of_the_plain_step(examined: Examined):
     assert examined[EVALUATION] == []
+
+
+def test_offloading_gives_the_bits_of_the_plain_step(architecture: Examination):
+    subject = architecture.subject
+    off = mb.offload("256MiB", window="1MiB", smallest="1KiB")
+    for run in (FIRST, FIRST, SECOND):
+        plain = subject.plain[run]  # Before `off` is entered.
+        subject.reset()
+        with off:
+            found = subject.outcome(run)
+        assert differences(plain, found) == []
+    assert off.status().out_bytes
+    subject.reset()
 
 
 @every_way
