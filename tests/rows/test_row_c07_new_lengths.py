@@ -14,6 +14,6 @@ def test_sizes_between_recorded_ones_are_not_recorded(monkeypatch):
         recorded.append(tuple(step.args[0].shape))
         return real(step, *args, **kwargs)
 
-    monkeypatch.setattr("membudget.loop.root.profile_step", noted)
+    monkeypatch.setattr("membudget.loop.call_recorder.profile_step", noted)
     check_held([16, 64, 32, 40, 48, 24, 56, 20], 0.6)
     assert recorded == [(8, 16), (8, 64)]

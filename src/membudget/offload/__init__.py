@@ -191,7 +191,7 @@ def offload(
         ...     with off:
         ...         loss = model(torch.randn(512, 256)).square().mean()
         ...     loss.backward()
-        >>> off.status().late_bytes < off.status().out_bytes
+        >>> 0 < off.status().most_host_bytes <= off.status().host_bytes
         True
     """
     sizes = {"host": host, "window": window, "smallest": smallest}
