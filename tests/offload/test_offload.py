@@ -259,6 +259,30 @@ def test_the_gates_of_an_lstm_are_written_one_by_one() -> None:
     assert torch.equal(gradient(mb.offload("1MiB", smallest=1)), gradient(None))
 
 
+def test_a_storage_that_is_filled_silently_is_read_as_it_is_at_last() -> None:
+    """As torchdiffeq's solvers do: no version tells of a write through `.data`."""
+    weight = torch.ones(3, requires_grad=True)
+
+    def forward() -> Tensor:
+        filled = torch.zeros(3, WIDTH)
+        total = torch.zeros(WIDTH)
+        for number in range(3):
+            filled.data[number] = number + 1.0
+            total = total + (weight[:, None] * filled).sum(0).sin()
+        return total.sum()
+
+    def gradient(off: mb.Offload | None) -> Tensor:
+        if off is None:
+            return torch.autograd.grad(forward(), weight)[0]
+        with off:
+            loss = forward()
+        return torch.autograd.grad(loss, weight)[0]
+
+    off = mb.offload("1MiB", smallest=1, window=0)
+    for _ in range(3):
+        assert torch.equal(gradient(off), gradient(None))
+
+
 def test_autocast_and_attention_are_the_plain_ones() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 128, 0.1, batch_first=True)

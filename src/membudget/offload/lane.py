@@ -7,7 +7,8 @@ Rules:
     1. What is saved is a storage. All views of one share a copy, unless it may have
        been written to in between. It is copied when the operator that saves it has run:
        some, as `rrelu`, write to what they saved.
-    2. A storage that lives anyway is not copied back, and in later steps not out.
+    2. A storage that lives anyway is not copied back, and in later steps not out. So is
+       one that was written to silently between two saves.
     3. Bytes of storages that are on their way out, were loaded, or are kept because
        they are asked for first, are at most `window_bytes`. What is asked for and not
        there is loaded beyond that.
@@ -85,6 +86,9 @@ class Lane:
             is_known = entry is not None and entry.original() is storage
             if entry is None or not is_known or not entry.has_now(tensor):
                 self._by_address[address] = entry = self._new_entry(tensor, storage)
+            elif self._was_written(entry, storage):
+                entry.source, entry.stays = storage, True
+                self._order.now.living.add(entry.number)
             return View(tensor, entry, self._dropped.append)
 
     def ask(self, view: View) -> Tensor:
@@ -119,6 +123,18 @@ class Lane:
                     self._finish(entry)
             self._send_all()
             self._release()
+
+    def _was_written(self, entry: SavedStorage, storage: UntypedStorage) -> bool:
+        """Return whether a storage is not what was copied, in a step that is unknown.
+
+        A write through `.data` raises no version: torchdiffeq's solvers fill a storage
+        so, and save it in between. The plain step reads what is there at last.
+        """
+        if entry.block is None or self._order.expected is not None:
+            return False
+        if entry.copied is not None:
+            entry.copied.synchronize()
+        return not torch.equal(bytes_of(storage).cpu(), entry.block.content)
 
     # Out.
 
@@ -167,7 +183,8 @@ class Lane:
                     break
                 self._link.wait(entry.copied)
             self._leaving.popleft()
-            entry.source = None
+            if not entry.stays:
+                entry.source = None
             self._discount(entry)
             if not entry.views and entry.block is not None:
                 self._slab.give_back(entry.block)

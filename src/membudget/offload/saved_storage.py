@@ -35,12 +35,13 @@ class SavedStorage:
         views: How many views of it autograd holds.
         unasked: How many of these were not asked for yet.
         is_counted: Whether it takes a part of the window.
+        stays: Whether `source` is kept after the copy.
     """
 
     __slots__ = (
         *("__weakref__", "_first", "_handed", "_version", "arrived", "block"),
         *("copied", "is_counted", "loaded", "number", "original", "size", "source"),
-        *("stream", "unasked", "views"),
+        *("stays", "stream", "unasked", "views"),
     )
 
     def __init__(self, tensor: Tensor, storage: UntypedStorage, number: int):
@@ -57,7 +58,7 @@ class SavedStorage:
         self.arrived: Any = None
         self.stream: Any = None
         self.views = self.unasked = 0
-        self.is_counted = False
+        self.is_counted = self.stays = False
         self._handed: Callable[[], UntypedStorage | None] = lambda: None
 
     def has_now(self, tensor: Tensor) -> bool:
