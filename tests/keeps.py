@@ -7,7 +7,8 @@ from typing import Any
 import membudget as mb
 from membudget import policies
 from membudget.engine.options import Verify
-from membudget.engine.policy import Policy, Stages
+from membudget.engine.policy import Policy
+from membudget.engine.stages import Stages
 from membudget.policies import Candidate
 from tests.oracles import Backward, Way, backward_once, backward_twice, double_backward
 from tests.zoo import Call
@@ -19,12 +20,15 @@ def every_second(candidate: Candidate) -> bool:
 
 
 class ByStages(Policy):
-    """Keep nothing; go back by stages of three saved tensors, which hold some outputs.
+    """Keep nothing; go back by stages of three operators, which hold some outputs.
 
     No plan would be so careless: what is held is not needed, and what is needed is not.
     """
 
-    stages = Stages(range(0, 3000, 3), [{(n, 0) for n in range(1, 400, 2)}] * 1000)
+    stages = Stages(
+        [(n, 0) for n in range(0, 3000, 3)],
+        [{(n, 0) for n in range(1, 400, 2)}] * 1000,
+    )
 
     def keeps(self, candidate: Candidate) -> bool:
         return False

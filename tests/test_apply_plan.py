@@ -19,8 +19,9 @@ import membudget as mb
 from membudget.errors import BudgetError, MembudgetError, PlanError, SelectionError
 from membudget.planned import model_parameters
 from membudget.planner.choice import Choice, made_in
-from membudget.planner.plan import Plan, region_plan
+from membudget.planner.plan import Plan
 from membudget.planner.planner import Planner
+from membudget.planner.region_plans import region_plan
 from membudget.planning import make_plan
 from membudget.step import Step
 from tests.planner.models import MODELS, Made

@@ -13,7 +13,8 @@ from membudget.graph import StepGraph
 from membudget.planned import model_parameters
 from membudget.planner.choice import Choice, Stage, made_in, saved_in, storages_of
 from membudget.planner.frontier import Front
-from membudget.planner.plan import Plan, region_plan
+from membudget.planner.plan import Plan
+from membudget.planner.region_plans import region_plan
 from membudget.planner.schedule import Simulator
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline

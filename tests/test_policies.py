@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from membudget.engine.policy import Candidate, Stages
+from membudget.engine.policy import Candidate
+from membudget.engine.stages import Stages
 from membudget.errors import PlanError
 from membudget.policies import Planned
 
@@ -143,7 +144,7 @@ def test_a_plan_for_another_device_is_refused_where_a_region_runs_more():
 
 
 def test_stages_of_another_device_are_refused_where_a_kernel_may_save_more():
-    stages = Stages([0, 1], [frozenset(), frozenset()])
+    stages = Stages([(0, 0), (1, 0)], [frozenset(), frozenset()])
     policy = Planned({(1, 0): "aten.sin.default"}, stages, "cuda", operators=2)
     assert asks(policy, (1, 0, SIN), (2, 0, COS)) == [True, False]
     with pytest.raises(

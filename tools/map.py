@@ -39,7 +39,7 @@ FLOORS = (
         "a step and its state",
         "step rehearsal batch selection sharding state scope ops observer graph",
     ),
-    ("records", "callsite columns text progress"),
+    ("records", "callsite columns operator_names text progress"),
     (
         "torch, errors",
         "_torch _torch_accelerator _torch_modules _torch_observing _torch_settings "

@@ -42,9 +42,9 @@ class RegionStatus:
         skipped: Number of calls to the region that dropped nothing, because nothing
             required a gradient.
         unrepeatable: Number of outputs kept because their replay gave different bits.
-        differences: Number of calls that kept fewer outputs than planned because their
-            operators differed from those in the plan, or because the plan knows fewer
-            calls of the module.
+        differences: Number of calls that may have kept fewer outputs than planned,
+            because their operators differed from those in the plan, or because the plan
+            knows fewer calls of the module.
         switched: Whether the region is replayed since a rerun gave other bits.
     """
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
+from membudget.operator_names import common_name
 
 # Uninitialised memory. It is recorded by shape and stride alone: `empty_like(x)` must
 # not keep `x`. If such memory is read before any recorded write, then some write was
@@ -96,6 +97,7 @@ class OperatorFacts:
     """Properties of one operator overload that recording needs.
 
     Attributes:
+        name: The name that the operator shares with others that do the same.
         tensors: Positions of tensor arguments.
         lists: Positions of arguments that are lists of tensors.
         written: Positions of arguments that the operator writes to.
@@ -139,6 +141,7 @@ class OperatorFacts:
         "is_simple",
         "is_view",
         "lists",
+        "name",
         "returns_fresh",
         "statistics",
         "tensors",
@@ -149,7 +152,7 @@ class OperatorFacts:
     def __init__(self, operator: Any):
         """Determine all attributes from the operator's schema, namespace and tags."""
         schema = operator._schema
-        name = schema.name
+        name, self.name = schema.name, common_name(str(operator))
         positional = [a for a in schema.arguments if not a.kwarg_only]
         keywords = [a for a in schema.arguments if a.kwarg_only]
         self.tensors = _positions(positional, _is_tensor)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,12 +18,13 @@ from membudget.attach import (
     remove_region,
 )
 from membudget.engine.options import RegionOptions, Statistics, checked_options
-from membudget.engine.policy import Stages
+from membudget.engine.stages import Output, Stages
 from membudget.errors import PlanError
 from membudget.numbered import CountedFrom, NumberedRegions
 from membudget.planner.choice import RERUN
 from membudget.planner.loop_plan import LoopPlan
 from membudget.planner.plan import (
+    KeptOutput,
     Plan,
     RegionPlan,
     parameter_differences,
@@ -118,14 +119,12 @@ _VERIFY = {"verify": 0.01}
 
 
 def _policy(region: RegionPlan, made_for: str) -> Planned:
+    # A call that runs other operators than planned keeps nothing from there on. Its
+    # stages then hold what the plan keeps, or each would recompute it.
     stages = Stages(
-        [stage.first_saved for stage in region.stages],
+        [(stage.after, stage.saved) for stage in region.stages],
         [
-            frozenset(
-                place
-                for held in stage.held
-                for place in in_place_or_not_at(held.number, held.output, held.operator)
-            )
+            _places((*stage.held, *(k for k in region.kept if k.number <= stage.after)))
             for stage in region.stages
         ],
     )
@@ -134,6 +133,15 @@ def _policy(region: RegionPlan, made_for: str) -> Planned:
         stages if region.stages else None,
         made_for,
         region.operators,
+        region.sequence,
+    )
+
+
+def _places(outputs: Iterable[KeptOutput]) -> frozenset[Output]:
+    return frozenset(
+        place
+        for output in outputs
+        for place in in_place_or_not_at(output.number, output.output, output.operator)
     )
 
 

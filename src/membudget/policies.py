@@ -3,30 +3,33 @@
     >>> import membudget as mb
     >>> keep = mb.policies.matmuls | mb.policies.attention
 
-`Planned` is the policy of a plan, which is made from one recorded step. If a later step
-takes a different path through the code, so that its operators differ from the plan's,
-the region keeps no further outputs in that call and counts the difference; the call
-stays exact and takes no additional memory.
+`Planned` is the policy of a plan, which is made from one recorded step. A later step
+may take a different path through the code, so that its operators differ from the
+plan's. The region then keeps no further outputs in that call, and counts the
+difference; the call stays exact and takes no additional memory. Stages of its backward
+pass begin at the counterparts of the plan's operators (`engine.alignment`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from membudget.engine.alignment import Alignment, OperatorSequence
 from membudget.engine.policy import (
     Candidate,
     Policy,
-    Stages,
     everything,
     inside,
     named,
     nothing,
     operators,
 )
+from membudget.engine.stages import Stages
 from membudget.errors import PlanError
+from membudget.operator_names import ATTENTION, common_name, in_place_or_not, role_of
 
 __all__ = [
     "Candidate",
@@ -56,26 +59,7 @@ convolutions = operators(
 )
 
 
-_ATTENTION = (
-    *("_scaled_dot_product_flash_attention", "_flash_attention_forward"),
-    *("_scaled_dot_product_flash_attention_for_cpu", "_efficient_attention_forward"),
-    *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_attention_math_for_mps", "_cudnn_attention_forward"),
-    "_scaled_dot_product_fused_attention_overrideable",
-)
-
-attention = operators(*_ATTENTION)
-
-_BATCH_NORM = (
-    *("native_batch_norm", "_native_batch_norm_legit", "_batch_norm_with_update"),
-    *("cudnn_batch_norm", "miopen_batch_norm"),
-)
-
-_ROLES = {
-    **{f"{name}.default": "attention" for name in _ATTENTION},
-    **{f"{name}.default": "batch normalisation" for name in _BATCH_NORM},
-}
-"""What kernels do that devices choose among; the first output of each is the result."""
+attention = operators(*ATTENTION)
 
 
 class Planned(Policy):
@@ -93,6 +77,7 @@ class Planned(Policy):
         stages: Stages | None = None,
         made_for: str = "",
         operators: int = 0,
+        sequence: Sequence[str] = (),
     ):
         """Create a policy that keeps the outputs that a plan names.
 
@@ -103,6 +88,8 @@ class Planned(Policy):
             made_for: Type of the device that the plan was made for, if that is another;
                 operators that differ are then an error.
             operators: How many operators the region runs there.
+            sequence: Names of these operators, in order. Without it, a call keeps
+                nothing from the first operator on that differs.
         """
         self._kept = {
             place: name
@@ -112,6 +99,7 @@ class Planned(Policy):
         self.made_for = made_for
         self.operators = operators
         self.stages = stages
+        self.sequence = OperatorSequence(sequence) if sequence else None
         self.differences = 0
 
     def begin(self) -> Policy:
@@ -148,6 +136,7 @@ class _PlannedCall(Policy):
     def __init__(self, plan: Planned, kept: Mapping[tuple[int, int], str]):
         self._plan = plan
         self.stages = plan.stages
+        self.alignment = None if plan.sequence is None else Alignment(plan.sequence)
         self._kept = kept
         self._names = names = {number: name for (number, _), name in kept.items()}
         self._is_strict = bool(plan.made_for and plan.stages)
@@ -156,7 +145,8 @@ class _PlannedCall(Policy):
         self._has_differed = False
 
     def keeps(self, candidate: Candidate) -> bool:
-        if self._has_differed:
+        has_left = self.alignment is not None and self.alignment.has_left
+        if has_left or self._has_differed:
             return False
         number = candidate.index
         expected = self._names.get(number)
@@ -166,7 +156,7 @@ class _PlannedCall(Policy):
         if _is(candidate.operator, expected):
             self._awaited.discard(number)
             return (number, candidate.output_index) in self._kept
-        if is_same_role(str(candidate.operator), expected):
+        if common_name(str(candidate.operator)) == common_name(expected):
             self._check_saves(candidate)
             # Its other outputs are not those of the plan's, and take few bytes.
             self._awaited.discard(number)
@@ -175,8 +165,10 @@ class _PlannedCall(Policy):
         return False
 
     def end(self, operators: int) -> None:
-        if self._awaited and not self._has_differed:
+        if self._awaited:
             self._differ(min(self._awaited), "absent")
+        elif self.alignment is not None and self.alignment.has_left:
+            self._count()
         # Numbers that are shifted may name an operator of the same kind.
         if self._plan.made_for and operators != self._plan.operators:
             self._refuse(
@@ -187,7 +179,7 @@ class _PlannedCall(Policy):
     def _check_saves(self, candidate: Candidate) -> None:
         """Raise where stages count what is saved: another kernel may save more."""
         name = str(candidate.operator)
-        if self._is_strict and name.partition(".")[2] in _ROLES:
+        if self._is_strict and role_of(name):
             self._refuse(
                 "a backward pass runs in stages, counted by what operators save; here "
                 f"{name} may save others"
@@ -206,8 +198,12 @@ class _PlannedCall(Policy):
             self._refuse(
                 f"operator {number} of a region is {expected}; here it is {found}"
             )
+        self._count()
+
+    def _count(self) -> None:
+        """Count the call as a difference, once."""
+        self._plan.differences += not self._has_differed
         self._has_differed = True
-        self._plan.differences += 1
 
 
 def _is(operator: Any, expected: str) -> bool:
@@ -218,30 +214,6 @@ def _is(operator: Any, expected: str) -> bool:
     """
     name = str(operator)
     return name == expected or in_place_or_not(name) == in_place_or_not(expected)
-
-
-def is_same_role(name: str, other: str) -> bool:
-    """Return whether two operators do the same, by kernels of different devices.
-
-    Example:
-        >>> name = "aten._scaled_dot_product_flash_attention"
-        >>> is_same_role(f"{name}.default", f"{name}_for_cpu.default")
-        True
-        >>> is_same_role(f"{name}.default", "aten.mm.default")
-        False
-    """
-    role, other_role = (_ROLES.get(n.partition(".")[2]) for n in (name, other))
-    return role is not None and role == other_role
-
-
-def in_place_or_not(name: str) -> str:
-    """Return an operator's name without the underscore that marks in-place variants.
-
-    Example:
-        >>> in_place_or_not("aten.add_.Tensor"), in_place_or_not("aten.add.Tensor")
-        ('aten.add.Tensor', 'aten.add.Tensor')
-    """
-    return name.replace("_.", ".")
 
 
 def in_place_or_not_at(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.engine.policy import Candidate, Policy, Stages, as_policy
+from membudget.engine.policy import Candidate, Policy, as_policy
 
 aten = torch.ops.aten
 
@@ -152,8 +152,3 @@ def test_a_named_tensor_is_kept() -> None:
     assert "exp" not in replayed(mb.policies.named("out"))
     assert replayed(mb.policies.matmuls) == ["exp", "gelu", "sin"]
     assert replayed(mb.policies.everything) == []
-
-
-@pytest.mark.parametrize(("saved", "stage"), [(0, 0), (2, 0), (3, 1), (6, 1), (7, 2)])
-def test_a_saved_tensor_belongs_to_the_last_stage_that_begins_by_it(saved, stage):
-    assert Stages([0, 3, 7], [(), (), ()]).of(saved) == stage

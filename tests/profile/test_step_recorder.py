@@ -11,7 +11,8 @@ from torch.autograd.profiler import record_function
 
 import membudget as mb
 from membudget.graph import StepGraph
-from membudget.planner.plan import Plan, region_plan
+from membudget.planner.plan import Plan
+from membudget.planner.region_plans import region_plan
 from membudget.step import Step
 from tests.planner.drafts import keeping, region_of
 

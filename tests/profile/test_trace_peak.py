@@ -13,7 +13,7 @@ import pytest
 
 from membudget.engine.rerun_frame import RerunFrame
 from membudget.graph import StepGraph
-from membudget.policies import in_place_or_not
+from membudget.operator_names import in_place_or_not
 from membudget.profile import profile
 from tests.devices import is_cpu
 from tests.profile.cases import (

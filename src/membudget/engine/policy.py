@@ -7,39 +7,16 @@ and combined with `|`, `&` and `~`.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import Tensor
 
+from membudget.engine.alignment import Alignment
+from membudget.engine.stages import Stages
 from membudget.errors import OptionError
-
-Output = tuple[int, int]
-"""An operator's number in the region's call, from 1, and the index of its output."""
-
-
-@dataclass(frozen=True)
-class Stages:
-    """Stages of a region's backward pass, each with its own recompute.
-
-    A stage frees its recomputed tensors when it ends, except those that later stages
-    need, so fewer recomputed tensors are live at once.
-
-    Attributes:
-        firsts: For each stage, the index of its first saved tensor among the region's
-            saved tensors, in forward order.
-        held: For each stage, the operator outputs that it retains for later stages.
-    """
-
-    firsts: Sequence[int]
-    held: Sequence[Collection[Output]]
-
-    def of(self, saved: int) -> int:
-        """Return the index of the stage that recomputes a saved tensor."""
-        return max(0, bisect_right(self.firsts, saved) - 1)
 
 
 class Candidate:
@@ -50,7 +27,8 @@ class Candidate:
         args: Positional arguments of the operator.
         kwargs: Keyword arguments of the operator.
         output: The output tensor.
-        index: The operator's number within the region, counted from 1.
+        index: The operator's number within the region, counted from 1; the number of
+            its counterpart, if the policy's operators are those of a recorded call.
         output_index: Index among the operator's outputs and written arguments.
     """
 
@@ -90,6 +68,8 @@ class Policy:
     Attributes:
         expects_to_keep: Whether to warn if the policy keeps nothing in a region.
         stages: The stages of the region's backward pass; `None` for a single stage.
+        alignment: Numbers the operators of one call like those of a recorded call;
+            `None` if they are counted.
         reads_arguments: Whether `keeps` may look at an operator's arguments.
         numbers: Numbers of the operators, as keys, whose outputs the policy may keep;
             `None` if it may keep those of any.
@@ -97,6 +77,7 @@ class Policy:
 
     expects_to_keep = False
     stages: Stages | None = None
+    alignment: Alignment | None = None
     reads_arguments = True
     numbers: Mapping[int, Any] | None = None
 

@@ -18,22 +18,15 @@ from pathlib import Path
 from typing import Any
 
 from membudget.errors import PlanError
-from membudget.graph import StepGraph
 from membudget.planner.choice import (
     REPLAY,
-    RERUN,
-    Block,
     BlockEngine,
-    Choice,
-    kept_from,
-    saved_in,
-    useful_kept,
 )
 from membudget.planner.loop_plan import LoopPlan
 from membudget.planner.plain_data import field_of, record_of
 from membudget.text import read_json, write_whole
 
-VERSION = 5
+VERSION = 6
 """Version of the JSON; it rises when an older reader would misread a newer plan."""
 
 
@@ -58,12 +51,14 @@ class StagePlan:
     """One stage of a region's backward pass; see `planner.choice.Stage`.
 
     Attributes:
-        first_saved: Index of the first saved tensor that the stage recomputes, counted
-            from 0 within the module's call.
+        after: Number of the last operator before the stage, whose saved tensors an
+            earlier stage recomputes; 0 for the first stage.
+        saved: How many tensors that operator saves once it has run.
         held: Outputs that stay live for the stages that run later.
     """
 
-    first_saved: int
+    after: int
+    saved: int
     held: tuple[KeptOutput, ...]
 
 
@@ -80,6 +75,8 @@ class RegionPlan:
         numbers: Which of these calls keep this, counted from 0; other calls have a
             region of their own or none. Empty if the model calls the module once.
         engine: What recomputes: `"replay"`, or `"rerun"`, which keeps nothing.
+        sequence: Names of the operators' overloads, in order, by which calls that run
+            others are aligned; empty if the region keeps nothing and has no stages.
     """
 
     path: str
@@ -89,6 +86,7 @@ class RegionPlan:
     times: int = 1
     numbers: tuple[int, ...] = ()
     engine: BlockEngine = REPLAY
+    sequence: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -170,53 +168,6 @@ class Plan:
         except ValueError as error:
             raise PlanError(f"the plan cannot be read: {error}") from error
         return cls.from_dict(data)
-
-
-def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
-    """Express a block's choice in terms of the operators of one module's call.
-
-    A kept storage is identified by the block's last operator that writes to it before
-    autograd saves some of it. The region also retains what is written to it later, such
-    as the other parts of a split.
-    """
-    writers, count = _writers(graph, choice)
-
-    def outputs(storages: Iterable[int]) -> tuple[KeptOutput, ...]:
-        found = [writers[s] for s in storages if s in writers]
-        return tuple(sorted(found, key=lambda kept: (kept.number, kept.output)))
-
-    first = saved_in(graph, choice).start
-    stages = tuple(
-        StagePlan(
-            saved_in(graph, Block(stage.start, choice.end)).start - first,
-            outputs(stage.retained),
-        )
-        for stage in choice.stages
-    )
-    if choice.engine == RERUN:
-        return RegionPlan(path, count, (), engine=RERUN)
-    return RegionPlan(path, count, outputs(useful_kept(graph, choice)), stages)
-
-
-def _writers(graph: StepGraph, block: Block) -> tuple[dict[int, KeptOutput], int]:
-    """Return each storage's last writer before it is saved, and the operator count."""
-    found: dict[int, KeptOutput] = {}
-    kept_anyway: set[int] = set()
-    operators = graph.operators[block.start : block.end]
-    for number, operator in enumerate(operators, start=1):
-        if operator.is_view:
-            continue
-        for value in (graph.values[index] for index in operator.outputs):
-            if kept_from(graph, block, value.storage) < block.start + number:
-                continue
-            # The engine keeps outputs of `must_keep` operators without being told, and
-            # what other operators write to them later.
-            if operator.must_keep or not graph.storages[value.storage].bytes:
-                kept_anyway.add(value.storage)
-            kept = KeptOutput(number, value.output, operator.name)
-            found[value.storage] = kept
-    told = {s: kept for s, kept in found.items() if s not in kept_anyway}
-    return told, len(operators)
 
 
 def parameter_text(name: str, shape: Iterable[int], dtype: str) -> str:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
-from membudget.engine.policy import Candidate, Policy, Stages
+from membudget.engine.policy import Candidate, Policy
+from membudget.engine.stages import Stages
 from tests.devices import settle
 from tests.oracles import CountedOperators
 
@@ -18,10 +19,10 @@ Outputs = set[tuple[int, int]]
 
 
 class Staged(Policy):
-    """Keeps nothing, and goes back by stages of two saved tensors."""
+    """Keeps nothing, and goes back by stages of two operators."""
 
     def __init__(self, *held: Outputs) -> None:
-        self.stages = Stages(range(0, 2 * len(held), 2), list(held))
+        self.stages = Stages([(2 * n, 0) for n in range(len(held))], list(held))
 
     def keeps(self, candidate: Candidate) -> bool:
         return False
@@ -108,7 +109,7 @@ def test_what_a_stage_still_needs_is_gone_when_the_next_one_begins():
 
     x = torch.linspace(0, 1, 3, requires_grad=True)
     policy = Staged()
-    policy.stages = Stages([0, 4], [set(), set()])
+    policy.stages = Stages([(0, 0), (4, 0)], [set(), set()])
     y, beside = mb.checkpoint(function, x, engine="replay", keep=policy, verify=False)
     with Living() as living:
         torch.autograd.grad(y.sum(), x)

@@ -82,7 +82,8 @@ void bind_recording(PyObject* names) {
   forward_record.bind(
       attribute(names, "ForwardRecord"),
       {{"_decisions", &recording::decisions}, {"kept", &recording::kept},
-       {"number", &recording::number}, {"numbers", &recording::numbers}, {"path", &recording::path},
+       {"names", &recording::names}, {"number", &recording::number},
+       {"numbers", &recording::numbers}, {"path", &recording::path}, {"place", &recording::place},
        {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent}, {"stream", &recording::stream}, {"taken", &recording::taken},
        {"tracker", &recording::tracker}, {"_unrepeatable", &recording::unrepeatable}});
   recorder_class.bind(
@@ -95,7 +96,8 @@ void bind_recording(PyObject* names) {
 void bind_replay(PyObject* names) {
   replayer_class.bind(
       attribute(names, "Replayer"),
-      {{"_enter", &replayer::enter}, {"_memoised", &replayer::memoised},
+      {{"begins", &replayer::begins}, {"_enter", &replayer::enter},
+       {"_entries", &replayer::entries}, {"_memoised", &replayer::memoised},
        {"_plan", &replayer::plan}, {"_plan_ran", &replayer::plan_ran},
        {"_stage", &replayer::stage}, {"_task", &replayer::task},
        {"handles", &replayer::handles}, {"stages", &replayer::stages},
@@ -124,9 +126,9 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
     {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
-    {"acquire", &acquire_name}, {"advance", &advance_name}, {"asks", &asks_name},
+    {"acquire", &acquire_name}, {"advance", &advance_name}, {"align", &align_name}, {"asks", &asks_name},
     {"decided", &decided_name}, {"explained", &explained_name},
-    {"held", &held_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
+    {"held_in", &held_in_name}, {"is_current", &is_current_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
     {"note_empty", &note_empty_name}, {"note_outputs", &note_outputs_name},
     {"release", &release_name}, {"shape", &shape_name}};
 
@@ -162,7 +164,7 @@ PyMethodDef functions[] = {
     {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
-    {"count_path", count_path, METH_O, "As `Replayer._count_path`."},
+    {"count_path", count_path, METH_O, "As `UseCounter._count_path`."},
     {"fill_hook", fill_hook, METH_O, "Return the hook that fills handles again."},
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},

@@ -25,7 +25,7 @@ inline bool is_unrepeatable(const Observed& call, long index) {
   if (PySet_GET_SIZE(known) == 0) {
     return false;
   }
-  PyObject* operation = recording::number.of(call.recording);
+  PyObject* operation = recording::place.of(call.recording);
   Ref output = Ref::made(PyTuple_Pack(2, operation, (PyObject*)number(index)));
   int is_known = PySet_Contains(known, output);
   check(is_known);
@@ -35,7 +35,7 @@ inline bool is_unrepeatable(const Observed& call, long index) {
 // Asks a policy that looks at the operator and its number, not at the arguments.
 inline bool is_asked_for(const Observed& call, const at::Tensor& output, long index) {
   PyObject* numbers = recording::numbers.of(call.recording);
-  PyObject* operation = recording::number.of(call.recording);
+  PyObject* operation = recording::place.of(call.recording);
   if (numbers != Py_None && PyDict_GetItemWithError(numbers, operation) == nullptr) {
     return false;
   }
@@ -169,7 +169,7 @@ inline Ref record_operation(Observed& call, std::vector<c10::IValue> kept) {
   return new_operation(
       call.known.overload, call.inputs,
       new_call(call.target, std::move(kept), call.places),
-      tracker::clock.of(call.tracker), recording::number.of(call.recording));
+      tracker::clock.of(call.tracker), recording::place.of(call.recording));
 }
 
 inline size_t returns(const Observed& call) {

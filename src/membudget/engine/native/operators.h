@@ -17,6 +17,7 @@ struct Operator {
   Kind kind = Kind::unknown;
   PyObject* overload = nullptr;
   PyObject* facts = nullptr;
+  PyObject* name = nullptr; // As `OperatorFacts.name`, interned.
   std::vector<size_t> tensors; // Positions of arguments that are tensors or lists.
   bool is_copy = false;
   bool is_random = false;
@@ -52,6 +53,7 @@ inline void look_up(Operator& known, const c10::OperatorName& name) {
   }
   known.overload = Py_NewRef(overload);
   known.facts = Py_NewRef(facts);
+  known.name = Ref::made(PyObject_GetAttrString(facts, "name")).release();
   known.kind = kind_named(kind);
   if (known.kind == Kind::other) {
     return;

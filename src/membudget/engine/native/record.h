@@ -14,11 +14,11 @@ inline Slot fingerprinter, is_suspended, late, opaque_depth, recording;
 
 inline Class forward_record;
 namespace recording {
-inline Slot decisions, kept, number, numbers, path, reads_arguments, recent, stream, taken,
+inline Slot decisions, kept, names, number, numbers, path, place, reads_arguments, recent, stream, taken,
     tracker, unrepeatable;
 }
 
-inline PyObject *advance_name, *asks_name, *decided_name, *note_empty_name,
+inline PyObject *advance_name, *align_name, *asks_name, *decided_name, *note_empty_name,
     *note_outputs_name;
 
 // One operator call while it is recorded.
@@ -70,8 +70,24 @@ inline bool is_idle(PyObject* of) {
       recorder::opaque_depth.of(of) == zero && PyList_GET_SIZE(recorder::late.of(of)) == 0;
 }
 
+// As `ForwardRecord.align`.
+inline void align(PyObject* of, const Operator& known) {
+  PyObject* names = recording::names.of(of);
+  if (names == Py_None) {
+    recording::place.set(of, recording::number.of(of));
+    return;
+  }
+  long place = recording::place.number(of);
+  if (place < PyTuple_GET_SIZE(names) && PyTuple_GET_ITEM(names, place) == known.name) {
+    recording::place.set_number(of, place + 1);
+  } else {
+    call(of, align_name, known.name);
+  }
+}
+
 // As `ForwardRecord.advance`.
-inline void advance(PyObject* of, PyObject* facts) {
+inline void advance(PyObject* of, const Operator& known) {
+  PyObject* facts = known.facts;
   long number = recording::number.number(of);
   PyObject* path = recording::path.of(of);
   if (path == Py_None) {
@@ -86,7 +102,9 @@ inline void advance(PyObject* of, PyObject* facts) {
     check(PyList_SetSlice(recent, 0, PyList_GET_SIZE(recent), nullptr));
   } else {
     call(of, advance_name, facts);
+    return;
   }
+  align(of, known);
 }
 
 // Notes one tensor among the arguments, with its value as the operation's next input.

@@ -51,7 +51,7 @@ inline bool observe(
       return false;
     }
   }
-  advance(recording, known.facts);
+  advance(recording, known);
   Observed call{of, recording, tracker, known, target, *stack, first};
   if (known.kind == Kind::in_place) {
     observe_write(call, below, written);

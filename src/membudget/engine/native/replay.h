@@ -14,7 +14,7 @@ namespace membudget {
 
 inline Class replayer_class;
 namespace replayer {
-inline Slot enter, handles, memoised, plan, plan_ran, stage, stages, stream, task;
+inline Slot begins, enter, entries, handles, memoised, plan, plan_ran, stage, stages, stream, task;
 }
 
 inline Class handle_class;
@@ -22,11 +22,11 @@ namespace handle {
 inline Slot fingerprint, saved_version, served, stage, value;
 }
 
-inline PyObject *copy_of, *held_name, *lent_name, *may_overwrite_name, *run_name, *share, *source_name;
+inline PyObject *copy_of, *held_in_name, *is_current_name, *lent_name, *may_overwrite_name, *run_name, *share, *source_name;
 
 // Counting.
 
-// As `Replayer._begin`.
+// As `UseCounter._begin`.
 inline void begin(PyObject* value, PyObject* plan) {
   if (value::plan.number(value) == PyLong_AsLong(plan)) {
     return;
@@ -41,7 +41,7 @@ inline void begin(PyObject* value, PyObject* plan) {
   }
 }
 
-// As `Replayer._add_use`.
+// As `UseCounter._add_use`.
 inline void add_use(PyObject* value, PyObject* plan) {
   begin(value, plan);
   add(value::uses, value, 1);
@@ -51,7 +51,7 @@ inline void add_use(PyObject* value, PyObject* plan) {
   }
 }
 
-// As `Replayer._count`.
+// As `UseCounter._count`.
 inline void count(PyObject* value, PyObject* plan, std::vector<Ref>& wanted) {
   add_use(value, plan);
   if (value::tensor.is_none(value)) {
@@ -59,21 +59,30 @@ inline void count(PyObject* value, PyObject* plan, std::vector<Ref>& wanted) {
   }
 }
 
-// As `Replayer._count_held`, of the outputs of one operation.
-inline void count_held(PyObject* outputs, PyObject* held, PyObject* plan) {
+// As `UseCounter._carry`.
+inline void carry(PyObject* value, PyObject* plan) {
+  add_use(value, plan);
+  value::is_carried.set(value, Py_True);
+}
+
+// As `UseCounter._count_held`, of the outputs of one operation.
+inline void count_held(PyObject* of, PyObject* outputs, PyObject* held) {
+  PyObject* plan = replayer::plan.of(of);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
     PyObject* pair = PyList_GET_ITEM(outputs, i);
     Ref value = Ref::to(PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1)));
     if (value == Py_None || value::operation.is_none(value)) {
       continue;
     }
-    PyObject* number = operation::call.of(value::operation.of(value));
+    PyObject* made_by = value::operation.of(value);
+    PyObject* number = operation::call.of(made_by);
     Ref output = Ref::made(PyTuple_Pack(2, number, PyTuple_GET_ITEM(pair, 0)));
     int is_held = PySequence_Contains(held, output);
     check(is_held);
-    if (is_held) {
-      add_use(value, plan);
-      value::is_carried.set(value, Py_True);
+    if (is_held &&
+        call(replayer::stages.of(of), is_current_name, replayer::stage.of(of),
+             operation::number.of(made_by), number) == Py_True) {
+      carry(value, plan);
     }
   }
 }
@@ -84,8 +93,7 @@ inline Ref held_of(PyObject* of) {
   if (stage < 0) {
     return Ref();
   }
-  Ref held = Ref::made(PyObject_GetAttr(replayer::stages.of(of), held_name));
-  return Ref::made(PySequence_GetItem(held, stage));
+  return call(replayer::stages.of(of), held_in_name, replayer::stage.of(of));
 }
 
 inline PyObject *inputs_name;
@@ -96,11 +104,33 @@ inline Ref inputs_of(PyObject* of) {
   return inputs == Py_None ? call(of, inputs_name) : Ref::to(inputs);
 }
 
-// As `Replayer._count_path`.
+inline std::vector<long> begins_of(PyObject* of) {
+  PyObject* begins = replayer::begins.of(of);
+  std::vector<long> found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(begins); ++i) {
+    found.push_back(PyLong_AsLong(PyTuple_GET_ITEM(begins, i)));
+  }
+  return found;
+}
+
+// As `UseCounter._is_entry`.
+inline bool is_entry(const std::vector<long>& begins, PyObject* read, PyObject* operation) {
+  PyObject* made_by = value::operation.of(read);
+  if (made_by == Py_None) {
+    return false;
+  }
+  auto turn = [&](PyObject* of) {
+    return std::lower_bound(begins.begin(), begins.end(), operation::number.number(of));
+  };
+  return turn(made_by) != turn(operation);
+}
+
+// As `UseCounter._count_path`.
 inline PyObject* count_path(PyObject*, PyObject* of) {
   HANDLE_TH_ERRORS
   PyObject* plan = replayer::plan.of(of);
   long stage = replayer::stage.number(of);
+  std::vector<long> begins = begins_of(of);
   Ref held = held_of(of);
   std::vector<Ref> wanted;
   PyObject* handles = replayer::handles.of(of);
@@ -125,12 +155,17 @@ inline PyObject* count_path(PyObject*, PyObject* of) {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE((PyObject*)inputs); ++i) {
       PyObject* input = PyList_GET_ITEM((PyObject*)inputs, i);
       count(input, plan, wanted);
+      PyObject* owner = root_of(input);
+      if (!begins.empty() && is_entry(begins, owner, operation)) {
+        check(PySet_Add(replayer::entries.of(of), owner));
+        carry(owner, plan);
+      }
       if (!is_view) {
         add(value::reads, root_of(input), 1);
       }
     }
     if (held != nullptr) {
-      count_held(operation::outputs.of(operation), held, plan);
+      count_held(of, operation::outputs.of(operation), held);
     }
   }
   Py_RETURN_NONE;

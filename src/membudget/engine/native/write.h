@@ -85,7 +85,7 @@ inline void observe_empty(Observed& call, c10::DispatchKeySet below) {
   add(tracker::clock, call.tracker, 1);
   Ref operation = new_operation(
       empty_operator, call.inputs, empty_call(output),
-      tracker::clock.of(call.tracker), recording::number.of(call.recording));
+      tracker::clock.of(call.tracker), recording::place.of(call.recording));
   Ref value = new_output(operation, 0, Py_None);
   Ref memory = new_memory(value, python_dtype(output.scalar_type()));
   enter(call.tracker, output, object, value, memory, number(address_of(output)));

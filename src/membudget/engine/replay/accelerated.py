@@ -32,6 +32,7 @@ from membudget.engine.replay.tape import (
     ReplayHandle,
     TapeValue,
 )
+from membudget.engine.stages import CallStages
 from membudget.observer import accelerate
 from membudget.ops import OperatorFacts, facts_of
 from membudget.scope import Scope
@@ -121,8 +122,9 @@ _NAMED: dict[str, Any] = {
 
 # In a thread that is compiling, a Python function called from C++ would be traced.
 _CALLED: tuple[Any, ...] = (
-    *(ForwardRecord.advance, ForwardRecord.asks, ForwardRecord.decided),
-    *(ForwardRecord.note_outputs, Operation.inputs, Recorder.note_empty),
+    *(ForwardRecord.advance, ForwardRecord.align, ForwardRecord.asks),
+    *(ForwardRecord.decided, ForwardRecord.note_outputs),
+    *(Operation.inputs, Recorder.note_empty, CallStages.held_in, CallStages.is_current),
     *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
     *(Replayer._source, Replayer.release, share),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),

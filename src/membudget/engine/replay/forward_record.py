@@ -17,6 +17,8 @@ from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import call_noting_draws
 from membudget.engine.replay.tape import Operation, ReplayHandle
 from membudget.engine.replay.verified import OperatorPath, OutputIndices
+from membudget.engine.stages import CallStages
+from membudget.operator_names import common_name
 from membudget.ops import (
     WHOLE,
     OperatorFacts,
@@ -34,6 +36,9 @@ class ForwardRecord:
 
     Attributes:
         number: Number of operators run so far.
+        place: Number of the latest operator for the policy: `number`, or that of the
+            operator's counterpart in a recorded call.
+        names: Names of the operators of the recorded call; `None` without one.
         path: The operator sequence of a verified call that this call has followed so
             far; `None` if no verified sequence matches.
         recent: Tensors that autograd saved since the last operator, while the call
@@ -48,9 +53,9 @@ class ForwardRecord:
     """
 
     __slots__ = (
-        *("_decisions", "_module_path", "_unrepeatable", "kept", "left_path", "number"),
-        *("numbers", "path", "policy", "reads_arguments", "recent", "stream"),
-        *("streams", "taken", "tracker"),
+        *("_decisions", "_module_path", "_stages", "_unrepeatable", "kept"),
+        *("left_path", "names", "number", "numbers", "path", "place", "policy"),
+        *("reads_arguments", "recent", "stream", "streams", "taken", "tracker"),
     )
 
     def __init__(
@@ -59,10 +64,12 @@ class ForwardRecord:
         decisions: dict[Any, bool | None],
         unrepeatable: OutputIndices,
         module_path: Callable[[], str],
+        stages: CallStages | None,
     ):
         """Create an empty record; `decisions` caches policy decisions by operator."""
         self.tracker = Tracker()
-        self.number = 0
+        self.number = self.place = 0
+        self.names = None if policy.alignment is None else policy.alignment.names
         self.kept = 0
         self.path: OperatorPath | None = None
         self.recent: list[tuple[ReplayHandle, Tensor]] = []
@@ -74,11 +81,15 @@ class ForwardRecord:
         self._unrepeatable = unrepeatable
         self._module_path = module_path
         self._decisions = decisions
+        self._stages = stages
         self.stream = current_stream()
         self.streams: list[Any] = []
 
-    def advance(self, facts: OperatorFacts | None) -> None:
-        """Count an operator, and check that the call follows its verified sequence."""
+    def advance(self, facts: OperatorFacts | None, operator: Any = None) -> None:
+        """Count an operator, and check that the call follows its verified sequence.
+
+        An operator without facts is higher-order.
+        """
         number = self.number
         self.number = number + 1
         path = self.path
@@ -92,6 +103,21 @@ class ForwardRecord:
             self.recent.clear()
         elif self.taken is not None:
             self.taken.append(facts)
+        self.align(common_name(str(operator)) if facts is None else facts.name)
+
+    def align(self, name: str) -> None:
+        """Number the latest operator for the policy, by its common name."""
+        alignment, place = self.policy.alignment, self.place
+        if alignment is None:
+            self.place = self.number
+        elif place < len(alignment.names) and alignment.names[place] is name:
+            self.place = place + 1
+        else:
+            self.place = alignment.number_of(
+                name, place, self.number, self.tracker.clock
+            )
+            if self.place != place + 1 and self._stages is not None:
+                self._stages.move(alignment.lost, self.number, self.place)
 
     def operation(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]
@@ -102,7 +128,7 @@ class ForwardRecord:
         operation = Operation(
             func, args, kwargs, tracker.clock, torch.is_grad_enabled()
         )
-        operation.call = self.number
+        operation.call = self.place
         if self.stream is not None and (now := current_stream()) != self.stream:
             operation.stream = now
             if now not in self.streams:
@@ -198,14 +224,14 @@ class ForwardRecord:
         index: int,
     ) -> bool:
         """Return whether an output is kept instead of recomputed."""
-        if self._unrepeatable and (self.number, index) in self._unrepeatable:
+        if self._unrepeatable and (self.place, index) in self._unrepeatable:
             return True
         operator = operation.operator
         if operation.decides or self._decides(facts, args, output):
             return True
         decided = self.decided(facts, operator)
         if decided is None:  # The policy needs more than the operator.
-            place = (self.number, index, self._module_path)
+            place = (self.place, index, self._module_path)
             candidate = Candidate(operator, args, operation.kwargs, output, *place)
             decided = self.policy.keeps(candidate)
         self.kept += decided
@@ -213,7 +239,7 @@ class ForwardRecord:
 
     def asks(self, operator: Any, output: Tensor, index: int) -> bool:
         """Ask a policy that reads no arguments whether to keep an output."""
-        place = (self.number, index, self._module_path)
+        place = (self.place, index, self._module_path)
         return self.policy.keeps(Candidate(operator, (), {}, output, *place))
 
     def decided(self, facts: OperatorFacts, operator: Any) -> bool | None:

@@ -41,6 +41,7 @@ from membudget.engine.replay.native_replayer import new_replayer
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.tape import ReplayHandle
 from membudget.engine.replay.verified import verified
+from membudget.engine.stages import CallStages
 from membudget.engine.surroundings import operator_conditions
 from membudget.errors import ChangedSinceForwardError
 from membudget.ops import tensors_in
@@ -52,8 +53,8 @@ class ReplayFrame:
     """One call of a replay region."""
 
     __slots__ = (
-        *("__weakref__", "_arguments", "_checks", "_function", "_lock", "_named"),
-        *("_outer", "_recorder", "_replayer", "_statistics"),
+        *("__weakref__", "_arguments", "_checks", "_function", "_lock"),
+        *("_named", "_outer", "_recorder", "_replayer", "_statistics"),
     )
 
     def __init__(
@@ -74,14 +75,13 @@ class ReplayFrame:
         known = None
         if options.verify:
             known = verified(options, function, args, kwargs)
+        unrepeatable = set() if known is None else known.unrepeatable
         policy = options.policy.begin()
+        stages = CallStages.of(policy.stages, policy.alignment)
         recording = ForwardRecord(
-            policy,
-            options.decisions,
-            set() if known is None else known.unrepeatable,
-            self._module_path(),
+            policy, options.decisions, unrepeatable, self._module_path(), stages
         )
-        self._replayer = new_replayer(operator_conditions(), policy.stages)
+        self._replayer = new_replayer(operator_conditions(), stages)
         self._recorder: Recorder | None = Recorder(recording)
         self._checks = Checks(self._recorder, options, known, statistics)
         self._recorder.sees_subclasses = any(map(is_subclass, tensors)) or (
@@ -183,7 +183,8 @@ class ReplayFrame:
             recorder.is_suspended = False
         replayer = self._replayer
         if replayer.stages is not None:
-            handle.stage = replayer.stages.of(len(replayer.handles))
+            recording = recorder.recording
+            replayer.stages.put(handle, recording.number, recording.place)
         replayer.handles.append(ref(handle))
         return handle
 

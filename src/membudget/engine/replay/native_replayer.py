@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from membudget.engine.policy import Stages
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import Operation, TapeValue
+from membudget.engine.stages import CallStages
 from membudget.scope import Scope
 
 
@@ -34,6 +34,6 @@ class NativeReplayer(Replayer):
         EXTENSION[0].run_all(self, operations)
 
 
-def new_replayer(enter: Callable[[Scope], None], stages: Stages | None) -> Replayer:
+def new_replayer(enter: Callable[[Scope], None], stages: CallStages | None) -> Replayer:
     """Return a replayer, in C++ where the extension serves."""
     return (NativeReplayer if EXTENSION else Replayer)(enter, stages)

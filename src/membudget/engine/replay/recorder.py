@@ -63,7 +63,7 @@ class Recorder(Observer):
             return operator(*args, **kwargs)
         recording = self.recording
         if facts is None or facts.is_numbered:
-            recording.advance(facts)
+            recording.advance(facts, operator)
         if facts is None or facts.is_opaque or self.opaque_depth:
             return self._run_opaque(operator, facts, args, kwargs)
         if not facts.is_simple:

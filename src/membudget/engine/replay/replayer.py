@@ -13,10 +13,10 @@ stage. Each stage starts with a new plan, which reuses values from earlier stage
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import groupby
 from operator import attrgetter
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -28,36 +28,32 @@ from membudget._torch import (
     set_grad_enabled,
 )
 from membudget._torch_accelerator import current_stream, enter_stream
-from membudget.engine.policy import Stages
-from membudget.engine.replay.execute import Executor
 from membudget.engine.replay.lending import lend, lend_inputs
 from membudget.engine.replay.shared_memory import is_read_by, sharing
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
+from membudget.engine.replay.uses import UseCounter
+from membudget.engine.stages import CallStages
 from membudget.scope import Scope
 from membudget.state.copies import copy_of
 from membudget.state.identity import version_of
 
 
-class Replayer(Executor):
+class Replayer(UseCounter):
     """Recomputes the saved tensors of one region on request.
 
     Attributes:
-        handles: Weak references to the region's handles, in forward order.
         plans_run: Number of plans that ran operations; the stages of one backward pass
             count once.
-        stages: The stages of the backward pass; `None` if there is only one.
         stream: The stream on which the region began; `None` without an accelerator.
     """
 
-    __slots__ = (
-        *("_enter", "_plan_ran", "_task", "handles", "plans_run", "stages", "stream"),
-    )
+    __slots__ = (*("_enter", "_plan_ran", "_task", "plans_run", "stream"),)
 
-    def __init__(self, enter: Callable[[Scope], None], stages: Stages | None) -> None:
+    def __init__(
+        self, enter: Callable[[Scope], None], stages: CallStages | None
+    ) -> None:
         """Create a replayer; `enter` restores the modes and settings of the forward."""
-        super().__init__()
-        self.stages = stages
-        self.handles: list[ReferenceType[ReplayHandle]] = []
+        super().__init__(stages)
         self.plans_run = 0
         self._plan_ran = 0
         self._enter = enter
@@ -120,11 +116,6 @@ class Replayer(Executor):
         others = [h.value for h in self.living() if h.stage != self._stage]
         return is_read_by(others, owner)
 
-    def living(self) -> list[ReplayHandle]:
-        """Return the handles that are still referenced by the autograd graph."""
-        handles = [reference() for reference in self.handles]
-        return [handle for handle in handles if handle is not None]
-
     def prepare(self) -> None:
         """Recompute the values of all live handles now."""
         self._make_plan(-1)
@@ -138,26 +129,22 @@ class Replayer(Executor):
             if not value.is_held():
                 value.tensor = None
         self._memoised.clear()
+        self._entries.clear()
         self._plan_ran = 0
         self._task = -2  # Makes the next request start a plan.
-
-    def _wanted(self) -> list[TapeValue]:
-        """Return the dropped values that the plan must recompute for live handles."""
-        return [
-            h.value
-            for h in self.living()
-            if not h.value.is_held() and self._stage in (-1, h.stage)
-        ]
 
     def _make_plan(self, stage: int) -> None:
         self._plan += 1
         self._stage = stage
         is_same = self._task == current_graph_task_id()
         self._task = current_graph_task_id()
+        self._enter_turn()
         self._count_path()
         before, self._memoised = self._memoised, {}
         if stage >= 0:
             self._count_held((v.index, ref(v)) for v in before if v.tensor is not None)
+            for value in self._entries.intersection(before):
+                self._carry(value)
         for value in before:
             if value.is_held() or value.tensor is None:
                 continue
@@ -166,57 +153,6 @@ class Replayer(Executor):
                 self._memoised[value] = None
             else:
                 value.tensor = None
-
-    def _count_path(self) -> None:
-        """Count the uses of every value that the plan reads or recomputes."""
-        wanted: list[TapeValue] = []
-        for value in self._wanted():
-            self._count(value, wanted)
-        while wanted:
-            operation = wanted.pop().operation
-            if operation is None or operation.plan == self._plan:
-                continue
-            operation.plan = self._plan
-            for value in operation.inputs():
-                self._count(value, wanted)
-                if not operation.is_view:
-                    (value.root or value).reads += 1
-            if self._stage >= 0:
-                self._count_held(operation.outputs)
-
-    def _count(self, value: TapeValue, wanted: list[TapeValue]) -> None:
-        """Count one use of a value, and queue the value if it must be recomputed."""
-        self._add_use(value)
-        if value.tensor is None:
-            wanted.append(value)
-
-    def _count_held(
-        self, values: Iterable[tuple[int, ReferenceType[TapeValue]]]
-    ) -> None:
-        """Count an extra use of each value that the stage retains for later stages."""
-        assert self.stages is not None
-        held = self.stages.held[self._stage]
-        for index, reference in values:
-            value = reference()
-            if value is None or value.operation is None:
-                continue
-            if (value.operation.call, index) in held:
-                self._add_use(value)
-                value.is_carried = True
-
-    def _add_use(self, value: TapeValue) -> None:
-        self._begin(value)
-        value.uses += 1
-        if value.root is not None:
-            value.root.view_uses += 1
-
-    def _begin(self, value: TapeValue) -> None:
-        if value.plan != self._plan:
-            value.plan = self._plan
-            value.uses = value.view_uses = value.reads = 0
-            value.is_carried = False
-            if value.root is not None:
-                self._begin(value.root)
 
     # Running.
 
