@@ -6,12 +6,23 @@ state-space models from transformers, and plain PyTorch ones with BatchNorm or a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))  # What imports torchvision stands in `tests.field`.
+
+from tests.field.vision_operators import import_torchvision  # noqa: E402
+
+with suppress(ModuleNotFoundError):
+    import_torchvision()  # transformers takes it where it is installed.
 
 Made = tuple[nn.Module, dict[str, Any]]
 Maker = Callable[[int], Made]
