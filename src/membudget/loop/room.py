@@ -64,11 +64,12 @@ class Room:
         parts = max(1, most_awaited - len(awaited))
         return Left(limit_bytes // parts, limit_bytes)
 
-    def unplanned(self) -> int:
-        """Return what is left for a call without a plan; 0 if that is unknown."""
+    def without_plan(self) -> Budget | None:
+        """Return the budget of a call without a plan; `None` if that is a share."""
         if isinstance(self._limit, Share):
-            return 0
-        return self._limit - self.counted.live_bytes()
+            return None
+        live_bytes = self.counted.live_bytes()
+        return Budget(self._limit - live_bytes, live_bytes)
 
     def exceeded(
         self, point: RecordedSize, history: History, smallest: Predicted
@@ -82,7 +83,7 @@ class Room:
         before_bytes = self.counted.live_bytes()
         if not isinstance(self._limit, Share):
             before_bytes = self._limit - limit_bytes
-        self._raise_or_warn(
+        self.refuse(
             refused(
                 point.profile,
                 Budget(limit_bytes, before_bytes),
@@ -108,11 +109,18 @@ class Room:
         live_bytes = self.counted.live_bytes()
         if live_bytes + need_bytes <= self._limit:
             return
-        self._raise_or_warn(
-            _step_refused(optimizer, need_bytes, live_bytes, self._limit)
-        )
+        self.refuse(_step_refused(optimizer, need_bytes, live_bytes, self._limit))
 
-    def _raise_or_warn(self, error: BudgetError, about: str = "") -> None:
+    def refuse(self, error: BudgetError, about: str = "") -> None:
+        """Raise an error, or warn with its text, as was asked.
+
+        Args:
+            error: The error.
+            about: What is refused, in front of the text.
+
+        Raises:
+            BudgetError: If nothing else was asked for.
+        """
         error.args = (f"{about}{error}",)
         if self._on_exceed == "raise":
             try:

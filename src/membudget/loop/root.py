@@ -4,7 +4,8 @@
                                            ^
     loss, backward, optimizer ──> measured ┘
 
-Nothing is planned for a call without gradients, or one that a recording of ours makes.
+A call without gradients is foreseen, and not planned; nothing is done about one that a
+recording of ours makes.
 """
 
 from __future__ import annotations
@@ -15,20 +16,17 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch import is_fake, tree_iter
 from membudget._torch_accelerator import HOST
-from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning
 from membudget.loop.awaited import Awaited, Forward
 from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
+from membudget.loop.evaluation import Evaluations
 from membudget.loop.history import History
 from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
@@ -37,7 +35,13 @@ from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
-from membudget.loop.situation import Situation, situation_of, sizes_text
+from membudget.loop.situation import (
+    Situation,
+    has_fakes,
+    may_be_trained,
+    situation_of,
+    sizes_text,
+)
 from membudget.loop.step_needs import StepNeeds
 
 
@@ -76,6 +80,7 @@ class Root:
         self.plans = Plans(self._recorder.record)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()
+        self._evaluations = Evaluations(model, self._recorder, room)
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = ""
@@ -108,9 +113,12 @@ class Root:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run the model's forward, under a plan if a backward pass may follow."""
-        if self._is_quiet or not self._is_training(args, kwargs):
+        if self._is_quiet or has_fakes(self.model, args, kwargs):
             return self._inner(function, args, kwargs)
         with self._quiet():  # Calls of the model inside of itself are part of this one.
+            if not may_be_trained(self.model, args, kwargs):
+                self._foresee(args, kwargs)
+                return self._inner(function, args, kwargs)
             forward = self._before(args, kwargs)
             try:
                 output = self._inner(function, args, kwargs)
@@ -132,14 +140,11 @@ class Root:
             return function(*args, **kwargs)
         return self.sets.inner.run(function, args, kwargs)
 
-    def _is_training(self, args: Any, kwargs: Any) -> bool:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return False
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        parameters = own_parameters(self.model.modules())
-        if any(is_fake(t) or t.is_meta for t in (*tensors, *parameters[:1])):
-            return False
-        return any(t.requires_grad for t in (*parameters, *tensors))
+    def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call without gradients that needs more than is left."""
+        if not self.awaited.now():  # Else it is measured, as the loss is.
+            self.end_measurement()
+            self._evaluations.check(args, kwargs)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -169,7 +174,8 @@ class Root:
             forward = Forward()
         if self._why_not:
             self.sets.recompute_all()
-            history.limit_bytes = self._room.unplanned()
+            left = self._room.without_plan()
+            history.limit_bytes = left.step_bytes if left else 0
         # On an accelerator, measuring resets what the user may want to read.
         is_free = self._room.counted.device == HOST
         # What an earlier run measured may be otherwise in this one.
@@ -288,5 +294,7 @@ class Root:
             )
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
+        if why_not := self._evaluations.why_not:
+            yield f"calls without gradients are not bounded: {why_not}"
         if why_not := self._not_foreseen():
             yield f"the optimizer's step is measured: {why_not}"
