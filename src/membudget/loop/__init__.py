@@ -1,13 +1,13 @@
 """Hold a training loop to a number of bytes, whatever is in it.
 
-`budget` is the way in. `root` is what the model carries while the budget is open:
-`situation` tells its calls apart, `room` says what is left for one, `plans` chooses a
-plan, `regions` puts it on the model, `meter` measures what the call takes, `awaited`
-knows whose backward pass is still to come, `casts` what autocast caches, and
-`step_needs` what the optimizer will take. `micro_batch` records a call without memory,
-`point` predicts it under a plan, and `kind` predicts calls of other sizes from a few
-points; `evaluation` foresees calls without gradients. `undo` and `report` serve `step`
-and `status`; `learned` and `plan_file` hand what is known to the next run.
+`root` is what the model carries while the budget is open: `situation` tells its calls
+apart, `room` says what is left for one, `plans` chooses a plan, `regions` puts it on
+the model, `meter` measures what the call takes, `awaited` knows whose backward pass is
+still to come, `casts` what autocast caches, and `step_needs` what the optimizer will
+take. `micro_batch` records a call without memory, `point` predicts it under a plan, and
+`kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
+without gradients, and `twice` gradients that keep their graph. `undo` and `report`
+serve `step` and `status`; `learned` and `plan_file` hand what is known to the next run.
 """
 
 from __future__ import annotations

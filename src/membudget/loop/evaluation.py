@@ -189,16 +189,7 @@ def _grown(need_bytes: int, of: Sizes, sizes: Sizes) -> int:
 
 def _refused(about: str, found: RecordedEvaluation, budget: Budget) -> BudgetError:
     need_bytes = found.need_bytes + found.need_bytes // 100
-    least_bytes = budget.before_bytes + need_bytes
-    error = BudgetError(
-        f"a call of {about} without gradients needs {need_bytes:,} bytes beside "
-        f"{budget.before_bytes:,} in use, more than the budget of "
-        f"{budget.bytes_in_all:,} bytes, and no plan lowers that: nothing is kept for "
-        f"a backward pass. Smallest feasible budget: {least_bytes:,} bytes",
-        asked_bytes=budget.bytes_in_all,
-        least_bytes=least_bytes,
-        before_bytes=budget.before_bytes,
-    )
+    error = budget.too_small_for(f"a call of {about} without gradients", need_bytes)
     graph = found.profile.graph
     before_bytes = budget.before_bytes - found.freed_bytes  # The recording makes these.
     name_holders(error, graph, plain_schedule(graph), before_bytes, "call")

@@ -28,7 +28,6 @@ from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
 from membudget.loop.evaluation import Evaluations
 from membudget.loop.history import History
-from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
 from membudget.loop.plans import Plans
@@ -43,6 +42,7 @@ from membudget.loop.situation import (
     sizes_text,
 )
 from membudget.loop.step_needs import StepNeeds
+from membudget.loop.twice import Call, Twice
 
 
 class Root:
@@ -81,6 +81,7 @@ class Root:
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()
         self._evaluations = Evaluations(model, self._recorder, room)
+        self._twice = Twice(model, self._recorder, room)
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = ""
@@ -89,12 +90,6 @@ class Root:
         self._shortages = 0
         self._steps = StepNeeds(model)
         self._stepping: Optimizer | None = None
-
-    def start_from(self, known: Learned) -> None:
-        """Begin with what an earlier run learned."""
-        self.plans.start_from(known)
-        self.awaited.most = known.most_awaited
-        self.casts.direct_reads = known.direct_reads
 
     def attach(self) -> None:
         """Put this on the model, and begin to count."""
@@ -119,19 +114,18 @@ class Root:
             if not may_be_trained(self.model, args, kwargs):
                 self._foresee(args, kwargs)
                 return self._inner(function, args, kwargs)
-            forward = self._before(args, kwargs)
+            forward, begun = self._before(args, kwargs)
             try:
                 output = self._inner(function, args, kwargs)
             except BaseException as error:
                 self.meter.drop()
                 if is_out_of_memory(error):
-                    remedy = AGAIN if self.tighten() else SMALLEST
+                    remedy = AGAIN if self.plans.tighten() else SMALLEST
                     if not self.is_retried:
                         explain(error, [self.sets], remedy)
                 raise
             self.meter.mark("outputs")
             self._failures = self._room.counted.failures()
-            begun = partial(self.meter.mark, "backward")
             self.awaited.add(forward, differentiable(output), begun)
         return output
 
@@ -156,7 +150,9 @@ class Root:
 
     # Before the forward.
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    def _before(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Forward, Callable[[], None]]:
         self.has_run = True
         self._look_for_shortage()
         self.end_measurement()
@@ -183,7 +179,8 @@ class Root:
         if is_free or is_new or self._not_foreseen():
             self.meter.begin(partial(self.plans.spare_bytes, situation))
             self._measured = situation, history
-        return forward
+        call = Call(self.model, args, kwargs) if history.uses == 1 else None
+        return forward, partial(self._begun, forward, call, history)
 
     def _planned(
         self, situation: Situation, history: History, awaited: Sequence[Forward]
@@ -201,6 +198,7 @@ class Root:
         if not history.fits(predicted, left.limit_bytes):
             predicted = self._room.exceeded(point, history, predicted)
             self._warned.add(situation)  # Once is enough.
+        self._twice.check(history, point.recording.output_bytes)
         self.sets.switch(point, predicted.schedule, history.limit_bytes)
         return Forward(predicted.held_bytes, point.plain.held_bytes)
 
@@ -216,6 +214,11 @@ class Root:
         )
 
     # After the forward.
+
+    def _begun(self, forward: Forward, call: Call | None, history: History) -> None:
+        """Note that the backward pass of a forward begins."""
+        self.meter.mark("backward")
+        self._twice.begun(forward, call, history)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer of the model's parameters is about to step.
@@ -242,16 +245,12 @@ class Root:
         if before is not None and self._room.counted.failures() > before:
             self._shortages += 1
             self.drop_measurement()
-            self.tighten()
+            self.plans.tighten()
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
         self.meter.drop()
         self._measured = self._failures = None
-
-    def tighten(self) -> bool:
-        """Let later plans take less; return whether there is a smaller one."""
-        return self.plans.tighten()
 
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""

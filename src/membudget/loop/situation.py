@@ -51,9 +51,10 @@ def situation_of(
     """
     told, sizes = _told(args, kwargs, _PLAIN)
     modules = list(model.modules())
+    # What `functional_call` puts in their place may be no leaf.
     parameters = bytes(
         [
-            2 * p.requires_grad + (is_leaf(p) and p.grad is not None)
+            4 * is_leaf(p) + 2 * p.requires_grad + (is_leaf(p) and p.grad is not None)
             for p in own_parameters(modules)
         ]
     )
@@ -110,16 +111,17 @@ def may_be_trained(
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return False
     parameters = own_parameters(model.modules())
-    return any(t.requires_grad for t in (*parameters, *_tensors(args, kwargs)))
+    return any(t.requires_grad for t in (*parameters, *tensors_of(args, kwargs)))
 
 
 def has_fakes(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call is on tensors without memory."""
-    tensors = (*own_parameters(model.modules())[:1], *_tensors(args, kwargs))
+    tensors = (*own_parameters(model.modules())[:1], *tensors_of(args, kwargs))
     return any(is_fake(t) or t.is_meta for t in tensors)
 
 
-def _tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call, in order."""
     return [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
@@ -130,6 +132,6 @@ def key_of(kind: Hashable) -> str:
 
 def sizes_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the shapes of a call's tensors as text, each once, such as `4x128`."""
-    leaves = _tensors(args, kwargs)
+    leaves = tensors_of(args, kwargs)
     shapes = ("x".join(map(str, leaf.shape)) or "scalar" for leaf in leaves)
     return ", ".join(dict.fromkeys(shapes)) or "no tensors"
