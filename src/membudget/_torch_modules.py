@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
 
@@ -30,6 +33,19 @@ def own_parameters(modules: Iterable[Module]) -> list[Parameter]:
     """
     held = (parameter for m in modules for parameter in m._parameters.values())
     return [parameter for parameter in held if parameter is not None]
+
+
+def is_asked(tensor: Tensor) -> bool:
+    """Return whether the backward pass that runs now computes a tensor's gradient.
+
+    `_will_engine_execute_node` refuses to answer for a leaf that `autograd.grad` was
+    asked for, which is an answer.
+    """
+    node = get_gradient_edge(tensor).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
 
 
 @contextmanager
