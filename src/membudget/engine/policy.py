@@ -194,7 +194,7 @@ class _Not(Policy):
 
 
 @dataclass(frozen=True)
-class _Offloaded(Policy):
+class _Elsewhere(Policy):
     """Offloads what another policy keeps."""
 
     policy: Policy
@@ -256,7 +256,7 @@ def offloaded(policy: Any, by: Offload) -> Policy:
         >>> off.status().out_bytes
         131072
     """
-    return _Offloaded(as_policy(policy), by)
+    return _Elsewhere(as_policy(policy), by)
 
 
 nothing: Policy = _Always(False)

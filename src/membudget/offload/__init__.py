@@ -109,6 +109,14 @@ class Offload:
         self._lanes: dict[torch.device, Lane] = {}
         self._lock = Lock()
 
+    def __reduce__(self) -> tuple[type[Offload], tuple[int, ...]]:
+        """Pickle the options: another process has host memory of its own."""
+        return Offload, self._options
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Offload:
+        """Return itself: a copy of a model shares the host memory."""
+        return self
+
     def __enter__(self) -> Offload:
         """Begin to offload.
 
