@@ -1,14 +1,16 @@
 """Offload what autograd saves, around any code.
 
 `offload` is the way in. `slab` is the host memory, `saved_storage` one storage and the
-views of it, `link` the copies beside the device's work, `order` what earlier steps
-asked for, and `lane` moves the storages of one device by it.
+views of it, `link` the copies beside the device's work, `order` and `steps` what
+earlier steps asked for, `window` the device's bytes, and `lane` moves the storages of
+one device by them.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -26,47 +28,9 @@ from membudget.errors import OptionError
 from membudget.offload.lane import Lane
 from membudget.offload.saved_storage import Kept, View
 from membudget.offload.slab import Slab
+from membudget.offload.status import OffloadStatus
 from membudget.state.identity import address_of, is_leaf, version_of
-from membudget.text import format_bytes, parse_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStatus:
-    """What was offloaded so far; bytes are those of storages, over all steps.
-
-    Attributes:
-        host_bytes: Host memory that was allocated.
-        most_host_bytes: The most of it that was in use.
-        out_bytes: Copied to the host.
-        first_bytes: Kept on the device, because they are asked for first.
-        living_bytes: Not copied, because somebody else keeps them alive anyway.
-        full_bytes: Kept on the device, because the host memory was full.
-        ahead_bytes: Copied back before they were asked for.
-        late_bytes: Copied back when they were.
-    """
-
-    host_bytes: int
-    most_host_bytes: int
-    out_bytes: int
-    first_bytes: int
-    living_bytes: int
-    full_bytes: int
-    ahead_bytes: int
-    late_bytes: int
-
-    def __str__(self) -> str:
-        """Return a line for each number that is not 0."""
-        rows = (
-            ("host memory", self.host_bytes),
-            ("  in use at most", self.most_host_bytes),
-            ("copied to the host", self.out_bytes),
-            ("  back, ahead of time", self.ahead_bytes),
-            ("  back, when asked for", self.late_bytes),
-            ("kept: asked for first", self.first_bytes),
-            ("kept: live anyway", self.living_bytes),
-            ("kept: no room on host", self.full_bytes),
-        )
-        return "\n".join(f"{text:24}{format_bytes(n)}" for text, n in rows if n)
+from membudget.text import parse_bytes
 
 
 class Held:
@@ -104,9 +68,11 @@ class Offload:
     `offload` of a region use it without entering it.
     """
 
-    def __init__(self, host: int, window: int, smallest: int, first: int):
+    def __init__(
+        self, host: int, window: int, smallest: int, first: int, grows: bool = False
+    ):
         """Store the options; host memory is allocated on first use."""
-        self._options = host, window, smallest, first
+        self._options = host, window, smallest, first, grows
         self._slab: Slab | None = None
         self._lanes: dict[torch.device, Lane] = {}
         self._lock = Lock()
@@ -137,8 +103,8 @@ class Offload:
         """
         with self._lock:
             if self._slab is None:
-                device = torch.device(kind() or "cpu")
-                self._slab = Slab(self._options[0], device)
+                host, _, _, _, grows = self._options
+                self._slab = Slab(host, torch.device(kind() or "cpu"), grows)
             return self._slab
 
     def __exit__(
@@ -197,7 +163,7 @@ class Offload:
         found = self._lanes.get(device)
         if found is not None:
             return found
-        slab, (_, window, _, first) = self.open(), self._options
+        slab, (_, window, _, first, _) = self.open(), self._options
         with self._lock:
             if device not in self._lanes:
                 self._lanes[device] = Lane(device, slab, window, first)
@@ -228,7 +194,7 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 
 
 def offload(
-    host: int | str,
+    host: int | str | None = None,
     *,
     window: int | str = "512MiB",
     smallest: int | str = "64KiB",
@@ -244,7 +210,8 @@ def offload(
 
     Args:
         host: Bytes of host memory, allocated once, page-locked where there is an
-            accelerator. Where it is full, tensors stay on the device.
+            accelerator. Where it is full, tensors stay on the device. Without it, at
+            most half of what the host has, allocated as it is needed.
         window: Bytes on the device for what is on its way out, was copied back ahead of
             time, or is kept because it is asked for first.
         first: Bytes of the window for what is asked for first; by default half of it. 0
@@ -273,8 +240,20 @@ def offload(
         >>> 0 < off.status().most_host_bytes <= off.status().host_bytes
         True
     """
-    host_bytes, window_bytes = parse_bytes(host), parse_bytes(window)
+    grows, window_bytes = host is None, parse_bytes(window)
+    host_bytes = _half_of_the_host() if host is None else parse_bytes(host)
     if host_bytes <= 0:
         raise OptionError(f"host must be a number of bytes above 0; got {host!r}")
     first_bytes = window_bytes // 2 if first is None else parse_bytes(first)
-    return Offload(host_bytes, window_bytes, parse_bytes(smallest), first_bytes)
+    least = parse_bytes(smallest)
+    return Offload(host_bytes, window_bytes, least, first_bytes, grows)
+
+
+def _half_of_the_host() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@cache
+def shared_offload() -> Offload:
+    """Return the one of this process, for those who cannot be given another."""
+    return offload(smallest=1, first=0)
