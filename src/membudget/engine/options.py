@@ -167,13 +167,7 @@ class RegionOptions:
                 "engine='replay' supports neither context_fn nor use_reentrant; pass a "
                 "policy as keep="
             )
-        if self.offload is not None and (
-            self.use_reentrant or not isinstance(self.offload, Offload)
-        ):
-            raise OptionError(
-                "offload must be made by membudget.offload(host=...), and needs the "
-                f"default engine, without use_reentrant; got {self.offload!r}"
-            )
+        self._check_offload()
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(
                 "context_fn must be a function that returns two context managers; got "
@@ -183,6 +177,15 @@ class RegionOptions:
             raise OptionError(
                 "use_reentrant=True supports neither context_fn nor debug: omit it to "
                 "use the default engine, which supports both"
+            )
+
+    def _check_offload(self) -> None:
+        if self.offload is not None and (
+            self.use_reentrant or not isinstance(self.offload, Offload)
+        ):
+            raise OptionError(
+                "offload must be made by membudget.offload(host=...), and needs the "
+                f"default engine, without use_reentrant; got {self.offload!r}"
             )
 
 
