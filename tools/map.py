@@ -31,7 +31,10 @@ FLOORS = (
     ),
     ("text for people", "report"),
     ("proof", "audit"),
-    ("regions on a model", "apply planned numbered spans attach policies"),
+    (
+        "regions on a model",
+        "apply planned numbered spans offloaded_module attach policies",
+    ),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
     ("what is saved, elsewhere", "offload"),

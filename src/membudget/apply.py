@@ -24,6 +24,7 @@ from membudget.attach import (
 from membudget.engine.native import status as recorder_status
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
+from membudget.offload import offload
 from membudget.planned import carried_of_plan, policies_of
 from membudget.planner.plan import Plan
 from membudget.policies import Planned
@@ -186,7 +187,8 @@ def apply(
             selectors. A span's region starts when the first module is called and ends
             when the second returns; the same parent module must call both. Spans run
             under the replay engine.
-        **options: Options of the regions; see `checkpoint`.
+        **options: Options of the regions; see `checkpoint`. `offload=True` holds their
+            inputs in at most half of the host's memory, allocated as it is needed.
 
     Returns:
         A handle with `status()`, `remove()` and `names`.
@@ -214,7 +216,7 @@ def apply(
         if any(x is not None for x in (blocks, names, where, spans)):
             raise SelectionError("pass a plan or a selection of modules, not both")
         return _apply_plan(model, plan, options)
-    checked = checked_options(options)
+    checked = checked_options(_with_offload(options))
     if spans is not None:
         if blocks is not None or names is not None or where is not None:
             raise SelectionError("pass spans or blocks, names and where; not both")
@@ -226,6 +228,12 @@ def apply(
         name: put_region(module, checked, name) for name, module in modules.items()
     }
     return Applied(modules, statistics)
+
+
+def _with_offload(options: dict[str, Any]) -> dict[str, Any]:
+    """Let `offload=True` be an `Offload` of its own."""
+    is_new = options.get("offload") is True
+    return {**options, "offload": offload()} if is_new else options
 
 
 def _apply_plan(

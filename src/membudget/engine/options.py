@@ -8,8 +8,11 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from membudget.engine.candidate import Answer
+from membudget.engine.elsewhere import may_offload
 from membudget.engine.policy import Policy, as_policy
 from membudget.errors import OptionError
+from membudget.offload import Offload
 
 DeterminismCheck = Literal["default", "values", "none"]
 
@@ -66,6 +69,9 @@ class RegionOptions:
             such as `verify=0.01` compares fingerprints in that share of all calls; of
             calls that differ in the sizes of tensors alone, otherwise only the 1st,
             2nd, 4th, 8th, ... size is verified.
+        offload: Holds the region's inputs in host memory, whichever engine recomputes;
+            made by `membudget.offload`. What `keep` keeps stays on the device; to
+            offload that as well, see `policies.offloaded`.
         strict: Whether a replay region raises where plain autograd would, because a
             saved tensor was overwritten before the backward pass. Without `strict`,
             gradients use the values as saved, and one `OverwrittenWarning` is issued.
@@ -82,11 +88,12 @@ class RegionOptions:
     keep: Any = None
     verify: Verify = True
     strict: bool = False
+    offload: Offload | None = None
 
     policy: Policy = field(init=False, repr=False, compare=False)
     """The policy described by `keep`; derived."""
 
-    decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
+    decisions: dict[Any, Answer | None] = field(init=False, repr=False, compare=False)
     """The policy's decisions by operator alone, cached."""
 
     verifies: bool = field(init=False, repr=False, compare=False)
@@ -160,6 +167,7 @@ class RegionOptions:
                 "engine='replay' supports neither context_fn nor use_reentrant; pass a "
                 "policy as keep="
             )
+        self._check_offload()
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(
                 "context_fn must be a function that returns two context managers; got "
@@ -169,6 +177,15 @@ class RegionOptions:
             raise OptionError(
                 "use_reentrant=True supports neither context_fn nor debug: omit it to "
                 "use the default engine, which supports both"
+            )
+
+    def _check_offload(self) -> None:
+        if self.offload is not None and (
+            self.use_reentrant or not isinstance(self.offload, Offload)
+        ):
+            raise OptionError(
+                "offload must be made by membudget.offload(host=...), and needs the "
+                f"default engine, without use_reentrant; got {self.offload!r}"
             )
 
 
@@ -183,6 +200,9 @@ def take_options(kwargs: dict[str, Any]) -> RegionOptions:
     if not names:
         return DEFAULTS
     given = {name: kwargs.pop(name) for name in names}
+    keep = given.get("keep")
+    if "offload" in given or (isinstance(keep, Policy) and may_offload(keep)):
+        return RegionOptions(**given)  # Remembered, they would keep the host memory.
     try:
         return _remembered(**given)
     except TypeError:  # An unhashable value.

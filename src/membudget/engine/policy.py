@@ -1,69 +1,29 @@
-"""Policies: predicates that decide which outputs a replay region keeps.
+"""Policies: which outputs a replay region keeps, and where.
 
-A policy is called once per operator output, after the operator has run. Policies are
-not called for views, because recomputing a view costs nothing. Policies can be pickled,
+A policy is asked once per operator output, after the operator has run. Policies are not
+asked about views, because recomputing a view costs nothing. Policies can be pickled,
 and combined with `|`, `&` and `~`.
+
+There are three answers: keep it on the device, offload it (`elsewhere`), or recompute
+it. Of two policies, `|` takes the answer that comes first in this order, `&` the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
-
 from membudget.engine.alignment import Alignment
+from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.stages import Stages
 from membudget.errors import OptionError
-
-
-class Candidate:
-    """An operator output that a policy may keep.
-
-    Attributes:
-        operator: The overload that was called, e.g. `torch.ops.aten.mm.default`.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
-        output: The output tensor.
-        index: The operator's number within the region, counted from 1; the number of
-            its counterpart, if the policy's operators are those of a recorded call.
-        output_index: Index among the operator's outputs and written arguments.
-    """
-
-    __slots__ = (
-        *("_module_path", "args", "index", "kwargs", "operator", "output"),
-        "output_index",
-    )
-
-    def __init__(
-        self,
-        operator: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        output: Tensor,
-        index: int,
-        output_index: int,
-        module_path: Callable[[], str],
-    ):
-        """Describe an operator output; the module path is computed only on request."""
-        self.operator = operator
-        self.args = args
-        self.kwargs = kwargs
-        self.output = output
-        self.index = index
-        self.output_index = output_index
-        self._module_path = module_path
-
-    @property
-    def module_path(self) -> str:
-        """Name of the innermost running module in the region; `""` without one."""
-        return self._module_path()
+from membudget.offload import Offload
 
 
 class Policy:
-    """A predicate that selects operator outputs to keep.
+    """Decides which operator outputs are kept, and where.
 
     Attributes:
         expects_to_keep: Whether to warn if the policy keeps nothing in a region.
@@ -81,12 +41,12 @@ class Policy:
     reads_arguments = True
     numbers: Mapping[int, Any] | None = None
 
-    def keeps(self, candidate: Candidate) -> bool:
-        """Return whether to keep an operator output."""
+    def keeps(self, candidate: Candidate) -> Answer:
+        """Return whether to keep an operator output, and where."""
         raise NotImplementedError
 
-    def by_operator(self, operator: Any) -> bool | None:
-        """Return whether to keep an operator's outputs; `None` if it varies by call."""
+    def by_operator(self, operator: Any) -> Answer | None:
+        """Return the answer for an operator's outputs; `None` if it varies by call."""
         return None
 
     def begin(self) -> Policy:
@@ -96,20 +56,31 @@ class Policy:
     def end(self, operators: int) -> None:
         """React to the end of a call, which ran so many operators; here, do nothing."""
 
-    def keeps_name(self, name: str) -> bool:
-        """Return whether to keep tensors to which `membudget.name` gave this name."""
+    def keeps_name(self, name: str) -> Answer:
+        """Return the answer for tensors to which `membudget.name` gave this name."""
         return False
 
+    @property
+    def key(self) -> Hashable:
+        """What two policies share that keep the same outputs, wherever they are."""
+        return self
+
     def __or__(self, other: Policy) -> Policy:
-        """Combine two policies: keep the outputs that either of them keeps."""
+        """Combine two policies: keep the outputs that either of them keeps.
+
+        An output that one of them keeps on the device stays there.
+        """
         return _Pair(self, as_policy(other), True)
 
     def __and__(self, other: Policy) -> Policy:
-        """Combine two policies: keep the outputs that both of them keep."""
+        """Combine two policies: keep the outputs that both of them keep.
+
+        An output that one of them offloads is offloaded.
+        """
         return _Pair(self, as_policy(other), False)
 
     def __invert__(self) -> Policy:
-        """Invert the policy: keep the outputs that it does not keep."""
+        """Invert the policy: keep on the device the outputs that it does not keep."""
         return _Not(self)
 
 
@@ -173,10 +144,11 @@ class _Inside(Policy):
 
 @dataclass(frozen=True)
 class _Predicate(Policy):
-    function: Callable[[Candidate], bool]
+    function: Callable[[Candidate], Any]
 
-    def keeps(self, candidate: Candidate) -> bool:
-        return bool(self.function(candidate))
+    def keeps(self, candidate: Candidate) -> Answer:
+        answer = self.function(candidate)
+        return answer if isinstance(answer, Offload) else bool(answer)
 
 
 @dataclass(frozen=True)
@@ -187,24 +159,41 @@ class _Pair(Policy):
     second: Policy
     decisive: bool  # `True` for "or", `False` for "and".
 
-    def keeps(self, candidate: Candidate) -> bool:
+    @property
+    def key(self) -> Hashable:
+        return self.decisive, self.first.key, self.second.key
+
+    def keeps(self, candidate: Candidate) -> Answer:
         first = self.first.keeps(candidate)
-        return first if bool(first) is self.decisive else self.second.keeps(candidate)
+        if first is self.decisive:
+            return first
+        return self._combined(first, self.second.keeps(candidate))
 
-    def by_operator(self, operator: Any) -> bool | None:
-        answers = [p.by_operator(operator) for p in (self.first, self.second)]
-        if self.decisive in answers:
+    def by_operator(self, operator: Any) -> Answer | None:
+        first = self.first.by_operator(operator)
+        second = self.second.by_operator(operator)
+        if self.decisive in (first, second):
             return self.decisive  # Even if the other answer is `None`.
-        return None if None in answers else not self.decisive
+        if first is None or second is None:
+            return None
+        return self._combined(first, second)
 
-    def keeps_name(self, name: str) -> bool:
-        first = self.first.keeps_name(name)
-        return first if bool(first) is self.decisive else self.second.keeps_name(name)
+    def keeps_name(self, name: str) -> Answer:
+        return self._combined(self.first.keeps_name(name), self.second.keeps_name(name))
+
+    def _combined(self, first: Answer, second: Answer) -> Answer:
+        if second is self.decisive:
+            return second
+        return second if first is (not self.decisive) else first
 
 
 @dataclass(frozen=True)
 class _Not(Policy):
     policy: Policy
+
+    @property
+    def key(self) -> Hashable:
+        return None, self.policy.key
 
     def keeps(self, candidate: Candidate) -> bool:
         return not self.policy.keeps(candidate)
@@ -219,8 +208,13 @@ class _Not(Policy):
 
 def reads_names(policy: Policy) -> bool:
     """Return whether a policy depends on names given by `membudget.name`."""
-    parts = [part for part in vars(policy).values() if isinstance(part, Policy)]
-    return isinstance(policy, _Named) or any(map(reads_names, parts))
+    return consists_of(policy, _Named)
+
+
+def consists_of(policy: Policy, kind: type[Policy]) -> bool:
+    """Return whether a policy is of a kind, or combined of one that is."""
+    parts = (part for part in vars(policy).values() if isinstance(part, Policy))
+    return isinstance(policy, kind) or any(consists_of(p, kind) for p in parts)
 
 
 def operators(*names: str) -> Policy:

@@ -1,13 +1,17 @@
 """Offload what autograd saves, around any code.
 
 `offload` is the way in. `slab` is the host memory, `saved_storage` one storage and the
-views of it, `link` the copies beside the device's work, `order` what earlier steps
-asked for, and `lane` moves the storages of one device by it.
+views of it, `link` the copies beside the device's work, `order` and `steps` what
+earlier steps asked for, `window` the device's bytes, and `lane` moves the storages of
+one device by them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from functools import cache
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -24,63 +28,62 @@ from membudget.errors import OptionError
 from membudget.offload.lane import Lane
 from membudget.offload.saved_storage import Kept, View
 from membudget.offload.slab import Slab
+from membudget.offload.status import OffloadStatus
 from membudget.state.identity import address_of, is_leaf, version_of
-from membudget.text import format_bytes, parse_bytes
+from membudget.text import parse_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class OffloadStatus:
-    """What was offloaded so far; bytes are those of storages, over all steps.
+class Held:
+    """A tensor that an `Offload` holds, wherever its bytes are."""
 
-    Attributes:
-        host_bytes: Host memory that was allocated.
-        most_host_bytes: The most of it that was in use.
-        out_bytes: Copied to the host.
-        first_bytes: Kept on the device, because they are asked for first.
-        living_bytes: Not copied, because somebody else keeps them alive anyway.
-        full_bytes: Kept on the device, because the host memory was full.
-        ahead_bytes: Copied back before they were asked for.
-        late_bytes: Copied back when they were.
-    """
+    __slots__ = ("_lane", "_view")
 
-    host_bytes: int
-    most_host_bytes: int
-    out_bytes: int
-    first_bytes: int
-    living_bytes: int
-    full_bytes: int
-    ahead_bytes: int
-    late_bytes: int
+    def __init__(self, lane: Lane, view: View):
+        """Note which lane serves a view."""
+        self._lane = lane
+        self._view = view
 
-    def __str__(self) -> str:
-        """Return a line for each number that is not 0."""
-        rows = (
-            ("host memory", self.host_bytes),
-            ("  in use at most", self.most_host_bytes),
-            ("copied to the host", self.out_bytes),
-            ("  back, ahead of time", self.ahead_bytes),
-            ("  back, when asked for", self.late_bytes),
-            ("kept: asked for first", self.first_bytes),
-            ("kept: live anyway", self.living_bytes),
-            ("kept: no room on host", self.full_bytes),
-        )
-        return "\n".join(f"{text:24}{format_bytes(n)}" for text, n in rows if n)
+    def restored(self) -> Tensor:
+        """Return the tensor, for the stream that is current.
+
+        Raises:
+            ChangedSinceForwardError: If it was written to since `check_from_now`.
+        """
+        return self._lane.ask(self._view)
+
+    def before_write(self) -> None:
+        """Let work that is launched now write to the tensor that is held."""
+        self._lane.before_write(self._view)
+
+    def check_from_now(self) -> None:
+        """Let writes from now on be errors, without `before_write`."""
+        self._view.check_from_now()
 
 
 class Offload:
     """Offloads what autograd saves while it is entered; made by `offload`.
 
     It may be entered again for each step, in any thread, and inside of itself. Backward
-    passes may run after it was left.
+    passes may run after it was left. A policy (`policies.offloaded`) and the option
+    `offload` of a region use it without entering it.
     """
 
-    def __init__(self, host: int, window: int, smallest: int):
+    def __init__(
+        self, host: int, window: int, smallest: int, first: int, grows: bool = False
+    ):
         """Store the options; host memory is allocated on first use."""
-        self._host_bytes = host
-        self._window_bytes = window
-        self._smallest_bytes = smallest
+        self._options = host, window, smallest, first, grows
         self._slab: Slab | None = None
         self._lanes: dict[torch.device, Lane] = {}
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[type[Offload], tuple[int, ...]]:
+        """Pickle the options: another process has host memory of its own."""
+        return Offload, self._options
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Offload:
+        """Return itself: a copy of a model shares the host memory."""
+        return self
 
     def __enter__(self) -> Offload:
         """Begin to offload.
@@ -88,10 +91,21 @@ class Offload:
         Raises:
             OptionError: If the host has not that much memory.
         """
-        if self._slab is None:
-            self._slab = Slab(self._host_bytes, torch.device(kind() or "cpu"))
+        self.open()
         push_saved_tensors_hooks(self._pack, _unpack)
         return self
+
+    def open(self) -> Slab:
+        """Allocate the host memory, if that has not been done.
+
+        Raises:
+            OptionError: If the host has not that much memory.
+        """
+        with self._lock:
+            if self._slab is None:
+                host, _, _, _, grows = self._options
+                self._slab = Slab(host, torch.device(kind() or "cpu"), grows)
+            return self._slab
 
     def __exit__(
         self,
@@ -116,16 +130,44 @@ class Offload:
             **{f"{name}_bytes": size for name, size in moved.items()},
         )
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def hold(self, tensor: Tensor) -> Held | None:
+        """Hold a tensor that is complete; return `None` if it must stay where it is.
+
+        Raises:
+            OptionError: If the host has not the memory that was asked for.
+        """
+        if not self._may_move(tensor):
+            return None
+        lane = self._lane_of(tensor.device)
+        return Held(lane, lane.hold(tensor))
+
+    @property
+    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Functions that hold a tensor that is complete, and return it again."""
+        return self._pack_complete, _unpack
+
+    def _pack(self, tensor: Tensor) -> Held | Kept:
         if not self._may_move(tensor):
             return Kept(tensor)
-        lane = self._lanes.get(tensor.device) or self._new_lane(tensor.device)
-        return lane, lane.save(tensor)
+        lane = self._lane_of(tensor.device)
+        return Held(lane, lane.save(tensor))
 
-    def _new_lane(self, device: torch.device) -> Lane:
-        assert self._slab is not None, "entered before"
-        lane = Lane(device, self._slab, self._window_bytes)
-        return self._lanes.setdefault(device, lane)  # Another thread may be first.
+    def _pack_complete(self, tensor: Tensor) -> Held | Kept:
+        held = self.hold(tensor)
+        if held is None:
+            return Kept(tensor)
+        held.check_from_now()
+        return held
+
+    def _lane_of(self, device: torch.device) -> Lane:
+        found = self._lanes.get(device)
+        if found is not None:
+            return found
+        slab, (_, window, _, first, _) = self.open(), self._options
+        with self._lock:
+            if device not in self._lanes:
+                self._lanes[device] = Lane(device, slab, window, first)
+            return self._lanes[device]
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
@@ -136,16 +178,13 @@ class Offload:
             and not is_fake(tensor)
             and version_of(tensor) >= 0
             and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage().nbytes() >= self._smallest_bytes
+            and tensor.untyped_storage().nbytes() >= self._options[2]
             and not _is_of_parameter(tensor)
         )
 
 
-def _unpack(packed: Kept | tuple[Lane, View]) -> Tensor:
-    if isinstance(packed, Kept):
-        return packed.restored()
-    lane, view = packed
-    return lane.ask(view)
+def _unpack(packed: Held | Kept) -> Tensor:
+    return packed.restored()
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
@@ -155,7 +194,11 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 
 
 def offload(
-    host: int | str, *, window: int | str = "512MiB", smallest: int | str = "64KiB"
+    host: int | str | None = None,
+    *,
+    window: int | str = "512MiB",
+    smallest: int | str = "64KiB",
+    first: int | str | None = None,
 ) -> Offload:
     """Offload what autograd saves to host memory, around any code.
 
@@ -167,9 +210,12 @@ def offload(
 
     Args:
         host: Bytes of host memory, allocated once, page-locked where there is an
-            accelerator. Where it is full, tensors stay on the device.
+            accelerator. Where it is full, tensors stay on the device. Without it, at
+            most half of what the host has, allocated as it is needed.
         window: Bytes on the device for what is on its way out, was copied back ahead of
-            time, or is kept because it is asked for first; half of it for these.
+            time, or is kept because it is asked for first.
+        first: Bytes of the window for what is asked for first; by default half of it. 0
+            where a plan decides what stays.
         smallest: Storages of fewer bytes stay on the device. So do parameters, tensor
             subclasses, and tensors that are not strided.
 
@@ -194,8 +240,20 @@ def offload(
         >>> 0 < off.status().most_host_bytes <= off.status().host_bytes
         True
     """
-    sizes = {"host": host, "window": window, "smallest": smallest}
-    found = {name: parse_bytes(size) for name, size in sizes.items()}
-    if found["host"] <= 0:
+    grows, window_bytes = host is None, parse_bytes(window)
+    host_bytes = _half_of_the_host() if host is None else parse_bytes(host)
+    if host_bytes <= 0:
         raise OptionError(f"host must be a number of bytes above 0; got {host!r}")
-    return Offload(found["host"], found["window"], found["smallest"])
+    first_bytes = window_bytes // 2 if first is None else parse_bytes(first)
+    least = parse_bytes(smallest)
+    return Offload(host_bytes, window_bytes, least, first_bytes, grows)
+
+
+def _half_of_the_host() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+@cache
+def shared_offload() -> Offload:
+    """Return the one of this process, for those who cannot be given another."""
+    return offload(smallest=1, first=0)

@@ -37,6 +37,7 @@ void bind_tape(PyObject* names) {
       attribute(names, "TapeValue"),
       {{"address", &value::address}, {"content", &value::content},
        {"index", &value::index}, {"is_carried", &value::is_carried},
+       {"is_input", &value::is_input},
        {"is_needed", &value::is_needed}, {"is_state", &value::is_state},
        {"is_used", &value::is_used}, {"operation", &value::operation},
        {"packed", &value::packed}, {"plan", &value::plan}, {"reads", &value::reads},
@@ -128,7 +129,8 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
     {"acquire", &acquire_name}, {"advance", &advance_name}, {"align", &align_name}, {"asks", &asks_name},
     {"decided", &decided_name}, {"explained", &explained_name},
-    {"held_in", &held_in_name}, {"is_current", &is_current_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
+    {"held_in", &held_in_name}, {"hold", &hold_name}, {"is_current", &is_current_name},
+    {"is_unpacked_once", &is_unpacked_once_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
     {"note_empty", &note_empty_name}, {"note_outputs", &note_outputs_name},
     {"release", &release_name}, {"shape", &shape_name}};
 

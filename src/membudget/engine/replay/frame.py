@@ -53,7 +53,7 @@ class ReplayFrame:
     """One call of a replay region."""
 
     __slots__ = (
-        *("__weakref__", "_arguments", "_checks", "_function", "_lock"),
+        *("__weakref__", "_arguments", "_checks", "_function", "_inputs", "_lock"),
         *("_named", "_outer", "_recorder", "_replayer", "_statistics"),
     )
 
@@ -72,6 +72,7 @@ class ReplayFrame:
         self._lock = RLock()
         tensors = list(tensors_in([*args, *kwargs.values()]))
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
+        self._inputs = None if options.offload is None else options.offload.hooks
         known = None
         if options.verify:
             known = verified(options, function, args, kwargs)
@@ -160,12 +161,12 @@ class ReplayFrame:
         take = self._checks.finish(recorder, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
-            if source is not None and source.tensor is not None:
-                if source.is_state or outer is not None:
-                    recording.join(source.tensor)  # It is about to be copied.
-                settle_source(source, outer, take)
-        if outer is not None:
-            self._replayer.unpack = outer[1]
+            if source is None:
+                continue
+            hooks = self._inputs or outer if source.is_input else outer
+            if source.tensor is not None and (source.is_state or hooks is not None):
+                recording.join(source.tensor)  # It is about to be copied.
+            settle_source(source, hooks, take)
 
     @property
     def has_saved(self) -> bool:
