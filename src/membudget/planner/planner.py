@@ -18,6 +18,7 @@ from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import BlockEngine
 from membudget.planner.knapsack import by_block
+from membudget.planner.moved import Host
 from membudget.planner.nested import nested
 from membudget.planner.prices import priced
 from membudget.planner.schedule import (
@@ -52,6 +53,7 @@ class Planner:
         graph: StepGraph,
         overheads: Overheads = NO_OVERHEADS,
         solvers: Sequence[SolverMaker] = SOLVERS,
+        host: Host | None = None,
     ):
         """Cut the step into blocks and compute their Pareto fronts.
 
@@ -62,7 +64,7 @@ class Planner:
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
-        self.simulator = Simulator(self.graph, overheads)
+        self.simulator = Simulator(self.graph, overheads, host)
         self._solvers = solvers
         self._kinds = [make(self.simulator) for make in solvers]
         self._found: list[Schedule] = []
