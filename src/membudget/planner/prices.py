@@ -38,9 +38,11 @@ from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
 
 MOST_OPERATORS = 1000
-"""Larger steps are left out: their minimum cuts would take seconds."""
+"""Larger steps are left out, whose minimum cuts take seconds, unless there is a host:
+then this solver alone moves storages there, and does so in fewer rounds."""
 
 ROUNDS, STEPS = 4, 40
+ROUNDS_OF_LARGE, STEPS_OF_LARGE = 2, 20
 NOISE = 0.3
 """Largest change of a size's logarithm by the random factors."""
 
@@ -49,6 +51,9 @@ RATE = 8.0
 
 FIRST_COPY_PRICE = 0.2
 """First price of a second of the link, in seconds of the step."""
+
+LOWER = 0.1
+"""By how much of the budget each round with a host aims lower than the one before."""
 
 FALL = 0.1
 """How fast that price falls while the device waits for no copy."""
@@ -60,8 +65,8 @@ _LOW_PRICE = 1e-3
 def priced(simulator: Simulator) -> list[Solver]:
     """Return a solver for the largest module call; none if the step is too large."""
     graph = simulator.graph
-    call = largest_call(graph)
-    if call is None or len(graph.operators) > MOST_OPERATORS:
+    call, is_large = largest_call(graph), len(graph.operators) > MOST_OPERATORS
+    if call is None or (is_large and simulator.host is None):
         return []
     return [_Priced(simulator, call)]
 
@@ -84,9 +89,12 @@ class _Priced(Solver):
     def solve(self, budget_bytes: int) -> Choice | None:
         self._try(max(1, budget_bytes))
         fitting = [c for c, s in self._tried.items() if s.peak_bytes <= budget_bytes]
-        return min(
-            fitting, key=lambda choice: self._tried[choice].seconds, default=None
-        )
+        return min(fitting, key=self._cost, default=None)
+
+    def _cost(self, choice: Choice) -> tuple[float, int]:
+        """Return the time under a choice, and the bytes that it moves."""
+        found = self._tried[choice]
+        return found.seconds, found.moves.out_bytes
 
     def schedule(self, solution: Choice) -> Schedule:
         return self._simulator.schedule([self._call], [solution])
@@ -110,21 +118,32 @@ class _Priced(Solver):
 
     def _try(self, budget_bytes: int) -> None:
         generator = random.Random(0)
-        for round_ in range(ROUNDS):
+        is_large = len(self._workspaces) > MOST_OPERATORS
+        rounds, steps = ROUNDS, STEPS
+        if is_large:
+            rounds, steps = ROUNDS_OF_LARGE, STEPS_OF_LARGE
+        for round_ in range(rounds):
             # The first round uses the true sizes.
             noise = NOISE if round_ else 0.0
             sizes = {
                 storage: size * math.exp(generator.uniform(-noise, noise))
                 for storage, size in self._front.bytes.items()
             }
-            prices = self._first_prices(budget_bytes)
-            copy_price = FIRST_COPY_PRICE
-            for step in range(STEPS):
-                rate = RATE / (1 + step / 20)
-                found = self._at(prices, copy_price, sizes)
-                self._follow(prices, found, budget_bytes, rate)
-                wait = found.moves.wait_s / self._simulator.graph.seconds
-                copy_price *= math.exp(min(1.0, rate * wait) - FALL)
+            # Where copies hide, fewer bytes on the device are often as fast.
+            lower = round_ * LOWER if self._copy_s else 0.0
+            self._follow_prices(int(budget_bytes * (1 - lower)), sizes, steps)
+
+    def _follow_prices(
+        self, budget_bytes: int, sizes: Mapping[int, float], steps: int
+    ) -> None:
+        prices, copy_price = self._first_prices(budget_bytes), FIRST_COPY_PRICE
+        for step in range(steps):
+            rate = RATE / (1 + step / 20)
+            found = self._at(prices, copy_price, sizes)
+            self._follow(prices, found, budget_bytes, rate)
+            # The link's price rises where the device waits for it.
+            wait = found.moves.wait_s / (self._simulator.graph.seconds or 1.0)
+            copy_price *= math.exp(min(1.0, rate * wait) - FALL)
 
     def _first_prices(self, budget_bytes: int) -> np.ndarray:
         over = np.array(self._plain_bytes, int) + self._workspaces > budget_bytes
