@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from membudget.engine.policy import Candidate
+from membudget.engine.candidate import Candidate
 from membudget.engine.stages import Stages
 from membudget.errors import PlanError
 from membudget.policies import Planned

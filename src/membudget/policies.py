@@ -18,17 +18,19 @@ from typing import Any
 import torch
 
 from membudget.engine.alignment import Alignment, OperatorSequence
+from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.policy import (
-    Candidate,
     Policy,
     everything,
     inside,
     named,
     nothing,
+    offloaded,
     operators,
 )
 from membudget.engine.stages import Stages
 from membudget.errors import PlanError
+from membudget.offload import Offload
 from membudget.operator_names import ATTENTION, common_name, in_place_or_not, role_of
 
 __all__ = [
@@ -41,6 +43,7 @@ __all__ = [
     "matmuls",
     "named",
     "nothing",
+    "offloaded",
     "operators",
 ]
 
@@ -62,8 +65,13 @@ convolutions = operators(
 attention = operators(*ATTENTION)
 
 
+_NONE: dict[tuple[int, int], Offload] = {}
+
+
 class Planned(Policy):
     """Keeps the outputs that a plan names by operator number and output index.
+
+    Those that the plan offloads are held by an `Offload`, the others on the device.
 
     Attributes:
         differences: Number of calls whose operators differed from those in the plan.
@@ -78,6 +86,7 @@ class Planned(Policy):
         made_for: str = "",
         operators: int = 0,
         sequence: Sequence[str] = (),
+        offloaded: Mapping[tuple[int, int], Offload] = _NONE,
     ):
         """Create a policy that keeps the outputs that a plan names.
 
@@ -90,11 +99,17 @@ class Planned(Policy):
             operators: How many operators the region runs there.
             sequence: Names of these operators, in order. Without it, a call keeps
                 nothing from the first operator on that differs.
+            offloaded: What holds those of the kept outputs that are offloaded.
         """
         self._kept = {
             place: name
             for (number, output), name in kept.items()
             for place in in_place_or_not_at(number, output, name)
+        }
+        self._offloaded = {
+            place: by
+            for (number, output), by in offloaded.items()
+            for place in in_place_or_not_at(number, output, kept[number, output])
         }
         self.made_for = made_for
         self.operators = operators
@@ -106,10 +121,16 @@ class Planned(Policy):
         """Return a policy for one call of the region."""
         return _PlannedCall(self, self._kept)
 
-    def keeps(self, candidate: Candidate) -> bool:
-        """Return whether the plan keeps an output, without checking other operators."""
-        expected = self._kept.get((candidate.index, candidate.output_index))
-        return expected is not None and _is(candidate.operator, expected)
+    def keeps(self, candidate: Candidate) -> Answer:
+        """Return the plan's answer for an output, without checking other operators."""
+        place = (candidate.index, candidate.output_index)
+        expected = self._kept.get(place)
+        is_kept = expected is not None and _is(candidate.operator, expected)
+        return is_kept and self.where(place)
+
+    def where(self, place: tuple[int, int]) -> Answer:
+        """Return what holds a kept output: the device, or an `Offload`."""
+        return self._offloaded.get(place, True)
 
 
 class Unplanned(Planned):
@@ -144,7 +165,7 @@ class _PlannedCall(Policy):
         self._awaited = set(names)
         self._has_differed = False
 
-    def keeps(self, candidate: Candidate) -> bool:
+    def keeps(self, candidate: Candidate) -> Answer:
         has_left = self.alignment is not None and self.alignment.has_left
         if has_left or self._has_differed:
             return False
@@ -153,14 +174,15 @@ class _PlannedCall(Policy):
         if expected is None:
             self._check_saves(candidate)
             return False
+        place = (number, candidate.output_index)
         if _is(candidate.operator, expected):
             self._awaited.discard(number)
-            return (number, candidate.output_index) in self._kept
+            return place in self._kept and self._plan.where(place)
         if common_name(str(candidate.operator)) == common_name(expected):
             self._check_saves(candidate)
             # Its other outputs are not those of the plan's, and take few bytes.
             self._awaited.discard(number)
-            return True
+            return self._plan.where(place)
         self._differ(number, str(candidate.operator))
         return False
 

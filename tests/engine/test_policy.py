@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.engine.policy import Candidate, Policy, as_policy
+from membudget.engine.candidate import Candidate
+from membudget.engine.policy import Policy, as_policy
 
 aten = torch.ops.aten
 

@@ -22,8 +22,9 @@ import membudget as mb
 from membudget import policies
 from membudget.compat import create_selective_checkpoint_contexts
 from membudget.engine import region, torch_form
+from membudget.engine.candidate import Candidate
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.policy import Candidate, Policy
+from membudget.engine.policy import Policy
 from membudget.engine.region import run_region
 from membudget.engine.torch_form import TorchPolicy, checkpoint_in_compiled_code
 from membudget.engine.torch_form import policy_of as carried_by

@@ -38,6 +38,6 @@ def test_an_offloaded_step_is_the_plain_step(
     except ChangedSinceForwardError:
         # A region may refuse what it cannot compute again.
         assert case.refused
-        assert way == "around rerun"
+        assert "rerun" in way
         return
     assert_same_step(expected, found)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import membudget as mb
+from membudget import policies
+from membudget.engine.policy import Policy, as_policy
+from membudget.policies import Candidate
 from tests.oracles import Way
 from tests.zoo import Call
 
@@ -38,6 +41,24 @@ def with_regions(engine: str, is_inside: bool) -> Way:
     return way
 
 
+def kept_by(policy: Policy, window: int = 1 << 20, inside: str = "") -> Way:
+    """Return the way that runs a replay region that offloads what it is to keep."""
+
+    def way(call: Call) -> Any:
+        off = mb.offload("4MiB", window=window, smallest=SMALL)
+        keep = policies.offloaded(policy, off)
+        region = mb.checkpoint(engine="replay", keep=keep)(call.function)
+        if inside:
+            region = mb.checkpoint(engine=inside)(region)
+        return region(*call.args, **call.kwargs)
+
+    return way
+
+
+def is_even(candidate: Candidate) -> bool:
+    return candidate.index % 2 == 0
+
+
 WAYS: dict[str, Way] = {
     "offload": offloaded,
     "no window": lambda call: offloaded(call, window=0),
@@ -45,4 +66,8 @@ WAYS: dict[str, Way] = {
     "around rerun": with_regions("rerun", is_inside=False),
     "inside replay": with_regions("replay", is_inside=True),
     "inside rerun": with_regions("rerun", is_inside=True),
+    "kept by a policy": kept_by(policies.everything),
+    "half kept": kept_by(as_policy(is_even), window=0),
+    "kept in replay": kept_by(policies.everything, inside="replay"),
+    "kept in rerun": kept_by(policies.everything, inside="rerun"),
 }

@@ -25,6 +25,9 @@ from membudget.state.identity import address_of, storage_of, version_of
 
 ArgumentPlace = tuple[Any, Any]
 
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+"""Saved-tensor hooks: pack and unpack."""
+
 
 def stride_of(tensor: Tensor) -> tuple[int, ...] | None:
     """Return a tensor's stride; `None` for layouts without strides, such as sparse."""
@@ -55,22 +58,25 @@ class Packed:
     hooks unpack on the stream on which they packed, as autograd has it.
     """
 
-    __slots__ = ("_packed", "_storage", "_stream", "_stride", "_version")
+    __slots__ = ("_packed", "_storage", "_stream", "_stride", "_unpack", "_version")
 
-    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Any]):
-        """Pack `tensor` with the hook `pack`."""
+    is_unpacked_once = True  # In one backward pass: other libraries' hooks may refuse.
+
+    def __init__(self, tensor: Tensor, hooks: Hooks):
+        """Pack `tensor` with the first of two hooks."""
+        pack, self._unpack = hooks
         self._storage = ref(storage_of(tensor))
         self._version = version_of(tensor)
         self._stride = stride_of(tensor)
         self._stream = stream_of(tensor.device)
         self._packed = pack(tensor.detach())
 
-    def unpacked(self, unpack: Callable[[Any], Tensor]) -> tuple[Tensor, bool]:
+    def unpacked(self) -> tuple[Tensor, bool]:
         """Unpack the tensor; also return whether it was written to after packing."""
         with Scope() as scope:
             if self._stream is not None:
                 enter_stream(self._stream, scope)
-            tensor = unpack(self._packed)
+            tensor = self._unpack(self._packed)
             # An alias made below autograd counts its own versions, from 0.
             is_changed = (
                 version_of(tensor) > self._version
@@ -205,15 +211,14 @@ class _HeldDual(HeldTensor):
 class _HeldPacked(HeldTensor):
     """A tensor argument packed by the saved-tensor hooks around the region."""
 
-    __slots__ = ("_device", "_given", "_packed", "_requires_grad", "_unpack")
+    __slots__ = ("_device", "_given", "_packed", "_requires_grad")
 
     def __init__(self, tensor: Tensor, place: ArgumentPlace):
         hooks = top_saved_tensors_hooks()
         assert hooks is not None, "kind_of chooses this class under hooks alone"
-        pack, self._unpack = hooks
         self._device = tensor.device
         self._requires_grad = tensor.requires_grad
-        self._packed = Packed(tensor, pack)
+        self._packed = Packed(tensor, hooks)
         self._given = ref(tensor)
         self.place = place
         self.version = version_of(tensor)
@@ -239,7 +244,7 @@ class _HeldPacked(HeldTensor):
 
     def rebuild(self) -> Tensor:
         """Unpack the tensor with the hooks that packed it."""
-        tensor, is_changed = self._packed.unpacked(self._unpack)
+        tensor, is_changed = self._packed.unpacked()
         if is_changed:
             # The storage is the same, so this holds no extra memory.
             self.alias = tensor.detach()

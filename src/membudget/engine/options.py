@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
+from membudget.engine.candidate import Answer
 from membudget.engine.policy import Policy, as_policy
 from membudget.errors import OptionError
 
@@ -86,7 +87,7 @@ class RegionOptions:
     policy: Policy = field(init=False, repr=False, compare=False)
     """The policy described by `keep`; derived."""
 
-    decisions: dict[Any, bool | None] = field(init=False, repr=False, compare=False)
+    decisions: dict[Any, Answer | None] = field(init=False, repr=False, compare=False)
     """The policy's decisions by operator alone, cached."""
 
     verifies: bool = field(init=False, repr=False, compare=False)

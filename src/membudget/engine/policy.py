@@ -1,69 +1,29 @@
-"""Policies: predicates that decide which outputs a replay region keeps.
+"""Policies: which outputs a replay region keeps, and where.
 
-A policy is called once per operator output, after the operator has run. Policies are
-not called for views, because recomputing a view costs nothing. Policies can be pickled,
+A policy is asked once per operator output, after the operator has run. Policies are not
+asked about views, because recomputing a view costs nothing. Policies can be pickled,
 and combined with `|`, `&` and `~`.
+
+There are three answers: keep it on the device, offload it, or recompute it. Of two
+policies, `|` takes the answer that comes first in this order, `&` the other one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor
-
 from membudget.engine.alignment import Alignment
+from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.stages import Stages
 from membudget.errors import OptionError
-
-
-class Candidate:
-    """An operator output that a policy may keep.
-
-    Attributes:
-        operator: The overload that was called, e.g. `torch.ops.aten.mm.default`.
-        args: Positional arguments of the operator.
-        kwargs: Keyword arguments of the operator.
-        output: The output tensor.
-        index: The operator's number within the region, counted from 1; the number of
-            its counterpart, if the policy's operators are those of a recorded call.
-        output_index: Index among the operator's outputs and written arguments.
-    """
-
-    __slots__ = (
-        *("_module_path", "args", "index", "kwargs", "operator", "output"),
-        "output_index",
-    )
-
-    def __init__(
-        self,
-        operator: Any,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        output: Tensor,
-        index: int,
-        output_index: int,
-        module_path: Callable[[], str],
-    ):
-        """Describe an operator output; the module path is computed only on request."""
-        self.operator = operator
-        self.args = args
-        self.kwargs = kwargs
-        self.output = output
-        self.index = index
-        self.output_index = output_index
-        self._module_path = module_path
-
-    @property
-    def module_path(self) -> str:
-        """Name of the innermost running module in the region; `""` without one."""
-        return self._module_path()
+from membudget.offload import Offload
 
 
 class Policy:
-    """A predicate that selects operator outputs to keep.
+    """Decides which operator outputs are kept, and where.
 
     Attributes:
         expects_to_keep: Whether to warn if the policy keeps nothing in a region.
@@ -81,12 +41,12 @@ class Policy:
     reads_arguments = True
     numbers: Mapping[int, Any] | None = None
 
-    def keeps(self, candidate: Candidate) -> bool:
-        """Return whether to keep an operator output."""
+    def keeps(self, candidate: Candidate) -> Answer:
+        """Return whether to keep an operator output, and where."""
         raise NotImplementedError
 
-    def by_operator(self, operator: Any) -> bool | None:
-        """Return whether to keep an operator's outputs; `None` if it varies by call."""
+    def by_operator(self, operator: Any) -> Answer | None:
+        """Return the answer for an operator's outputs; `None` if it varies by call."""
         return None
 
     def begin(self) -> Policy:
@@ -96,20 +56,26 @@ class Policy:
     def end(self, operators: int) -> None:
         """React to the end of a call, which ran so many operators; here, do nothing."""
 
-    def keeps_name(self, name: str) -> bool:
-        """Return whether to keep tensors to which `membudget.name` gave this name."""
+    def keeps_name(self, name: str) -> Answer:
+        """Return the answer for tensors to which `membudget.name` gave this name."""
         return False
 
     def __or__(self, other: Policy) -> Policy:
-        """Combine two policies: keep the outputs that either of them keeps."""
+        """Combine two policies: keep the outputs that either of them keeps.
+
+        An output that one of them keeps on the device stays there.
+        """
         return _Pair(self, as_policy(other), True)
 
     def __and__(self, other: Policy) -> Policy:
-        """Combine two policies: keep the outputs that both of them keep."""
+        """Combine two policies: keep the outputs that both of them keep.
+
+        An output that one of them offloads is offloaded.
+        """
         return _Pair(self, as_policy(other), False)
 
     def __invert__(self) -> Policy:
-        """Invert the policy: keep the outputs that it does not keep."""
+        """Invert the policy: keep on the device the outputs that it does not keep."""
         return _Not(self)
 
 
@@ -173,10 +139,11 @@ class _Inside(Policy):
 
 @dataclass(frozen=True)
 class _Predicate(Policy):
-    function: Callable[[Candidate], bool]
+    function: Callable[[Candidate], Any]
 
-    def keeps(self, candidate: Candidate) -> bool:
-        return bool(self.function(candidate))
+    def keeps(self, candidate: Candidate) -> Answer:
+        answer = self.function(candidate)
+        return answer if isinstance(answer, Offload) else bool(answer)
 
 
 @dataclass(frozen=True)
@@ -187,19 +154,28 @@ class _Pair(Policy):
     second: Policy
     decisive: bool  # `True` for "or", `False` for "and".
 
-    def keeps(self, candidate: Candidate) -> bool:
+    def keeps(self, candidate: Candidate) -> Answer:
         first = self.first.keeps(candidate)
-        return first if bool(first) is self.decisive else self.second.keeps(candidate)
+        if first is self.decisive:
+            return first
+        return self._combined(first, self.second.keeps(candidate))
 
-    def by_operator(self, operator: Any) -> bool | None:
-        answers = [p.by_operator(operator) for p in (self.first, self.second)]
-        if self.decisive in answers:
+    def by_operator(self, operator: Any) -> Answer | None:
+        first = self.first.by_operator(operator)
+        second = self.second.by_operator(operator)
+        if self.decisive in (first, second):
             return self.decisive  # Even if the other answer is `None`.
-        return None if None in answers else not self.decisive
+        if first is None or second is None:
+            return None
+        return self._combined(first, second)
 
-    def keeps_name(self, name: str) -> bool:
-        first = self.first.keeps_name(name)
-        return first if bool(first) is self.decisive else self.second.keeps_name(name)
+    def keeps_name(self, name: str) -> Answer:
+        return self._combined(self.first.keeps_name(name), self.second.keeps_name(name))
+
+    def _combined(self, first: Answer, second: Answer) -> Answer:
+        if second is self.decisive:
+            return second
+        return second if first is (not self.decisive) else first
 
 
 @dataclass(frozen=True)
@@ -215,6 +191,24 @@ class _Not(Policy):
 
     def keeps_name(self, name: str) -> bool:
         return not self.policy.keeps_name(name)
+
+
+@dataclass(frozen=True)
+class _Offloaded(Policy):
+    """Offloads what another policy keeps."""
+
+    policy: Policy
+    by: Offload
+
+    def keeps(self, candidate: Candidate) -> Answer:
+        return self.policy.keeps(candidate) and self.by
+
+    def by_operator(self, operator: Any) -> Answer | None:
+        answer = self.policy.by_operator(operator)
+        return answer and self.by
+
+    def keeps_name(self, name: str) -> Answer:
+        return self.policy.keeps_name(name) and self.by
 
 
 def reads_names(policy: Policy) -> bool:
@@ -240,6 +234,29 @@ def inside(*patterns: str) -> Policy:
         *patterns: Glob patterns for module names in the region: `"*.attn"`, `"fc2"`.
     """
     return _Inside(patterns)
+
+
+def offloaded(policy: Any, by: Offload) -> Policy:
+    """Offload the outputs that a policy keeps: hold them in host memory.
+
+    Their copies run beside the device's work, and come back in the order in which
+    earlier backward passes asked for them.
+
+    Args:
+        policy: A policy, or what the option `keep` of a region takes beside one.
+        by: Holds them; made by `membudget.offload`. What it does not move, such as
+            small outputs, stays on the device.
+
+    Example:
+        >>> import membudget as mb, torch
+        >>> off = mb.offload("1MiB")
+        >>> keep = mb.policies.offloaded(mb.policies.matmuls, off)
+        >>> layer = torch.nn.Linear(128, 256)
+        >>> y = mb.checkpoint(layer, torch.ones(128, 128), keep=keep)
+        >>> off.status().out_bytes
+        131072
+    """
+    return _Offloaded(as_policy(policy), by)
 
 
 nothing: Policy = _Always(False)

@@ -41,9 +41,10 @@ from membudget._torch import (
     is_view_operator,
     tree_iter,
 )
+from membudget.engine.candidate import Candidate
 from membudget.engine.messages import module_names
 from membudget.engine.options import OPTION_NAMES, ContextPair
-from membudget.engine.policy import Candidate, Policy, as_policy, reads_names
+from membudget.engine.policy import Policy, as_policy, reads_names
 from membudget.errors import OptionError, OptionTypeError
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]

@@ -8,8 +8,8 @@ asked for, and `lane` moves the storages of one device by it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from threading import Lock
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,20 +67,47 @@ class OffloadStatus:
         return "\n".join(f"{text:24}{format_bytes(n)}" for text, n in rows if n)
 
 
+class Held:
+    """A tensor that an `Offload` holds, wherever its bytes are."""
+
+    __slots__ = ("_lane", "_view")
+
+    def __init__(self, lane: Lane, view: View):
+        """Note which lane serves a view."""
+        self._lane = lane
+        self._view = view
+
+    def restored(self) -> Tensor:
+        """Return the tensor, for the stream that is current.
+
+        Raises:
+            ChangedSinceForwardError: If it was written to since `check_from_now`.
+        """
+        return self._lane.ask(self._view)
+
+    def before_write(self) -> None:
+        """Let work that is launched now write to the tensor that is held."""
+        self._lane.before_write(self._view)
+
+    def check_from_now(self) -> None:
+        """Let writes from now on be errors, without `before_write`."""
+        self._view.check_from_now()
+
+
 class Offload:
     """Offloads what autograd saves while it is entered; made by `offload`.
 
     It may be entered again for each step, in any thread, and inside of itself. Backward
-    passes may run after it was left.
+    passes may run after it was left. A policy (`policies.offloaded`) and the option
+    `offload` of a region use it without entering it.
     """
 
-    def __init__(self, host: int, window: int, smallest: int):
+    def __init__(self, host: int, window: int, smallest: int, first: int):
         """Store the options; host memory is allocated on first use."""
-        self._host_bytes = host
-        self._window_bytes = window
-        self._smallest_bytes = smallest
+        self._options = host, window, smallest, first
         self._slab: Slab | None = None
         self._lanes: dict[torch.device, Lane] = {}
+        self._lock = Lock()
 
     def __enter__(self) -> Offload:
         """Begin to offload.
@@ -88,10 +115,21 @@ class Offload:
         Raises:
             OptionError: If the host has not that much memory.
         """
-        if self._slab is None:
-            self._slab = Slab(self._host_bytes, torch.device(kind() or "cpu"))
+        self.open()
         push_saved_tensors_hooks(self._pack, _unpack)
         return self
+
+    def open(self) -> Slab:
+        """Allocate the host memory, if that has not been done.
+
+        Raises:
+            OptionError: If the host has not that much memory.
+        """
+        with self._lock:
+            if self._slab is None:
+                device = torch.device(kind() or "cpu")
+                self._slab = Slab(self._options[0], device)
+            return self._slab
 
     def __exit__(
         self,
@@ -116,16 +154,32 @@ class Offload:
             **{f"{name}_bytes": size for name, size in moved.items()},
         )
 
-    def _pack(self, tensor: Tensor) -> Any:
+    def hold(self, tensor: Tensor) -> Held | None:
+        """Hold a tensor that is complete; return `None` if it must stay where it is.
+
+        Raises:
+            OptionError: If the host has not the memory that was asked for.
+        """
+        if not self._may_move(tensor):
+            return None
+        lane = self._lane_of(tensor.device)
+        return Held(lane, lane.hold(tensor))
+
+    def _pack(self, tensor: Tensor) -> Held | Kept:
         if not self._may_move(tensor):
             return Kept(tensor)
-        lane = self._lanes.get(tensor.device) or self._new_lane(tensor.device)
-        return lane, lane.save(tensor)
+        lane = self._lane_of(tensor.device)
+        return Held(lane, lane.save(tensor))
 
-    def _new_lane(self, device: torch.device) -> Lane:
-        assert self._slab is not None, "entered before"
-        lane = Lane(device, self._slab, self._window_bytes)
-        return self._lanes.setdefault(device, lane)  # Another thread may be first.
+    def _lane_of(self, device: torch.device) -> Lane:
+        found = self._lanes.get(device)
+        if found is not None:
+            return found
+        slab, (_, window, _, first) = self.open(), self._options
+        with self._lock:
+            if device not in self._lanes:
+                self._lanes[device] = Lane(device, slab, window, first)
+            return self._lanes[device]
 
     def _may_move(self, tensor: Tensor) -> bool:
         return (
@@ -136,16 +190,13 @@ class Offload:
             and not is_fake(tensor)
             and version_of(tensor) >= 0
             and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage().nbytes() >= self._smallest_bytes
+            and tensor.untyped_storage().nbytes() >= self._options[2]
             and not _is_of_parameter(tensor)
         )
 
 
-def _unpack(packed: Kept | tuple[Lane, View]) -> Tensor:
-    if isinstance(packed, Kept):
-        return packed.restored()
-    lane, view = packed
-    return lane.ask(view)
+def _unpack(packed: Held | Kept) -> Tensor:
+    return packed.restored()
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
@@ -155,7 +206,11 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 
 
 def offload(
-    host: int | str, *, window: int | str = "512MiB", smallest: int | str = "64KiB"
+    host: int | str,
+    *,
+    window: int | str = "512MiB",
+    smallest: int | str = "64KiB",
+    first: int | str | None = None,
 ) -> Offload:
     """Offload what autograd saves to host memory, around any code.
 
@@ -169,7 +224,9 @@ def offload(
         host: Bytes of host memory, allocated once, page-locked where there is an
             accelerator. Where it is full, tensors stay on the device.
         window: Bytes on the device for what is on its way out, was copied back ahead of
-            time, or is kept because it is asked for first; half of it for these.
+            time, or is kept because it is asked for first.
+        first: Bytes of the window for what is asked for first; by default half of it. 0
+            where a plan decides what stays.
         smallest: Storages of fewer bytes stay on the device. So do parameters, tensor
             subclasses, and tensors that are not strided.
 
@@ -194,8 +251,8 @@ def offload(
         >>> 0 < off.status().most_host_bytes <= off.status().host_bytes
         True
     """
-    sizes = {"host": host, "window": window, "smallest": smallest}
-    found = {name: parse_bytes(size) for name, size in sizes.items()}
-    if found["host"] <= 0:
+    host_bytes, window_bytes = parse_bytes(host), parse_bytes(window)
+    if host_bytes <= 0:
         raise OptionError(f"host must be a number of bytes above 0; got {host!r}")
-    return Offload(found["host"], found["window"], found["smallest"])
+    first_bytes = window_bytes // 2 if first is None else parse_bytes(first)
+    return Offload(host_bytes, window_bytes, parse_bytes(smallest), first_bytes)

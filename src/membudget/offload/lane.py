@@ -13,11 +13,11 @@ Rules:
        they are asked for first, are at most `window_bytes`. What is asked for and not
        there is loaded beyond that.
     4. A source is let go when its copy has ended: the host sees that, or the stream
-       that computes waits for it.
+       that saved it waits for it.
     5. A loaded copy is allocated for the stream that computes, and written after all
        that this stream was given before; it is read, and freed, after it has arrived.
     6. A block of the host is given back when no view needs it and its copy has ended,
-       and is written again after all copies from the host have ended.
+       and is written again after all copies from and to the host have ended.
     7. Autograd may drop a view in any thread, at any time, and ask for one twice or
        never: what follows is done when the next view is made or asked for.
 """
@@ -33,10 +33,11 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from membudget._torch import current_graph_task_id, node_sequence_number
-from membudget.offload.link import Link, bytes_of, has_happened
+from membudget.offload.link import Link, bytes_of
 from membudget.offload.order import Order
 from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
+from membudget.offload.window import Window
 from membudget.state.identity import address_of
 
 OUTSIDE_BACKWARD = -1
@@ -60,36 +61,63 @@ class Lane:
             `"late"` (loaded when they were).
     """
 
-    def __init__(self, device: torch.device, slab: Slab, window_bytes: int):
+    def __init__(
+        self, device: torch.device, slab: Slab, window_bytes: int, first_bytes: int
+    ):
         """Use a slab that other devices may use, too."""
         self.moved_bytes: Counter[str] = Counter()
         self._slab = slab
-        self._window_bytes = window_bytes
-        self._link = Link(device)
-        self._order = Order(window_bytes // 2)
+        self._window = Window(window_bytes)
+        self._link = Link(device, slab.links)
+        self._order = Order(first_bytes)
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._by_number: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._leaving: deque[SavedStorage] = deque()  # By the end of their copies.
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
-        self._held_bytes = self._live = 0
+        self._live = 0
         self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
         self._lock = RLock()
 
     def save(self, tensor: Tensor) -> View:
-        """Return what autograd holds in place of a tensor."""
+        """Return what autograd holds in place of a tensor.
+
+        The operator that saves it may have yet to write to it.
+        """
         with self._lock:
             if self._unsent[get_ident()].node != (node := node_sequence_number()):
                 self.tidy()
                 self._unsent[get_ident()].node = node
-            address, storage = address_of(tensor), tensor.untyped_storage()
-            entry = self._by_address.get(address)
-            is_known = entry is not None and entry.original() is storage
-            if entry is None or not is_known or not entry.has_now(tensor):
-                self._by_address[address] = entry = self._new_entry(tensor, storage)
-            elif self._was_written(entry, storage):
-                entry.source, entry.stays = storage, True
-                self._order.now.living.add(entry.number)
-            return View(tensor, entry, self._dropped.append)
+            view, is_new = self._viewed(tensor)
+            if is_new:
+                self._unsent[get_ident()].entries.append(view.entry)
+            return view
+
+    def hold(self, tensor: Tensor) -> View:
+        """Return what stands for a tensor that is complete, and begin to copy it.
+
+        Writes are no errors until `View.check_from_now`: an operator in place tells its
+        version after those who see it below autograd.
+        """
+        with self._lock:
+            self._follow_up()
+            view, is_new = self._viewed(tensor)
+            view.is_checked = False
+            if is_new and view.entry.source is not None:
+                self._send(view.entry, view.entry.source)
+            return view
+
+    def _viewed(self, tensor: Tensor) -> tuple[View, bool]:
+        """Return a view of a tensor's storage, and whether that is to be copied."""
+        address, storage = address_of(tensor), tensor.untyped_storage()
+        entry, is_new = self._by_address.get(address), False
+        is_known = entry is not None and entry.original() is storage
+        if entry is None or not is_known or not entry.has_now(tensor):
+            entry = self._new_entry(tensor, storage)
+            self._by_address[address] = entry
+            is_new = not self._stays(entry)
+        elif self._was_written(entry, storage):
+            entry.source, entry.stays = storage, True
+            self._order.now.living.add(entry.number)
+        return View(tensor, entry, self._dropped.append), is_new
 
     def ask(self, view: View) -> Tensor:
         """Return the tensor of a view, for the stream that is current.
@@ -100,14 +128,31 @@ class Lane:
         with self._lock:
             self.tidy()
             entry = view.entry
-            if self._is_of_this_step(entry):
+            # A region that is verified asks in the forward.
+            is_backward = current_graph_task_id() != OUTSIDE_BACKWARD
+            if is_backward and self._is_of_this_step(entry):
                 self._order.ask(entry.number)
             entry.unasked -= not view.was_asked
             view.was_asked = True
             tensor = view.restored(self._storage_of(entry))
             entry.hand_over()
-            self._load_ahead()
+            if is_backward:
+                self._load_ahead()
             return tensor
+
+    def before_write(self, view: View) -> None:
+        """Let work that is launched now write to a storage; the view stays as it is."""
+        with self._lock:
+            entry = view.entry
+            if entry.source is not None and (entry.stays or entry.block is None):
+                entry.source = bytes_of(entry.source).clone().untyped_storage()
+            else:
+                self._link.wait(entry.copied)
+                entry.source = None
+            entry.forget_original()
+            view.is_checked = False
+            if self._is_of_this_step(entry):
+                self._order.now.living.discard(entry.number)
 
     def tidy(self) -> None:
         """Begin copies out; follow up on those that ended, and on dropped views.
@@ -115,14 +160,17 @@ class Lane:
         No operator that saves tensors may be running in this thread.
         """
         with self._lock:
-            while self._dropped:
-                entry, was_asked = self._dropped.popleft()
-                entry.views -= 1
-                entry.unasked -= not was_asked
-                if not entry.views:
-                    self._finish(entry)
+            self._follow_up()
             self._send_all()
             self._release()
+
+    def _follow_up(self) -> None:
+        while self._dropped:
+            entry, was_asked = self._dropped.popleft()
+            entry.views -= 1
+            entry.unasked -= not was_asked
+            if not entry.views:
+                self._finish(entry)
 
     def _was_written(self, entry: SavedStorage, storage: UntypedStorage) -> bool:
         """Return whether a storage is not what was copied, in a step that is unknown.
@@ -147,15 +195,20 @@ class Lane:
         entry = SavedStorage(tensor, storage, order.save(storage.nbytes()))
         self._by_number[entry.number] = entry
         self._live += 1
+        return entry
+
+    def _stays(self, entry: SavedStorage) -> bool:
+        """Return whether earlier steps tell that a storage is not worth a copy."""
+        order = self._order
         if order.expected is not None and entry.number in order.expected.living:
             order.now.living.add(entry.number)
             self._note("living", entry)
-        elif entry.number in order.kept:
+            return True
+        if entry.number in order.kept:
             self._note("first", entry)
-            self._count(entry)
-        else:
-            self._unsent[get_ident()].entries.append(entry)
-        return entry
+            self._window.count(entry)
+            return True
+        return False
 
     def _send_all(self) -> None:
         unsent = self._unsent.pop(get_ident(), None)
@@ -169,23 +222,16 @@ class Lane:
             self._note("full", entry)
             return
         self._note("out", entry)
-        self._count(entry)
+        entry.saved_on = self._link.now()
         entry.copied = self._link.copy_out(bytes_of(source), entry.block.content)
-        self._leaving.append(entry)
+        self._window.send(entry)
         self._release()
 
     def _release(self) -> None:
         """Let go of what has been copied; wait for that where it is over the window."""
-        while self._leaving:
-            entry = self._leaving[0]
-            if not has_happened(entry.copied):
-                if self._held_bytes <= self._window_bytes:
-                    break
-                self._link.wait(entry.copied)
-            self._leaving.popleft()
+        for entry in self._window.left():
             if not entry.stays:
                 entry.source = None
-            self._discount(entry)
             if not entry.views and entry.block is not None:
                 self._slab.give_back(entry.block)
 
@@ -205,7 +251,7 @@ class Lane:
             copy = self._load(entry)
             self._note("late", entry)
         self._link.wait(entry.arrived)
-        self._link.lend(copy, entry.stream)
+        self._link.lend(copy, entry.loaded_on)
         return copy
 
     def _load_ahead(self) -> None:
@@ -213,7 +259,7 @@ class Lane:
             entry = self._by_number.get(number)
             if entry is None or _is_on_device(entry):
                 continue
-            if self._held_bytes + entry.size > self._window_bytes:
+            if not self._window.has_room(entry):
                 break
             try:
                 self._load(entry)
@@ -224,8 +270,8 @@ class Lane:
     def _load(self, entry: SavedStorage) -> UntypedStorage:
         assert entry.block is not None
         made, entry.arrived = self._link.copy_in(entry.block.content, entry.copied)
-        entry.loaded, entry.stream = made, self._link.now()
-        self._count(entry)
+        entry.loaded, entry.loaded_on = made, self._link.now()
+        self._window.count(entry)
         return made
 
     def _is_of_this_step(self, entry: SavedStorage) -> bool:
@@ -236,26 +282,19 @@ class Lane:
 
     def _finish(self, entry: SavedStorage) -> None:
         self._live -= 1
-        if entry in self._leaving:
+        if self._window.is_leaving(entry):
             return  # Its source is read, and its block is written, until that ends.
         if entry.loaded is not None:  # Nobody asked for it.
-            self._link.wait(entry.arrived)
+            if entry.arrived is not None:
+                entry.loaded_on.wait_event(entry.arrived)
             entry.loaded = None
-        self._discount(entry)
+        self._window.discount(entry)
         entry.source = None
         if entry.block is not None:
             self._slab.give_back(entry.block)
 
     def _note(self, what: str, entry: SavedStorage) -> None:
         self.moved_bytes[what] += entry.size
-
-    def _count(self, entry: SavedStorage) -> None:
-        self._held_bytes += 0 if entry.is_counted else entry.size
-        entry.is_counted = True
-
-    def _discount(self, entry: SavedStorage) -> None:
-        self._held_bytes -= entry.size if entry.is_counted else 0
-        entry.is_counted = False
 
 
 def _is_on_device(entry: SavedStorage) -> bool:

@@ -19,15 +19,26 @@ from membudget._torch_accelerator import stream_of
 
 
 class Link:
-    """The two directions of copies of one device. Events of the CPU are `None`."""
+    """The two directions of copies of one device. Events of the CPU are `None`.
 
-    def __init__(self, device: torch.device):
-        """Make the streams, if the device has any."""
+    Attributes:
+        ends: Events of the end of its latest copy, by direction.
+    """
+
+    def __init__(self, device: torch.device, sharing: list[Link]):
+        """Make the streams, if the device has any.
+
+        Args:
+            device: The device.
+            sharing: The links whose copies use the same host memory; joined by this.
+        """
+        self.ends: dict[str, Any] = {}
         self._device = device
+        self._sharing = sharing
+        sharing.append(self)
         has_streams = stream_of(device) is not None
         self._out = torch.Stream(device) if has_streams else None
         self._in = torch.Stream(device) if has_streams else None
-        self._last_in: Any = None
 
     def copy_out(self, source: Tensor, target: Tensor) -> Any:
         """Copy to the host all that was written so far; return the event of its end.
@@ -38,9 +49,14 @@ class Link:
             target.copy_(source)
             return None
         self._out.wait_event(self.now().record_event())
-        if self._last_in is not None:  # The block may be one that is still read from.
-            self._out.wait_event(self._last_in)
-        return _copy(source, target, self._out)
+        # Whoever had the block may still read from it, or write to it.
+        for link in self._sharing:
+            for end in list(link.ends.values()):
+                self._out.wait_event(end)
+        # The stream that reads the source may be another than it is allocated for.
+        source.record_stream(self.now())
+        self.ends["out"] = _copy(source, target, self._out)
+        return self.ends["out"]
 
     def copy_in(self, source: Tensor, copied: Any) -> tuple[UntypedStorage, Any]:
         """Copy back what an event says has arrived; return the copy, and its event.
@@ -53,8 +69,8 @@ class Link:
         # What had this memory before may not have been read yet.
         self._in.wait_event(self.now().record_event())
         self._in.wait_event(copied)
-        self._last_in = _copy(source, made, self._in)
-        return made.untyped_storage(), self._last_in
+        self.ends["in"] = _copy(source, made, self._in)
+        return made.untyped_storage(), self.ends["in"]
 
     def now(self) -> Any:
         """Return the stream that computes."""

@@ -31,7 +31,8 @@ class SavedStorage:
         copied: Event of the end of that copy.
         loaded: What was copied back, until all views have asked for it.
         arrived: Event of the end of that copy.
-        stream: The stream that it was allocated for.
+        saved_on: The stream that computed when the copy out began.
+        loaded_on: The stream that what was copied back is allocated for.
         views: How many views of it autograd holds.
         unasked: How many of these were not asked for yet.
         is_counted: Whether it takes a part of the window.
@@ -40,8 +41,8 @@ class SavedStorage:
 
     __slots__ = (
         *("__weakref__", "_first", "_handed", "_version", "arrived", "block"),
-        *("copied", "is_counted", "loaded", "number", "original", "size", "source"),
-        *("stays", "stream", "unasked", "views"),
+        *("copied", "is_counted", "loaded", "loaded_on", "number", "original"),
+        *("saved_on", "size", "source", "stays", "unasked", "views"),
     )
 
     def __init__(self, tensor: Tensor, storage: UntypedStorage, number: int):
@@ -51,15 +52,16 @@ class SavedStorage:
         self.number = number
         self.size = storage.nbytes()
         self.source: UntypedStorage | None = storage
-        self.original = ref(storage)
+        self.original: Callable[[], UntypedStorage | None] = ref(storage)
         self.block: HostBlock | None = None
         self.loaded: UntypedStorage | None = None
         self.copied: Any = None
         self.arrived: Any = None
-        self.stream: Any = None
+        self.saved_on: Any = None
+        self.loaded_on: Any = None
         self.views = self.unasked = 0
         self.is_counted = self.stays = False
-        self._handed: Callable[[], UntypedStorage | None] = lambda: None
+        self._handed: Callable[[], UntypedStorage | None] = _no_storage
 
     def has_now(self, tensor: Tensor) -> bool:
         """Return whether what was saved is what a tensor of the storage has now.
@@ -76,10 +78,18 @@ class SavedStorage:
         """Return what was copied back, if it is still there."""
         return self.loaded if self.loaded is not None else self._handed()
 
+    def forget_original(self) -> None:
+        """Stop to rely on the storage that was saved: others write to it."""
+        self.original = _no_storage
+
     def hand_over(self) -> None:
         """Leave to autograd alone what was loaded, if no other view will ask for it."""
         if self.loaded is not None and not self.unasked:
             self._handed, self.loaded = ref(self.loaded), None
+
+
+def _no_storage() -> None:
+    return None
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int, int]:
@@ -95,10 +105,11 @@ class View:
 
     Attributes:
         entry: Its storage.
+        is_checked: Whether writes to the tensor are errors.
         was_asked: Whether autograd has asked for it.
     """
 
-    __slots__ = ("_dropped", "_form", "_version", "entry", "was_asked")
+    __slots__ = ("_dropped", "_form", "_version", "entry", "is_checked", "was_asked")
 
     def __init__(self, tensor: Tensor, entry: SavedStorage, dropped: Dropped):
         """Note what is to be restored."""
@@ -107,6 +118,7 @@ class View:
         size, stride, offset = tensor.size(), tensor.stride(), tensor.storage_offset()
         self._form = tensor.dtype, tensor.device, size, stride, offset
         self._version = SavedVersion(tensor)
+        self.is_checked = True
         self._dropped = dropped
         entry.views += 1
         entry.unasked += 1
@@ -118,10 +130,16 @@ class View:
             ChangedSinceForwardError: If it was written to after autograd saved it.
         """
         dtype, device, size, stride, offset = self._form
-        if self._version.has_moved():
+        if self.is_checked and self._version.has_moved():
             raise overwritten(tuple(size))
         made = torch.empty(0, dtype=dtype, device=device)
-        return self._version.alias(made.set_(storage, offset, size, stride))
+        made.set_(storage, offset, size, stride)
+        return self._version.alias(made) if self.is_checked else made
+
+    def check_from_now(self) -> None:
+        """Let writes from now on be errors, those that were made so far not."""
+        self._version.renew()
+        self.is_checked = True
 
     def __del__(self) -> None:
         """Let go of the storage. Any thread may run this at any time."""

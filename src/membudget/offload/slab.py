@@ -20,6 +20,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.errors import OptionError
+from membudget.offload.link import Link
 from membudget.text import format_bytes
 
 ALIGNMENT = 64
@@ -48,6 +49,7 @@ class Slab:
         size: Its bytes.
         used_bytes: Bytes in blocks that are given out.
         most_used_bytes: The most of these at one time.
+        links: What copies from and to these blocks.
     """
 
     def __init__(self, size: int, device: torch.device):
@@ -58,6 +60,7 @@ class Slab:
         """
         self.size = size
         self.used_bytes = self.most_used_bytes = 0
+        self.links: list[Link] = []
         is_locked = is_on_accelerator(device)
         sizes = _powers_of_two(size) if is_locked else [size]
         try:

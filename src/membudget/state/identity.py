@@ -106,6 +106,10 @@ class SavedVersion:
         """Return whether the tensor was written to after this object was created."""
         return version_of(self._counter) != self._version
 
+    def renew(self) -> None:
+        """Accept what was written so far."""
+        self._version = version_of(self._counter)
+
     def alias(self, data: Tensor) -> Tensor:
         """Return `data` as an alias of the tensor, which shares its version counter."""
         made = detach_with_version(self._counter)

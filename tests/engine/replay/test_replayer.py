@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import membudget as mb
-from membudget.engine.policy import Candidate, Policy
+from membudget.engine.candidate import Candidate
+from membudget.engine.policy import Policy
 from membudget.engine.stages import Stages
 from tests.devices import settle
 from tests.oracles import CountedOperators

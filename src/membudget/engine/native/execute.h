@@ -10,7 +10,17 @@
 
 namespace membudget {
 
-inline PyObject *exit_name, *isolation_enter, *isolation_leave, *scope_class;
+inline PyObject *exit_name, *is_unpacked_once_name, *isolation_enter, *isolation_leave, *scope_class;
+
+// As `Executor._is_unpacked_for_all`.
+inline bool is_unpacked_for_all(PyObject* of, PyObject* value) {
+  PyObject* packed = value::packed.of(value);
+  if (packed == Py_None || replayer::stage.number(of) < 0) {
+    return false;
+  }
+  Ref once = Ref::made(PyObject_GetAttr(packed, is_unpacked_once_name));
+  return once == Py_True;
+}
 
 // As `Executor._used`.
 inline void used(PyObject* of, PyObject* value) {
@@ -19,8 +29,7 @@ inline void used(PyObject* of, PyObject* value) {
   if (root != Py_None) {
     add(value::view_uses, root, -1);
   }
-  bool stays = !value::packed.is_none(value) && replayer::stage.number(of) >= 0;
-  if (value::uses.number(value) > 0 || is_held(value) || stays) {
+  if (value::uses.number(value) > 0 || is_held(value) || is_unpacked_for_all(of, value)) {
     return;
   }
   value::tensor.set(value, Py_None);

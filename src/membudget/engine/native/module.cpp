@@ -128,7 +128,8 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
     {"acquire", &acquire_name}, {"advance", &advance_name}, {"align", &align_name}, {"asks", &asks_name},
     {"decided", &decided_name}, {"explained", &explained_name},
-    {"held_in", &held_in_name}, {"is_current", &is_current_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
+    {"held_in", &held_in_name}, {"hold", &hold_name}, {"is_current", &is_current_name},
+    {"is_unpacked_once", &is_unpacked_once_name}, {"inputs", &inputs_name}, {"mark_read", &mark_read_name}, {"meet", &meet_name},
     {"note_empty", &note_empty_name}, {"note_outputs", &note_outputs_name},
     {"release", &release_name}, {"shape", &shape_name}};
 

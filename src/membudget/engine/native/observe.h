@@ -11,13 +11,13 @@ inline bool is_whole(at::ScalarType dtype) {
       dtype == at::kShort || dtype == at::kChar;
 }
 
-// Whether the policy keeps an operator's outputs; `None` if it must see each of them.
+// The policy's answer for an operator's outputs; `None` if it must see each of them.
 inline PyObject* decided(PyObject* of, const Operator& known) {
   PyObject* found = PyDict_GetItemWithError(recording::decisions.of(of), known.facts);
   if (found != nullptr) {
     return found;
   }
-  return call(of, decided_name, known.facts, known.overload);  // True, False or None.
+  return call(of, decided_name, known.facts, known.overload);  // The record owns it.
 }
 
 inline bool is_unrepeatable(const Observed& call, long index) {
@@ -33,31 +33,47 @@ inline bool is_unrepeatable(const Observed& call, long index) {
 }
 
 // Asks a policy that looks at the operator and its number, not at the arguments.
-inline bool is_asked_for(const Observed& call, const at::Tensor& output, long index) {
+inline Ref asked(const Observed& call, const at::Tensor& output, long index) {
   PyObject* numbers = recording::numbers.of(call.recording);
   PyObject* operation = recording::place.of(call.recording);
   if (numbers != Py_None && PyDict_GetItemWithError(numbers, operation) == nullptr) {
-    return false;
+    return Ref::to(Py_False);
   }
   return membudget::call(
-             call.recording, asks_name, call.known.overload, (PyObject*)wrapped(output),
-             (PyObject*)number(index)) == Py_True;
+      call.recording, asks_name, call.known.overload, (PyObject*)wrapped(output),
+      (PyObject*)number(index));
 }
 
 // As `ForwardRecord.keeps`.
-inline bool keeps(
+inline Ref keeps(
     const Observed& call, PyObject* operation, const at::Tensor& output, long index) {
   bool is_choice =
       call.reads_floats && is_whole(output.scalar_type()) && !call.known.is_random;
   bool leaves_device = call.known.is_copy && call.reads_device && output.is_cpu();
   if (operation::decides.is_true(operation) || is_choice || leaves_device ||
       is_unrepeatable(call, index)) {
-    return true;
+    return Ref::to(Py_True);
   }
-  PyObject* answer = decided(call.recording, call.known);
-  bool is_kept = answer == Py_None ? is_asked_for(call, output, index) : answer == Py_True;
-  add(recording::kept, call.recording, is_kept);
-  return is_kept;
+  PyObject* known = decided(call.recording, call.known);
+  Ref answer = known == Py_None ? asked(call, output, index) : Ref::to(known);
+  add(recording::kept, call.recording, answer != Py_False);
+  return answer;
+}
+
+// As `ForwardRecord.hold`, if the answer is to keep an output at all.
+inline void hold_if_kept(
+    const Observed& call,
+    PyObject* operation,
+    const at::Tensor& output,
+    PyObject* entry,
+    long index) {
+  Ref answer = keeps(call, operation, output, index);
+  if (answer == Py_True) {
+    hold_value(call.tracker, output, entry);
+  } else if (answer != Py_False) {
+    membudget::call(
+        call.recording, hold_name, (PyObject*)wrapped(output), entry, (PyObject*)answer);
+  }
 }
 
 // As `ForwardRecord.note_fresh`.
@@ -71,9 +87,7 @@ inline void note_fresh(
   Ref memory = new_memory(value, python_dtype(output.scalar_type()));
   Ref address = number(address_of(output));
   Ref entry = enter(call.tracker, output, object, value, memory, address);
-  if (keeps(call, operation, output, index)) {
-    hold_value(call.tracker, output, entry);
-  }
+  hold_if_kept(call, operation, output, entry, index);
 }
 
 // Records an output that shares the memory of an argument.

@@ -18,7 +18,7 @@ inline Slot decisions, kept, names, number, numbers, path, place, reads_argument
     tracker, unrepeatable;
 }
 
-inline PyObject *advance_name, *align_name, *asks_name, *decided_name, *note_empty_name,
+inline PyObject *advance_name, *align_name, *asks_name, *decided_name, *hold_name, *note_empty_name,
     *note_outputs_name;
 
 // One operator call while it is recorded.

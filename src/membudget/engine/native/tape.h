@@ -1,8 +1,8 @@
 // The Python classes of the tape, and how the recorder makes their instances.
 //
-// The classes are those of `tape.py` and `aliasing.py`, whose docstrings explain every
-// attribute. Python and C++ work on the same objects, so that either may record,
-// change or replay what the other has recorded.
+// The classes are those of `tape.py`, `living.py` and `aliasing.py`, whose docstrings
+// explain every attribute. Python and C++ work on the same objects, so that either may
+// record, change or replay what the other has recorded.
 
 #pragma once
 

@@ -57,9 +57,7 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, PyObject* w
   after_write(memory, root);
   entry::value.set(entry, root);
   entry::epoch.set(entry, memory::epoch.of(memory));
-  if (keeps(call, operation, target, 1)) {
-    hold_value(call.tracker, target, entry);
-  }
+  hold_if_kept(call, operation, target, entry, 1);
 }
 
 // The recorded form of uninitialised memory: its geometry.

@@ -21,17 +21,11 @@ from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
+from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.shared_memory import share
-from membudget.engine.replay.tape import (
-    LiveStorage,
-    LiveTensor,
-    Operation,
-    RecordedMemory,
-    ReplayHandle,
-    TapeValue,
-)
+from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.engine.stages import CallStages
 from membudget.observer import accelerate
 from membudget.ops import OperatorFacts, facts_of
@@ -123,7 +117,7 @@ _NAMED: dict[str, Any] = {
 # In a thread that is compiling, a Python function called from C++ would be traced.
 _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.advance, ForwardRecord.align, ForwardRecord.asks),
-    *(ForwardRecord.decided, ForwardRecord.note_outputs),
+    *(ForwardRecord.decided, ForwardRecord.hold, ForwardRecord.note_outputs),
     *(Operation.inputs, Recorder.note_empty, CallStages.held_in, CallStages.is_current),
     *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
     *(Replayer._source, Replayer.release, share),

@@ -25,14 +25,10 @@ from torch.nn import Parameter
 
 from membudget._torch import detach_with_version
 from membudget.engine.replay.extension import callbacks_of
+from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
+from membudget.engine.replay.offloaded import Offloaded
 from membudget.engine.replay.shared_memory import leaves_source
-from membudget.engine.replay.tape import (
-    LiveStorage,
-    LiveTensor,
-    Operation,
-    RecordedMemory,
-    TapeValue,
-)
+from membudget.engine.replay.tape import Operation, TapeValue
 from membudget.state.copies import alias, copy_of, is_plain
 from membudget.state.identity import address_of, storage_of
 
@@ -273,6 +269,8 @@ class Tracker:
 
 def _survives(source: TapeValue | None, written: list[Tensor]) -> bool:
     """Return whether a write leaves a source as it is; copy what it would destroy."""
+    if source is not None and isinstance(source.packed, Offloaded):
+        source.packed.before_write()
     if source is None or not source.is_needed or (held := source.tensor) is None:
         return False
     if not (survives := leaves_source(written, source)):

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from membudget._torch import without_dispatch_modes
-from membudget.engine.held import Packed
+from membudget.engine.held import Hooks, Packed
 from membudget.engine.messages import MODIFIED, overwritten_error
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.fingerprinted import BackwardComparison, Fingerprinter
+from membudget.engine.replay.offloaded import Offloaded
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.tape import ReplayHandle, TapeValue
@@ -240,13 +241,12 @@ def _saved_version(tensor: Tensor) -> SavedVersion | None:
         return None
 
 
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
 def settle_source(
     source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
     """Record the version and address of a replay's input, or pack the input.
+
+    An input that is offloaded has been packed.
 
     A replay input that is a running statistic is copied. If saved-tensor hooks surround
     the region, they pack every input of a replay except parameters and inference
@@ -254,7 +254,10 @@ def settle_source(
     some writes do not bump the version counter.
     """
     tensor = source.tensor
-    assert tensor is not None
+    if isinstance(source.packed, Offloaded):
+        source.packed.settle()
+    if tensor is None:
+        return
     if source.is_state:
         # The next call of the function overwrites it, before this call's backward.
         tensor = source.tensor = copy_of(tensor)
@@ -269,5 +272,5 @@ def settle_source(
     else:
         if source.address == address_of(tensor):
             source.address = None  # The hooks may return a copy.
-        source.packed = Packed(tensor, outer[0])
+        source.packed = Packed(tensor, outer)
         source.tensor = None

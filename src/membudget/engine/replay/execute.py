@@ -123,13 +123,12 @@ def is_freed_parameter(tensor: Tensor) -> bool:
 
 
 class Executor:
-    """Re-runs recorded operations; `unpack` is the unpack hook around the region."""
+    """Re-runs recorded operations."""
 
-    __slots__ = ("_memoised", "_plan", "_stage", "unpack")
+    __slots__ = ("_memoised", "_plan", "_stage")
 
     def __init__(self) -> None:
         """Create an executor that has no replay plan yet."""
-        self.unpack: Any = None
         self._plan = 0
         self._stage = -1  # The stage that the plan serves; -1 for all.
         self._memoised: dict[TapeValue, None] = {}
@@ -263,7 +262,7 @@ class Executor:
         tensor = value.tensor
         if tensor is None:
             assert value.packed is not None
-            tensor, is_changed = value.packed.unpacked(self.unpack)
+            tensor, is_changed = value.packed.unpacked()
             if is_changed:
                 raise SourceChangedError(tensor)
             value.tensor = tensor
@@ -285,11 +284,9 @@ class Executor:
         self._memoised.pop(value, None)
 
     def _is_unpacked_for_all(self, value: TapeValue) -> bool:
-        """Return whether an unpacked tensor is kept for all stages of a backward.
-
-        Hooks around the region may fail to unpack a tensor twice in one backward pass.
-        """
-        return self._stage >= 0 and value.packed is not None
+        """Return whether an unpacked tensor is kept for all stages of a backward."""
+        packed = value.packed
+        return self._stage >= 0 and packed is not None and packed.is_unpacked_once
 
 
 _NO_BASES: dict[Any, Tensor] = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from membudget.engine.replay.tape import LiveStorage, LiveTensor
+from membudget.engine.replay.living import LiveStorage, LiveTensor
 
 # The extension module, once it has been bound to the classes of the tape.
 EXTENSION: list[Any] = []

@@ -12,12 +12,15 @@ from torch import Tensor
 from membudget._torch_accelerator import current_stream, stream_of
 from membudget.engine import isolation
 from membudget.engine.arguments import has_own_offsets
-from membudget.engine.policy import Candidate, Policy
+from membudget.engine.candidate import Answer, Candidate
+from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import call_noting_draws
+from membudget.engine.replay.living import LiveTensor
 from membudget.engine.replay.tape import Operation, ReplayHandle
 from membudget.engine.replay.verified import OperatorPath, OutputIndices
 from membudget.engine.stages import CallStages
+from membudget.offload import Offload
 from membudget.operator_names import common_name
 from membudget.ops import (
     WHOLE,
@@ -61,7 +64,7 @@ class ForwardRecord:
     def __init__(
         self,
         policy: Policy,
-        decisions: dict[Any, bool | None],
+        decisions: dict[Any, Answer | None],
         unrepeatable: OutputIndices,
         module_path: Callable[[], str],
         stages: CallStages | None,
@@ -212,8 +215,14 @@ class ForwardRecord:
         """Record an output with newly allocated storage."""
         value = operation.output(index)
         entry = self.tracker.enter_fresh(output, value, address)
-        if self.keeps(operation, facts, args, output, index):
-            self.tracker.hold_value(output, entry)
+        if answer := self.keeps(operation, facts, args, output, index):
+            self.hold(output, entry, answer)
+
+    def hold(self, tensor: Tensor, entry: LiveTensor, answer: Answer) -> None:
+        """Keep a tensor where a policy has answered."""
+        self.tracker.hold_value(tensor, entry)
+        if isinstance(answer, Offload):
+            entry.value.offload(answer, self.stream)
 
     def keeps(
         self,
@@ -222,8 +231,8 @@ class ForwardRecord:
         args: Any,
         output: Tensor,
         index: int,
-    ) -> bool:
-        """Return whether an output is kept instead of recomputed."""
+    ) -> Answer:
+        """Return whether an output is kept instead of recomputed, and where."""
         if self._unrepeatable and (self.place, index) in self._unrepeatable:
             return True
         operator = operation.operator
@@ -234,16 +243,16 @@ class ForwardRecord:
             place = (self.place, index, self._module_path)
             candidate = Candidate(operator, args, operation.kwargs, output, *place)
             decided = self.policy.keeps(candidate)
-        self.kept += decided
+        self.kept += bool(decided)
         return decided
 
-    def asks(self, operator: Any, output: Tensor, index: int) -> bool:
+    def asks(self, operator: Any, output: Tensor, index: int) -> Answer:
         """Ask a policy that reads no arguments whether to keep an output."""
         place = (self.place, index, self._module_path)
         return self.policy.keeps(Candidate(operator, (), {}, output, *place))
 
-    def decided(self, facts: OperatorFacts, operator: Any) -> bool | None:
-        """Return whether to keep an operator's outputs; `None` if it varies by call."""
+    def decided(self, facts: OperatorFacts, operator: Any) -> Answer | None:
+        """Return the answer for an operator's outputs; `None` if it varies by call."""
         try:
             return self._decisions[facts]
         except KeyError:

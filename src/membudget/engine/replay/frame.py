@@ -160,12 +160,11 @@ class ReplayFrame:
         take = self._checks.finish(recorder, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
-            if source is not None and source.tensor is not None:
-                if source.is_state or outer is not None:
-                    recording.join(source.tensor)  # It is about to be copied.
-                settle_source(source, outer, take)
-        if outer is not None:
-            self._replayer.unpack = outer[1]
+            if source is None:
+                continue
+            if source.tensor is not None and (source.is_state or outer is not None):
+                recording.join(source.tensor)  # It is about to be copied.
+            settle_source(source, outer, take)
 
     @property
     def has_saved(self) -> bool:

@@ -135,11 +135,11 @@ class Recorder(Observer):
 
     def name(self, tensor: Tensor, label: str) -> None:
         """Keep a tensor if the policy selects its label."""
-        if self.recording.policy.keeps_name(label):
+        if answer := self.recording.policy.keeps_name(label):
             with self.suspended():
                 entry = self.recording.tracker.entry(tensor)
                 if entry.value.operation is not None:
-                    self.recording.tracker.hold_value(tensor, entry)
+                    self.recording.hold(tensor, entry, answer)
 
     def begin_opaque(self, written: Sequence[Tensor]) -> None:
         """Enter an opaque block, in which all operator outputs are kept."""

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from membudget.engine.held import Packed
+from membudget.engine.replay.offloaded import Offloaded
+from membudget.offload import Offload
 from membudget.state.bits import Fingerprint
-from membudget.state.copies import is_plain
-from membudget.state.identity import SavedVersion, address_of
+from membudget.state.identity import SavedVersion
 
 
 class TapeValue:
@@ -30,7 +31,7 @@ class TapeValue:
         root: For a view, the value that owns the memory; `None` otherwise.
         tensor: The tensor with this content; `None` while dropped.
         version: Version counter of a stored tensor at the end of the forward; `None`
-            before that, and for tensors packed by hooks.
+            before that, and for tensors that are packed.
         address: Storage address of a stored tensor, compared to detect a new `.data`;
             `None` if the address may change.
         content: A function that fingerprints a stored tensor, and the fingerprint from
@@ -38,7 +39,7 @@ class TapeValue:
         is_used: Whether a replay may read the value itself, not only views of it.
         is_needed: Whether a replay may read the value or views; writes preserve that.
         is_state: Whether it is a running statistic, copied because each call writes it.
-        packed: The stored tensor, packed by saved-tensor hooks around the region.
+        packed: The stored tensor, if hooks around the region or a policy moved it.
         plan: Index of the replay plan for which uses of the value were counted.
         uses: Number of handles and operations that still need the value.
         view_uses: Number of remaining uses of the value's views.
@@ -67,7 +68,7 @@ class TapeValue:
         self.index = index
         self.root = root
         self.tensor: Tensor | None = None
-        self.packed: Packed | None = None
+        self.packed: Packed | Offloaded | None = None
         self.is_used = self.is_needed = False
         self.is_carried = self.is_state = False
         self.views: list[ReferenceType[TapeValue]] = []
@@ -83,8 +84,14 @@ class TapeValue:
         self.address: int | None = None
         self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
 
+    def offload(self, by: Offload, stream: Any) -> None:
+        """Let `by` hold the stored tensor, if it moves that, for a region's stream."""
+        held = None if self.tensor is None else by.hold(self.tensor)
+        if held is not None:
+            self.packed, self.tensor = Offloaded(held, stream), None
+
     def is_held(self) -> bool:
-        """Return whether the value's tensor is stored and not packed by hooks."""
+        """Return whether the value's tensor is stored, neither packed nor offloaded."""
         return self.operation is None and self.packed is None
 
 
@@ -206,95 +213,3 @@ class ReplayHandle:
         self.stage = -1
         self.fingerprint: Fingerprint | None = None
         self.saved_version: SavedVersion | None = None
-
-
-class RecordedMemory:
-    """The write history of one storage during recording.
-
-    Attributes:
-        root: Current tape value of the whole storage; `None` if tensors in the storage
-            are not recomputed.
-        dtype: Dtype of the tape value `root`.
-        epoch: Counter, incremented by each write, that invalidates older values.
-        is_external: Whether the storage was created outside the region.
-        is_state: Whether the region wrote to a storage created outside it, such as
-            running statistics.
-        sources: Weak references to the values to copy before the next write.
-    """
-
-    __slots__ = (
-        *("__weakref__", "dtype", "epoch", "is_external", "is_state", "root"),
-        "sources",
-    )
-
-    def __init__(self, root: TapeValue | None, dtype: torch.dtype | None = None):
-        """Create a write history; `root=None` marks a storage from outside a region."""
-        self.root = root
-        self.dtype = dtype
-        self.epoch = 0
-        self.is_external = root is None
-        self.is_state = False
-        self.sources: list[ReferenceType[TapeValue]] = []
-
-
-class LiveStorage(ref[Any]):
-    """A weak reference to a storage, with its write history and tracked tensors.
-
-    Attributes:
-        address: The storage's address.
-        memory: The storage's write history.
-        entries: Tracked tensors in the storage, keyed by `id(tensor)`.
-    """
-
-    __slots__ = ("address", "entries", "memory")
-
-    address: int
-    entries: dict[int, LiveTensor]
-    memory: RecordedMemory
-
-    def entry_like(self, tensor: Tensor) -> LiveTensor | None:
-        """Return a tracked tensor that has the same elements and strides as `tensor`.
-
-        Autograd saves detached aliases, but the recorder does not observe `detach`.
-        """
-        if not is_plain(tensor):
-            return None
-        geometry = _geometry(tensor)
-        found = None
-        # Prefer a current entry; an outdated one still shows how to rebuild the view.
-        for entry in list(self.entries.values()):
-            other = entry()
-            if (
-                other is not None
-                and is_plain(other)
-                and _geometry(other) == geometry
-                and address_of(other) == self.address
-            ):
-                found = entry
-                if entry.epoch == entry.memory.epoch:
-                    break
-        return found
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-
-
-class LiveTensor(ref[Tensor]):
-    """A weak reference to a tensor, with its value on the tape.
-
-    Attributes:
-        key: The tensor's `id`.
-        value: The tensor's tape value, valid while `epoch` equals `memory.epoch`.
-        memory: The write history of the tensor's storage.
-        epoch: The storage's epoch (write counter) for which `value` is valid.
-        address: Address of the tensor's storage, which `.data =` may replace.
-    """
-
-    __slots__ = ("address", "epoch", "key", "memory", "value")
-
-    key: int
-    value: TapeValue
-    memory: RecordedMemory
-    epoch: int
-    address: int

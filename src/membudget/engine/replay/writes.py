@@ -53,8 +53,8 @@ def run_in_place(
     # Not a view: the tensor spans its memory, so it can take the new root at once.
     if value.root is None:
         entry.value, entry.epoch = root, memory.epoch
-    if recording.keeps(operation, facts, args, target, 1):
-        tracker.hold_value(target, tracker.entry(target))
+    if answer := recording.keeps(operation, facts, args, target, 1):
+        recording.hold(target, tracker.entry(target), answer)
     return output
 
 
@@ -141,10 +141,10 @@ def _run_writing(
     for tensor in written:
         entry = tracker.entry(tensor)
         made = entry.memory.root
-        if made is not None and recording.keeps(
-            operation, facts, args, tensor, made.index
+        if made is not None and (
+            answer := recording.keeps(operation, facts, args, tensor, made.index)
         ):
-            tracker.hold_value(tensor, entry)
+            recording.hold(tensor, entry, answer)
     return output
 
 
