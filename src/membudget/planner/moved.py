@@ -35,6 +35,10 @@ ALIGNMENT = 64
 """Storages take a multiple of this many bytes of the host's memory."""
 
 
+EIGHTHS = 3
+"""Host memory is allocated in eighths of the next power of two."""
+
+
 @dataclass(frozen=True)
 class Host:
     """What a plan may use of the host, and the link to it.
@@ -60,6 +64,15 @@ class Host:
     def in_s(self, size: int) -> float:
         """Return the time of a copy back."""
         return self.latency_s + size / self.in_bytes_per_s
+
+    def allocated_bytes(self, used_bytes: int) -> int:
+        """Return the memory to allocate so that as many bytes find room in its pieces.
+
+        Page-locked memory consists of pieces whose sizes are powers of two, in which
+        the last storage may not fit. A few large pieces waste little.
+        """
+        unit = 1 << max(0, used_bytes.bit_length() - EIGHTHS)
+        return min(self.memory_bytes, (used_bytes // unit + 1) * unit)
 
 
 @dataclass(frozen=True)
