@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import membudget as mb
 from membudget.engine.candidate import Candidate
 from membudget.engine.stages import Stages
 from membudget.errors import PlanError
@@ -35,6 +36,17 @@ def test_the_outputs_that_are_named_are_kept_and_no_others():
     found = asks(policy, (1, 0, COS), (2, 0, SIN), (3, 0, FREXP), (3, 1, FREXP))
     assert found == [False, True, False, True]
     assert policy.differences == 0
+
+
+def test_what_the_plan_offloads_is_held_by_what_it_says():
+    names = {(1, 0): "aten.sin.default", (2, 0): "aten.cos.default"}
+    off = mb.offload("1MiB")
+    policy = Planned(names, offloaded={(2, 0): off})
+    assert asks(policy, (1, 0, SIN), (2, 0, COS), (3, 0, SIN)) == [True, off, False]
+    # In place, and by another kernel of the same kind.
+    in_place: Any = torch.ops.aten.cos_.default
+    assert asks(policy, (1, 0, SIN), (2, 1, in_place)) == [True, off]
+    assert pickle.loads(pickle.dumps(policy)).differences == 0
 
 
 def test_what_is_named_is_kept_where_it_is_written_in_place_and_the_other_way():

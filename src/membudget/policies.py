@@ -12,20 +12,21 @@ pass begin at the counterparts of the plan's operators (`engine.alignment`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
+from weakref import ref
 
 import torch
 
 from membudget.engine.alignment import Alignment, OperatorSequence
 from membudget.engine.candidate import Answer, Candidate
+from membudget.engine.elsewhere import offloaded
 from membudget.engine.policy import (
     Policy,
     everything,
     inside,
     named,
     nothing,
-    offloaded,
     operators,
 )
 from membudget.engine.stages import Stages
@@ -116,6 +117,11 @@ class Planned(Policy):
         self.stages = stages
         self.sequence = OperatorSequence(sequence) if sequence else None
         self.differences = 0
+
+    @property
+    def key(self) -> Hashable:
+        """A reference that does not own what the policy offloads to."""
+        return ref(self)
 
     def begin(self) -> Policy:
         """Return a policy for one call of the region."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.engine.candidate import Candidate
+from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.policy import Policy, as_policy
 
 aten = torch.ops.aten
@@ -29,10 +30,15 @@ def candidate(operator: Any = aten.mm.default, path: str = "", index: int = 1) -
     return Candidate(operator, (), {}, torch.ones(2), index, 0, lambda: path)
 
 
-def policies() -> st.SearchStrategy[Policy]:
-    leaves = st.sampled_from(
-        [*READY.values(), mb.policies.inside("a.*"), mb.policies.operators("exp")]
-    )
+OFF = mb.offload("1MiB")
+
+CHOSEN = [*READY.values(), mb.policies.inside("a.*"), mb.policies.operators("exp")]
+
+MOVED = [mb.policies.offloaded(policy, OFF) for policy in CHOSEN]
+
+
+def policies(chosen: list[Policy] = CHOSEN) -> st.SearchStrategy[Policy]:
+    leaves = st.sampled_from(chosen)
     return st.recursive(
         leaves,
         lambda inner: st.one_of(
@@ -44,7 +50,10 @@ def policies() -> st.SearchStrategy[Policy]:
     )
 
 
-@given(policies(), st.sampled_from(OPERATORS), st.sampled_from(["", "a.b", "c"]))
+three_answers = policies([*CHOSEN, *MOVED])
+
+
+@given(three_answers, st.sampled_from(OPERATORS), st.sampled_from(["", "a.b", "c"]))
 def test_a_decision_by_the_operator_alone_is_the_decision(
     policy: Policy, operator: Any, path: str
 ) -> None:
@@ -60,6 +69,37 @@ def test_policies_compose_like_sets(one: Policy, other: Policy, operator: Any) -
     assert (one | other).keeps(it) == (one.keeps(it) or other.keeps(it))
     assert (one & other).keeps(it) == (one.keeps(it) and other.keeps(it))
     assert (~one).keeps(it) != one.keeps(it)
+
+
+def on_device(answer: Answer) -> int:
+    """Return how much of an output an answer leaves on the device."""
+    return 2 if answer is True else int(answer is OFF)
+
+
+@given(three_answers, three_answers, st.sampled_from(OPERATORS))
+def test_or_leaves_more_on_the_device_and_and_leaves_less(
+    one: Policy, other: Policy, operator: Any
+) -> None:
+    it = candidate(operator, "a.b")
+    answers = on_device(one.keeps(it)), on_device(other.keeps(it))
+
+    assert on_device((one | other).keeps(it)) == max(answers)
+    assert on_device((one & other).keeps(it)) == min(answers)
+    assert on_device((~one).keeps(it)) == (0 if answers[0] else 2)
+
+
+def test_a_function_of_a_candidate_may_offload() -> None:
+    def keep(it: Candidate) -> Any:
+        return {1: OFF, 2: True}.get(it.index)
+
+    answers = [as_policy(keep).keeps(candidate(index=index)) for index in (1, 2, 3)]
+    assert answers == [OFF, True, False]
+
+
+def test_what_offloads_is_pickled_without_its_memory() -> None:
+    policy = pickle.loads(pickle.dumps(MOVED[0] | READY["matmuls"]))
+    assert policy.keeps(candidate()) is True
+    assert copy.deepcopy(MOVED[0]).by is OFF
 
 
 def listed_operators() -> list[str]:
@@ -82,6 +122,10 @@ def test_names_compose_like_sets(asked: str) -> None:
     one, other = NAMED.values()
 
     assert (a, b) == (asked == "a", asked == "b")
+    moved = mb.policies.offloaded(one, OFF)
+    assert moved.keeps_name(asked) is (OFF if a else False)
+    assert (moved | one).keeps_name(asked) is a
+    assert (moved & one).keeps_name(asked) is moved.keeps_name(asked)
     assert (one | other).keeps_name(asked) == (a or b)
     assert (one & other).keeps_name(asked) == (a and b)
     assert (one & one).keeps_name(asked) == a

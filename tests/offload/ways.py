@@ -55,6 +55,17 @@ def kept_by(policy: Policy, window: int = 1 << 20, inside: str = "") -> Way:
     return way
 
 
+def inputs_of(engine: str) -> Way:
+    """Return the way that runs a region whose inputs are offloaded."""
+
+    def way(call: Call) -> Any:
+        off = mb.offload("4MiB", window=0, smallest=SMALL)
+        region = mb.checkpoint(engine=engine, offload=off)(call.function)
+        return region(*call.args, **call.kwargs)
+
+    return way
+
+
 def is_even(candidate: Candidate) -> bool:
     return candidate.index % 2 == 0
 
@@ -68,6 +79,8 @@ WAYS: dict[str, Way] = {
     "inside rerun": with_regions("rerun", is_inside=True),
     "kept by a policy": kept_by(policies.everything),
     "half kept": kept_by(as_policy(is_even), window=0),
+    "inputs of replay": inputs_of("replay"),
+    "inputs of rerun": inputs_of("rerun"),
     "kept in replay": kept_by(policies.everything, inside="replay"),
     "kept in rerun": kept_by(policies.everything, inside="rerun"),
 }

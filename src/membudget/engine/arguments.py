@@ -22,9 +22,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from membudget._torch import tree_iter
+from membudget._torch import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    tree_iter,
+)
 from membudget._torch_accelerator import is_on_accelerator
-from membudget.engine.held import ArgumentPlace, HeldTensor, kind_of, nothing_surrounds
+from membudget.engine.held import (
+    ArgumentPlace,
+    HeldTensor,
+    Hooks,
+    kind_of,
+    nothing_surrounds,
+)
 
 Memo = dict[int, Any]
 
@@ -241,6 +251,17 @@ def _refill(container: Any, keys: list[Any], items: list[Any]) -> Any:
         if not isinstance(container, dict) or key in attributes:
             object.__setattr__(container, key, item)
     return container
+
+
+def packed_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any], hooks: Hooks
+) -> HeldArguments:
+    """Hold the arguments of a call, whose tensors the given hooks pack."""
+    push_saved_tensors_hooks(*hooks)
+    try:
+        return HeldArguments(args, kwargs)
+    finally:
+        pop_saved_tensors_hooks()
 
 
 def must_keep(nested: Tensor, arguments: HeldArguments) -> bool:

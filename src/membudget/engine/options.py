@@ -9,8 +9,10 @@ from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from membudget.engine.candidate import Answer
+from membudget.engine.elsewhere import may_offload
 from membudget.engine.policy import Policy, as_policy
 from membudget.errors import OptionError
+from membudget.offload import Offload
 
 DeterminismCheck = Literal["default", "values", "none"]
 
@@ -67,6 +69,9 @@ class RegionOptions:
             such as `verify=0.01` compares fingerprints in that share of all calls; of
             calls that differ in the sizes of tensors alone, otherwise only the 1st,
             2nd, 4th, 8th, ... size is verified.
+        offload: Holds the region's inputs in host memory, whichever engine recomputes;
+            made by `membudget.offload`. What `keep` keeps stays on the device; to
+            offload that as well, see `policies.offloaded`.
         strict: Whether a replay region raises where plain autograd would, because a
             saved tensor was overwritten before the backward pass. Without `strict`,
             gradients use the values as saved, and one `OverwrittenWarning` is issued.
@@ -83,6 +88,7 @@ class RegionOptions:
     keep: Any = None
     verify: Verify = True
     strict: bool = False
+    offload: Offload | None = None
 
     policy: Policy = field(init=False, repr=False, compare=False)
     """The policy described by `keep`; derived."""
@@ -161,15 +167,20 @@ class RegionOptions:
                 "engine='replay' supports neither context_fn nor use_reentrant; pass a "
                 "policy as keep="
             )
+        if self.offload is not None and not isinstance(self.offload, Offload):
+            raise OptionError(
+                "offload must be made by membudget.offload(host=...); got "
+                f"{self.offload!r}"
+            )
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(
                 "context_fn must be a function that returns two context managers; got "
                 f"{self.context_fn!r}"
             )
-        if self.use_reentrant and (self.context_fn is not None or self.debug):
+        if self.use_reentrant and (self.context_fn or self.debug or self.offload):
             raise OptionError(
-                "use_reentrant=True supports neither context_fn nor debug: omit it to "
-                "use the default engine, which supports both"
+                "use_reentrant=True supports none of context_fn, debug and offload: "
+                "omit it to use the default engine, which supports all of them"
             )
 
 
@@ -184,6 +195,9 @@ def take_options(kwargs: dict[str, Any]) -> RegionOptions:
     if not names:
         return DEFAULTS
     given = {name: kwargs.pop(name) for name in names}
+    keep = given.get("keep")
+    if "offload" in given or (isinstance(keep, Policy) and may_offload(keep)):
+        return RegionOptions(**given)  # Remembered, they would keep the host memory.
     try:
         return _remembered(**given)
     except TypeError:  # An unhashable value.

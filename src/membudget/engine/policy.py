@@ -4,13 +4,13 @@ A policy is asked once per operator output, after the operator has run. Policies
 asked about views, because recomputing a view costs nothing. Policies can be pickled,
 and combined with `|`, `&` and `~`.
 
-There are three answers: keep it on the device, offload it, or recompute it. Of two
-policies, `|` takes the answer that comes first in this order, `&` the other one.
+There are three answers: keep it on the device, offload it (`elsewhere`), or recompute
+it. Of two policies, `|` takes the answer that comes first in this order, `&` the other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -59,6 +59,11 @@ class Policy:
     def keeps_name(self, name: str) -> Answer:
         """Return the answer for tensors to which `membudget.name` gave this name."""
         return False
+
+    @property
+    def key(self) -> Hashable:
+        """What two policies share that keep the same outputs, wherever they are."""
+        return self
 
     def __or__(self, other: Policy) -> Policy:
         """Combine two policies: keep the outputs that either of them keeps.
@@ -154,6 +159,10 @@ class _Pair(Policy):
     second: Policy
     decisive: bool  # `True` for "or", `False` for "and".
 
+    @property
+    def key(self) -> Hashable:
+        return self.decisive, self.first.key, self.second.key
+
     def keeps(self, candidate: Candidate) -> Answer:
         first = self.first.keeps(candidate)
         if first is self.decisive:
@@ -182,6 +191,10 @@ class _Pair(Policy):
 class _Not(Policy):
     policy: Policy
 
+    @property
+    def key(self) -> Hashable:
+        return None, self.policy.key
+
     def keeps(self, candidate: Candidate) -> bool:
         return not self.policy.keeps(candidate)
 
@@ -193,28 +206,15 @@ class _Not(Policy):
         return not self.policy.keeps_name(name)
 
 
-@dataclass(frozen=True)
-class _Offloaded(Policy):
-    """Offloads what another policy keeps."""
-
-    policy: Policy
-    by: Offload
-
-    def keeps(self, candidate: Candidate) -> Answer:
-        return self.policy.keeps(candidate) and self.by
-
-    def by_operator(self, operator: Any) -> Answer | None:
-        answer = self.policy.by_operator(operator)
-        return answer and self.by
-
-    def keeps_name(self, name: str) -> Answer:
-        return self.policy.keeps_name(name) and self.by
-
-
 def reads_names(policy: Policy) -> bool:
     """Return whether a policy depends on names given by `membudget.name`."""
-    parts = [part for part in vars(policy).values() if isinstance(part, Policy)]
-    return isinstance(policy, _Named) or any(map(reads_names, parts))
+    return consists_of(policy, _Named)
+
+
+def consists_of(policy: Policy, kind: type[Policy]) -> bool:
+    """Return whether a policy is of a kind, or combined of one that is."""
+    parts = (part for part in vars(policy).values() if isinstance(part, Policy))
+    return isinstance(policy, kind) or any(consists_of(p, kind) for p in parts)
 
 
 def operators(*names: str) -> Policy:
@@ -234,29 +234,6 @@ def inside(*patterns: str) -> Policy:
         *patterns: Glob patterns for module names in the region: `"*.attn"`, `"fc2"`.
     """
     return _Inside(patterns)
-
-
-def offloaded(policy: Any, by: Offload) -> Policy:
-    """Offload the outputs that a policy keeps: hold them in host memory.
-
-    Their copies run beside the device's work, and come back in the order in which
-    earlier backward passes asked for them.
-
-    Args:
-        policy: A policy, or what the option `keep` of a region takes beside one.
-        by: Holds them; made by `membudget.offload`. What it does not move, such as
-            small outputs, stays on the device.
-
-    Example:
-        >>> import membudget as mb, torch
-        >>> off = mb.offload("1MiB")
-        >>> keep = mb.policies.offloaded(mb.policies.matmuls, off)
-        >>> layer = torch.nn.Linear(128, 256)
-        >>> y = mb.checkpoint(layer, torch.ones(128, 128), keep=keep)
-        >>> off.status().out_bytes
-        131072
-    """
-    return _Offloaded(as_policy(policy), by)
 
 
 nothing: Policy = _Always(False)

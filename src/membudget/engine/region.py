@@ -115,8 +115,8 @@ def checkpoint(
             tuples, dicts, sets and dataclasses.
         **kwargs: Keyword arguments of the function, and options of the region:
             `use_reentrant`, `context_fn`, `determinism_check`, `debug`, `early_stop`,
-            `preserve_rng_state`, `guards`, `engine`, `keep`, `verify`, `strict`; see
-            `RegionOptions`.
+            `preserve_rng_state`, `guards`, `engine`, `keep`, `verify`, `strict`,
+            `offload`; see `RegionOptions`.
 
     Returns:
         The result of `function`; without a function, a decorator.

@@ -22,6 +22,7 @@ from membudget._torch import (
     storage_address,
 )
 from membudget.engine import isolation, native
+from membudget.engine.arguments import packed_arguments
 from membudget.engine.comparison import Fingerprints, Metadata
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
 from membudget.engine.isolation import DrawRecorder
@@ -41,6 +42,9 @@ class RerunFrame(Recording):
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop the tensors that autograd would save."""
         calls, surroundings = self.calls, self.surroundings
+        if self.options.offload is not None:
+            hooks = self.options.offload.hooks
+            surroundings.arguments = packed_arguments(args, kwargs, hooks)
         if calls is not None:
             if calls.begin(self.options.verify is True) and self._may_verify():
                 self.fingerprints = Fingerprints()

@@ -7,9 +7,11 @@ asked for, and `lane` moves the storages of one device by it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -109,6 +111,14 @@ class Offload:
         self._lanes: dict[torch.device, Lane] = {}
         self._lock = Lock()
 
+    def __reduce__(self) -> tuple[type[Offload], tuple[int, ...]]:
+        """Pickle the options: another process has host memory of its own."""
+        return Offload, self._options
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Offload:
+        """Return itself: a copy of a model shares the host memory."""
+        return self
+
     def __enter__(self) -> Offload:
         """Begin to offload.
 
@@ -165,11 +175,23 @@ class Offload:
         lane = self._lane_of(tensor.device)
         return Held(lane, lane.hold(tensor))
 
+    @property
+    def hooks(self) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """Functions that hold a tensor that is complete, and return it again."""
+        return self._pack_complete, _unpack
+
     def _pack(self, tensor: Tensor) -> Held | Kept:
         if not self._may_move(tensor):
             return Kept(tensor)
         lane = self._lane_of(tensor.device)
         return Held(lane, lane.save(tensor))
+
+    def _pack_complete(self, tensor: Tensor) -> Held | Kept:
+        held = self.hold(tensor)
+        if held is None:
+            return Kept(tensor)
+        held.check_from_now()
+        return held
 
     def _lane_of(self, device: torch.device) -> Lane:
         found = self._lanes.get(device)

@@ -32,15 +32,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from membudget._torch import current_graph_task_id, node_sequence_number
+from membudget._torch import node_sequence_number
 from membudget.offload.link import Link, bytes_of
-from membudget.offload.order import Order
 from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
+from membudget.offload.steps import Steps, is_backward
 from membudget.offload.window import Window
 from membudget.state.identity import address_of
-
-OUTSIDE_BACKWARD = -1
 
 
 @dataclass
@@ -69,9 +67,8 @@ class Lane:
         self._slab = slab
         self._window = Window(window_bytes)
         self._link = Link(device, slab.links)
-        self._order = Order(first_bytes)
+        self._steps = Steps(first_bytes)
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
-        self._by_number: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
         self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
@@ -111,12 +108,11 @@ class Lane:
         entry, is_new = self._by_address.get(address), False
         is_known = entry is not None and entry.original() is storage
         if entry is None or not is_known or not entry.has_now(tensor):
-            entry = self._new_entry(tensor, storage)
+            entry, is_new = self._new_entry(tensor)
             self._by_address[address] = entry
-            is_new = not self._stays(entry)
         elif self._was_written(entry, storage):
             entry.source, entry.stays = storage, True
-            self._order.now.living.add(entry.number)
+            self._steps.note_filled(entry)
         return View(tensor, entry, self._dropped.append), is_new
 
     def ask(self, view: View) -> Tensor:
@@ -128,16 +124,12 @@ class Lane:
         with self._lock:
             self.tidy()
             entry = view.entry
-            # A region that is verified asks in the forward.
-            is_backward = current_graph_task_id() != OUTSIDE_BACKWARD
-            if is_backward and self._is_of_this_step(entry):
-                self._order.ask(entry.number)
+            self._steps.ask(entry)
             entry.unasked -= not view.was_asked
             view.was_asked = True
             tensor = view.restored(self._storage_of(entry))
             entry.hand_over()
-            if is_backward:
-                self._load_ahead()
+            self._load_ahead()
             return tensor
 
     def before_write(self, view: View) -> None:
@@ -151,8 +143,6 @@ class Lane:
                 entry.source = None
             entry.forget_original()
             view.is_checked = False
-            if self._is_of_this_step(entry):
-                self._order.now.living.discard(entry.number)
 
     def tidy(self) -> None:
         """Begin copies out; follow up on those that ended, and on dropped views.
@@ -178,7 +168,7 @@ class Lane:
         A write through `.data` raises no version: torchdiffeq's solvers fill a storage
         so, and save it in between. The plain step reads what is there at last.
         """
-        if entry.block is None or self._order.expected is not None:
+        if entry.block is None or self._steps.is_known:
             return False
         if entry.copied is not None:
             entry.copied.synchronize()
@@ -186,29 +176,17 @@ class Lane:
 
     # Out.
 
-    def _new_entry(self, tensor: Tensor, storage: UntypedStorage) -> SavedStorage:
-        order = self._order
-        is_forward = current_graph_task_id() == OUTSIDE_BACKWARD
-        if is_forward and (order.now.asked or not self._live):
-            order.begin_step()
-            self._by_number.clear()
-        entry = SavedStorage(tensor, storage, order.save(storage.nbytes()))
-        self._by_number[entry.number] = entry
+    def _new_entry(self, tensor: Tensor) -> tuple[SavedStorage, bool]:
+        """Return what stands for a storage, and whether that is to be copied."""
+        entry = SavedStorage(tensor, tensor.untyped_storage())
+        fate = self._steps.enter(entry, is_alone=not self._live)
         self._live += 1
-        return entry
-
-    def _stays(self, entry: SavedStorage) -> bool:
-        """Return whether earlier steps tell that a storage is not worth a copy."""
-        order = self._order
-        if order.expected is not None and entry.number in order.expected.living:
-            order.now.living.add(entry.number)
-            self._note("living", entry)
-            return True
-        if entry.number in order.kept:
-            self._note("first", entry)
+        if fate == "unknown":
+            return entry, True
+        self._note(fate, entry)
+        if fate == "first":
             self._window.count(entry)
-            return True
-        return False
+        return entry, False
 
     def _send_all(self) -> None:
         unsent = self._unsent.pop(get_ident(), None)
@@ -241,8 +219,6 @@ class Lane:
             return entry.source
         original = entry.original()
         if original is not None:
-            if self._is_of_this_step(entry):
-                self._order.now.living.add(entry.number)
             return original
         copy = entry.copy()
         if copy is None:
@@ -253,9 +229,8 @@ class Lane:
         return copy
 
     def _load_ahead(self) -> None:
-        for number in self._order.coming():
-            entry = self._by_number.get(number)
-            if entry is None or _is_on_device(entry):
+        for entry in self._steps.coming() if is_backward() else ():
+            if entry.is_on_device():
                 continue
             if not self._window.has_room(entry):
                 break
@@ -272,10 +247,6 @@ class Lane:
         self._window.count(entry)
         return made
 
-    def _is_of_this_step(self, entry: SavedStorage) -> bool:
-        """Return whether its number is of the step that is running."""
-        return self._by_number.get(entry.number) is entry
-
     # The end.
 
     def _finish(self, entry: SavedStorage) -> None:
@@ -291,9 +262,3 @@ class Lane:
 
     def _note(self, what: str, entry: SavedStorage) -> None:
         self.moved_bytes[what] += entry.size
-
-
-def _is_on_device(entry: SavedStorage) -> bool:
-    return (
-        entry.source is not None or entry.copy() is not None or bool(entry.original())
-    )

@@ -21,11 +21,13 @@ class Recorded:
         sizes: Bytes of each storage, by number.
         asked: Numbers, in the order in which they were first asked for.
         living: Numbers of storages that somebody else keeps alive.
+        filled: Numbers of storages that were written to silently after the first save.
     """
 
     sizes: list[int] = field(default_factory=list)
     asked: dict[int, None] = field(default_factory=dict)  # An ordered set.
     living: set[int] = field(default_factory=set)
+    filled: set[int] = field(default_factory=set)
 
     def first(self, limit_bytes: int) -> set[int]:
         """Return the numbers that are asked for first, up to a number of bytes."""

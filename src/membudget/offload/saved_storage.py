@@ -14,6 +14,7 @@ from weakref import ref
 import torch
 from torch import Tensor, UntypedStorage
 
+from membudget._torch import storage_uses
 from membudget.errors import ChangedSinceForwardError
 from membudget.offload.slab import HostBlock
 from membudget.state.identity import SavedVersion, version_of
@@ -45,11 +46,11 @@ class SavedStorage:
         *("saved_on", "size", "source", "stays", "unasked", "views"),
     )
 
-    def __init__(self, tensor: Tensor, storage: UntypedStorage, number: int):
+    def __init__(self, tensor: Tensor, storage: UntypedStorage):
         """Hold the storage of a tensor, which is the first view of it."""
         self._first = _place_of(tensor)
         self._version = SavedVersion(tensor)
-        self.number = number
+        self.number = -1
         self.size = storage.nbytes()
         self.source: UntypedStorage | None = storage
         self.original: Callable[[], UntypedStorage | None] = ref(storage)
@@ -73,6 +74,19 @@ class SavedStorage:
         if self._version.has_moved():
             return False
         return version_of(tensor) == 0 or _place_of(tensor) == self._first
+
+    def lives_anyway(self) -> bool:
+        """Return whether others keep the storage alive."""
+        original = self.original()
+        if original is None or self.source is None:
+            return original is not None
+        # Beside its Python object, of which this has one.
+        return storage_uses(original._cdata) > 1
+
+    def is_on_device(self) -> bool:
+        """Return whether its bytes are on the device, or will be."""
+        is_there = self.source is not None or self.copy() is not None
+        return is_there or self.original() is not None
 
     def copy(self) -> UntypedStorage | None:
         """Return what was copied back, if it is still there."""

@@ -23,7 +23,9 @@ class PinnedMemory final : public at::HostAllocator {
     Lock lock;
     free_passed();
     const size_t size = rounded(std::max<size_t>(bytes, 1), 64);
-    auto* block = new PinnedBlock{static_cast<char*>(std::aligned_alloc(64, size)), size};
+    auto* start = static_cast<char*>(std::aligned_alloc(64, size));
+    TORCH_CHECK(start != nullptr, "the host has no ", size, " bytes to lock");
+    auto* block = new PinnedBlock{start, size};
     if (settings.poison) std::memset(block->start, poison_byte, size);
     live_[block->start] = block;
     stats_.active_bytes.increase(size);

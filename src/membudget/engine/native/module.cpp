@@ -37,6 +37,7 @@ void bind_tape(PyObject* names) {
       attribute(names, "TapeValue"),
       {{"address", &value::address}, {"content", &value::content},
        {"index", &value::index}, {"is_carried", &value::is_carried},
+       {"is_input", &value::is_input},
        {"is_needed", &value::is_needed}, {"is_state", &value::is_state},
        {"is_used", &value::is_used}, {"operation", &value::operation},
        {"packed", &value::packed}, {"plan", &value::plan}, {"reads", &value::reads},

@@ -19,7 +19,7 @@ namespace membudget {
 
 inline Class tape_value;
 namespace value {
-inline Slot address, content, index, is_carried, is_needed, is_state, is_used, operation,
+inline Slot address, content, index, is_carried, is_input, is_needed, is_state, is_used, operation,
     packed, plan, reads, root, sharing, tensor, uses, version, view_uses, views;
 }
 
@@ -95,6 +95,7 @@ inline Ref new_value(PyObject* made_by, long index, PyObject* root) {
   value::is_used.set(made, Py_False);
   value::is_needed.set(made, Py_False);
   value::is_carried.set(made, Py_False);
+  value::is_input.set(made, Py_False);
   value::is_state.set(made, Py_False);
   value::views.set(made, Ref::made(PyList_New(0)));
   value::sharing.set(made, Py_None);

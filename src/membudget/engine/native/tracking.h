@@ -114,6 +114,7 @@ inline bool is_own_alias(const at::Tensor& tensor, PyObject* object) {
 // As `Tracker._source`, in memory that is no running statistic.
 inline Ref new_source(const at::Tensor& tensor, PyObject* object, PyObject* memory) {
   Ref made = new_value(Py_None, 0, Py_None);
+  value::is_input.set(made, Py_True);
   bool is_own = is_own_alias(tensor, object);
   hold(made, is_own ? Ref::to(object) : wrapped(detached(tensor)));
   if (is_own) {

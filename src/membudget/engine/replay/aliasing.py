@@ -252,6 +252,7 @@ class Tracker:
 
     def _source(self, tensor: Tensor, memory: RecordedMemory) -> TapeValue:
         source = TapeValue(None)
+        source.is_input = True
         source.hold(held := alias(tensor))
         if held is tensor:
             # The function may exchange it by `.data =`.

@@ -242,15 +242,15 @@ def _saved_version(tensor: Tensor) -> SavedVersion | None:
 
 
 def settle_source(
-    source: TapeValue, outer: Hooks | None, take: Callable[[Tensor], Any] | None
+    source: TapeValue, hooks: Hooks | None, take: Callable[[Tensor], Any] | None
 ) -> None:
     """Record the version and address of a replay's input, or pack the input.
 
     An input that is offloaded has been packed.
 
-    A replay input that is a running statistic is copied. If saved-tensor hooks surround
-    the region, they pack every input of a replay except parameters and inference
-    tensors. The function `take`, if given, fingerprints the input's content, because
+    A replay input that is a running statistic is copied. Hooks, those around the region
+    or those that offload its inputs, pack it unless it is a parameter or an inference
+    tensor. The function `take`, if given, fingerprints the input's content, because
     some writes do not bump the version counter.
     """
     tensor = source.tensor
@@ -262,7 +262,7 @@ def settle_source(
         # The next call of the function overwrites it, before this call's backward.
         tensor = source.tensor = copy_of(tensor)
         source.address = None
-    if outer is None or isinstance(tensor, Parameter) or tensor.is_inference():
+    if hooks is None or isinstance(tensor, Parameter) or tensor.is_inference():
         source.version = version_of(tensor)
         if source.address is None:
             source.address = address_of(tensor)
@@ -272,5 +272,5 @@ def settle_source(
     else:
         if source.address == address_of(tensor):
             source.address = None  # The hooks may return a copy.
-        source.packed = Packed(tensor, outer)
+        source.packed = Packed(tensor, hooks)
         source.tensor = None

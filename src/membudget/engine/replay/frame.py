@@ -53,7 +53,7 @@ class ReplayFrame:
     """One call of a replay region."""
 
     __slots__ = (
-        *("__weakref__", "_arguments", "_checks", "_function", "_lock"),
+        *("__weakref__", "_arguments", "_checks", "_function", "_inputs", "_lock"),
         *("_named", "_outer", "_recorder", "_replayer", "_statistics"),
     )
 
@@ -72,6 +72,7 @@ class ReplayFrame:
         self._lock = RLock()
         tensors = list(tensors_in([*args, *kwargs.values()]))
         self._arguments = {address_of(t): i for i, t in enumerate(tensors)}
+        self._inputs = None if options.offload is None else options.offload.hooks
         known = None
         if options.verify:
             known = verified(options, function, args, kwargs)
@@ -162,9 +163,10 @@ class ReplayFrame:
             source = reference()
             if source is None:
                 continue
-            if source.tensor is not None and (source.is_state or outer is not None):
+            hooks = self._inputs or outer if source.is_input else outer
+            if source.tensor is not None and (source.is_state or hooks is not None):
                 recording.join(source.tensor)  # It is about to be copied.
-            settle_source(source, outer, take)
+            settle_source(source, hooks, take)
 
     @property
     def has_saved(self) -> bool:

@@ -39,6 +39,7 @@ class TapeValue:
         is_used: Whether a replay may read the value itself, not only views of it.
         is_needed: Whether a replay may read the value or views; writes preserve that.
         is_state: Whether it is a running statistic, copied because each call writes it.
+        is_input: Whether it is a tensor from outside the region.
         packed: The stored tensor, if hooks around the region or a policy moved it.
         plan: Index of the replay plan for which uses of the value were counted.
         uses: Number of handles and operations that still need the value.
@@ -51,9 +52,9 @@ class TapeValue:
     """
 
     __slots__ = (
-        *("__weakref__", "address", "content", "index", "is_carried", "is_needed"),
-        *("is_state", "is_used", "operation", "packed", "plan", "reads", "root"),
-        *("sharing", "tensor", "uses", "version", "view_uses", "views"),
+        *("__weakref__", "address", "content", "index", "is_carried", "is_input"),
+        *("is_needed", "is_state", "is_used", "operation", "packed", "plan", "reads"),
+        *("root", "sharing", "tensor", "uses", "version", "view_uses", "views"),
     )
 
     uses: int
@@ -70,7 +71,7 @@ class TapeValue:
         self.tensor: Tensor | None = None
         self.packed: Packed | Offloaded | None = None
         self.is_used = self.is_needed = False
-        self.is_carried = self.is_state = False
+        self.is_carried = self.is_input = self.is_state = False
         self.views: list[ReferenceType[TapeValue]] = []
         self.sharing: WeakSet[TapeValue] | None = None
         self.plan = 0

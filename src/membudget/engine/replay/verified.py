@@ -127,7 +127,7 @@ def verified(
     )
     share = options.share
     alike = called if share is None else _without_sizes(called)
-    key = options.policy, share, autocast_state(), alike
+    key = options.policy.key, share, autocast_state(), alike
     found = _VERIFIED.get(key)
     if found is None:
         found = _VERIFIED[key] = Verified(share)

@@ -1,0 +1,78 @@
+"""The storages of the step that is running, and what earlier steps tell of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+from weakref import WeakValueDictionary
+
+from membudget._torch import current_graph_task_id
+from membudget.offload.order import Order
+from membudget.offload.saved_storage import SavedStorage
+
+OUTSIDE_BACKWARD = -1
+
+Fate = Literal["living", "first", "unknown"]
+"""What earlier steps tell of a storage: others keep it alive, or it is asked for first.
+"""
+
+
+def is_backward() -> bool:
+    """Return whether this thread runs a part of a backward pass.
+
+    Outside of one, regions ask that verify what they have recorded.
+    """
+    return current_graph_task_id() != OUTSIDE_BACKWARD
+
+
+class Steps:
+    """Numbers the storages of each step, and knows steps again by their sizes."""
+
+    def __init__(self, first_bytes: int):
+        """Know nothing; let so many bytes of what is asked for first stay."""
+        self._order = Order(first_bytes)
+        self._by_number: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether this step has begun as an earlier one."""
+        return self._order.expected is not None
+
+    def enter(self, entry: SavedStorage, is_alone: bool) -> Fate:
+        """Number a storage; return its fate.
+
+        A step begins with the first storage of a forward after some were asked for, or
+        where no other is left.
+        """
+        order = self._order
+        if not is_backward() and (order.now.asked or is_alone):
+            order.begin_step()
+            self._by_number.clear()
+        entry.number = order.save(entry.size)
+        self._by_number[entry.number] = entry
+        if order.expected is not None:
+            if entry.number in order.expected.filled:
+                order.now.filled.add(entry.number)
+                return "living"
+            if entry.number in order.expected.living:
+                return "living"
+        return "first" if entry.number in order.kept else "unknown"
+
+    def ask(self, entry: SavedStorage) -> None:
+        """Note that a backward pass asks for a storage, and who keeps it alive."""
+        if self._by_number.get(entry.number) is entry and is_backward():
+            self._order.ask(entry.number)
+            if entry.lives_anyway():
+                self._order.now.living.add(entry.number)
+
+    def note_filled(self, entry: SavedStorage) -> None:
+        """Note that a storage was written to silently after the first save."""
+        if self._by_number.get(entry.number) is entry:
+            self._order.now.filled.add(entry.number)
+
+    def coming(self) -> Iterator[SavedStorage]:
+        """Yield what is expected to be asked for next, if it is known."""
+        for number in self._order.coming():
+            entry = self._by_number.get(number)
+            if entry is not None:
+                yield entry
