@@ -13,7 +13,7 @@ Rules:
        they are asked for first, are at most `window_bytes`. What is asked for and not
        there is loaded beyond that.
     4. A source is let go when its copy has ended: the host sees that, or the stream
-       that saved it waits for it.
+       that saved it waits for it, because the window is full, or nobody needs it.
     5. A loaded copy is allocated for the stream that computes, and written after all
        that this stream was given before; it is read, and freed, after it has arrived.
     6. A block of the host is given back when no view needs it and its copy has ended,
@@ -210,8 +210,6 @@ class Lane:
         for entry in self._window.left():
             if not entry.stays:
                 entry.source = None
-            if not entry.views and entry.block is not None:
-                self._slab.give_back(entry.block)
 
     # Back.
 
@@ -253,13 +251,11 @@ class Lane:
 
     def _finish(self, entry: SavedStorage) -> None:
         self._live -= 1
-        if self._window.is_leaving(entry):
-            return  # Its source is read, and its block is written, until that ends.
         if entry.loaded is not None:  # Nobody asked for it.
             if entry.arrived is not None:
                 entry.loaded_on.wait_event(entry.arrived)
             entry.loaded = None
-        self._window.discount(entry)
+        self._window.drop(entry)
         entry.source = None
         if entry.block is not None:
             self._slab.give_back(entry.block)

@@ -210,7 +210,8 @@ class ReplayBackward:
 
     def _run(self, operator: int) -> None:
         self._ran.add(operator)
-        self._ledger.replayed.append(operator)
+        self._ledger.read(self._reads[operator])
+        self._ledger.run_again(operator, self._ledger.replayed)
         discarded = []
         for storage in self._slice.writes[operator]:
             # Only its first writer allocates a storage; later ones write in place.

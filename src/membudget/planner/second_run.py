@@ -123,6 +123,7 @@ class RerunBackward:
 
     def _run(self, held: list[int]) -> None:
         graph, ledger = self._graph, self._ledger
+        ledger.read(self._inputs() - self._made)
         again = rerun_operators(graph, self._block, held)
         holders = Counter(map(self._storage, held))
         live: set[int] = set()
@@ -136,7 +137,7 @@ class RerunBackward:
                 ledger.allocate(storage)
             live.update(born)
             ledger.update_peak(index)
-            ledger.reran.append(index)
+            ledger.run_again(index, ledger.reran)
         for storage in live:
             if not holders[storage]:
                 ledger.release(storage)
