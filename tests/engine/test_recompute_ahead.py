@@ -225,4 +225,3 @@ def test_regions_that_ran_are_counted_when_they_are_gone() -> None:
         mb.checkpoint(torch.exp, x)
 
     assert (regions.ran, len(regions)) == (1, 0)
-
