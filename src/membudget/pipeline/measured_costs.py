@@ -52,7 +52,7 @@ def measured_costs(schedule: PipelineSchedule) -> tuple[StageCosts, ...]:
     return tuple(costs[stage] for stage in sorted(costs))
 
 
-def _seconds(events: Iterable[PipelineEvent]) -> dict[str, float | None]:
+def _seconds(events: Iterable[PipelineEvent]) -> dict[str, Any]:
     """Return the seconds of one stage."""
     seconds = defaultdict(list)
     for event in events:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage
 
-from membudget.apply import Applied
 from membudget._torch_stage import BufferlessStage
+from membudget.apply import Applied
 from membudget.engine.controls import Regions, collect_regions, disable_checkpointing
 from membudget.errors import CheckpointError, OptionError, OptionTypeError
 from membudget.pipeline.event_log import EventLog

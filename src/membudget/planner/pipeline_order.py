@@ -189,6 +189,19 @@ def one_forward_one_backward(
     return order
 
 
+def with_checkpoint(
+    order: PipelineOrder, checkpoint: Sequence[CheckpointMode]
+) -> PipelineOrder:
+    """Return an order with other modes, which recomputes ahead wherever it can."""
+    ranks = tuple(
+        tuple(action for action in actions if action.kind != "recompute")
+        for actions in order.ranks
+    )
+    return recomputing_ahead(
+        replace(order, ranks=ranks, checkpoint=checked_modes(checkpoint, order.stages))
+    )
+
+
 def recomputing_ahead(order: PipelineOrder) -> PipelineOrder:
     """Put a recompute before each backward pass whose gradient another rank sends.
 

@@ -74,11 +74,17 @@ def bubble(events: Sequence[PipelineEvent]) -> float:
         events: Those of all ranks in one step.
     """
     ranks = {event.rank for event in events}
-    end_s = max((event.end_s for event in events), default=0.0)
-    start_s = min((event.start_s for event in events), default=0.0)
+    start_s, end_s = span_s(events)
     busy_s = sum(e.end_s - e.start_s for e in events if e.action.kind in COMPUTES)
     whole_s = len(ranks) * (end_s - start_s)
     return 1 - busy_s / whole_s if whole_s else 0.0
+
+
+def span_s(events: Sequence[PipelineEvent]) -> tuple[float, float]:
+    """Return when the first event begins and the last one ends."""
+    if not events:
+        return 0.0, 0.0
+    return min(e.start_s for e in events), max(e.end_s for e in events)
 
 
 def simulate_pipeline(
@@ -111,8 +117,8 @@ def simulate_pipeline(
         for action in actions:
             held.run(action)
         peaks.append(held.peak_bytes)
-    step_s = max((event.end_s for event in run.events), default=0.0)
     events = sorted(run.events, key=lambda event: (event.rank, event.start_s))
+    _, step_s = span_s(events)
     return PipelineSimulation(order, step_s, tuple(peaks), tuple(events))
 
 
