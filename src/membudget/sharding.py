@@ -7,12 +7,15 @@ does not pay for loading `torch.distributed`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from membudget._torch import is_fake
 from membudget.errors import OptionError
+from membudget.state.bits import plain_parts
 
 
 def sharding_of(model: Module) -> str | None:
@@ -45,6 +48,8 @@ def check_replaceable(model: Module) -> None:
     Raises:
         OptionError: If a wrapper (DDP, FSDP) holds the parameters in its own tensors.
     """
+    if is_fully_sharded(model) and all(map(_is_fake, model.parameters())):
+        return
     for module in model.modules():
         if isinstance(module, (DistributedDataParallel, *_fsdp_classes())):
             is_ddp = isinstance(module, DistributedDataParallel)
@@ -54,6 +59,21 @@ def check_replaceable(model: Module) -> None:
                 "fake profile cannot replace: pass fake=False, or profile the model "
                 "without the wrapper"
             )
+
+
+def is_fully_sharded(model: Module) -> bool:
+    """Return whether FSDP2's `fully_shard` has sharded any of a model's modules."""
+    return any(True for _ in units_of(model))
+
+
+def units_of(model: Module) -> Iterator[str]:
+    """Yield the names of the modules that `fully_shard` shards as units."""
+    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    return (name for name, m in model.named_modules() if isinstance(m, kind))
+
+
+def _is_fake(parameter: Any) -> bool:
+    return all(map(is_fake, plain_parts(parameter)))
 
 
 def _fsdp_classes() -> tuple[type, ...]:
