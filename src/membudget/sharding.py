@@ -72,6 +72,18 @@ def units_of(model: Module) -> Iterator[str]:
     return (name for name, m in model.named_modules() if isinstance(m, kind))
 
 
+def prepare_units(model: Module) -> None:
+    """Let FSDP2 make what each unit gathers into, which is freed until a step needs it.
+
+    FSDP would make it in its first step, which therefore takes other bytes than those
+    that follow.
+    """
+    for name in units_of(model):
+        unit: Any = model.get_submodule(name)
+        unit.unshard()
+        unit.reshard()
+
+
 def _is_fake(parameter: Any) -> bool:
     return all(map(is_fake, plain_parts(parameter)))
 

@@ -34,7 +34,7 @@ from membudget.profile.step_recorder import StepRecorder
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.progress import stage
 from membudget.selection import default_names
-from membudget.sharding import check_replaceable, is_fully_sharded
+from membudget.sharding import check_replaceable, prepare_units
 from membudget.state.identity import is_leaf
 from membudget.step import (
     ABSENT,
@@ -236,9 +236,7 @@ def _fake_profile(
     ):
         recorder = _recorder(step, is_fake=True)
         with explaining_fakes():
-            if is_fully_sharded(step.model):
-                step.run()  # FSDP prepares itself in the first step.
-                step.prepare()
+            prepare_units(step.model)
             # No block is timed: the seconds come from a roofline.
             _record(recorder, step, TimerEvents(lambda: 0), {})
         if is_profiling():
