@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; each device of a tensor-parallel group has some heads."""
+    """Grouped-query attention; a tensor-parallel device has some of the heads."""
 
     def __init__(self, width: int, heads: int, groups: int) -> None:
+        """Create the projections."""
         super().__init__()
         self.head_width = width // heads
         self.q = nn.Linear(width, width, bias=False)
@@ -48,6 +49,7 @@ class Layer(nn.Module):
     """Attention and a gated feed-forward part, each added to its input."""
 
     def __init__(self, width: int, heads: int, groups: int, hidden: int) -> None:
+        """Create both parts."""
         super().__init__()
         self.attention = Attention(width, heads, groups)
         self.gate = nn.Linear(width, hidden, bias=False)
@@ -79,6 +81,7 @@ class Llama(nn.Module):
     def __init__(
         self, width: int, heads: int, groups: int, hidden: int, layers: int, words: int
     ) -> None:
+        """Create the layers."""
         super().__init__()
         self.embed = nn.Embedding(words, width)
         self.layers = nn.ModuleList(

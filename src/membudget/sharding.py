@@ -36,10 +36,24 @@ def sharding_of(model: Module) -> str | None:
     return None
 
 
+def flattened_of(model: Module) -> int:
+    """Return of how many modules FullyShardedDataParallel flattens the parameters."""
+    kind = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
 def replicas_of(model: Module) -> int:
     """Return over how many processes DDP averages a model's gradients; 1 without it."""
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     return max((wrapper.process_group.size() for wrapper in wrappers), default=1)
+
+
+def unwrapped_model(model: Module) -> Module:
+    """Return what a DistributedDataParallel wraps, or else the model itself.
+
+    Plans name modules and parameters as the model without the wrapper does.
+    """
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_replaceable(model: Module) -> None:
@@ -70,6 +84,16 @@ def units_of(model: Module) -> Iterator[str]:
     """Yield the names of the modules that `fully_shard` shards as units."""
     kind = _imported("torch.distributed.fsdp", "FSDPModule")
     return (name for name, m in model.named_modules() if isinstance(m, kind))
+
+
+def around_units(model: Module) -> Iterator[str]:
+    """Yield the names of the modules inside of which there are units of `fully_shard`.
+
+    Those are named as in the model that DistributedDataParallel may wrap.
+    """
+    for name, module in unwrapped_model(model).named_modules():
+        if any(inside for inside in units_of(module)):
+            yield name
 
 
 def prepare_units(model: Module) -> None:

@@ -85,7 +85,7 @@ class RerunBackward:
                 )
         last = max((graph.saved[i].freed for i in self.dropped_saved), default=0)
         for storage in self._inputs() - self._made:
-            ledger.ends[storage] = max(ledger.end_of(storage), last)
+            ledger.hold(storage, last)
 
     def _inputs(self) -> set[int]:
         """Return the storages that the block reads or is called with."""

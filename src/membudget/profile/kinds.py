@@ -1,9 +1,9 @@
 """Sort what is live at a step's peak into kinds, those of a sharded model included.
 
 FSDP2 holds a part of each parameter. Around the forward and the backward of a block it
-fills a buffer by an all-gather, copies the block's parameters out of it, and frees both;
-the block's gradients are copied into the buffer of a reduce-scatter, whose result is
-this rank's part:
+fills a buffer by an all-gather, copies the block's parameters out of it, and frees
+both; the block's gradients are copied into the buffer of a reduce-scatter, whose result
+is this rank's part:
 
     parameters ─copy─> buffer ─copy─> gathered parameters ─ the block ─> activations
     gradients <─ reduce-scatter ─ buffer <─copy─ unsharded gradients
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal
 
-from membudget.graph import Kind, Storage, StepGraph
+from membudget.graph import Kind, StepGraph, Storage
 from membudget.planner.timeline import timeline
 
 PeakKind = Literal[

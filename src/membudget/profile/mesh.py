@@ -148,6 +148,6 @@ def _style(style: Any) -> Any:
     if style == "rowwise":
         return RowwiseParallel()
     raise OptionError(
-        f"the tp_plan names the style {style!r}, which is none of {', '.join(_COLUMNS)} "
-        "and rowwise: pass parallelize=function(model, mesh)"
+        f"the tp_plan names the style {style!r}, which is none of "
+        f"{', '.join(_COLUMNS)} and rowwise: pass parallelize=function(model, mesh)"
     )

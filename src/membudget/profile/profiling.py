@@ -34,7 +34,7 @@ from membudget.profile.step_recorder import StepRecorder
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.progress import stage
 from membudget.selection import default_names
-from membudget.sharding import check_replaceable, prepare_units
+from membudget.sharding import check_replaceable, prepare_units, unwrapped_model
 from membudget.state.identity import is_leaf
 from membudget.step import (
     ABSENT,
@@ -200,7 +200,7 @@ def _new_profile(
 def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
-    blocks = _blocks(step.model)
+    blocks = _blocks(unwrapped_model(step.model))
     with state_kept(step, has_values=True):
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
         timed = [] if target else list(_timed_steps(step, blocks))
@@ -268,9 +268,10 @@ def _record(
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer."""
     recorder.lifetimes.know_freed()
-    for name, parameter in step.model.named_parameters():
+    model = unwrapped_model(step.model)
+    for name, parameter in model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
-    for name, buffer in step.model.named_buffers():
+    for name, buffer in model.named_buffers():
         recorder.lifetimes.know(buffer, "buffer", name)
     for name, tensor in step.batch_tensors().items():
         recorder.lifetimes.know(tensor, "input", name)
@@ -283,7 +284,7 @@ def _record(
         events.note("start")
         step.run(begin_backward)
         events.note("end")
-    leaves = [*step.model.named_parameters(), *step.batch_tensors().items()]
+    leaves = [*model.named_parameters(), *step.batch_tensors().items()]
     for name, tensor in leaves:
         if is_leaf(tensor) and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
@@ -307,8 +308,8 @@ def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]
 
 
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:
-    names = {id(module): name for name, module in step.model.named_modules()}
-    recorder = StepRecorder(names, is_fake, isinstance(step, CallableStep))
+    modules = dict(unwrapped_model(step.model).named_modules())
+    recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep))
     recorder.lifetimes.device = step.device
     return recorder
 
