@@ -203,7 +203,7 @@ def _difference(places: Sequence[Sequence[tuple[str, str]]]) -> str:
                     "through the model, or the same rule, as in apply(model, "
                     "blocks=Block)"
                 )
-    return f"{text}: their operators read other values"
+    return f"{text}: their operators make other tensors"
 
 
 def _named(places: Sequence[tuple[str, str]], number: int) -> str:
