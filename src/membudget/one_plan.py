@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import takewhile
 
 from torch.nn import Module
 
@@ -33,7 +34,7 @@ from membudget.planner.schedule import Schedule
 from membudget.planning import make_plan, next_schedules, unseen_bytes, without_calls
 from membudget.profile import Device, Profile, profile_step
 from membudget.profile.optimizer_step import OptimizerLike
-from membudget.profile.reduced import reduced, structure_of
+from membudget.profile.reduced import places_of, reduced
 from membudget.progress import stage
 from membudget.ranks import Ranks
 from membudget.recorded import budget_on_device
@@ -92,8 +93,8 @@ def _of_all(own: Profile, model: Module, ranks: Ranks) -> Profile:
     Raises:
         OptionError: If they differ in more than numbers.
     """
-    if len(set(ranks.of_all(structure_of(own.graph)))) > 1:
-        places = [(o.name, o.module_path) for o in own.graph.operators]
+    places = places_of(own.graph)
+    if len(set(ranks.of_all(sha256(repr(places).encode()).hexdigest()))) > 1:
         raise OptionError(_difference(ranks.of_all(places)))
     graph = reduced(own.graph, ranks.most, ranks.slowest)
     return without_calls(replace(own, graph=graph), set(around_units(model)))
@@ -189,25 +190,25 @@ class _Fitting:
         return self.ranks.of_all(wrong)
 
 
-def _difference(places: Sequence[Sequence[tuple[str, str]]]) -> str:
+_Places = Sequence[tuple[str, str, int]]
+
+
+def _difference(places: Sequence[_Places]) -> str:
     """Say at which operator the steps of the ranks part."""
-    text = "the ranks run different steps, so that no plan is for all of them"
-    for rank, of_rank in enumerate(places):
-        until = max(len(places[0]), len(of_rank))
-        for number in range(until):
-            first, other = (_named(of, number) for of in (places[0], of_rank))
-            if first != other:
-                return (
-                    f"{text}: operator {number} is {first} on rank 0 and {other} on "
-                    f"rank {rank}. Give every rank a batch that takes the same way "
-                    "through the model, or the same rule, as in apply(model, "
-                    "blocks=Block)"
-                )
-    return f"{text}: their operators make other tensors"
+    rank = next(rank for rank, of in enumerate(places) if of != places[0])
+    first, other = places[0], places[rank]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, other, strict=False))
+    number = len(list(same))
+    return (
+        "the ranks run different steps, so that no plan is for all of them: operator "
+        f"{number} is {_named(first, number)} on rank 0 and {_named(other, number)} on "
+        f"rank {rank}. Give every rank a batch that takes the same way through the "
+        "model, or the same rule, as in apply(model, blocks=Block)"
+    )
 
 
-def _named(places: Sequence[tuple[str, str]], number: int) -> str:
+def _named(places: _Places, number: int) -> str:
     if number >= len(places):
         return "missing"
-    name, path = places[number]
-    return f"{name} in {path or 'the model'!r}"
+    name, path, count = places[number]
+    return f"{name}, which makes {count} values in {path or 'the model'!r},"

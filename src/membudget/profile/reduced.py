@@ -1,59 +1,54 @@
 """The step of all ranks of a process group: the most bytes, the slowest seconds.
 
 Ranks that train one model run the same operators, on shards of other sizes, on batches
-of other lengths, and at other speeds. A plan for all of them is made from one graph,
-in which each number is the largest of all ranks: a storage is born as early and dies as
-late as on any rank.
+of other lengths, and at other speeds. A plan for all of them is made from one graph: it
+has the live ranges of one rank's step, since threads of the process group free at any
+time what they have sent, and of each number the largest of all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from hashlib import sha256
 
-from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage
-
-_NEVER = 1 << 62
-"""The moment at which a storage is released that something holds until its death."""
+from membudget.graph import Operator, StaticBytes, StepGraph
 
 Most = Callable[[Sequence[int]], list[int]]
 Slowest = Callable[[Sequence[float]], list[float]]
 
 
-def structure_of(graph: StepGraph) -> str:
-    """Return a digest of all in a step that is no number of bytes or seconds."""
-    found = sha256()
-    for o in graph.operators:
-        # Not the inputs: each rank takes its own part of what is scattered.
-        found.update(f"{o.name} {o.phase} {o.module_path} {o.outputs}".encode())
-        found.update(f"{o.is_view} {o.must_keep}\n".encode())
-    for v in graph.values:
-        found.update(f"{v.storage} {v.dtype} {v.operator} {v.output}\n".encode())
-    for s in graph.storages:
-        found.update(f"{s.kind} {s.name} {s.birth < 0}\n".encode())
-    for saved in graph.saved:
-        found.update(f"{saved.value} {saved.moment} {len(saved.asked)}\n".encode())
-    found.update(repr(graph.calls).encode())
-    return found.hexdigest()
+def places_of(graph: StepGraph) -> list[tuple[str, str, int]]:
+    """Return what each operator of a step has in common with that of other ranks.
+
+    That is its name, its module, and how many values it makes.
+    """
+    return [(o.name, o.module_path, len(o.outputs)) for o in graph.operators]
 
 
 def reduced(graph: StepGraph, most: Most, slowest: Slowest) -> StepGraph:
     """Return the step of all ranks, given that of one.
 
     Args:
-        graph: The step of this rank; that of each other has the same structure.
+        graph: The step of this rank; `places_of` those of the others are the same.
         most: Returns the largest of all ranks' integers, place by place.
         slowest: The same for seconds.
     """
     numbers = iter(most(list(_numbers(graph))))
-    seconds = iter(slowest([operator.seconds for operator in graph.operators]))
+    seconds = slowest([operator.seconds for operator in graph.operators])
+    values, storages = [*graph.values], [*graph.storages]
+    operators = []
+    for operator, of_all_s in zip(graph.operators, seconds, strict=True):
+        operators.append(_operator(operator, numbers, of_all_s))
+        for index in operator.outputs:
+            value, size, stored = values[index], next(numbers), next(numbers)
+            values[index] = replace(value, bytes=size)
+            storage = storages[value.storage]
+            storages[value.storage] = replace(storage, bytes=max(storage.bytes, stored))
     return replace(
         graph,
-        operators=tuple(_operator(o, numbers, seconds) for o in graph.operators),
-        values=tuple(replace(v, bytes=next(numbers)) for v in graph.values),
-        storages=tuple(_storage(s, numbers) for s in graph.storages),
-        saved=tuple(_saved(s, numbers) for s in graph.saved),
+        operators=tuple(operators),
+        values=tuple(values),
+        storages=tuple(storages),
         static=StaticBytes(*(next(numbers) for _ in range(4))),
     )
 
@@ -62,20 +57,13 @@ def _numbers(graph: StepGraph) -> Iterator[int]:
     """Yield what `reduced` takes, in that order."""
     for o in graph.operators:
         yield from (o.flops, o.read_bytes, o.written_bytes, o.workspace_bytes)
-    yield from (value.bytes for value in graph.values)
-    for s in graph.storages:
-        # The earliest birth is the largest of the negative ones.
-        yield from (s.bytes, -s.birth, s.death)
-        yield _NEVER if s.released is None else s.released
-    for saved in graph.saved:
-        yield from (saved.freed, *saved.asked)
+        for value in (graph.values[index] for index in o.outputs):
+            yield from (value.bytes, graph.storages[value.storage].bytes)
     static = graph.static
     yield from (static.parameters, static.buffers, static.inputs, static.optimizer)
 
 
-def _operator(
-    operator: Operator, numbers: Iterator[int], seconds: Iterator[float]
-) -> Operator:
+def _operator(operator: Operator, numbers: Iterator[int], seconds: float) -> Operator:
     flops, read, written, workspace = (next(numbers) for _ in range(4))
     return replace(
         operator,
@@ -83,21 +71,5 @@ def _operator(
         read_bytes=read,
         written_bytes=written,
         workspace_bytes=workspace,
-        seconds=next(seconds),
+        seconds=seconds,
     )
-
-
-def _storage(storage: Storage, numbers: Iterator[int]) -> Storage:
-    size, born, death, released = (next(numbers) for _ in range(4))
-    return replace(
-        storage,
-        bytes=size,
-        birth=-born,
-        death=death,
-        released=None if released == _NEVER else released,
-    )
-
-
-def _saved(saved: Saved, numbers: Iterator[int]) -> Saved:
-    freed = next(numbers)
-    return replace(saved, freed=freed, asked=tuple(next(numbers) for _ in saved.asked))
