@@ -25,6 +25,14 @@ def is_compiled(module: Module) -> bool:
     return compiled_call is not None or hasattr(module, "_orig_mod")
 
 
+def has_forward_hooks(module: Module) -> bool:
+    """Return whether a module has hooks of its own that run around its forward.
+
+    Hooks are registered publicly, but no public name tells whether there are any.
+    """
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def own_parameters(modules: Iterable[Module]) -> list[Parameter]:
     """Return the parameters that modules hold themselves; a shared one comes again.
 

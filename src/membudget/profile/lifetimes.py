@@ -24,6 +24,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from membudget._torch import is_fake
 from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
 from membudget.state.bits import PLAIN_CLASSES, has_bits, is_freed, plain_parts
@@ -129,7 +130,7 @@ class Lifetimes:
         """Register the storages of living tensors that are empty now."""
         for thing in gc.get_objects():
             # Not `isinstance`, which asks a proxy for the class of what it stands for.
-            if type(thing) in PLAIN_CLASSES and has_bits(thing) and is_freed(thing):
+            if _may_be_freed(thing) and is_freed(thing):
                 storage = thing.untyped_storage()
                 self._resized[storage._cdata] = ref(storage)
 
@@ -288,6 +289,12 @@ class Lifetimes:
         # A later storage may get the same address.
         self._storage_of.pop(key, None)
         record.death = self.moment if record.death is None else record.death
+
+
+def _may_be_freed(thing: object) -> bool:
+    if is_fake(thing):
+        return thing.layout is torch.strided  # type: ignore[attr-defined, no-any-return]
+    return type(thing) in PLAIN_CLASSES and has_bits(thing)  # type: ignore[arg-type]
 
 
 def _stored_bytes(tensor: Tensor) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,14 @@ from membudget.profile.cost import (
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
 from membudget.profile.key import key_of
+from membudget.profile.mesh import Parallelize, sharded_copy
 from membudget.profile.optimizer_step import OptimizerLike, record_optimizer
 from membudget.profile.result import Profile, assemble
 from membudget.profile.step_recorder import StepRecorder
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.progress import stage
 from membudget.selection import default_names
-from membudget.sharding import check_replaceable
+from membudget.sharding import check_replaceable, prepare_units, unwrapped_model
 from membudget.state.identity import is_leaf
 from membudget.step import (
     ABSENT,
@@ -59,6 +60,8 @@ def profile(
     fake: bool | None = None,
     device: str | Device | None = None,
     cache: str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    parallelize: Parallelize | None = None,
 ) -> Profile:
     """Profile one training step: saved tensors, cost of each operator, peak memory.
 
@@ -95,15 +98,25 @@ def profile(
             steps are timed, and fake steps use the roofline of this machine's CPU.
         cache: Folder in which the profile is kept. No step runs if it has the profile
             of one with the same code, shapes and settings (docs/limits.md).
+        mesh: Number of processes along each dimension, such as `{"dp_shard": 8, "tp":
+            2}`. The fake step is then that of rank 0 of such a cluster, which has the
+            largest shards: a copy of the model is sharded, and no other process is
+            needed. The batch is that of one rank, the optimizer a class.
+        parallelize: Function of a model and a `DeviceMesh` that shards the copy in
+            place, as the training script does. By default, `dp_shard` applies
+            `fully_shard` to each block and to the model, and `tp` what `model.tp_plan`
+            says.
 
     Raises:
         OptionError: If `model` is not a module or is lazy, the loss is not a scalar or
             requires no gradient, the device is unknown, a profiler is running, or a
-            fake step needs values of tensors or runs under FSDP or DDP.
+            fake step needs values of tensors or runs under FSDP or DDP, or the mesh has
+            dimensions of which nothing is known.
 
     Not counted: memory outside torch's allocator, and the allocator's rounding;
     generator states (5 KiB each) that regions of the model capture; on fake tensors,
-    workspaces of non-CPU kernels and of CPU kernels that are too large to measure.
+    workspaces of non-CPU kernels and of CPU kernels that are too large to measure; on a
+    mesh, the seconds of collectives.
 
     Example:
         >>> import torch
@@ -114,7 +127,32 @@ def profile(
     """
     step = step_of(model, batch, loss_fn, modules)
     kept = None if cache is None else Cache.at(cache)
-    return profile_step(step, optimizer, fake, device, kept)
+    if mesh is None:
+        return profile_step(step, optimizer, fake, device, kept)
+    _check_for_mesh(step, optimizer, fake)
+    with sharded_copy(step.model, mesh, parallelize) as sharded:
+        step.model = sharded
+        return profile_step(step, optimizer, True, device, kept)
+
+
+def _check_for_mesh(step: Step, optimizer: OptimizerLike, fake: bool | None) -> None:
+    """Reject what goes with a model that is there, not with a sharded copy of it."""
+    if fake is False:
+        raise OptionError(
+            "the processes of a mesh do not exist, so the step is a fake one: leave "
+            "fake=False out, or the mesh"
+        )
+    if isinstance(step, CallableStep):
+        raise OptionError(
+            "a step function calls the model itself, not a sharded copy of it: give "
+            "profile a mesh with (model, batch, loss_fn)"
+        )
+    if not isinstance(optimizer, type | None):
+        raise OptionError(
+            f"the {type(optimizer).__name__} is over the parameters of the model, not "
+            "over those of a sharded copy: give its class, as in optimizer="
+            f"{type(optimizer).__name__}"
+        )
 
 
 def profile_step(
@@ -162,7 +200,7 @@ def _new_profile(
 def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
-    blocks = _blocks(step.model)
+    blocks = _blocks(unwrapped_model(step.model))
     with state_kept(step, has_values=True):
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
         timed = [] if target else list(_timed_steps(step, blocks))
@@ -198,6 +236,7 @@ def _fake_profile(
     ):
         recorder = _recorder(step, is_fake=True)
         with explaining_fakes():
+            prepare_units(step.model)
             # No block is timed: the seconds come from a roofline.
             _record(recorder, step, TimerEvents(lambda: 0), {})
         if is_profiling():
@@ -229,9 +268,10 @@ def _record(
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer."""
     recorder.lifetimes.know_freed()
-    for name, parameter in step.model.named_parameters():
+    model = unwrapped_model(step.model)
+    for name, parameter in model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
-    for name, buffer in step.model.named_buffers():
+    for name, buffer in model.named_buffers():
         recorder.lifetimes.know(buffer, "buffer", name)
     for name, tensor in step.batch_tensors().items():
         recorder.lifetimes.know(tensor, "input", name)
@@ -244,7 +284,7 @@ def _record(
         events.note("start")
         step.run(begin_backward)
         events.note("end")
-    leaves = [*step.model.named_parameters(), *step.batch_tensors().items()]
+    leaves = [*model.named_parameters(), *step.batch_tensors().items()]
     for name, tensor in leaves:
         if is_leaf(tensor) and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
@@ -268,8 +308,8 @@ def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]
 
 
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:
-    names = {id(module): name for name, module in step.model.named_modules()}
-    recorder = StepRecorder(names, is_fake, isinstance(step, CallableStep))
+    modules = dict(unwrapped_model(step.model).named_modules())
+    recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep))
     recorder.lifetimes.device = step.device
     return recorder
 

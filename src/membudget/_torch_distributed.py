@@ -1,0 +1,30 @@
+"""Private names of torch.distributed, each with the reason.
+
+As in `_torch`, nothing else imports or reads these names.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def fake_store() -> Any:
+    """Return the store of a fake process group, whose collectives return at once.
+
+    The backend `"fake"` is registered by the module of this class; no public name makes
+    a group whose other processes do not exist.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def common_store() -> Any:
+    """Return the store through which the ranks of the default group have met.
+
+    A rank reads there why another one has left, when no collective can tell it any
+    more. `init_process_group` keeps the store, and no public name returns it.
+    """
+    from torch.distributed import distributed_c10d
+
+    return distributed_c10d._get_default_store()
