@@ -213,9 +213,11 @@ def _accelerated() -> Any:
         bound.OPEN_GROUPS = OPEN_GROUPS
         extension.bind_rerun(bound)
         # In a thread that is compiling, a function called from C++ would be traced.
-        for function in (Recording.pack, RerunFrame._unpack, Rerun._pack):
-            hide_from_dynamo(function)
-        for function in (Rerun._check_external, fills_what_it_saved):
+        called: tuple[Any, ...] = (
+            *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),
+            fills_what_it_saved,
+        )
+        for function in called:
             hide_from_dynamo(function)
         RERUN.append(extension)
     return extension
