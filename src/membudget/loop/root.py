@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from membudget._torch import may_read_bytes
 from membudget._torch_accelerator import HOST
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
@@ -30,6 +30,7 @@ from membudget.loop.evaluation import Evaluations
 from membudget.loop.history import History
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
+from membudget.loop.notes import OUT_OF_REACH, exceeded, unrecordable
 from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
@@ -85,7 +86,7 @@ class Root:
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = ""
-        self._is_quiet = False
+        self._is_quiet = self._was_out_of_reach = False
         self._failures: int | None = None  # Of allocations, when a forward ended.
         self._shortages = 0
         self._steps = StepNeeds(model)
@@ -110,23 +111,29 @@ class Root:
         """Run the model's forward, under a plan if a backward pass may follow."""
         if self._is_quiet or has_fakes(self.model, args, kwargs):
             return self._inner(function, args, kwargs)
-        with self._quiet():  # Calls of the model inside of itself are part of this one.
-            if not may_be_trained(self.model, args, kwargs):
-                self._foresee(args, kwargs)
-                return self._inner(function, args, kwargs)
-            forward, begun = self._before(args, kwargs)
-            try:
-                output = self._inner(function, args, kwargs)
-            except BaseException as error:
-                self.meter.drop()
-                if is_out_of_memory(error):
-                    remedy = AGAIN if self.plans.tighten() else SMALLEST
-                    if not self.is_retried:
-                        explain(error, [self.sets], remedy)
-                raise
-            self.meter.mark("outputs")
-            self._failures = self._room.counted.failures()
-            self.awaited.add(forward, differentiable(output), begun)
+        self._is_quiet = True  # Calls of the model inside of itself are part of this.
+        try:
+            if may_be_trained(self.model, args, kwargs):
+                return self._planned_run(function, args, kwargs)
+            self._foresee(args, kwargs)
+            return self._inner(function, args, kwargs)
+        finally:
+            self._is_quiet = False
+
+    def _planned_run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        forward, begun = self._before(args, kwargs)
+        try:
+            output = self._inner(function, args, kwargs)
+        except BaseException as error:
+            self.meter.drop()
+            if is_out_of_memory(error):
+                remedy = AGAIN if self.plans.tighten() else SMALLEST
+                if not self.is_retried:
+                    explain(error, [self.sets], remedy)
+            raise
+        self.meter.mark("outputs")
+        self._failures = self._room.counted.failures()
+        self.awaited.add(forward, differentiable(output), begun)
         return output
 
     def _inner(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -135,18 +142,15 @@ class Root:
         return self.sets.inner.run(function, args, kwargs)
 
     def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse a call without gradients that needs more than is left."""
-        if not self.awaited.now():  # Else it is measured, as the loss is.
+        """Refuse a call without a plan that needs more than is left."""
+        if not may_read_bytes():
+            self.sets.clear()
+            if not self._was_out_of_reach:
+                warnings.warn(OUT_OF_REACH, BudgetWarning, stacklevel=2)
+            self._was_out_of_reach = True
+        elif not self.awaited.now():  # Else it is measured, as the loss is.
             self.end_measurement()
             self._evaluations.check(args, kwargs)
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        self._is_quiet = True
-        try:
-            yield
-        finally:
-            self._is_quiet = False
 
     # Before the forward.
 
@@ -205,13 +209,7 @@ class Root:
     def _give_up(self, why: str) -> None:
         """Recompute every block from now on, and say so."""
         self._why_not = why
-        warnings.warn(
-            f"{type(self.model).__name__} cannot be recorded without memory ({why}), "
-            "so no plan is made: every block is recomputed, and whether that is within "
-            "the budget is measured, not known before",
-            BudgetWarning,
-            stacklevel=2,
-        )
+        warnings.warn(unrecordable(self.model, why), BudgetWarning, stacklevel=2)
 
     # After the forward.
 
@@ -264,15 +262,10 @@ class Root:
         situation, history = measured
         self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
-        if beyond <= 0 or not history.limit_bytes or situation in self._warned:
-            return
-        self._warned.add(situation)
-        warnings.warn(
-            f"a micro-batch of {history.text} took {found.peak_bytes:,} bytes, "
-            f"{beyond:,} more than were left for it; the next plan expects that",
-            BudgetWarning,
-            stacklevel=2,
-        )
+        if beyond > 0 and history.limit_bytes and situation not in self._warned:
+            self._warned.add(situation)
+            text = exceeded(history, found.peak_bytes)
+            warnings.warn(text, BudgetWarning, stacklevel=2)
 
     # For people.
 
@@ -291,6 +284,8 @@ class Root:
                 f"after {self._shortages} forwards the loss or the backward pass found "
                 "no memory: the plan was tightened each time"
             )
+        if self._was_out_of_reach:
+            yield OUT_OF_REACH
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
         if why_not := self._evaluations.why_not:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget._torch import is_fake, tree_iter
+from membudget._torch import is_fake, may_read_bytes, tree_iter
 from membudget._torch_modules import own_parameters
 from membudget.state.autocast import autocast_state
 from membudget.state.identity import is_leaf
@@ -107,8 +107,10 @@ def _training(modules: Iterable[Module]) -> bytes:
 def may_be_trained(
     model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> bool:
-    """Return whether a backward pass may follow a call."""
+    """Return whether a backward pass may follow a call, which hooks can serve."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if not may_read_bytes():  # Inside a transform of `torch.func`.
         return False
     parameters = own_parameters(model.modules())
     return any(t.requires_grad for t in (*parameters, *tensors_of(args, kwargs)))
