@@ -32,7 +32,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, UntypedStorage
 
-from membudget._torch import node_sequence_number
+from membudget._torch import (
+    at_end_of_backward,
+    current_graph_task_id,
+    node_sequence_number,
+)
 from membudget.offload.link import Link, bytes_of
 from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
@@ -71,6 +75,7 @@ class Lane:
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
+        self._task = -1  # The backward pass that has asked last.
         self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
         self._lock = RLock()
 
@@ -125,6 +130,7 @@ class Lane:
             self.tidy()
             entry = view.entry
             self._steps.ask(entry)
+            self._clean_at_end()
             entry.unasked -= not view.was_asked
             view.was_asked = True
             tensor = view.restored(self._storage_of(entry))
@@ -150,8 +156,19 @@ class Lane:
         No operator that saves tensors may be running in this thread.
         """
         with self._lock:
-            self._follow_up()
             self._send_all()
+            self._clean()
+
+    def _clean_at_end(self) -> None:
+        """Let no dropped view hold memory after the backward pass that runs."""
+        task = current_graph_task_id()
+        if is_backward() and task != self._task:
+            self._task = task
+            at_end_of_backward(self._clean)
+
+    def _clean(self) -> None:
+        with self._lock:
+            self._follow_up()
             self._release()
 
     def _follow_up(self) -> None:
