@@ -24,7 +24,7 @@ from membudget.attach import (
 from membudget.engine.native import status as recorder_status
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
-from membudget.offload import offload
+from membudget.offload import Offload, offload
 from membudget.planned import carried_of_plan, policies_of
 from membudget.planner.plan import Plan
 from membudget.policies import Planned
@@ -232,9 +232,13 @@ def apply(
 
 
 def _with_offload(options: dict[str, Any]) -> dict[str, Any]:
-    """Let `offload=True` be an `Offload` of its own."""
-    is_new = options.get("offload") is True
-    return {**options, "offload": offload()} if is_new else options
+    """Let `offload=True` be an `Offload` of its own; allocate its memory now."""
+    given = options.get("offload")
+    found = offload() if given is True else given
+    if not isinstance(found, Offload):
+        return options
+    found.open()
+    return {**options, "offload": found}
 
 
 def _apply_plan(

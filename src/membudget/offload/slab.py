@@ -11,7 +11,6 @@ piece, and doubles until it has the bytes that are its bound.
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.errors import OptionError
+from membudget.offload.extents import Extents, Place
 from membudget.offload.link import Link
 from membudget.text import format_bytes
 
@@ -41,7 +41,7 @@ class HostBlock:
         content: The bytes that were asked for.
     """
 
-    place: tuple[int, int]
+    place: Place
     size: int
     content: Tensor
 
@@ -72,8 +72,7 @@ class Slab:
         self.links: list[Link] = []
         self._is_locked = is_on_accelerator(device)
         self._pieces: list[Tensor] = []
-        # ((piece, offset), size), by place; neighbours in a piece are merged.
-        self._free: list[tuple[tuple[int, int], int]] = []
+        self._extents = Extents(ALIGNMENT)
         self._bound_bytes = size if grows else 0
         self._lock = Lock()  # Each device has a thread for its backward pass.
         if not grows:
@@ -82,15 +81,11 @@ class Slab:
     def _allocate(self, size: int) -> None:
         try:
             for piece in _powers_of_two(size) if self._is_locked else [size]:
-                self._free.append(((len(self._pieces), 0), piece))
-                self._pieces.append(
-                    torch.empty(
-                        piece,
-                        dtype=torch.uint8,
-                        device="cpu",
-                        pin_memory=self._is_locked,
-                    )
+                memory = torch.empty(
+                    piece, dtype=torch.uint8, device="cpu", pin_memory=self._is_locked
                 )
+                self._extents.add(len(self._pieces), piece)
+                self._pieces.append(memory)
         except RuntimeError as error:
             raise OptionError(
                 f"the host cannot give {format_bytes(size)} for offloaded tensors: "
@@ -123,36 +118,19 @@ class Slab:
         return True
 
     def _taken(self, size: int) -> HostBlock | None:
-        rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        fitting = [part for part in self._free if part[1] >= rounded]
-        if not fitting:
+        place = self._extents.take(size)
+        if place is None:
             return None
-        best = min(fitting, key=lambda part: part[1])
-        self._free.remove(best)
-        (piece, offset), found = best
-        if found > rounded:
-            insort(self._free, ((piece, offset + rounded), found - rounded))
+        rounded, (piece, offset) = self._extents.rounded(size), place
         self.used_bytes += rounded
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
-        content = self._pieces[piece][offset : offset + size]
-        return HostBlock((piece, offset), rounded, content)
+        return HostBlock(place, rounded, self._pieces[piece][offset : offset + size])
 
     def give_back(self, block: HostBlock) -> None:
         """Take a block back."""
         with self._lock:
             self.used_bytes -= block.size
-            self._merge(block)
-
-    def _merge(self, block: HostBlock) -> None:
-        insort(self._free, (block.place, block.size))
-        merged: list[tuple[tuple[int, int], int]] = []
-        for (piece, offset), size in self._free:
-            if merged and merged[-1][0] == (piece, offset - merged[-1][1]):
-                place, before = merged.pop()
-                merged.append((place, before + size))
-            else:
-                merged.append(((piece, offset), size))
-        self._free = merged
+            self._extents.give_back(block.place, block.size)
 
 
 def _powers_of_two(size: int) -> Iterator[int]:

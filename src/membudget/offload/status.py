@@ -18,6 +18,7 @@ class OffloadStatus:
         first_bytes: Kept on the device, because they are asked for first.
         living_bytes: Not copied, because somebody else keeps them alive anyway.
         full_bytes: Kept on the device, because the host memory was full.
+        spilled_bytes: Moved on to the disk, because the host memory was full.
         ahead_bytes: Copied back before they were asked for.
         late_bytes: Copied back when they were.
     """
@@ -28,6 +29,7 @@ class OffloadStatus:
     first_bytes: int
     living_bytes: int
     full_bytes: int
+    spilled_bytes: int
     ahead_bytes: int
     late_bytes: int
 
@@ -37,6 +39,7 @@ class OffloadStatus:
             ("host memory", self.host_bytes),
             ("  in use at most", self.most_host_bytes),
             ("copied to the host", self.out_bytes),
+            ("  and on to the disk", self.spilled_bytes),
             ("  back, ahead of time", self.ahead_bytes),
             ("  back, when asked for", self.late_bytes),
             ("kept: asked for first", self.first_bytes),
