@@ -27,7 +27,7 @@ FLOORS = (
     (
         "fit",
         "trial fit recorded fittable fitted terms race planning limited attempt "
-        "outcome modes refusal allowance deadline",
+        "outcome modes host refusal allowance deadline",
     ),
     ("text for people", "report"),
     ("proof", "audit"),

@@ -22,8 +22,9 @@ from membudget.allocation import is_out_of_memory, map_blocks_if_limited
 from membudget.allowance import Budget, absent_bytes, check_budget, free_budget
 from membudget.deadline import Deadline
 from membudget.errors import OptionError
-from membudget.fittable import check_fake_alone, check_fittable
+from membudget.fittable import check_fittable, check_on_ranks
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
+from membudget.host import Offloading, asked_host
 from membudget.modes import AUTO, check_mode
 from membudget.one_plan import fit_on_ranks
 from membudget.planned import without_plan
@@ -48,6 +49,8 @@ def fit(
     measure: Measure | None = None,
     cache: str | Path | None = None,
     seconds: float | None = None,
+    host: int | str | None = None,
+    offload: Offloading = "auto",
 ) -> Fitted:
     """Apply the fastest plan found under which a training step fits the budget.
 
@@ -101,6 +104,11 @@ def fit(
         seconds: Seconds after which no annealing begins, no plan with other engines is
             tried and no step is timed; the report says what was skipped. One plan that
             fits is made and verified in any case. `None` means no limit.
+        host: Bytes of the host's memory that a plan may move tensors to, such as
+            `"64GiB"`. Each tensor is then kept, recomputed or moved, whichever makes
+            the step the fastest, with the link between device and host as it was
+            measured. `None` moves nothing.
+        offload: `False` moves nothing, whatever `host` is.
 
     Returns:
         The fitted model, with its report.
@@ -108,10 +116,10 @@ def fit(
     Raises:
         BudgetError: If no plan fits; the message states the smallest feasible budget.
         OptionError: If the budget is neither bytes nor a share, the mode is unknown,
-            the cache is no folder, the seconds are negative, the model already has
-            regions that `fit` did not attach, it is wrapped in
-            FullyShardedDataParallel, or the ranks that train it run different
-            operators.
+            the cache is no folder, the seconds are negative, `host` is no number of
+            bytes or the model is on the CPU, the model already has regions that `fit`
+            did not attach, it is wrapped in FullyShardedDataParallel, or the ranks that
+            train it run different operators.
         OutOfMemoryError: If a step, or planning it, finds less memory than the budget
             allows.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
@@ -147,11 +155,12 @@ def fit(
     with without_plan(step.model):
         check_fittable(step)
         ranks = Ranks.of(step.model, step.device)
+        given = asked_host(host, offload, step.device, device)
         if budget is None:  # Before profiling, which allocates memory itself.
             budget = free_budget(step.model)
             budget = budget if ranks is None else -ranks.most([-budget])[0]
         if ranks is not None:
-            check_fake_alone(step.model, fake)
+            check_on_ranks(step.model, fake, given is not None)
             return fit_on_ranks(step, ranks, budget, mode, optimizer, device, deadline)
         while True:
             plain = _profiled(step, optimizer, fake, device, kept)
@@ -159,7 +168,7 @@ def fit(
             absent = absent_bytes(plain.graph.static, optimizer, step.device)
             limit = Budget.of(budget, plain, absent)
             with suppress(StaleProfileError):
-                return fit_recorded(step, plain, limit, mode, measure, deadline)
+                return fit_recorded(step, plain, limit, mode, measure, deadline, given)
             assert kept is not None  # Only a profile of the cache can be stale.
             kept = replace(kept, reads=False)
 

@@ -54,12 +54,17 @@ def check_apart(models: Sequence[Module]) -> None:
                 )
 
 
-def check_fake_alone(model: Module, fake: bool) -> None:
-    """Reject a fake profile for ranks that train a model together.
+def check_on_ranks(model: Module, fake: bool, has_host: bool) -> None:
+    """Reject what `fit` does for one process alone, where several train a model.
 
     Raises:
-        OptionError: If it is asked for.
+        OptionError: If a fake profile or the host's memory is asked for.
     """
+    if has_host:
+        raise OptionError(
+            f"several processes train {type(model).__name__}, and a plan for all of "
+            "them moves nothing to their hosts yet: leave host out"
+        )
     if fake:
         raise OptionError(
             f"several processes train {type(model).__name__}, and fit runs the step on "
