@@ -20,7 +20,7 @@ _RUNS = 5
 
 
 def measure_blocks(
-    blocks: Iterable[Module], micro_batch: Tensor
+    blocks: Iterable[Module], micro_batch: Tensor, *, optimizer_states: int = 0
 ) -> list[BlockOfPipeline]:
     """Return what each block of a chain costs, for `plan_pipeline`.
 
@@ -32,6 +32,8 @@ def measure_blocks(
         blocks: The chain, on the device; gradients are cleared, buffers and random
             streams move as five steps move them.
         micro_batch: What the first block takes.
+        optimizer_states: Number of tensors that the optimizer keeps for each trainable
+            parameter, of its size: 2 for Adam. They count as live before the step.
 
     Returns:
         One entry per block. Seconds are medians of five runs. Without a C++ compiler,
@@ -43,7 +45,7 @@ def measure_blocks(
         found, x = [], micro_batch.detach()
         for block in blocks:
             x = x.requires_grad_(x.is_floating_point())
-            found.append(_measured(block, x, counted))
+            found.append(_measured(block, x, counted, optimizer_states))
             with torch.no_grad():
                 x = block(x).detach()
         return found
@@ -51,16 +53,19 @@ def measure_blocks(
         counted.stop()
 
 
-def _measured(block: Module, x: Tensor, counted: Counted) -> BlockOfPipeline:
+def _measured(
+    block: Module, x: Tensor, counted: Counted, optimizer_states: int
+) -> BlockOfPipeline:
     runs = [_run(block, block, x, counted) for _ in range(_RUNS)]
     kept = _run(lambda x: checkpoint(block, x), block, x, counted)
     forward_s, backward_s = (median(run[i] for run in runs) for i in range(2))
-    parameters = [p for p in block.parameters() if p.requires_grad]
+    trained_bytes = storage_bytes(p for p in block.parameters() if p.requires_grad)
+    held_bytes = storage_bytes([*block.parameters(), *block.buffers()])
     return BlockOfPipeline(
         forward_s=forward_s,
         backward_s=backward_s,
-        static_bytes=storage_bytes([*block.parameters(), *block.buffers()]),
-        gradient_bytes=storage_bytes(parameters),
+        static_bytes=held_bytes + optimizer_states * trained_bytes,
+        gradient_bytes=trained_bytes,
         saved_bytes=runs[-1][2],
         kept_bytes=kept[2],
         working_bytes=runs[-1][3],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median, median_low
 from typing import Any
 
@@ -13,7 +14,7 @@ from membudget.errors import OptionError
 from membudget.pipeline.event_log import ActionBytes
 from membudget.pipeline.pipeline_schedule import PipelineSchedule
 from membudget.planner.pipeline_costs import StageCosts
-from membudget.planner.pipeline_order import PipelineOrder
+from membudget.planner.pipeline_order import PipelineOrder, is_sent
 from membudget.planner.pipeline_simulation import PipelineEvent
 
 
@@ -28,8 +29,9 @@ def measured_costs(schedule: PipelineSchedule) -> tuple[StageCosts, ...]:
         schedule: A schedule that has run a step. Bytes are 0 without `meter=True`.
 
     Returns:
-        The costs of all stages. Medians over the micro-batches; the seconds of a
-        backward pass that recomputes on demand stand in `backward_s` as a whole.
+        The costs of all stages: medians over the micro-batches, which leave out that
+        some calls of a region are verified. The seconds of a backward pass that
+        recomputes on demand stand in `backward_s` as a whole.
 
     Raises:
         OptionError: The schedule has not run a step.
@@ -49,6 +51,10 @@ def measured_costs(schedule: PipelineSchedule) -> tuple[StageCosts, ...]:
                 **_bytes(schedule.order, stage, counted),
                 static_bytes=static_bytes if stage == stages[0] else 0,
             )
+        for stage in {*stages} & {next_stage - 1 for next_stage in stages}:
+            # Its output's gradient is that of the next stage's input.
+            output_bytes = costs[stage + 1].input_bytes
+            costs[stage] = replace(costs[stage], output_bytes=output_bytes)
     return tuple(costs[stage] for stage in sorted(costs))
 
 
@@ -93,16 +99,22 @@ def _bytes(
         if kind.startswith("backward")
         for peak_bytes in found[1:] or found
     ]
+    held = changes["forward"] or changes["forward without regions"]
+    is_local = stage > 0 and not is_sent(order.rank_of, stage, stage - 1)
+    if is_local and ends:
+        inputs = changes["backward_input"] or [_typical(held) + _typical(ends)]
+    else:
+        inputs = changes["receive_forward"]
     return {
-        "input_bytes": _typical(changes["receive_forward"]),
+        "input_bytes": _typical(inputs),
         "output_bytes": _typical(changes["receive_backward"]),
         "saved_bytes": _typical(changes["forward without regions"]),
         "kept_bytes": _typical(changes["forward"]),
         "recomputed_bytes": _typical(changes["recompute"]),
         "gradient_bytes": max(0, ends[0] - _typical(ends)) if ends else 0,
-        "forward_peak_bytes": max(forwards, default=0),
-        "recompute_peak_bytes": max(peaks["recompute"], default=0),
-        backward: max(backwards, default=0),
+        "forward_peak_bytes": _typical(forwards),
+        "recompute_peak_bytes": _typical(peaks["recompute"]),
+        backward: _typical(backwards),
     }
 
 

@@ -106,6 +106,10 @@ class RecomputingStage(BufferlessStage):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if full_backward:
             self._regions.pop(bwd_chunk_id, None)
+            if loss is not None and not loss._is_view():
+                # torch keeps losses to the end of the step, and with each the graph,
+                # whose leaf is what the stage has received.
+                loss.detach_()
 
     def backward_weight_one_chunk(
         self, bwd_chunk_id: int, last_backward: bool = False

@@ -9,7 +9,8 @@ They depend on the rank's order alone, not on time:
     backward          - all of these, + gradient of input   its own peak on top
     send_backward     the gradient of the input goes with the send after the next
 
-Where a backward pass is taken apart, its part for the weights frees what is left.
+Where a backward pass is taken apart, its part for the weights frees what is left. An
+input from a stage on the same rank is the output of that stage, and takes nothing.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class RankBytes:
 
     def _run_backward(self, action: PipelineAction, costs: StageCosts) -> None:
         self._differentiate(action, costs)
-        is_received = is_sent(self._order.rank_of, action.stage, action.stage - 1)
-        if action.kind != "backward_weight" and is_received:
+        if action.kind != "backward_weight" and action.stage > 0:
             self.live_bytes += costs.input_bytes  # Its gradient.
         if action.kind != "backward_input":
             self._end(action, costs)
@@ -89,8 +89,11 @@ class RankBytes:
 
     def _end(self, action: PipelineAction, costs: StageCosts) -> None:
         at = (action.stage, action.micro_batch)
-        self.live_bytes -= self._held_bytes(action, costs) + costs.input_bytes
-        self.live_bytes -= costs.output_bytes
+        self.live_bytes -= self._held_bytes(action, costs)
+        if action.stage < self._order.stages - 1:
+            self.live_bytes -= costs.output_bytes  # Its gradient.
+        if is_sent(self._order.rank_of, action.stage, action.stage - 1):
+            self.live_bytes -= costs.input_bytes
         if at in self._order.recomputed_ahead:
             self.live_bytes -= costs.recomputed_bytes
         if at in self._sending.get(("send_forward", action.stage), ()):

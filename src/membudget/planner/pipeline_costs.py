@@ -23,10 +23,8 @@ class StageCosts:
         static_bytes: Bytes live before the step: parameters, optimizer state.
         gradient_bytes: Bytes of the parameters' gradients, live from the first
             backward pass on; 0 if they are live before the step.
-        input_bytes: Bytes of the stage's input, if another rank sends it; its gradient
-            takes as many.
-        output_bytes: Bytes of the stage's output, if another rank receives it; its
-            gradient takes as many.
+        input_bytes: Bytes of the stage's input, and of its gradient; 0 for the first.
+        output_bytes: Bytes of the stage's output, and of its gradient; 0 for the last.
         saved_bytes: Bytes live from the forward to the backward pass, besides the
             input, where the stage drops nothing.
         kept_bytes: The same where it drops its activations: inputs of regions, what
