@@ -162,9 +162,8 @@ def longer(rank: int) -> dict[str, Any]:
     """Fit where one rank has longer sequences, and is slowed down by more work."""
     model: Any = sharded("FSDP2")
     x = batch(rank).repeat(8, 4 + 4 * rank, 1)
-    size = 1024 if rank else 8
-    work = torch.randn(size, size)
-    model.blocks[0].register_forward_pre_hook(lambda *_: (work @ work, None)[1])
+    work = torch.ones(1 << 22 if rank else 8)
+    model.blocks[0].register_forward_pre_hook(lambda *_: (work.sum(), None)[1])
     fitted = mb.fit(model, x, BUDGET)
     return {
         "budget": fitted.plan.budget_bytes,
