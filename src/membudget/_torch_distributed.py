@@ -19,6 +19,17 @@ def fake_store() -> Any:
     return FakeStore()
 
 
+def forget_meshes() -> None:
+    """Clear what DTensors know of operators, which refers to meshes of earlier groups.
+
+    A mesh of a later group may be equal to one of them, whose group is gone: DTensor's
+    caches then return that one. The function that clears them is for debugging.
+    """
+    from torch.distributed.tensor import debug
+
+    debug._clear_sharding_prop_cache()
+
+
 def common_store() -> Any:
     """Return the store through which the ranks of the default group have met.
 

@@ -155,15 +155,17 @@ class RankError(MembudgetError, RuntimeError):
     """Another rank of the process group failed in what all ranks do together.
 
     Attributes:
-        rank: Number of the rank that failed first; it raises its own error.
-        why: That error, as text.
+        rank: Number of the rank that failed first, which raises its own error; `None`
+            if it took the reason with it.
+        why: That error, as text; else that of this rank, which waited for it.
     """
 
-    def __init__(self, rank: int, why: str, what: str = "") -> None:
+    def __init__(self, rank: int | None, why: str, what: str = "") -> None:
         """Compose the message and store the rank and its reason."""
         doing = f" {what}" if what else ""
+        name = "another rank" if rank is None else f"rank {rank}"
         super().__init__(
-            f"rank {rank} failed{doing} ({why}), and the other ranks cannot go on "
+            f"{name} failed{doing} ({why}), and the other ranks cannot go on "
             "without it: start the processes again"
         )
         self.rank = rank

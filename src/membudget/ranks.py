@@ -2,8 +2,8 @@
 
 A collective that one rank does not run makes the others wait for it. So all ranks run
 the same steps: what decides about the next one is made of the numbers of all, or by
-rank 0 alone. A rank that fails within a step tells why through the store by which the
-ranks have met, and leaves the process group, which ends the steps of the others.
+rank 0 alone. A rank that fails within a step leaves the others waiting until its
+process ends; it tells them why through the store by which the ranks have met.
 """
 
 from __future__ import annotations
@@ -94,10 +94,10 @@ class Ranks:
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Run a part of a step that has collectives; if one rank fails, all end.
+        """Run what has collectives; if a rank fails and its process ends, all fail.
 
-        The process group is destroyed then: ranks that have run different collectives
-        cannot use it any more.
+        The process group cannot be used any more then, because its ranks have run
+        different collectives.
 
         Raises:
             RankError: On the ranks that waited for the one that failed, with its
@@ -109,18 +109,29 @@ class Ranks:
             self._end(error, what)
 
     def _end(self, error: Exception, what: str) -> NoReturn:
-        mine = f"{self.rank} {_text(error)}"
-        first = common_store().compare_set(_REASON, "", mine).decode()
-        dist.destroy_process_group()
+        first = _first_reason(f"{self.rank} {_text(error)}")
+        if first is None:
+            raise RankError(None, _text(error), what) from error
         rank, _, why = first.partition(" ")
-        text = (
-            f"the process group has been destroyed, because rank {rank} failed {what}: "
-            "start the processes again"
-        )
         if int(rank) == self.rank:
-            error.add_note(text)
+            error.add_note(
+                f"rank {rank} failed {what}, and the other ranks wait for it until its "
+                "process ends: end it, and start the processes again"
+            )
             raise error
         raise RankError(int(rank), why, what) from error
+
+
+def _first_reason(mine: str) -> str | None:
+    """Return why the first rank has failed, which is this one if none did before.
+
+    It is unknown where the store has gone with the process of that rank.
+    """
+    try:
+        first: bytes = common_store().compare_set(_REASON, "", mine)
+    except Exception:
+        return None
+    return first.decode()
 
 
 def _text(error: BaseException) -> str:

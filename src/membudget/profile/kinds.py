@@ -40,7 +40,8 @@ _OF_STORAGE: dict[Kind, PeakKind] = {
     "optimizer": "optimizer",
 }
 _INTO_BUFFER = "fsdp.chunk_cat"
-_COLLECTIVES = ("c10d.", "fsdp.")
+COLLECTIVES = ("c10d.", "fsdp.")
+"""How the names of the operators begin that DDP and FSDP communicate by."""
 
 
 def peak_by_kind(graph: StepGraph) -> dict[PeakKind, int]:
@@ -75,7 +76,7 @@ def _kind(graph: StepGraph, storage: Storage, special: PeakKind | None) -> PeakK
 def _of_collectives(graph: StepGraph) -> Iterator[tuple[int, PeakKind]]:
     """Yield the storages that FSDP copies gradients from, and those it communicates."""
     for operator in graph.operators:
-        if operator.name.startswith(_COLLECTIVES):
+        if operator.name.startswith(COLLECTIVES):
             written = {graph.values[v].storage for v in operator.outputs}
             for value in operator.inputs:
                 storage = graph.values[value].storage

@@ -24,10 +24,9 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from membudget._torch import is_fake
 from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
-from membudget.state.bits import PLAIN_CLASSES, has_bits, is_freed, plain_parts
+from membudget.state.bits import plain_parts, was_freed
 
 
 @dataclass(slots=True)
@@ -129,8 +128,7 @@ class Lifetimes:
     def know_freed(self) -> None:
         """Register the storages of living tensors that are empty now."""
         for thing in gc.get_objects():
-            # Not `isinstance`, which asks a proxy for the class of what it stands for.
-            if _may_be_freed(thing) and is_freed(thing):
+            if was_freed(thing):
                 storage = thing.untyped_storage()
                 self._resized[storage._cdata] = ref(storage)
 
@@ -289,12 +287,6 @@ class Lifetimes:
         # A later storage may get the same address.
         self._storage_of.pop(key, None)
         record.death = self.moment if record.death is None else record.death
-
-
-def _may_be_freed(thing: object) -> bool:
-    if is_fake(thing):
-        return thing.layout is torch.strided  # type: ignore[attr-defined, no-any-return]
-    return type(thing) in PLAIN_CLASSES and has_bits(thing)  # type: ignore[arg-type]
 
 
 def _stored_bytes(tensor: Tensor) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,10 +20,12 @@ import torch.distributed
 from torch.nn import Module
 
 from membudget._torch_accelerator import main_device
-from membudget._torch_distributed import fake_store
+from membudget._torch_distributed import fake_store, forget_meshes
 from membudget.errors import OptionError
 from membudget.profile.fake import fake_tensors, twin
+from membudget.profile.optimizer_step import OptimizerLike
 from membudget.selection import default_names
+from membudget.step import CallableStep, Step
 
 Parallelize = Callable[[Module, Any], Any]
 """Shards a model in place, given the model and a `DeviceMesh`."""
@@ -63,6 +66,30 @@ def sharded_copy(
         yield found
 
 
+def check_for_mesh(step: Step, optimizer: OptimizerLike, fake: bool | None) -> None:
+    """Reject what goes with a model that is there, not with a sharded copy of it.
+
+    Raises:
+        OptionError: If there is any such thing.
+    """
+    if fake is False:
+        raise OptionError(
+            "the processes of a mesh do not exist, so the step is a fake one: leave "
+            "fake=False out, or the mesh"
+        )
+    if isinstance(step, CallableStep):
+        raise OptionError(
+            "a step function calls the model itself, not a sharded copy of it: give "
+            "profile a mesh with (model, batch, loss_fn)"
+        )
+    if not isinstance(optimizer, type | None):
+        raise OptionError(
+            f"the {type(optimizer).__name__} is over the parameters of the model, not "
+            "over those of a sharded copy: give its class, as in optimizer="
+            f"{type(optimizer).__name__}"
+        )
+
+
 def _check(
     model: Module, mesh: Mapping[str, int], parallelize: Parallelize | None
 ) -> None:
@@ -101,6 +128,7 @@ def _check(
 @contextmanager
 def _fake_group(size: int) -> Iterator[None]:
     """Let this process be rank 0 of a group whose other processes do not exist."""
+    before = sys.excepthook
     torch.distributed.init_process_group(
         "fake", store=fake_store(), rank=0, world_size=size
     )
@@ -108,6 +136,8 @@ def _fake_group(size: int) -> Iterator[None]:
         yield
     finally:
         torch.distributed.destroy_process_group()
+        sys.excepthook = before  # Which has been told to say "[rank0]".
+        forget_meshes()
 
 
 def _twins(model: Module) -> dict[int, Any]:

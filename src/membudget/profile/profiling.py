@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
@@ -22,15 +20,15 @@ from membudget.profile.cost import (
     roofline,
     roofline_of_optimizer,
     share_out,
-    step_clock,
 )
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
 from membudget.profile.key import key_of
-from membudget.profile.mesh import Parallelize, sharded_copy
+from membudget.profile.mesh import Parallelize, check_for_mesh, sharded_copy
 from membudget.profile.optimizer_step import OptimizerLike, record_optimizer
 from membudget.profile.result import Profile, assemble
 from membudget.profile.step_recorder import StepRecorder
+from membudget.profile.timing import timed_steps
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.progress import stage
 from membudget.selection import default_names
@@ -44,10 +42,6 @@ from membudget.step import (
     state_kept,
     step_of,
 )
-
-_FEWEST_TIMED, _MOST_TIMED = 3, 15
-_TIMED_S = 0.5
-"""Short steps are timed for at least this long: a machine may be slow for a moment."""
 
 
 def profile(
@@ -129,30 +123,10 @@ def profile(
     kept = None if cache is None else Cache.at(cache)
     if mesh is None:
         return profile_step(step, optimizer, fake, device, kept)
-    _check_for_mesh(step, optimizer, fake)
+    check_for_mesh(step, optimizer, fake)
     with sharded_copy(step.model, mesh, parallelize) as sharded:
         step.model = sharded
         return profile_step(step, optimizer, True, device, kept)
-
-
-def _check_for_mesh(step: Step, optimizer: OptimizerLike, fake: bool | None) -> None:
-    """Reject what goes with a model that is there, not with a sharded copy of it."""
-    if fake is False:
-        raise OptionError(
-            "the processes of a mesh do not exist, so the step is a fake one: leave "
-            "fake=False out, or the mesh"
-        )
-    if isinstance(step, CallableStep):
-        raise OptionError(
-            "a step function calls the model itself, not a sharded copy of it: give "
-            "profile a mesh with (model, batch, loss_fn)"
-        )
-    if not isinstance(optimizer, type | None):
-        raise OptionError(
-            f"the {type(optimizer).__name__} is over the parameters of the model, not "
-            "over those of a sharded copy: give its class, as in optimizer="
-            f"{type(optimizer).__name__}"
-        )
 
 
 def profile_step(
@@ -203,7 +177,7 @@ def _real_profile(
     blocks = _blocks(unwrapped_model(step.model))
     with state_kept(step, has_values=True):
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
-        timed = [] if target else list(_timed_steps(step, blocks))
+        timed = [] if target else list(timed_steps(step, blocks))
         step.prepare()
         recorder = _recorder(step, is_fake=False)
         events = TimerEvents(lambda: len(recorder.operators))
@@ -288,23 +262,6 @@ def _record(
     for name, tensor in leaves:
         if is_leaf(tensor) and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
-
-
-def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
-    # Processes of one group wait for each other in a step's collectives, so that all
-    # must run as many steps, however fast each of them is.
-    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    end_s = time.monotonic() + _TIMED_S
-    for number in range(_FEWEST_TIMED if is_grouped else _MOST_TIMED):
-        if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
-            break
-        step.prepare()
-        events = TimerEvents(step_clock())
-        with events.on(blocks):
-            events.note("start")
-            step.run(partial(events.note, "loss"))
-            events.note("end")
-        yield events
 
 
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:

@@ -58,12 +58,7 @@ class Profile:
         return self.peak_bytes + self.graph.static.total
 
     def peak_by_kind(self) -> dict[PeakKind, int]:
-        """Return what `total_peak_bytes` consists of, by kind.
-
-        Beside parameters, buffers, inputs, gradients, optimizer state and activations,
-        a model that FSDP2 shards has gathered parameters, unsharded gradients and the
-        buffers of collectives.
-        """
+        """Return what `total_peak_bytes` is for, as parameters and activations are."""
         return peak_by_kind(self.graph)
 
     def report(self) -> str:
