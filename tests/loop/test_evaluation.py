@@ -55,7 +55,6 @@ def filled(model: nn.Module, length: int) -> Cache:
     return cache
 
 
-@pytest.mark.cpu_only("kernels of the CPU are tried for their workspaces")
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     ("make", "inputs"),
@@ -80,7 +79,6 @@ def test_the_least_that_a_refusal_names_is_what_the_call_takes(make, inputs, aro
     assert sum(holder.bytes for holder in error.holders) == before + took
 
 
-@pytest.mark.cpu_only("kernels of the CPU are tried for their workspaces")
 def test_a_cache_that_is_replaced_is_not_counted_twice():
     model = made()
     token = tokens(1)
@@ -99,7 +97,6 @@ def test_a_cache_that_is_replaced_is_not_counted_twice():
     assert sum(holder.bytes for holder in error.holders) <= error.least_bytes
 
 
-@pytest.mark.cpu_only("kernels of the CPU are tried for their workspaces")
 def test_casts_that_autocast_caches_are_counted():
     model = made().train()  # What is frozen is not cached.
 
