@@ -49,12 +49,21 @@ def test_a_random_loop_keeps_its_budget_on_the_device(seed):
     check_on_device(drawn(seed))
 
 
-@pytest.mark.parametrize("case", [{"inner": True}, {"generates": "cached"}])
+GENERATING = {"generates": "cached", "model": "language"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"inner": True, "model": "mixed"},
+        pytest.param(GENERATING, marks=pytest.mark.slow),
+    ],
+)
 def test_what_no_plan_lowers_is_refused_on_the_device_or_fits(case):
     plain = drawn(FIRST)
     never = {f.name: False for f in fields(Loop) if f.type == "bool"}
     texts = {"autocast": "", "scaler": "", "generates": "", "optimizer": "SGD"}
-    steps = {"model": "language", "sizes": (8,) * STEPS, "accumulation": 1}
+    steps = {"sizes": (8,) * STEPS, "accumulation": 1}
     loop = replace(plain, **(never | texts | steps | {"share": 0.3} | case))
     assert len(check_on_device(loop)) > 1
 

@@ -44,9 +44,9 @@ def penalised(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
 
 
 CASES = [
-    ("language", adapted),
+    pytest.param("language", adapted, marks=pytest.mark.slow),
     ("recurrent", adapted),
-    ("images", penalised),
+    pytest.param("images", penalised, marks=pytest.mark.slow),
     ("mixed", penalised),
 ]
 
