@@ -6,6 +6,7 @@ It reserves what tensors take, so that the budget bounds their bytes.
 from __future__ import annotations
 
 import gc
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 
 from tests.emulated import emu
 from tests.loops.held import Run, check
-from tests.loops.loop import Loop, drawn
+from tests.loops.loop import STEPS, Loop, drawn
 
 FIRST, FEW, MANY = 102, 2, 300
 
@@ -46,6 +47,25 @@ def check_on_device(loop: Loop) -> list[int]:
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + FEW))
 def test_a_random_loop_keeps_its_budget_on_the_device(seed):
     check_on_device(drawn(seed))
+
+
+GENERATING = {"generates": "cached", "model": "language"}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"inner": True, "model": "mixed"},
+        pytest.param(GENERATING, marks=pytest.mark.slow),
+    ],
+)
+def test_what_no_plan_lowers_is_refused_on_the_device_or_fits(case):
+    plain = drawn(FIRST)
+    never = {f.name: False for f in fields(Loop) if f.type == "bool"}
+    texts = {"autocast": "", "scaler": "", "generates": "", "optimizer": "SGD"}
+    steps = {"sizes": (8,) * STEPS, "accumulation": 1}
+    loop = replace(plain, **(never | texts | steps | {"share": 0.3} | case))
+    assert len(check_on_device(loop)) > 1
 
 
 @pytest.mark.slow

@@ -51,6 +51,17 @@ def test_at_most_eight_of_the_first_hundred_new_sizes_are_due():
     assert len(due(Sampling(0.01), range(100))) == 8
 
 
+def test_at_most_seven_choices_of_known_layers_are_due():
+    found = verified.Verified(0.01)
+    layers = "mm", "gelu", "mm", "add"
+    due = 0
+    for number in range(200):
+        path = (number, *layers)
+        due += found.spliced(path) is None
+        found.add(path)
+    assert due == 7
+
+
 def test_nothing_is_counted_while_verification_is_postponed():
     found = Sampling(0.5)
     with verification_postponed():

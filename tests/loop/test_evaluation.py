@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.loop.call_recorder import CallRecorder
+from membudget.step import Step
 from tests.loop.training import counted, tokens
 from tests.loops.models import Cache, Images, Language, Recurrent, generate, loss_of
 
@@ -55,7 +56,6 @@ def filled(model: nn.Module, length: int) -> Cache:
     return cache
 
 
-@pytest.mark.cpu_only("kernels of the CPU are tried for their workspaces")
 @pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(
     ("make", "inputs"),
@@ -80,7 +80,6 @@ def test_the_least_that_a_refusal_names_is_what_the_call_takes(make, inputs, aro
     assert sum(holder.bytes for holder in error.holders) == before + took
 
 
-@pytest.mark.cpu_only("kernels of the CPU are tried for their workspaces")
 def test_a_cache_that_is_replaced_is_not_counted_twice():
     model = made()
     token = tokens(1)
@@ -99,7 +98,6 @@ def test_a_cache_that_is_replaced_is_not_counted_twice():
     assert sum(holder.bytes for holder in error.holders) <= error.least_bytes
 
 
-@pytest.mark.cpu_only("kernels of the CPU are tried for their workspaces")
 def test_casts_that_autocast_caches_are_counted():
     model = made().train()  # What is frozen is not cached.
 
@@ -116,7 +114,9 @@ def test_casts_that_autocast_caches_are_counted():
 
 def test_a_call_that_needs_more_than_is_left_does_not_begin():
     model, ran = made(), []
-    model.head.register_forward_pre_hook(lambda _, args: ran.append(args[0]))
+    model.get_submodule("head").register_forward_pre_hook(
+        lambda _, args: ran.append(args[0])
+    )
     with (
         pytest.raises(mb.BudgetError, match="Smallest feasible budget") as caught,
         mb.budget(model, live_bytes() + 50_000),
@@ -146,15 +146,21 @@ def test_a_call_over_budget_may_run_with_a_warning(choice):
     assert torch.equal(found, plain)
 
 
-def test_a_call_is_recorded_only_if_those_before_do_not_show_that_it_fits(monkeypatch):
-    recordings = []
+@pytest.fixture
+def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Note the calls that are recorded."""
+    found: list[Step] = []
     recorded = CallRecorder.recorded
 
-    def noting(self: CallRecorder, *args: Any) -> Any:
-        recordings.append(args)
-        return recorded(self, *args)
+    def noting(self: CallRecorder, step: Step, optimizer: Any = None) -> Any:
+        found.append(step)
+        return recorded(self, step, optimizer)
 
     monkeypatch.setattr(CallRecorder, "recorded", noting)
+    return found
+
+
+def test_a_call_is_recorded_only_if_those_before_do_not_show_that_it_fits(recordings):
     model = made()
     with mb.budget(model, "1GiB"), torch.no_grad():
         for length in (SHORT, SHORT, SHORT + 1, 2 * SHORT, 3):
@@ -164,7 +170,7 @@ def test_a_call_is_recorded_only_if_those_before_do_not_show_that_it_fits(monkey
         assert len(recordings) == 3  # With an empty cache, and with a filled one.
 
 
-def test_a_number_that_counts_tokens_is_a_size(monkeypatch):
+def test_a_number_that_counts_tokens_is_a_size(recordings):
     class Placed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,18 +179,11 @@ def test_a_number_that_counts_tokens_is_a_size(monkeypatch):
         def forward(self, x: Tensor, start: int) -> Tensor:
             return self.linear(x) + start
 
-    calls: list[int] = []
-    recorded = CallRecorder.recorded
-    monkeypatch.setattr(
-        CallRecorder,
-        "recorded",
-        lambda self, *args: calls.append(1) or recorded(self, *args),
-    )
     model = Placed()
     with mb.budget(model, "1GiB"), torch.no_grad():
         for start in range(10):
             model(torch.randn(2, 8), start)
-    assert len(calls) == 1
+    assert len(recordings) == 1
 
 
 def test_between_forward_and_backward_a_call_is_measured_with_the_micro_batch():

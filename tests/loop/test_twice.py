@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -42,9 +44,9 @@ def penalised(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
 
 
 CASES = [
-    ("language", adapted),
+    pytest.param("language", adapted, marks=pytest.mark.slow),
     ("recurrent", adapted),
-    ("images", penalised),
+    pytest.param("images", penalised, marks=pytest.mark.slow),
     ("mixed", penalised),
 ]
 
@@ -146,3 +148,26 @@ def test_the_gradients_that_are_asked_for_are_recorded_alone(monkeypatch):
     assert step._asked == [False] * count + [True]
     (step,) = recorded_by(monkeypatch, adapted, "recurrent")
     assert step._asked == [True] * (len(step._asked) - 1) + [False]
+
+
+def test_a_sparse_argument_is_trained_with_as_before():
+    class Graph(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 2)
+
+        def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+            return self.second(torch.sparse.mm(edges, self.first(x).relu()))
+
+    def trained(around: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        model, x = Graph(), torch.randn(3, 4)
+        edges = torch.eye(3).to_sparse()
+        with warnings.catch_warnings(), around(model):
+            warnings.simplefilter("ignore", mb.BudgetWarning)
+            model(x, edges).square().mean().backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    plain = trained(lambda model: nullcontext())
+    found = trained(lambda model: mb.budget(model, "1GiB"))
+    assert all(map(torch.equal, plain, found))

@@ -134,9 +134,7 @@ class Room:
 
 def _step_refused(optimizer: Optimizer, need_bytes: int, budget: Budget) -> BudgetError:
     name = type(optimizer).__name__
-    error = budget.too_small_for(
-        f"the next step of {name}, with state and temporaries,", need_bytes
-    )
+    error = budget.too_small_for(f"the next step of {name}", need_bytes)
     error.holders = (
         ByteHolder("other", "all that is in use before it", budget.before_bytes),
         ByteHolder(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from hashlib import sha256
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -118,8 +119,8 @@ def may_be_trained(
 
 def has_fakes(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call is on tensors without memory."""
-    tensors = (*own_parameters(model.modules())[:1], *tensors_of(args, kwargs))
-    return any(is_fake(t) or t.is_meta for t in tensors)
+    first = islice(model.parameters(), 1)
+    return any(is_fake(t) or t.is_meta for t in (*first, *tensors_of(args, kwargs)))
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -37,12 +37,13 @@ from membudget.profile.fake import twin
 from membudget.refusal import name_holders
 from membudget.scope import Scope
 from membudget.state.autocast import Autocast, outside_autocast
+from membudget.state.bits import has_bits
 
 
 class Call:
     """A call of the model, with what is needed to record it when it has returned.
 
-    Of its tensors, integers alone are held with their numbers.
+    Of its strided tensors, integers alone are held with their numbers.
     """
 
     def __init__(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -67,7 +68,7 @@ class Call:
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    if not tensor.is_floating_point():
+    if not (tensor.is_floating_point() and has_bits(tensor)):
         return tensor
     return twin(tensor).detach().requires_grad_(tensor.requires_grad)
 
