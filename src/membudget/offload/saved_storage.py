@@ -34,7 +34,7 @@ class SavedStorage:
         copied: Event of the end of that copy.
         loaded: What was copied back, until all views have asked for it.
         arrived: Event of the end of that copy.
-        saved_on: The stream that computed when the copy out began.
+        saved_on: The stream that computed when it was saved, or `source` was copied.
         loaded_on: The stream that what was copied back is allocated for.
         views: How many views of it autograd holds.
         unasked: How many of these were not asked for yet.
