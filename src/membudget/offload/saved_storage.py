@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from membudget._torch import storage_uses
 from membudget.errors import ChangedSinceForwardError
-from membudget.offload.extents import Place
+from membudget.offload.extents import Extent
 from membudget.offload.slab import HostBlock
 from membudget.state.identity import SavedVersion, version_of
 
@@ -58,7 +58,7 @@ class SavedStorage:
         self.source: UntypedStorage | None = storage
         self.original: Callable[[], UntypedStorage | None] = ref(storage)
         self.block: HostBlock | None = None
-        self.extent: Place | None = None
+        self.extent: Extent | None = None
         self.loaded: UntypedStorage | None = None
         self.copied: Any = None
         self.arrived: Any = None
