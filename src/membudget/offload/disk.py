@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from membudget.errors import OptionError
-from membudget.offload.extents import Extents, Extent
+from membudget.offload.extents import Extent, Extents
 from membudget.text import format_bytes
 
 BLOCK = 4096

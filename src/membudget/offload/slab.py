@@ -20,7 +20,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.errors import OptionError
-from membudget.offload.extents import Extents, Extent
+from membudget.offload.extents import Extent, Extents
 from membudget.offload.link import Link
 from membudget.text import format_bytes
 
