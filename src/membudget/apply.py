@@ -29,6 +29,7 @@ from membudget.planned import carried_of_plan, policies_of
 from membudget.planner.plan import Plan
 from membudget.policies import Planned
 from membudget.selection import select_modules
+from membudget.sharding import unwrapped_model
 from membudget.spans import put_spans
 
 
@@ -246,7 +247,7 @@ def _apply_plan(
     if not isinstance(plan, Plan):
         plan = Plan.from_json(plan)
     carried = carried_of_plan(model, plan, options)
-    known = dict(model.named_modules())
+    known = dict(unwrapped_model(model).named_modules())
     # Only now change the model: all checks above may raise.
     for name, regions in carried.items():
         put(known[name], regions, name)

@@ -1,9 +1,8 @@
 """One training step as plain data: operators, their values, and storage live ranges.
 
 Time is counted in op indices: positions of operators in the step. A storage is live
-from op index `birth`, at which it is allocated, until just before op index `death`.
-Storages from before the step have birth -1; storages that outlive the step have death
-`len(operators)`:
+from op index `birth`, at which it is allocated, until just before op index `death`. One
+from before the step has birth -1; one that outlives it has death `len(operators)`:
 
     op index      0      1      2      3      4 = len(operators)
     weight     ══════════════════════════════     birth -1, death 4
@@ -71,6 +70,11 @@ class Operator:
     is_view: bool
     is_random: bool
     must_keep: bool
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it is a collective within the forward, as of tensor parallelism."""
+        return self.name.startswith("_c10d_functional.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +222,11 @@ class StepGraph:
     @cached_property
     def born_at(self) -> dict[int, list[int]]:
         """Indices of the storages that each operator allocates, keyed by op index."""
-        return _indices_by((s.birth, s.birth) for s in self.storages)
-
-    @cached_property
-    def died_at(self) -> dict[int, list[int]]:
-        """Indices of the allocated storages that are freed before each operator."""
-        return _indices_by((s.birth, s.death) for s in self.storages)
+        table: dict[int, list[int]] = {}
+        for index, storage in enumerate(self.storages):
+            if storage.birth >= 0:
+                table.setdefault(storage.birth, []).append(index)
+        return table
 
     @cached_property
     def saved_on(self) -> dict[int, list[int]]:
@@ -242,6 +245,12 @@ class StepGraph:
     def writes(self) -> list[tuple[int, ...]]:
         """Storages of each operator's outputs, each once."""
         return [self._storages(operator.outputs) for operator in self.operators]
+
+    @cached_property
+    def last_write(self) -> dict[int, int]:
+        """Op index of the last write to each storage in the forward."""
+        forward = enumerate(self.operators[: self.backward_start])
+        return {s: i for i, o in forward if not o.is_view for s in self.writes[i]}
 
     def _storages(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.values[value].storage for value in values))
@@ -265,8 +274,8 @@ class StepGraph:
         """
         version = data.get("version")
         if version != VERSION:
-            text = f"this membudget reads profiles of version {VERSION}; the data has "
-            raise OptionError(f"{text}version {version!r}")
+            text = f"this membudget reads profiles of version {VERSION}; the data has"
+            raise OptionError(f"{text} version {version!r}")
         try:
             calls = data["calls"]  # Older files lack what they were called with.
             calls = {"inputs": [()] * len(calls["path"]), **calls}
@@ -289,12 +298,3 @@ _TABLES: tuple[tuple[str, type], ...] = (
     ("saved", Saved),
     ("calls", ModuleCall),
 )
-
-
-def _indices_by(pairs: Iterable[tuple[int, int]]) -> dict[int, list[int]]:
-    """Return places of storages by the second number, without those born before."""
-    table: dict[int, list[int]] = {}
-    for index, (birth, moment) in enumerate(pairs):
-        if birth >= 0:
-            table.setdefault(moment, []).append(index)
-    return table

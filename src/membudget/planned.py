@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch.nn import Module
@@ -21,6 +22,7 @@ from membudget.engine.options import RegionOptions, Statistics, checked_options
 from membudget.engine.stages import Output, Stages
 from membudget.errors import PlanError
 from membudget.numbered import CountedFrom, NumberedRegions
+from membudget.offload import Offload
 from membudget.planner.choice import RERUN
 from membudget.planner.loop_plan import LoopPlan
 from membudget.planner.plan import (
@@ -31,6 +33,7 @@ from membudget.planner.plan import (
     parameter_text,
 )
 from membudget.policies import Planned, Unplanned, in_place_or_not_at
+from membudget.sharding import units_of, unwrapped_model
 
 MOST_NAMED = 3
 """How many parameters an error names, of those that a plan and a model do not share."""
@@ -47,17 +50,23 @@ def carried_of_plan(
         SelectionError: If a module cannot have a region.
     """
     check_parameters(model, plan)
+    model = unwrapped_model(model)
     known = dict(model.named_modules())
     of_path: dict[str, list[RegionPlan]] = {}
     for region in plan.regions:
         if region.path not in known:
             raise PlanError(f"the plan names {region.path!r}, which the model lacks")
         check_can_carry(region.path, known[region.path])
+        _check_units(region.path, known[region.path])
         of_path.setdefault(region.path, []).append(region)
-    # Kernels may differ on another device than the one that the plan was made for.
-    made_for = "" if plan.device == device_type(model) else plan.device
+    policies = _Policies(
+        # Kernels may differ on another device than the one that the plan is made for.
+        "" if plan.device == device_type(model) else plan.device,
+        # The regions share the host's memory.
+        Offload(plan.host.host_bytes, plan.host.window_bytes, smallest=1, first=0),
+    )
     carried = {
-        path: _carried(path, of, options, made_for) for path, of in of_path.items()
+        path: _carried(path, of, options, policies) for path, of in of_path.items()
     }
     numbered = [c for c in carried.values() if isinstance(c, NumberedRegions)]
     if numbered:
@@ -69,6 +78,22 @@ def carried_of_plan(
         check_can_carry("", model)
         carried[""] = CountedFrom(numbered)
     return carried
+
+
+def _check_units(path: str, module: Module) -> None:
+    """Reject a region within which FSDP would gather parameters.
+
+    Raises:
+        PlanError: If `fully_shard` shards a module inside of the region's.
+    """
+    inside = [name for name in units_of(module) if name]
+    if inside:
+        raise PlanError(
+            f"the plan has a region on {path or 'the model'!r}, inside of which "
+            f"fully_shard shards {inside[0]!r}: FSDP would gather parameters within "
+            "the region, on other ranks perhaps not. Make the plan of the sharded "
+            "model, or of profile(model, batch, mesh=...)"
+        )
 
 
 def check_parameters(model: Module, plan: Plan | LoopPlan) -> None:
@@ -88,26 +113,59 @@ def check_parameters(model: Module, plan: Plan | LoopPlan) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Policies:
+    """Makes the policies of a plan's regions."""
+
+    made_for: str  # The type of the device, if that is another.
+    offload: Offload
+
+    def of(self, region: RegionPlan) -> Planned:
+        # A call that runs other operators than planned keeps nothing from there on. Its
+        # stages then hold what the plan keeps, or each would recompute it.
+        stages = Stages(
+            [(stage.after, stage.saved) for stage in region.stages],
+            [
+                _places(
+                    (*stage.held, *(k for k in region.kept if k.number <= stage.after))
+                )
+                for stage in region.stages
+            ],
+        )
+        return Planned(
+            {(kept.number, kept.output): kept.operator for kept in region.kept},
+            stages if region.stages else None,
+            self.made_for,
+            region.operators,
+            region.sequence,
+            {(kept.number, kept.output): self.offload for kept in region.offloaded},
+        )
+
+
 def _carried(
-    path: str, regions: list[RegionPlan], options: Mapping[str, Any], made_for: str
+    path: str,
+    regions: list[RegionPlan],
+    options: Mapping[str, Any],
+    policies: _Policies,
 ) -> Carried:
     statistics, times = Statistics(path), regions[0].times
     if times == 1:
-        return ModuleRegion(_options(options, regions[-1], made_for), statistics, True)
+        found = _options(options, regions[-1], policies)
+        return ModuleRegion(found, statistics, True)
     numbered: dict[int, RegionOptions] = {}
     for region in regions:
-        found = _options(options, region, made_for)
+        found = _options(options, region, policies)
         numbered |= dict.fromkeys(region.numbers, found)
     return NumberedRegions(numbered, _replayed(options, Unplanned()), times, statistics)
 
 
 def _options(
-    options: Mapping[str, Any], region: RegionPlan, made_for: str
+    options: Mapping[str, Any], region: RegionPlan, policies: _Policies
 ) -> RegionOptions:
     if region.engine == RERUN:
         # It is replayed after all if a second run would repeat side effects.
         return checked_options({**_VERIFY, **options, "engine": "auto", "keep": None})
-    return _replayed(options, _policy(region, made_for))
+    return _replayed(options, policies.of(region))
 
 
 def _replayed(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
@@ -116,25 +174,6 @@ def _replayed(options: Mapping[str, Any], policy: Planned) -> RegionOptions:
 
 
 _VERIFY = {"verify": 0.01}
-
-
-def _policy(region: RegionPlan, made_for: str) -> Planned:
-    # A call that runs other operators than planned keeps nothing from there on. Its
-    # stages then hold what the plan keeps, or each would recompute it.
-    stages = Stages(
-        [(stage.after, stage.saved) for stage in region.stages],
-        [
-            _places((*stage.held, *(k for k in region.kept if k.number <= stage.after)))
-            for stage in region.stages
-        ],
-    )
-    return Planned(
-        {(kept.number, kept.output): kept.operator for kept in region.kept},
-        stages if region.stages else None,
-        made_for,
-        region.operators,
-        region.sequence,
-    )
 
 
 def _places(outputs: Iterable[KeptOutput]) -> frozenset[Output]:
@@ -211,5 +250,5 @@ def model_parameters(model: Module) -> tuple[str, ...]:
     """Return the names, shapes and dtypes of a model's parameters, as plans do."""
     return tuple(
         parameter_text(name, p.shape, str(p.dtype).removeprefix("torch."))
-        for name, p in model.named_parameters()
+        for name, p in unwrapped_model(model).named_parameters()
     )

@@ -19,7 +19,8 @@ from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.outcome import Metered
 from membudget.planned import device_type, model_parameters
 from membudget.planner.bound import least_seconds
-from membudget.planner.plan import Plan
+from membudget.planner.moved import Host, Moves
+from membudget.planner.plan import NO_HOST, HostPlan, Plan
 from membudget.planner.planner import (
     Planner,
     check_seconds,
@@ -39,6 +40,7 @@ from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.progress import stage
 from membudget.refusal import cannot_fit, predicted_least, refused
+from membudget.sharding import unwrapped_model
 
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
@@ -173,9 +175,9 @@ def _after_smallest(
     raise refused(profile, budget, least.schedule, least.peak_bytes, took)
 
 
-def planner_of(profile: Profile) -> Planner:
-    """Create a planner for a profile's step."""
-    return Planner(profile.graph, overheads_of(profile))
+def planner_of(profile: Profile, host: Host | None = None) -> Planner:
+    """Create a planner for a profile's step, which may move storages to a host."""
+    return Planner(profile.graph, overheads_of(profile), host=host)
 
 
 def _schedule_of_mode(
@@ -217,11 +219,12 @@ def make_plan(
     model: Module,
     budget_bytes: int,
     unseen: int = 0,
+    host: Host | None = None,
 ) -> Plan:
     """Return the plan that implements a schedule on a model."""
     graph = profile.graph
     return Plan(
-        model=type(model).__name__,
+        model=type(unwrapped_model(model)).__name__,
         parameters=model_parameters(model),
         budget_bytes=budget_bytes,
         plain_peak_bytes=profile.peak_bytes + unseen,
@@ -231,6 +234,19 @@ def make_plan(
         cost=profile.cost,
         regions=region_plans(graph, schedule.calls, schedule.choices),
         device=device_type(model),
+        host=_host_plan(schedule.simulation.moves, host),
+    )
+
+
+def _host_plan(moves: Moves, host: Host | None) -> HostPlan:
+    if host is None or not moves.out_bytes:
+        return NO_HOST
+    return HostPlan(
+        host.allocated_bytes(moves.host_bytes),
+        host.window_bytes,
+        moves.out_bytes,
+        moves.link_s,
+        moves.wait_s,
     )
 
 

@@ -22,12 +22,14 @@ from membudget.errors import (
     UnrepeatableWarning,
 )
 from membudget.fitted import NOT_COMPARED, Fitted
+from membudget.host import AskedHost
 from membudget.limited import try_limited
 from membudget.memory import storage_bytes
 from membudget.memory.allocator import RESERVED, at_rest
 from membudget.modes import AUTO
 from membudget.outcome import Metered, plain_run
 from membudget.planned import PlanRegions, put_on, take_off
+from membudget.planner.moved import Host
 from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
@@ -62,6 +64,7 @@ def fit_recorded(
     mode: str = AUTO,
     measure: Measure | None = None,
     deadline: Deadline | None = None,
+    given: AskedHost | None = None,
 ) -> Fitted:
     """Fit an already profiled step; see `fit` for what is raised and warned of.
 
@@ -72,14 +75,19 @@ def fit_recorded(
     step.optimizer = Rehearsal.of(profile.graph, budget.absent_bytes)
     plain = _measured(step, profile)
     _check_current(profile, plain)
-    budget = _for_device(step, profile, plain, budget)
+    budget = budget_on_device(step, profile, plain, budget)
     if plain is None and profile.tensors == "real":
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
+    host = None
+    if given is not None and mode == AUTO:
+        host = given.within(profile.graph, budget.step_bytes)
     left_out: dict[str, str] = {}
     while True:
         plannable = without_calls(profile, left_out)
         try:
-            found = _first_that_fits(step, plannable, plain, budget, mode, deadline)
+            found = _first_that_fits(
+                step, plannable, plain, budget, mode, deadline, host
+            )
         except RegionsAtFaultError as error:
             left_out |= error.reasons
             warnings.warn(str(error), UnrepeatableWarning, stacklevel=3)
@@ -116,7 +124,7 @@ def _check_current(
         raise StaleProfileError
 
 
-def _for_device(
+def budget_on_device(
     step: Step, profile: Profile, plain: Metered | None, budget: Budget
 ) -> Budget:
     """Return the budget for what the process reserves on the step's device."""
@@ -136,12 +144,14 @@ class _Fitting:
     Attributes:
         attempts: Every plan, with its measured peak.
         applied: The regions of the last.
-        others: Schedules with other engines that are predicted to fit, too.
+        others: Schedules of other kinds that are predicted to fit, too.
+        host: What the plans may use of the host.
     """
 
     attempts: list[Attempt]
     applied: Applied
     others: Sequence[Schedule]
+    host: Host | None = None
 
 
 class _Entry(NamedTuple):
@@ -176,7 +186,9 @@ def _raced(
     for schedule in (other for other in others if other.slowdown <= slowest):
         if deadline.forbids("plans with other engines"):
             break
-        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+        plan = make_plan(
+            *(profile, schedule, step.model, budget.step_bytes, unseen, found.host)
+        )
         wrong = suppress(RecomputeMismatchError)
         with wrong, without_shortage(), _held_back() as warned:
             attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
@@ -233,6 +245,7 @@ def _first_that_fits(
     budget: Budget,
     mode: str,
     deadline: Deadline,
+    host: Host | None,
 ) -> _Fitting:
     """Try plans until one is within the budget.
 
@@ -245,14 +258,16 @@ def _first_that_fits(
     unseen = unseen_bytes(profile, plain)
     fits = plain is not None and plain.peak_bytes <= budget.step_bytes
     is_late = partial(deadline.forbids, "annealing")
-    planner = cache(partial(planner_of, profile))
+    planner = cache(partial(planner_of, profile, host))
     while True:
         planning = "while planning a step that takes", profile.peak_bytes
         with explaining_shortage(budget, *planning):
             schedule, *others = next_schedules(
                 *(profile, budget, mode, attempts, unseen, is_late, planner, fits)
             )
-            plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
+            plan = make_plan(
+                *(profile, schedule, step.model, budget.step_bytes, unseen, host)
+            )
         may_aim_lower = mode == AUTO and not schedule.is_smallest
         kept = partial(kept_text, profile.graph, schedule, budget.step_bytes)
         trying = "in a step whose plan takes", plan.peak_bytes, kept
@@ -263,7 +278,7 @@ def _first_that_fits(
             )
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
-            return _Fitting(attempts, applied, others)
+            return _Fitting(attempts, applied, others, host)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
         if schedule.is_smallest and can_be_limited(step.device):
             limited = try_limited(step, attempts, plain, budget.step_bytes)

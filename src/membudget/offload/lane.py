@@ -13,13 +13,14 @@ Rules:
        they are asked for first, are at most `window_bytes`. What is asked for and not
        there is loaded beyond that.
     4. A source is let go when its copy has ended: the host sees that, or the stream
-       that saved it waits for it.
+       that saved it waits for it, because the window is full, or nobody needs it.
     5. A loaded copy is allocated for the stream that computes, and written after all
        that this stream was given before; it is read, and freed, after it has arrived.
     6. A block of the host is given back when no view needs it and its copy has ended,
        and is written again after all copies from and to the host have ended.
     7. Autograd may drop a view in any thread, at any time, and ask for one twice or
-       never: what follows is done when the next view is made or asked for.
+       never. What follows is done at once, or, where the lane is in use, when the next
+       view is made, asked for or dropped.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 from functools import partial
-from threading import RLock, get_ident
+from threading import Lock, get_ident
 from weakref import WeakValueDictionary
 
 import torch
@@ -84,7 +85,7 @@ class Lane:
         self._live = 0
         self._task = -1  # The backward pass that has asked last.
         self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
-        self._lock = RLock()
+        self._lock = Lock()
 
     def save(self, tensor: Tensor) -> View:
         """Return what autograd holds in place of a tensor.
@@ -93,7 +94,7 @@ class Lane:
         """
         with self._lock:
             if self._unsent[get_ident()].node != (node := node_sequence_number()):
-                self.tidy()
+                self._tidy()
                 self._unsent[get_ident()].node = node
             view, is_new = self._viewed(tensor)
             if is_new:
@@ -125,7 +126,7 @@ class Lane:
         elif self._was_written(entry, storage):
             entry.source, entry.stays = storage, True
             self._steps.note_filled(entry)
-        return View(tensor, entry, self._dropped.append), is_new
+        return View(tensor, entry, self._drop), is_new
 
     def ask(self, view: View) -> Tensor:
         """Return the tensor of a view, for the stream that is current.
@@ -134,7 +135,7 @@ class Lane:
             ChangedSinceForwardError: If it was written to after autograd saved it.
         """
         with self._lock:
-            self.tidy()
+            self._tidy()
             entry = view.entry
             self._steps.ask(entry)
             self._clean_at_end()
@@ -164,8 +165,12 @@ class Lane:
         No operator that saves tensors may be running in this thread.
         """
         with self._lock:
-            self._send_all()
-            self._clean()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        self._follow_up()
+        self._send_all()
+        self._release()
 
     def _clean_at_end(self) -> None:
         """Let no dropped view hold memory after the backward pass that runs."""
@@ -178,6 +183,19 @@ class Lane:
         with self._lock:
             self._follow_up()
             self._release()
+
+    def _drop(self, dropped: tuple[SavedStorage, bool]) -> None:
+        """Note a view that autograd dropped; follow up on it at once, if possible.
+
+        It is not where another thread uses the lane, or this one, which collects
+        garbage while it does.
+        """
+        self._dropped.append(dropped)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._follow_up()
+            finally:
+                self._lock.release()
 
     def _follow_up(self) -> None:
         while self._dropped:
@@ -234,8 +252,6 @@ class Lane:
         for entry in self._window.left():
             if not entry.stays:
                 entry.source = None
-            if not entry.views:
-                self._spill.forget(entry)
 
     # Back.
 
@@ -283,13 +299,11 @@ class Lane:
 
     def _finish(self, entry: SavedStorage) -> None:
         self._live -= 1
-        if self._window.is_leaving(entry):
-            return  # Its source is read, and its block is written, until that ends.
         if entry.loaded is not None:  # Nobody asked for it.
             if entry.arrived is not None:
                 entry.loaded_on.wait_event(entry.arrived)
             entry.loaded = None
-        self._window.discount(entry)
+        self._window.drop(entry)
         entry.source = None
         self._spill.forget(entry)
 

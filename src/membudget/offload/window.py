@@ -46,9 +46,16 @@ class Window:
         self.count(entry)
         self._leaving.append(entry)
 
-    def is_leaving(self, entry: SavedStorage) -> bool:
-        """Return whether a storage is still copied out, as far as is known."""
-        return entry in self._leaving
+    def drop(self, entry: SavedStorage) -> None:
+        """Count a storage no more that nobody needs; its copy out may not have ended.
+
+        The stream that saved it then waits for that, before it uses the memory again.
+        """
+        if entry in self._leaving:
+            self._leaving.remove(entry)
+            if not has_happened(entry.copied):
+                entry.saved_on.wait_event(entry.copied)
+        self.discount(entry)
 
     def left(self) -> Iterator[SavedStorage]:
         """Yield the storages whose copy out has ended.

@@ -86,7 +86,7 @@ class ReplayBackward:
                 )
         for storage, moment in self._slice.needed_until.items():
             if storage not in self._writers:
-                ends[storage] = max(self._ledger.end_of(storage), moment)
+                self._ledger.hold(storage, moment)
 
     def copies(self) -> list[SourceCopy]:
         """Return the copies that the forward makes of what it overwrites."""
@@ -210,7 +210,8 @@ class ReplayBackward:
 
     def _run(self, operator: int) -> None:
         self._ran.add(operator)
-        self._ledger.replayed.append(operator)
+        self._ledger.read(self._reads[operator])
+        self._ledger.run_again(operator, self._ledger.replayed)
         discarded = []
         for storage in self._slice.writes[operator]:
             # Only its first writer allocates a storage; later ones write in place.

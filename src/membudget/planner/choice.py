@@ -67,11 +67,13 @@ class Choice(Block):
             which begins at the block's `start`; empty for a single stage.
         engine: What recomputes dropped tensors. `RERUN` runs the block's function again
             as a whole: then the block keeps nothing and has no stages.
+        offloaded: Those of `kept` that are moved to the host; see `planner.moved`.
     """
 
     kept: frozenset[int] = frozenset()
     stages: tuple[Stage, ...] = ()
     engine: BlockEngine = REPLAY
+    offloaded: frozenset[int] = frozenset()
 
 
 def made_in(graph: StepGraph, block: Block) -> set[int]:
@@ -166,6 +168,28 @@ def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
     """
     made = made_in(graph, choice) - choice.kept
     return {storage for storage in made if not outlives_forward(graph, storage)}
+
+
+def is_movable(graph: StepGraph, block: Block, index: int) -> bool:
+    """Return whether a storage that a block keeps can be moved to the host.
+
+    Only the block saves it, nobody reads it between the block and the backward pass,
+    and it is written for the last time before it is saved.
+    """
+    storage = graph.storages[index]
+    saved = [graph.saved[i] for i in graph.saved_on.get(index, ())]
+    asked = [moment for s in saved for moment in s.asked]
+    moments = [s.moment for s in saved]
+    if not (asked and storage.bytes and block.start <= storage.birth < block.end):
+        return False
+    return (
+        storage.released is not None
+        and storage.released <= block.end
+        and not graph.operators[storage.birth].must_keep
+        and min(asked) >= graph.backward_start
+        and graph.last_write[index] <= min(moments)
+        and max(moments) < block.end
+    )
 
 
 def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:

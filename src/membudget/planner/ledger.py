@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 
 from membudget.graph import StepGraph
 
@@ -20,6 +21,8 @@ class Ledger:
         peak_moment: The op index at which the peak occurred.
         replayed: Indices of the operators run by replays, in execution order.
         reran: Indices of the operators run by reruns, in execution order.
+        again_s: Time of these operators together.
+        before_read: Called with what a recompute is about to read, if not `None`.
     """
 
     def __init__(self, graph: StepGraph):
@@ -29,11 +32,33 @@ class Ledger:
         self.moment = self.live_bytes = self.peak_bytes = self.peak_moment = 0
         self.replayed: list[int] = []
         self.reran: list[int] = []
+        self.again_s = 0.0
+        self.before_read: Callable[[Iterable[int]], None] | None = None
 
     def end_of(self, storage: int) -> int:
         """Return the op index at which the forward's copy of a storage is freed."""
         end = self.ends.get(storage)
         return self.graph.storages[storage].death if end is None else end
+
+    def run_again(self, operator: int, ran: list[int]) -> None:
+        """Note in `replayed` or `reran` that an operator runs again."""
+        ran.append(operator)
+        self.again_s += self.graph.operators[operator].seconds
+
+    def read(self, storages: Iterable[int]) -> None:
+        """Note that a recompute is about to read storages."""
+        if self.before_read is not None:
+            self.before_read(storages)
+
+    def hold(self, storage: int, until: int) -> None:
+        """Let a region hold the forward's copy of a storage until an op index.
+
+        It cannot hold what FSDP has gathered: the storage is emptied all the same, and
+        filled again before the backward.
+        """
+        held = self.graph.storages[storage]
+        if held.kind != "outside" or held.birth < 0:
+            self.ends[storage] = max(self.end_of(storage), until)
 
     def allocate(self, storage: int) -> None:
         """Add a storage to the live bytes."""
@@ -64,6 +89,16 @@ class ListingLedger(Ledger):
         self.live: Counter[int] = Counter()
         self.operator: int | None = None
         self._peak = peak_bytes, peak_moment
+
+    def run_again(self, operator: int, ran: list[int]) -> None:
+        """Note in `replayed` or `reran` that an operator runs again."""
+        ran.append(operator)
+        self.again_s += self.graph.operators[operator].seconds
+
+    def read(self, storages: Iterable[int]) -> None:
+        """Note that a recompute is about to read storages."""
+        if self.before_read is not None:
+            self.before_read(storages)
 
     def allocate(self, storage: int) -> None:
         """Add a storage to the live bytes."""

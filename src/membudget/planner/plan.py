@@ -26,8 +26,11 @@ from membudget.planner.loop_plan import LoopPlan
 from membudget.planner.plain_data import field_of, record_of
 from membudget.text import read_json, write_whole
 
-VERSION = 6
+VERSION = 7
 """Version of the JSON; it rises when an older reader would misread a newer plan."""
+
+READ = (6, VERSION)
+"""Versions that are read: those of version 6 move nothing to the host."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ class RegionPlan:
         engine: What recomputes: `"replay"`, or `"rerun"`, which keeps nothing.
         sequence: Names of the operators' overloads, in order, by which calls that run
             others are aligned; empty if the region keeps nothing and has no stages.
+        offloaded: Those of `kept` that are moved to the host.
     """
 
     path: str
@@ -87,6 +91,29 @@ class RegionPlan:
     numbers: tuple[int, ...] = ()
     engine: BlockEngine = REPLAY
     sequence: tuple[str, ...] = ()
+    offloaded: tuple[KeptOutput, ...] = ()
+
+
+@dataclass(frozen=True)
+class HostPlan:
+    """What a plan takes of the host, and of the link to it.
+
+    Attributes:
+        host_bytes: Memory of the host that is allocated.
+        window_bytes: Bytes of the device for what is on its way, in either direction.
+        moved_bytes: Bytes that a step copies to the host, and back.
+        link_s: Time for which the link is busy, in both directions together.
+        wait_s: Time for which the device waits for a copy.
+    """
+
+    host_bytes: int = 0
+    window_bytes: int = 0
+    moved_bytes: int = 0
+    link_s: float = 0.0
+    wait_s: float = 0.0
+
+
+NO_HOST = HostPlan()
 
 
 @dataclass(frozen=True)
@@ -108,6 +135,7 @@ class Plan:
             empty if that is not known.
         loops: What a training loop taught, one for each of its models; empty if the
             plan is of a single step.
+        host: What is taken of the host; all 0 if the regions move nothing there.
     """
 
     model: str
@@ -121,6 +149,7 @@ class Plan:
     regions: tuple[RegionPlan, ...]
     device: str = ""
     loops: tuple[LoopPlan, ...] = ()
+    host: HostPlan = NO_HOST
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data that JSON can represent."""
@@ -148,11 +177,15 @@ class Plan:
                 wrong type.
         """
         version = field_of(data, "version", int, "plan")
-        if version != VERSION:
+        if version not in READ:
             raise PlanError(
                 f"this membudget reads plans of version {VERSION}; this one has "
                 f"version {version}: make the plan again"
             )
+        regions = data.get("regions")
+        if version != VERSION and isinstance(regions, list):
+            regions = [{"offloaded": [], **dict(region)} for region in regions]
+            data = {"host": dataclasses.asdict(NO_HOST), **data, "regions": regions}
         plan: Plan = record_of({"device": "", "loops": [], **data}, cls, "plan")
         return plan
 

@@ -17,7 +17,8 @@ from operator import attrgetter
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import BlockEngine
-from membudget.planner.knapsack import by_block
+from membudget.planner.knapsack import by_block, by_rerun
+from membudget.planner.moved import Host
 from membudget.planner.nested import nested
 from membudget.planner.prices import priced
 from membudget.planner.schedule import (
@@ -26,7 +27,7 @@ from membudget.planner.schedule import (
     Schedule,
     Simulator,
 )
-from membudget.planner.search import improved, never
+from membudget.planner.search import improved, moving_all, never
 from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
 
@@ -51,9 +52,12 @@ class Planner:
         self,
         graph: StepGraph,
         overheads: Overheads = NO_OVERHEADS,
-        solvers: Sequence[SolverMaker] = SOLVERS,
+        solvers: Sequence[SolverMaker] | None = None,
+        host: Host | None = None,
     ):
         """Cut the step into blocks and compute their Pareto fronts.
+
+        With a `host`, storages may be moved there, besides being kept or recomputed.
 
         Raises:
             OptionError: If the time of an operator is negative or not finite.
@@ -62,10 +66,12 @@ class Planner:
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
-        self.simulator = Simulator(self.graph, overheads)
-        self._solvers = solvers
-        self._kinds = [make(self.simulator) for make in solvers]
+        self.simulator = Simulator(self.graph, overheads, host)
+        self._solvers = solvers_of(graph) if solvers is None else solvers
+        self._kinds = [make(self.simulator) for make in self._solvers]
         self._found: list[Schedule] = []
+        # What is found without a host may be faster.
+        self._without = None if host is None else Planner(graph, overheads, solvers)
 
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
         """Return the fastest schedule found whose simulated peak fits the budget.
@@ -85,9 +91,10 @@ class Planner:
         quickly: bool = False,
         is_late: Callable[[], bool] = never,
     ) -> list[Schedule]:
-        """Return the fastest schedule that fits, then the fastest with other engines.
+        """Return the fastest schedule that fits, then the fastest of other kinds.
 
-        The times of the engines are priced roughly, so another of them may be faster.
+        These have other engines, or move nothing to the host. The times of engines and
+        copies are priced roughly, so another kind may be faster.
         Once `is_late`, no annealing begins, unless nothing fits without it.
 
         Raises:
@@ -109,11 +116,12 @@ class Planner:
         self._found.append(min(fitting, key=_seconds))
         # What fits a smaller budget fits this one, too, and may be faster.
         known = [s for s in self._found if s.peak_bytes <= budget_bytes]
-        of_engines: dict[frozenset[BlockEngine], Schedule] = {}
+        of_kinds: dict[tuple[frozenset[BlockEngine], bool], Schedule] = {}
         for schedule in sorted([*known, *fitting], key=_seconds):
             engines = frozenset(choice.engine for choice in schedule.choices)
-            of_engines.setdefault(engines, schedule)
-        return [self.simulator.with_plain_times(s) for s in of_engines.values()]
+            moves = any(choice.offloaded for choice in schedule.choices)
+            of_kinds.setdefault((engines, moves), schedule)
+        return [self.simulator.with_plain_times(s) for s in of_kinds.values()]
 
     def _fitting(
         self, budget_bytes: int, quickly: bool, is_late: Callable[[], bool]
@@ -124,7 +132,10 @@ class Planner:
         ]
         if all(s.peak_bytes > budget_bytes for of in kinds for s in of):
             kinds.append(self._least)  # To anneal until they fit.
-        return improved(self.simulator, kinds, budget_bytes, quickly, is_late)
+        found = improved(self.simulator, kinds, budget_bytes, quickly, is_late)
+        if self._without is not None:
+            found += self._without._fitting(budget_bytes, quickly, is_late)
+        return found
 
     @cached_property
     def _least(self) -> list[Schedule]:
@@ -137,7 +148,10 @@ class Planner:
         timeless = Simulator(replace(self.graph, operators=operators))
         solvers = (solver for make in self._solvers for solver in make(timeless))
         found = (schedule for solver in solvers for schedule in solver.least)
-        return [self.simulator.schedule(s.calls, s.choices) for s in found]
+        least = [self.simulator.schedule(s.calls, s.choices) for s in found]
+        if self.simulator.host is None:
+            return least
+        return [*least, *(moving_all(self.simulator, s) for s in least)]
 
     def smallest(self) -> Schedule:
         """Return the schedule with the smallest peak that is found from bytes alone."""
@@ -149,6 +163,12 @@ class Planner:
     def least_bytes(self) -> int:
         """Return the smallest budget for which a schedule is known."""
         return self.smallest().peak_bytes
+
+
+def solvers_of(graph: StepGraph) -> tuple[SolverMaker, ...]:
+    """Return the solvers whose plans the engines can execute on a step."""
+    forward = graph.operators[: graph.backward_start]
+    return (by_rerun,) if any(o.communicates for o in forward) else SOLVERS
 
 
 def plain_schedule(graph: StepGraph) -> Schedule:

@@ -54,6 +54,7 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
     if choice.engine == RERUN:
         return RegionPlan(path, count, (), engine=RERUN)
     kept = outputs(useful_kept(graph, choice))
+    offloaded = outputs(choice.offloaded)
     stages = tuple(
         StagePlan(
             stage.start - choice.start,
@@ -66,7 +67,7 @@ def region_plan(graph: StepGraph, path: str, choice: Choice) -> RegionPlan:
     if kept or stages:
         operators = graph.operators[choice.start : choice.end]
         sequence = tuple(operator.name for operator in operators)
-    return RegionPlan(path, count, kept, stages, sequence=sequence)
+    return RegionPlan(path, count, kept, stages, sequence=sequence, offloaded=offloaded)
 
 
 def _saved_outputs(graph: StepGraph, index: int) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
 from membudget.planner.known_blocks import KnownBlocks
+from membudget.planner.moved import Host
 from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import PlainStep
@@ -185,11 +186,18 @@ class Simulator:
         candidates: Number of distinct sets of choices simulated so far.
         operators: Total number of operators that the simulations ran.
         known: What is known of the step's blocks.
+        host: The host that storages may be moved to; `None` if they may not.
     """
 
-    def __init__(self, graph: StepGraph, overheads: Overheads = NO_OVERHEADS):
+    def __init__(
+        self,
+        graph: StepGraph,
+        overheads: Overheads = NO_OVERHEADS,
+        host: Host | None = None,
+    ):
         """Create a simulator with an empty cache."""
         self.plain = graph
+        self.host = host
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
         self.known = KnownBlocks(self.graph)
@@ -203,7 +211,7 @@ class Simulator:
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
-            found = simulate(self.graph, key, self._plain)
+            found = simulate(self.graph, key, self._plain, self.host)
             # A rerun runs operators without the overhead that the graph adds to them.
             saved_s = self._overheads.again_s(self.graph, found.reran)
             found = replace(found, seconds=found.seconds - saved_s)
@@ -227,8 +235,11 @@ class Simulator:
         again_s = sum(self.plain.operators[index].seconds for index in found.recomputed)
         replayed_s = self._overheads.again_s(self.plain, found.replayed)
         overhead_s = schedule.overhead_s + replayed_s
-        seconds, plain_s = self.plain.seconds + again_s, self.plain.seconds
-        simulation = replace(schedule.simulation, seconds=seconds)
+        plain_s = self.plain.seconds
+        if found.moves.out_bytes:  # What hides copies is what the device computes.
+            found = simulate(self.plain, schedule.choices, host=self.host)
+        seconds = plain_s + again_s + found.moves.wait_s
+        simulation = replace(found, seconds=seconds)
         return replace(
             schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
         )

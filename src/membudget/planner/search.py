@@ -6,19 +6,8 @@ contrast, evaluate complete schedules by simulation:
 
 * `fill` tries to keep recomputed storages one by one, most seconds saved per byte
   first; a storage stays kept if the step then fits and is faster;
-* `anneal` is simulated annealing (Kirkpatrick, Gelatt and Vecchi 1983, "Optimization by
-  simulated annealing"): it flips one or two random storages between kept and dropped,
-  accepts every improvement, and accepts a deterioration d with probability exp(-d /
-  temperature) while the temperature falls to zero. Bytes over the budget are penalised
-  at a price that rises while the schedule exceeds the budget and falls while it fits,
-  so the search stays near the limit of what fits. A fixed seed makes the result
-  deterministic;
+* `anneal` changes storages at random, and seldom accepts what is slower;
 * `rerun_where_faster` tries to rerun each region instead of replaying it.
-
-Annealing replaced an integer programme, which took a minute for a hundred operators,
-was out of reach for a thousand, and gave steps at most 2.2 % faster than annealing.
-Only steps of up to 500 operators are annealed: for larger steps, too few schedules can
-be simulated per second to find a better one.
 
 The best schedules are improved first. Simulations saved by pruning candidates that
 cannot pay off and by abandoning hopeless runs are then spent on the best schedule of
@@ -30,45 +19,22 @@ pruning nor abandoning runs made any schedule slower.
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import RERUN, Choice, made_in
-from membudget.planner.frontier import Front
+from membudget.planner.annealing import MOST_ANNEALED_OPERATORS, anneal, is_too_large
+from membudget.planner.choice import RERUN, Choice, is_movable, made_in
 from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.second_run import may_rerun
 
 MOST_FILLED_OPERATORS = 40_000
 """Maximum number of operators that the simulations of one `fill` run."""
 
-MOST_ANNEALED_OPERATORS = 50_000
-"""Maximum number of operators that the simulations of one `anneal` run."""
-
 MOST_FILLED = 3
 """Number of schedules filled for a small step: the second may end up faster."""
-
-FEWEST_TRIES = 100
-"""With fewer simulations, annealing would find little."""
-
-TRIES_OF_EACH = 20
-"""Maximum number of flips tried, for each storage that may be dropped."""
-
-TEMPERATURE = 0.005
-"""The first temperature, relative to the time of the plain step."""
-
-FIRST_PRICE = 0.5
-"""First price of as many bytes as the budget, relative to the plain step's time."""
-
-HOPELESS = 1.02
-"""A run is given up if it is slower than the best by this factor at half time, or if
-nothing fits after a quarter. No such run pays off in `benchmarks/solvers.py`."""
-
-PRICES = (0.05, 50.0)  # Limits of the price.
-RATE = 1.03  # By which each flip changes the price.
 
 _seconds = attrgetter("seconds")
 
@@ -227,70 +193,14 @@ def rerun_where_faster(
     return schedule
 
 
-def is_too_large(graph: StepGraph) -> bool:
-    """Return whether a step has too many operators for annealing to pay off."""
-    return FEWEST_TRIES * len(graph.operators) > MOST_ANNEALED_OPERATORS
-
-
-def anneal(
-    simulator: Simulator,
-    start: Schedule,
-    budget_bytes: int,
-    known_s: float = math.inf,
-) -> Schedule | None:
-    """Return the fastest fitting schedule that annealing finds; `None` if none fits.
-
-    `start` may exceed the budget; `known_s` is the time of the best schedule that fits.
-    """
+def moving_all(simulator: Simulator, schedule: Schedule) -> Schedule:
+    """Move all that a schedule keeps and that can be moved to the host."""
     graph = simulator.graph
-    if is_too_large(graph) or not graph.seconds:
-        return None
-    free = [
-        (place, storage)
-        for place, choice in enumerate(start.choices)
-        if choice.engine != RERUN
-        for storage in Front(graph, choice).droppable()
+    choices = [
+        replace(
+            choice,
+            offloaded=frozenset(s for s in choice.kept if is_movable(graph, choice, s)),
+        )
+        for choice in schedule.choices
     ]
-    if not free:
-        return None
-    tries = MOST_ANNEALED_OPERATORS // len(graph.operators)
-    tries = min(tries, TRIES_OF_EACH * len(free))
-    generator = random.Random(0)
-    price, schedule = FIRST_PRICE, start
-    best = start if start.peak_bytes <= budget_bytes else None
-    for number in range(tries):
-        if number == tries // 4 and best is None:
-            break
-        if number == tries // 2 and (best is None or best.seconds > HOPELESS * known_s):
-            break
-        temperature = TEMPERATURE * (1 - number / tries)
-        flipped = _flipped(schedule.choices, free, generator)
-        other = simulator.changed(schedule, flipped)
-        worse = _cost(other, budget_bytes, price) - _cost(schedule, budget_bytes, price)
-        if worse <= 0 or generator.random() < math.exp(-worse / temperature):
-            schedule = other
-        is_over = schedule.peak_bytes > budget_bytes
-        if not is_over and (best is None or schedule.seconds < best.seconds):
-            best = schedule
-        price = price * RATE if is_over else price / RATE
-        price = min(max(price, PRICES[0]), PRICES[1])
-    return best
-
-
-def _flipped(
-    choices: Sequence[Choice],
-    free: Sequence[tuple[int, int]],
-    generator: random.Random,
-) -> list[Choice]:
-    """Return the choices with one or two random storages flipped (kept or dropped)."""
-    flipped = list(choices)
-    for _ in range(generator.choice((1, 2))):
-        place, storage = generator.choice(free)
-        kept = flipped[place].kept ^ {storage}
-        flipped[place] = replace(flipped[place], kept=kept)
-    return flipped
-
-
-def _cost(schedule: Schedule, budget_bytes: int, price: float) -> float:
-    over = schedule.simulation.share_over(budget_bytes)
-    return schedule.simulation.seconds / schedule.plain_s + price * over
+    return simulator.changed(schedule, choices)

@@ -89,11 +89,14 @@ class PlainStep:
 
     Attributes:
         workspaces: Bytes of each operator's workspace.
+        begins_s: When each operator begins, in seconds since the step began.
     """
 
     def __init__(self, graph: StepGraph):
         """Count the bytes that are live at, and allocated by, each operator."""
         self.workspaces = np.array([o.workspace_bytes for o in graph.operators], int)
+        seconds = (o.seconds for o in graph.operators)
+        self.begins_s = [*accumulate(seconds, initial=0.0)]
         facts = [(s.birth, s.death, s.bytes) for s in graph.storages]
         table = np.array(facts, int).reshape(-1, 3).T
         self._births, self._deaths, self._sizes = table
