@@ -56,8 +56,8 @@ def few_blocks() -> mb.Offload:
 def engine(name: str, seed: int) -> Region:
     if name == "offload":
         chosen = functools.partial(keeps_some, seed)
-        keep = mb.policies.offloaded(chosen, few_blocks())
-        return functools.partial(mb.checkpoint, engine="replay", keep=keep)
+        moved = mb.policies.offloaded(chosen, few_blocks())
+        return functools.partial(mb.checkpoint, engine="replay", keep=moved)
     if name == "inputs":
         return functools.partial(mb.checkpoint, engine="rerun", offload=few_blocks())
     if name == "keep":
