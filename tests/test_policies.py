@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget.engine.candidate import Candidate
+from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.stages import Stages
 from membudget.errors import PlanError
 from membudget.policies import Planned
@@ -19,7 +19,7 @@ COS: Any = torch.ops.aten.cos.default
 FREXP: Any = torch.ops.aten.frexp.Tensor
 
 
-def asks(policy: Planned, *calls: tuple[int, int, Any]) -> list[bool]:
+def asks(policy: Planned, *calls: tuple[int, int, Any]) -> list[Answer]:
     """Return the answers of one call of a region."""
     output = torch.zeros(1)
     call = policy.begin()
@@ -113,7 +113,7 @@ def test_outside_of_a_call_only_the_output_itself_is_compared():
     policy = Planned({(2, 0): "aten.sin.default"})
     output = torch.zeros(1)
 
-    def keeps(operator: Any, number: int, position: int) -> bool:
+    def keeps(operator: Any, number: int, position: int) -> Answer:
         return policy.keeps(
             Candidate(operator, (), {}, output, number, position, lambda: "")
         )

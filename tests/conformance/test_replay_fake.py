@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
+from membudget.engine.candidate import Answer
 from membudget.engine.options import Verify
 from membudget.engine.policy import as_policy
 from membudget.policies import Candidate
@@ -106,7 +107,7 @@ def step_of(make: Callable[[], nn.Module], keep: Any, verify: Verify = False) ->
     asked: list[str] = []
     policy = as_policy(keep)
 
-    def remembered(candidate: Candidate) -> bool:
+    def remembered(candidate: Candidate) -> Answer:
         asked.append(f"{candidate.index} {candidate.operator}")
         return policy.keeps(candidate)
 

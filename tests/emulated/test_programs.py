@@ -47,7 +47,19 @@ def mixed(function: Any, argument: Tensor) -> Any:
     return mb.checkpoint(function, argument, engine=engines[len(part.lines) % 2])
 
 
+@functools.cache
+def few_blocks() -> mb.Offload:
+    """Return host memory that all programs share: each block is soon used again."""
+    return mb.offload("1KiB", window=256, smallest=1, first=0)
+
+
 def engine(name: str, seed: int) -> Region:
+    if name == "offload":
+        chosen = functools.partial(keeps_some, seed)
+        moved = mb.policies.offloaded(chosen, few_blocks())
+        return functools.partial(mb.checkpoint, engine="replay", keep=moved)
+    if name == "inputs":
+        return functools.partial(mb.checkpoint, engine="rerun", offload=few_blocks())
     if name == "keep":
         keep = functools.partial(keeps_some, seed)
         return functools.partial(mb.checkpoint, **OPTIONS[name], keep=keep)
@@ -77,7 +89,7 @@ def is_offered(name: str, program: Program) -> bool:
     return name != "unguarded" or program.operators.isdisjoint(UNGUARDED)
 
 
-@pytest.mark.parametrize("name", [*OPTIONS, "nested", "mixed"])
+@pytest.mark.parametrize("name", [*OPTIONS, "nested", "mixed", "offload", "inputs"])
 def test_a_program_over_streams_and_devices_has_the_plain_bits(name: str):
     drawn = [(seed, *expected(seed)) for seed in SEEDS]
     wrong = {

@@ -99,7 +99,7 @@ def test_a_function_of_a_candidate_may_offload() -> None:
 def test_what_offloads_is_pickled_without_its_memory() -> None:
     policy = pickle.loads(pickle.dumps(MOVED[0] | READY["matmuls"]))
     assert policy.keeps(candidate()) is True
-    assert copy.deepcopy(MOVED[0]).by is OFF
+    assert copy.deepcopy(MOVED[1]).keeps(candidate()) is OFF
 
 
 def listed_operators() -> list[str]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.offload.disk import BLOCK, CHUNK, Disk
-from membudget.offload.extents import Place
+from membudget.offload.extents import Extent
 
 WIDTH = 64
 BYTES = 256 * WIDTH * 4
@@ -32,7 +32,7 @@ def test_what_is_written_comes_back_until_its_place_is_given_to_others(
     asked: list[tuple[int, bool]],
 ) -> None:
     disk = Disk(12 * BLOCK, None)
-    there: list[tuple[Place, Tensor]] = []
+    there: list[tuple[Extent, Tensor]] = []
     for number, (size, gives_back) in enumerate(asked):
         content = torch.full((size,), number, dtype=torch.uint8, device="cpu")
         place = disk.write(content)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from membudget.errors import OptionError
-from membudget.offload.extents import Extents, Place
+from membudget.offload.extents import Extent, Extents
 from membudget.text import format_bytes
 
 BLOCK = 4096
@@ -65,7 +65,7 @@ class Disk:
         address = self._chunk.data_ptr()
         self._view = memoryview((ctypes.c_char * CHUNK).from_address(address)).cast("B")
 
-    def write(self, content: Tensor) -> Place | None:
+    def write(self, content: Tensor) -> Extent | None:
         """Write bytes; return where they are, `None` if the file is full."""
         with self._lock:
             place = self._extents.take(content.nbytes)
@@ -80,7 +80,7 @@ class Disk:
                     done += os.pwrite(self._descriptor, part, place[1] + begin + done)
             return place
 
-    def read(self, place: Place, target: Tensor) -> None:
+    def read(self, place: Extent, target: Tensor) -> None:
         """Read bytes into a tensor of any device; return when they are there."""
         with self._lock:
             for begin, end, rounded in _chunks(target.nbytes):
@@ -90,7 +90,7 @@ class Disk:
                     done += os.preadv(self._descriptor, [part], place[1] + begin + done)
                 target[begin:end].copy_(self._chunk[: end - begin])
 
-    def give_back(self, place: Place, size: int) -> None:
+    def give_back(self, place: Extent, size: int) -> None:
         """Let other bytes have the place of so many."""
         with self._lock:
             self.used_bytes -= self._extents.rounded(size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 
-Place = tuple[int, int]
+Extent = tuple[int, int]
 """A piece, and where a part begins there, in bytes."""
 
 
@@ -14,7 +14,7 @@ class Extents:
     def __init__(self, alignment: int):
         """Begin without pieces; parts are multiples of so many bytes."""
         self._alignment = alignment
-        self._free: list[tuple[Place, int]] = []  # With their bytes, by place.
+        self._free: list[tuple[Extent, int]] = []  # With their bytes, by place.
 
     def rounded(self, size: int) -> int:
         """Return the bytes that a part of a size takes."""
@@ -24,7 +24,7 @@ class Extents:
         """Add a piece, all of which is free."""
         insort(self._free, ((piece, 0), size))
 
-    def take(self, size: int) -> Place | None:
+    def take(self, size: int) -> Extent | None:
         """Take a part; return `None` if none is large enough."""
         rounded = self.rounded(size)
         fitting = [part for part in self._free if part[1] >= rounded]
@@ -37,10 +37,10 @@ class Extents:
             insort(self._free, ((piece, offset + rounded), found - rounded))
         return piece, offset
 
-    def give_back(self, place: Place, size: int) -> None:
+    def give_back(self, place: Extent, size: int) -> None:
         """Take a part of a size back."""
         insort(self._free, (place, self.rounded(size)))
-        merged: list[tuple[Place, int]] = []
+        merged: list[tuple[Extent, int]] = []
         for (piece, offset), found in self._free:
             if merged and merged[-1][0] == (piece, offset - merged[-1][1]):
                 before_place, before = merged.pop()

@@ -152,6 +152,7 @@ class Lane:
             entry = view.entry
             if entry.source is not None and (entry.stays or not entry.was_copied):
                 entry.source = bytes_of(entry.source).clone().untyped_storage()
+                entry.saved_on = self._link.now()
             else:
                 self._link.wait(entry.copied)
                 entry.source = None
@@ -212,19 +213,14 @@ class Lane:
         """
         if not entry.was_copied or self._steps.is_known:
             return False
-        if entry.copied is not None:
-            entry.copied.synchronize()
-        now = bytes_of(storage).cpu()
-        if entry.block is not None:
-            return not torch.equal(now, entry.block.content)
-        self._spill.read(entry, copied := torch.empty_like(now))
-        return not torch.equal(now, copied)
+        return not torch.equal(bytes_of(storage).cpu(), self._spill.content(entry))
 
     # Out.
 
     def _new_entry(self, tensor: Tensor) -> tuple[SavedStorage, bool]:
         """Return what stands for a storage, and whether that is to be copied."""
         entry = SavedStorage(tensor, tensor.untyped_storage())
+        entry.saved_on = self._link.now()
         fate = self._steps.enter(entry, is_alone=not self._live)
         self._live += 1
         if fate == "unknown":
@@ -246,8 +242,8 @@ class Lane:
             self._note("full", entry)
             return
         self._note("out", entry)
-        entry.saved_on = self._link.now()
-        entry.copied = self._link.copy_out(bytes_of(source), entry.block.content)
+        content, made_on = entry.block.content, entry.saved_on
+        entry.copied = self._link.copy_out(bytes_of(source), content, made_on)
         self._window.send(entry)
         self._release()
 
@@ -262,6 +258,7 @@ class Lane:
     def _storage_of(self, entry: SavedStorage) -> UntypedStorage:
         """Return the bytes of an entry on the device, for the current stream."""
         if entry.source is not None:
+            self._link.lend(entry.source, entry.saved_on)
             return entry.source
         original = entry.original()
         if original is not None:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from membudget._torch_accelerator import stream_of
+from membudget._torch_accelerator import lend_to_current_stream, stream_of
 
 
 class Link:
@@ -41,21 +41,21 @@ class Link:
         self._out = torch.Stream(device) if has_streams else None
         self._in = torch.Stream(device) if has_streams else None
 
-    def copy_out(self, source: Tensor, target: Tensor) -> Any:
-        """Copy to the host all that was written so far; return the event of its end.
+    def copy_out(self, source: Tensor, target: Tensor, made_on: Any) -> Any:
+        """Copy to the host what a stream has made; return the event of its end.
 
         The source must not be freed before that event.
         """
         if self._out is None:
             target.copy_(source)
             return None
-        self._out.wait_event(self.now().record_event())
+        self._out.wait_event(made_on.record_event())
         # Whoever had the block may still read from it, or write to it.
         for link in self._sharing:
             for end in list(link.ends.values()):
                 self._out.wait_event(end)
         # The stream that reads the source may be another than it is allocated for.
-        source.record_stream(self.now())
+        source.record_stream(made_on)
         self.ends["out"] = _copy(source, target, self._out)
         return self.ends["out"]
 
@@ -89,9 +89,9 @@ class Link:
             self.now().wait_event(event)
 
     def lend(self, storage: UntypedStorage, made_on: Any) -> None:
-        """Let the stream that computes use what was allocated for another one."""
-        if self.now() != made_on:
-            bytes_of(storage).record_stream(self.now())
+        """Let the stream that computes use what another one has made."""
+        if made_on is not None:
+            lend_to_current_stream(bytes_of(storage), made_on)
 
 
 def bytes_of(storage: UntypedStorage) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from membudget._torch import storage_uses
 from membudget.errors import ChangedSinceForwardError
-from membudget.offload.extents import Place
+from membudget.offload.extents import Extent
 from membudget.offload.slab import HostBlock
 from membudget.state.identity import SavedVersion, version_of
 
@@ -34,7 +34,7 @@ class SavedStorage:
         copied: Event of the end of that copy.
         loaded: What was copied back, until all views have asked for it.
         arrived: Event of the end of that copy.
-        saved_on: The stream that computed when the copy out began.
+        saved_on: The stream that computed when it was saved, or `source` was copied.
         loaded_on: The stream that what was copied back is allocated for.
         views: How many views of it autograd holds.
         unasked: How many of these were not asked for yet.
@@ -58,7 +58,7 @@ class SavedStorage:
         self.source: UntypedStorage | None = storage
         self.original: Callable[[], UntypedStorage | None] = ref(storage)
         self.block: HostBlock | None = None
-        self.extent: Place | None = None
+        self.extent: Extent | None = None
         self.loaded: UntypedStorage | None = None
         self.copied: Any = None
         self.arrived: Any = None

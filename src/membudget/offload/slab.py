@@ -20,7 +20,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.errors import OptionError
-from membudget.offload.extents import Extents, Place
+from membudget.offload.extents import Extent, Extents
 from membudget.offload.link import Link
 from membudget.text import format_bytes
 
@@ -41,7 +41,7 @@ class HostBlock:
         content: The bytes that were asked for.
     """
 
-    place: Place
+    place: Extent
     size: int
     content: Tensor
 

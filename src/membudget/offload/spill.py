@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 
 from membudget.offload.disk import Disk
@@ -49,6 +50,16 @@ class Spill:
         entry.block = None
         self._moved_bytes["spilled"] += entry.size
         return True
+
+    def content(self, entry: SavedStorage) -> Tensor:
+        """Return the bytes of a storage that was copied, on the host."""
+        if entry.copied is not None:
+            entry.copied.synchronize()
+        if entry.block is not None:
+            return entry.block.content
+        found = torch.empty(entry.size, dtype=torch.uint8, device="cpu")
+        self.read(entry, found)
+        return found
 
     def read(self, entry: SavedStorage, target: Tensor) -> None:
         """Read a storage from the file."""

@@ -36,7 +36,9 @@ Rule 8. A region's first call with each new operator sequence is verified, again
     that a replay does not reproduce bit for bit triggers a warning and is kept from
     then on. A custom operator's first replay runs on copies of its arguments.
 Rule 9. Tensors that a replay reads, except parameters, are packed by any saved-tensor
-    hooks around the region, so engines and offloaders can be nested in any order.
+    hooks around the region, so engines and offloaders can be nested in any order. What
+    a policy offloads is held in host memory instead, from the operator on that made it;
+    a later write in the region waits for its copy.
 Rule 10. Only the handles in the autograd graph own the tape, which has no reference
     cycles: when the graph is freed, so is the tape.
 """

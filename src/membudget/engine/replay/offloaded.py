@@ -23,13 +23,13 @@ class Offloaded:
     is_unpacked_once = False
 
     def __init__(self, held: Held, stream: Any):
-        """Note what is held, and the stream on which the region began."""
+        """Note what is held, and the stream that it is to be ready for."""
         self._held = held
         self._is_apart = False
         self._stream = stream
 
     def unpacked(self) -> tuple[Tensor, bool]:
-        """Return the tensor, on the region's stream; also, that it is what it was.
+        """Return the tensor, on its stream; also, that it is what it was.
 
         Raises:
             ChangedSinceForwardError: If it was written to after the region.

@@ -15,6 +15,7 @@ from weakref import ReferenceType, WeakSet, ref
 import torch
 from torch import Tensor
 
+from membudget._torch_accelerator import stream_of
 from membudget.engine.held import Packed
 from membudget.engine.replay.offloaded import Offloaded
 from membudget.offload import Offload
@@ -86,9 +87,15 @@ class TapeValue:
         self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
 
     def offload(self, by: Offload, stream: Any) -> None:
-        """Let `by` hold the stored tensor, if it moves that, for a region's stream."""
-        held = None if self.tensor is None else by.hold(self.tensor)
+        """Let `by` hold the stored tensor, if it moves that.
+
+        A replay reads it on the stream of its region, or on one of the tensor's device.
+        """
+        assert self.tensor is not None, "it is held"
+        device, held = self.tensor.device, by.hold(self.tensor)
         if held is not None:
+            if stream is not None and stream.device_index != device.index:
+                stream = stream_of(device)
             self.packed, self.tensor = Offloaded(held, stream), None
 
     def is_held(self) -> bool:
