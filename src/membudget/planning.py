@@ -218,7 +218,6 @@ def make_plan(
     model: Module,
     budget_bytes: int,
     unseen: int = 0,
-    host: Host | None = None,
 ) -> Plan:
     """Return the plan that implements a schedule on a model."""
     graph = profile.graph
@@ -233,7 +232,7 @@ def make_plan(
         cost=profile.cost,
         regions=region_plans(graph, schedule.calls, schedule.choices),
         device=device_type(model),
-        host=_host_plan(schedule.simulation.moves, host),
+        host=_host_plan(schedule.simulation.moves, schedule.host),
     )
 
 
