@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.host import measured_rates
 from membudget.planner.moved import Host
 from membudget.planner.planner import Planner
 from membudget.planner.schedule import Schedule
@@ -253,3 +254,25 @@ def test_host_memory_that_is_too_small_is_never_exceeded(rig):
     assert plan.host.host_bytes <= small.memory_bytes
     _, peak_bytes = rig.under(schedule)
     assert peak_bytes <= 0.7 * rig.profile.peak_bytes
+
+
+def test_the_link_is_measured():
+    emu.configure(link_bytes_per_s=2e9, link_latency_s=1e-4, launch_s=0)
+    measured_rates.cache_clear()
+    found = measured_rates(torch.device("emu", 0))
+    measured_rates.cache_clear()
+    assert found == pytest.approx((2e9, 2e9, 1e-4), rel=0.01)
+
+
+def test_fit_moves_what_it_may_within_the_budget():
+    rig = Rig.of("mlp")
+    emu.configure(segment_bytes=0, launch_s=0, link_bytes_per_s=3e9)
+    options: dict[str, Any] = {"device": DEVICE, "measure": "none"}
+    with mb.fit(rig.model, rig.batch, "50%", loss_of, host="1GiB", **options) as moved:
+        assert moved.plan.host.moved_bytes > 0
+        assert moved.peak_bytes <= moved.plan.budget_bytes
+        assert "moves to the host" in moved.report()
+        faster_s = moved.plan.slowdown
+    with mb.fit(rig.model, rig.batch, "50%", loss_of, **options) as kept:
+        assert kept.plan.host.moved_bytes == 0
+        assert kept.plan.slowdown > faster_s
