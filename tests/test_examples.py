@@ -38,6 +38,13 @@ def test_an_example_ends_with_equal_bits(name: str, says: str):
     assert says in done.stdout
 
 
+@pytest.mark.distributed
+def test_the_example_of_a_pipeline_ends_with_equal_bits():
+    done = run("pipeline")
+    assert done.returncode == 0, done.stderr
+    assert "losses equal to the last bit" in done.stdout
+
+
 def has_transformers() -> bool:
     """Return whether the example can import its model: torchvision may stop it."""
     code = "from transformers import GPTNeoXForCausalLM"

@@ -7,10 +7,10 @@ import inspect
 import pytest
 
 import membudget
-from membudget import compat, memory
+from membudget import compat, memory, pipeline
 
 
-@pytest.mark.parametrize("module", [membudget, compat, memory])
+@pytest.mark.parametrize("module", [membudget, compat, memory, pipeline])
 def test_the_public_names_are_sorted_and_there(module):
     # Constants come first, as ruff sorts.
     in_order = sorted(module.__all__, key=lambda name: (not name.isupper(), name))

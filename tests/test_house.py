@@ -12,6 +12,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import membudget
+from membudget import pipeline
 
 SOURCE = Path(__file__).parents[1] / "src" / "membudget"
 TREES = {
@@ -95,10 +96,12 @@ def functions(tree: ast.Module) -> set[str]:
 
 
 def public_names() -> set[str]:
-    """Return what users call: the package's names, and the methods of its classes."""
-    names = set(membudget.__all__)
-    for name in membudget.__all__:
-        names |= set(dir(getattr(membudget, name)))
+    """Return what users call: public names, and the methods of public classes."""
+    names: set[str] = set()
+    for package in (membudget, pipeline):
+        names |= set(package.__all__)
+        for name in package.__all__:
+            names |= set(dir(getattr(package, name)))
     return names
 
 

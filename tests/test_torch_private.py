@@ -12,6 +12,7 @@ import torch
 
 from membudget import _torch, _torch_observing
 from membudget._torch_modules import (
+    is_asked,
     is_compiled,
     own_parameters,
     without_gradient_hooks,
@@ -198,6 +199,24 @@ def test_modules_hold_their_own_parameters_and_a_shared_one_each():
     assert list(map(id, held)) == list(
         map(id, [first.weight, first.bias, first.weight])
     )
+
+
+def test_a_backward_pass_tells_which_gradients_it_is_asked_for():
+    linear, seen = torch.nn.Linear(2, 2), []
+    x = torch.ones(1, 2, requires_grad=True)
+
+    def output() -> torch.Tensor:
+        made = linear(x * 1)
+        made.register_hook(
+            lambda _: seen.append([is_asked(t) for t in (x, linear.weight)])
+        )
+        return made.sum()
+
+    torch.autograd.grad(output(), x)
+    torch.autograd.grad(output(), linear.weight, create_graph=True)
+    output().backward(inputs=[x])
+    output().backward()
+    assert seen == [[True, False], [False, True], [True, False], [True, True]]
 
 
 def test_bytes_cannot_be_read_inside_of_a_transform():

@@ -23,7 +23,7 @@ BEGIN, END = "<!-- map -->\n", "<!-- end of the map -->"
 FLOORS = (
     ("the package", "__init__"),
     ("the command line", "__main__ cli cli_plan cli_options"),
-    ("ways in beside fit", "compat integrations loop tradeoff"),
+    ("ways in beside fit", "compat integrations loop pipeline tradeoff"),
     (
         "fit",
         "trial fit recorded fittable fitted terms race planning limited attempt "
@@ -31,7 +31,10 @@ FLOORS = (
     ),
     ("text for people", "report"),
     ("proof", "audit"),
-    ("regions on a model", "apply planned numbered spans attach policies"),
+    (
+        "regions on a model",
+        "apply planned numbered spans offloaded_module attach policies",
+    ),
     ("numbers: a step, a plan, bytes", "planner profile memory"),
     ("engines", "engine"),
     ("what is saved, elsewhere", "offload"),
@@ -42,8 +45,8 @@ FLOORS = (
     ("records", "callsite columns operator_names text progress"),
     (
         "torch, errors",
-        "_torch _torch_accelerator _torch_modules _torch_observing _torch_settings "
-        "allocation errors",
+        "_torch _torch_accelerator _torch_modules _torch_observing _torch_pipelining "
+        "_torch_settings _torch_stage allocation errors",
     ),
 )
 

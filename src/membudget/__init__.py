@@ -54,7 +54,8 @@ if TYPE_CHECKING:
         saved,
         storage_bytes,
     )
-    from membudget.offload import Offload, OffloadStatus, offload
+    from membudget.offload import Offload, offload
+    from membudget.offload.status import OffloadStatus
     from membudget.planner.plan import Plan
     from membudget.profile import Device, Profile, Sweep, profile, sweep
     from membudget.tradeoff import Tradeoff, tradeoff
@@ -141,7 +142,8 @@ _HOMES = {
         "saved",
         "storage_bytes",
     ),
-    "membudget.offload": ("Offload", "OffloadStatus", "offload"),
+    "membudget.offload": ("Offload", "offload"),
+    "membudget.offload.status": ("OffloadStatus",),
     "membudget.planner.plan": ("Plan",),
     "membudget.profile": ("Device", "Profile", "Sweep", "profile", "sweep"),
     "membudget.tradeoff": ("Tradeoff", "tradeoff"),

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import Module, Parameter
 
 
@@ -22,6 +25,14 @@ def is_compiled(module: Module) -> bool:
     return compiled_call is not None or hasattr(module, "_orig_mod")
 
 
+def has_forward_hooks(module: Module) -> bool:
+    """Return whether a module has hooks of its own that run around its forward.
+
+    Hooks are registered publicly, but no public name tells whether there are any.
+    """
+    return bool(module._forward_pre_hooks or module._forward_hooks)
+
+
 def own_parameters(modules: Iterable[Module]) -> list[Parameter]:
     """Return the parameters that modules hold themselves; a shared one comes again.
 
@@ -30,6 +41,19 @@ def own_parameters(modules: Iterable[Module]) -> list[Parameter]:
     """
     held = (parameter for m in modules for parameter in m._parameters.values())
     return [parameter for parameter in held if parameter is not None]
+
+
+def is_asked(tensor: Tensor) -> bool:
+    """Return whether the backward pass that runs now computes a tensor's gradient.
+
+    `_will_engine_execute_node` refuses to answer for a leaf that `autograd.grad` was
+    asked for, which is an answer.
+    """
+    node = get_gradient_edge(tensor).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return True
 
 
 @contextmanager

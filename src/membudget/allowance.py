@@ -128,6 +128,26 @@ class Budget:
             before_bytes=self.before_bytes,
         )
 
+    def too_small_for(self, what: str, need_bytes: int) -> BudgetError:
+        r"""Return an error for what no plan lowers.
+
+        Example:
+            >>> error = Budget(2000, 500).too_small_for("the next step of Adam", 3000)
+            >>> print(str(error).replace(" more", "\nmore").replace(". ", "\n"))
+            the next step of Adam needs 3,000 bytes beside 500 in use,
+            more than the budget of 2,500 bytes, and no plan lowers that
+            Smallest feasible budget: 3,500 bytes
+        """
+        least_bytes = need_bytes + self.before_bytes
+        return BudgetError(
+            f"{what} needs {need_bytes:,} bytes beside {self.before_bytes:,} in use, "
+            f"more than the budget of {self.bytes_in_all:,} bytes, and no plan lowers "
+            f"that. Smallest feasible budget: {least_bytes:,} bytes",
+            asked_bytes=self.bytes_in_all,
+            least_bytes=least_bytes,
+            before_bytes=self.before_bytes,
+        )
+
 
 def check_budget(asked: int | str) -> None:
     """Reject an invalid budget before any step runs.

@@ -24,10 +24,12 @@ from membudget.attach import (
 from membudget.engine.native import status as recorder_status
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
+from membudget.offload import Offload, offload
 from membudget.planned import carried_of_plan, policies_of
 from membudget.planner.plan import Plan
 from membudget.policies import Planned
 from membudget.selection import select_modules
+from membudget.sharding import unwrapped_model
 from membudget.spans import put_spans
 
 
@@ -186,7 +188,8 @@ def apply(
             selectors. A span's region starts when the first module is called and ends
             when the second returns; the same parent module must call both. Spans run
             under the replay engine.
-        **options: Options of the regions; see `checkpoint`.
+        **options: Options of the regions; see `checkpoint`. `offload=True` holds their
+            inputs in at most half of the host's memory, allocated as it is needed.
 
     Returns:
         A handle with `status()`, `remove()` and `names`.
@@ -214,7 +217,7 @@ def apply(
         if any(x is not None for x in (blocks, names, where, spans)):
             raise SelectionError("pass a plan or a selection of modules, not both")
         return _apply_plan(model, plan, options)
-    checked = checked_options(options)
+    checked = checked_options(_with_offload(options))
     if spans is not None:
         if blocks is not None or names is not None or where is not None:
             raise SelectionError("pass spans or blocks, names and where; not both")
@@ -228,13 +231,23 @@ def apply(
     return Applied(modules, statistics)
 
 
+def _with_offload(options: dict[str, Any]) -> dict[str, Any]:
+    """Let `offload=True` be an `Offload` of its own; allocate its memory now."""
+    given = options.get("offload")
+    found = offload() if given is True else given
+    if not isinstance(found, Offload):
+        return options
+    found.open()
+    return {**options, "offload": found}
+
+
 def _apply_plan(
     model: Module, plan: Plan | str | Path, options: dict[str, Any]
 ) -> Applied:
     if not isinstance(plan, Plan):
         plan = Plan.from_json(plan)
     carried = carried_of_plan(model, plan, options)
-    known = dict(model.named_modules())
+    known = dict(unwrapped_model(model).named_modules())
     # Only now change the model: all checks above may raise.
     for name, regions in carried.items():
         put(known[name], regions, name)

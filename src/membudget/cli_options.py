@@ -55,6 +55,49 @@ def add_profiling(
     add("--cache", metavar="FOLDER", help="keep profiles there, and read them again")
 
 
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a mesh of processes to a command's parser."""
+    add = parser.add_argument
+    add(
+        "--mesh",
+        metavar="NAME=N,...",
+        help="plan one rank of a cluster, without memory and without the other ranks: "
+        "dp_shard=8,tp=2 shards by fully_shard over 8 processes, by the model's "
+        "tp_plan over 2; --batch is of one rank",
+    )
+    add(
+        "--parallelize",
+        metavar="NAME",
+        help="function of TARGET's file that shards the model in place instead, given "
+        "the model and a DeviceMesh",
+    )
+
+
+def mesh_of(options: argparse.Namespace) -> dict[str, Any]:
+    """Convert parsed options into the keyword arguments of `profile` for a mesh.
+
+    Raises:
+        OptionError: If the mesh is not written as NAME=N,... .
+    """
+    if options.mesh is None:
+        if options.parallelize is not None:
+            raise OptionError("--parallelize goes with --mesh, such as dp_shard=8")
+        return {}
+    sizes: dict[str, int] = {}
+    for text in options.mesh.split(","):
+        name, _, size = text.partition("=")
+        if not name.isidentifier() or not size.isdigit():
+            raise OptionError(
+                f"--mesh takes NAME=N,..., such as dp_shard=8,tp=2; got {text!r}"
+            )
+        sizes[name] = int(size)
+    found: dict[str, Any] = {"mesh": sizes}
+    if options.parallelize is not None:
+        path = options.target.rpartition(":")[0]
+        found["parallelize"] = load_target(f"{path}:{options.parallelize}")
+    return found
+
+
 def profiling_of(options: argparse.Namespace) -> dict[str, Any]:
     """Convert parsed options into keyword arguments of `profile`."""
     from membudget.profile.devices import optimizer_named

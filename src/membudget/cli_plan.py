@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 from membudget.cli_options import (
     DIFFERENT,
     OK,
+    add_mesh,
     add_profiling,
     add_target,
     chosen_sizes,
     load_target,
+    mesh_of,
     profiling_of,
     write_json,
 )
@@ -48,6 +50,7 @@ def _add_plan(commands: Any) -> None:
     add_target(parser)
     _add_budget(parser)
     add_profiling(parser)
+    add_mesh(parser)
     parser.set_defaults(run=_plan)
 
 
@@ -144,18 +147,20 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 
 def _plan(options: argparse.Namespace) -> int:
     _check_asked(options)
-    model, batch, loss = _made(options, on_meta=options.fake)
+    mesh = mesh_of(options)
+    model, batch, loss = _made(options, on_meta=options.fake or bool(mesh))
     from membudget.host import asked_host
     from membudget.planned import device_of_model
     from membudget.planning import plan_for
     from membudget.profile import profile
+    from membudget.report.kind_text import kind_lines
     from membudget.report.plan_text import described
 
     device = device_of_model(model)
     given = asked_host(options.host, "auto", device, options.device)
-    found = profile(model, batch, loss, **profiling_of(options))
+    found = profile(model, batch, loss, **profiling_of(options), **mesh)
     plan = plan_for(found, model, options.budget, options.mode, given)
-    print(described(plan))
+    print("\n".join([described(plan), *kind_lines(found.graph)]))
     _write_plan(options.output, plan)
     return OK
 

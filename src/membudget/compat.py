@@ -33,7 +33,7 @@ from torch.utils.checkpoint import (
 )
 
 from membudget._torch import torch_wrapping
-from membudget.attach import put_region
+from membudget.attach import carried_by, put_region
 from membudget.engine import sequential
 from membudget.engine.controls import (
     GraphExecGroup,
@@ -49,6 +49,8 @@ from membudget.engine.torch_form import (
     create_selective_checkpoint_contexts,
 )
 from membudget.errors import CheckpointError, OptionTypeError
+from membudget.offload import shared_offload
+from membudget.offloaded_module import OffloadedModule, offload_module
 
 __all__ = [
     "SAC_IGNORED_OPS",
@@ -79,12 +81,11 @@ __all__ = [
     "set_device_states",
 ]
 
-# Torch's own classes, for code that offloads or tests whether a module was wrapped.
+# Torch's own classes, for code that tests whether a module was wrapped.
 ActivationWrapper: Any
 CheckpointImpl: Any
 CheckpointWrapper: Any
 OffloadWrapper: Any
-offload_wrapper: Any
 
 
 def __getattr__(name: str) -> Any:
@@ -213,6 +214,11 @@ def checkpoint_wrapper(
     Returns:
         `module`.
     """
+    if isinstance(carried_by(module), OffloadedModule):
+        raise CheckpointError(
+            "offload_wrapper inside of checkpoint_wrapper leaves nothing to recompute: "
+            "write offload_wrapper(checkpoint_wrapper(module))"
+        )
     if checkpoint_fn is not None:
         raise CheckpointError(
             "checkpoint_wrapper takes no checkpoint_fn: the region is membudget's. "
@@ -221,6 +227,16 @@ def checkpoint_wrapper(
     if getattr(checkpoint_impl, "name", None) == "REENTRANT":
         checkpoint_fn_kwargs["use_reentrant"] = True
     put_region(module, checked_options(checkpoint_fn_kwargs), type(module).__name__)
+    return module
+
+
+def offload_wrapper(module: Module) -> Module:
+    """Offload what autograd saves in each call of `module`; return the module itself.
+
+    Around `checkpoint_wrapper`, the inputs of the region are offloaded. All modules
+    share host memory: at most half of what the host has, allocated as it is needed.
+    """
+    offload_module(module, shared_offload())
     return module
 
 

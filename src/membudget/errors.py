@@ -9,6 +9,7 @@
     ├── BudgetError (ValueError)          no plan fits in the budget
     ├── OutOfMemoryError (RuntimeError)   a step that fits the budget found no memory;
     │                                     also a `torch.OutOfMemoryError`
+    ├── RankError (RuntimeError)          another rank of the process group failed
     └── CheckpointError (RuntimeError)    a region cannot run or recompute; also
         │                                 a `torch.utils.checkpoint.CheckpointError`
         ├── RecomputeMismatchError        the recompute differs from the forward
@@ -148,6 +149,27 @@ class OutOfMemoryError(MembudgetError, RuntimeError):
         super().__init__(message)
         self.asked_bytes = asked_bytes
         self.predicted_bytes = predicted_bytes
+
+
+class RankError(MembudgetError, RuntimeError):
+    """Another rank of the process group failed in what all ranks do together.
+
+    Attributes:
+        rank: Number of the rank that failed first, which raises its own error; `None`
+            if it took the reason with it.
+        why: That error, as text; else that of this rank, which waited for it.
+    """
+
+    def __init__(self, rank: int | None, why: str, what: str = "") -> None:
+        """Compose the message and store the rank and its reason."""
+        doing = f" {what}" if what else ""
+        name = "another rank" if rank is None else f"rank {rank}"
+        super().__init__(
+            f"{name} failed{doing} ({why}), and the other ranks cannot go on "
+            "without it: start the processes again"
+        )
+        self.rank = rank
+        self.why = why
 
 
 class CheckpointError(MembudgetError, RuntimeError):

@@ -22,13 +22,15 @@ from membudget.allocation import is_out_of_memory, map_blocks_if_limited
 from membudget.allowance import Budget, absent_bytes, check_budget, free_budget
 from membudget.deadline import Deadline
 from membudget.errors import OptionError
-from membudget.fittable import check_fittable
+from membudget.fittable import check_fittable, check_on_ranks
 from membudget.fitted import DOES_NOT_FIT, MAPS_BLOCKS, Fitted
 from membudget.host import Offloading, asked_host
 from membudget.modes import AUTO, check_mode
+from membudget.one_plan import fit_on_ranks
 from membudget.planned import without_plan
 from membudget.profile import Cache, Device, Profile, profile_step
 from membudget.profile.optimizer_step import OptimizerLike
+from membudget.ranks import Ranks
 from membudget.recorded import Measure, StaleProfileError, fit_recorded
 from membudget.step import ABSENT, LossFunction, Step, step_of
 
@@ -58,6 +60,12 @@ def fit(
     the first of two compares fingerprints of recomputed and dropped values, the second
     measures memory and is compared with the plain step. Where they differ, a plan
     without the regions at fault is made.
+
+    A model that is wrapped in DistributedDataParallel, sharded by `fully_shard`, or
+    tensor parallel is fitted by all ranks of the default process group together, each
+    with its batch: the plan is made once, of the most bytes and the slowest seconds of
+    all, and fits on each. Its steps are not timed, no region is left out, and `cache`
+    is not used. Wrap the model first.
 
     Args:
         model: Any module; the plan's regions are attached in place, and replace those
@@ -110,12 +118,14 @@ def fit(
         OptionError: If the budget is neither bytes nor a share, the mode is unknown,
             the cache is no folder, the seconds are negative, `host` is no number of
             bytes or the model is on the CPU, the model already has regions that `fit`
-            did not attach, or it is trained by several processes together (DTensor,
-            FSDP, DistributedDataParallel).
+            did not attach, it is wrapped in FullyShardedDataParallel, or the ranks that
+            train it run different operators.
         OutOfMemoryError: If a step, or planning it, finds less memory than the budget
             allows.
         RecomputeMismatchError: If recomputed values differ even with more outputs kept,
-            and the plain step does not fit, so that fewer regions may not, either.
+            and the plain step does not fit, so that fewer regions may not, either; or
+            if a rank has other bits.
+        RankError: If another rank failed, with its reason.
 
     Warns:
         UnrepeatableWarning: If an output is kept because its recompute differed, or a
@@ -144,9 +154,14 @@ def fit(
     notes = (MAPS_BLOCKS,) if map_blocks_if_limited() else ()
     with without_plan(step.model):
         check_fittable(step)
+        ranks = Ranks.of(step.model, step.device)
         given = asked_host(host, offload, step.device, device)
         if budget is None:  # Before profiling, which allocates memory itself.
             budget = free_budget(step.model)
+            budget = budget if ranks is None else -ranks.most([-budget])[0]
+        if ranks is not None:
+            check_on_ranks(step.model, fake, given is not None)
+            return fit_on_ranks(step, ranks, budget, mode, optimizer, device, deadline)
         while True:
             plain = _profiled(step, optimizer, fake, device, kept)
             plain = replace(plain, notes=plain.notes + notes)

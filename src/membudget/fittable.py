@@ -10,17 +10,19 @@ from torch.nn import Module
 from membudget._torch_modules import is_compiled
 from membudget.attach import has_region
 from membudget.errors import OptionError
-from membudget.sharding import replicas_of, sharding_of
+from membudget.sharding import flattened_of, replicas_of, sharding_of
 from membudget.step import Step
 
 
 def check_fittable(step: Step) -> None:
-    """Reject a step that waits for other processes, has regions or lacks arguments.
+    """Reject a step that no plan is made for, has regions or lacks arguments.
 
     Raises:
         OptionError: If it is such a step.
     """
-    check_model(step.model)
+    _check_wrapper(step.model)
+    _check_devices(step.model)
+    _check_regions(step.model)
     _check_batch(step)
 
 
@@ -52,25 +54,48 @@ def check_apart(models: Sequence[Module]) -> None:
                 )
 
 
+def check_on_ranks(model: Module, fake: bool, has_host: bool) -> None:
+    """Reject what `fit` does for one process alone, where several train a model.
+
+    Raises:
+        OptionError: If a fake profile or the host's memory is asked for.
+    """
+    if has_host:
+        raise OptionError(
+            f"several processes train {type(model).__name__}, and a plan for all of "
+            "them moves nothing to their hosts yet: leave host out"
+        )
+    if fake:
+        raise OptionError(
+            f"several processes train {type(model).__name__}, and fit runs the step on "
+            "each of them: leave fake=True out; or plan in one process, by "
+            "profile(model, batch, mesh=...) of the model that is not sharded"
+        )
+
+
+def _check_wrapper(model: Module) -> None:
+    """Reject a model whose parameters FullyShardedDataParallel has flattened."""
+    wrapped = flattened_of(model)
+    if wrapped:
+        raise OptionError(
+            f"FullyShardedDataParallel flattens the parameters of {wrapped} modules, "
+            "so a plan would name other modules and parameters than the model has: "
+            "shard by fully_shard; or give every rank the same rule, as in "
+            "apply(model, blocks=Block)"
+        )
+
+
 def _check_processes(model: Module) -> None:
     """Reject a model whose steps wait for those of other processes."""
-    sharding = sharding_of(model)
+    sharding, replicas = sharding_of(model), replicas_of(model)
+    if sharding is None and replicas > 1:
+        sharding = f"DistributedDataParallel averages gradients over {replicas} ranks"
     if sharding is not None:
         raise OptionError(
-            f"{type(model).__name__} is sharded: {sharding}. Each rank would plan from "
-            "its own times, and ranks whose steps differ wait for each other forever. "
-            "Give every rank the same rule, as in apply(model, blocks=Block); "
-            "profile(model, batch) tells a rank's bytes"
-        )
-    replicas = replicas_of(model)
-    if replicas > 1:
-        raise OptionError(
-            f"DistributedDataParallel averages gradients over {replicas} processes in "
-            "each step. Each rank would plan from its own times, and ranks that try "
-            "different numbers of plans wait for each other forever. Fit what is "
-            "wrapped, whose steps wait for nobody: fit(model.module, ...); or do so on "
-            "one rank, save the plan by plan.to_json(path), and apply(model.module, "
-            "path) on all"
+            f"several processes train {type(model).__name__}: {sharding}. Each would "
+            "plan from what it has met so far, and ranks whose steps differ wait for "
+            "each other forever. Make one plan for all: fit(model, batch, budget) on "
+            "every rank, with the largest batch of the loop"
         )
 
 

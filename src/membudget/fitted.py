@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ from membudget.race import Slowdown
 from membudget.report.kept_text import kept_text
 from membudget.report.memory_text import memory_lines
 from membudget.report.plan_text import PLAIN_FITS, head
+from membudget.report.rank_text import rank_lines
 from membudget.report.region_table import region_table
 from membudget.step import CallableStep, Step
 from membudget.terms import term_off
@@ -49,6 +51,23 @@ _LINES = {
 """What the report says of a note of the profile, by how the note begins."""
 
 
+@dataclass(frozen=True)
+class RankBytes:
+    """What the step of one rank of a process group takes.
+
+    Attributes:
+        before_bytes: Bytes in use before the step.
+        plain_bytes: Measured peak that the plain step allocates.
+        peak_bytes: Measured peak that a step under the plan allocates.
+        seconds: Time of the plain step.
+    """
+
+    before_bytes: int
+    plain_bytes: int
+    peak_bytes: int
+    seconds: float
+
+
 class Fitted:
     """A model whose step fits its budget; as a context manager, undoes `fit` on exit.
 
@@ -59,6 +78,8 @@ class Fitted:
         attempts: Every plan that was measured; the last one is applied.
         slowdown: Measured slowdown of the plan; `None` if nothing was timed.
         skipped: What `fit` did not do, because its seconds were over, in words.
+        ranks: What each rank of the process group measured; empty if the model is
+            trained by one process.
     """
 
     def __init__(
@@ -70,6 +91,7 @@ class Fitted:
         applied: Applied,
         slowdown: Slowdown | None = None,
         skipped: Sequence[str] = (),
+        ranks: Sequence[RankBytes] = (),
     ):
         """Store the results of fitting; called by `fit`."""
         self.mode = mode
@@ -79,6 +101,7 @@ class Fitted:
         self._applied = applied
         self.slowdown = slowdown
         self.skipped = tuple(skipped)
+        self.ranks = tuple(ranks)
         applied.say_kept(self._kept_text())
 
     @property
@@ -142,6 +165,7 @@ class Fitted:
         regions = PLAIN_FITS
         if self.plan.regions:
             regions = region_table(smoothed(self.profile.graph), last.schedule)
+        lines += rank_lines(self.ranks, self.plan.budget_bytes)
         return "\n".join([*lines, "", regions])
 
     __str__ = report

@@ -26,7 +26,7 @@ import torch
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import module_blocks
-from membudget.planner.choice import Block, Choice, made_in, saved_storages
+from membudget.planner.choice import RERUN, Block, Choice, made_in, saved_storages
 from membudget.planner.schedule import Overheads, Schedule, Simulator
 from membudget.policies import Policy, attention, convolutions, matmuls, nothing
 
@@ -84,8 +84,12 @@ def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
 
 
 def _choice(graph: StepGraph, call: ModuleCall, policy: Policy) -> Choice:
+    block = Block(call.start, call.end)
+    operators = graph.operators[call.start : call.end]
+    if policy is nothing and any(o.communicates for o in operators):
+        return Choice(call.start, call.end, engine=RERUN)
     kept = set()
-    for storage in made_in(graph, Block(call.start, call.end)):
+    for storage in made_in(graph, block):
         operator = graph.operators[graph.storages[storage].birth]
         if operator.must_keep or _keeps(policy, operator.name):
             kept.add(storage)

@@ -114,19 +114,20 @@ def check_equal(step: Step, plain: Metered, planned: Metered) -> None:
     Raises:
         RecomputeMismatchError: If anything differs; the error names it.
     """
-    wrong = _different(plain, planned)
+    wrong = different(plain, planned)
     for _ in range(REPEATS):
         if not wrong:
             return
         with without_plan(step.model, put_back=True):
-            unrepeatable = _different(plain, plain_run(step))
+            unrepeatable = different(plain, plain_run(step))
         wrong = [name for name in wrong if name not in unrepeatable]
     if wrong:
         more = f", as do {len(wrong) - 1} more" if wrong[1:] else ""
         raise RecomputeMismatchError(f"{wrong[0]} differs from the plain step's{more}")
 
 
-def _different(one: Metered, other: Metered) -> list[str]:
+def different(one: Metered, other: Metered) -> list[str]:
+    """Return what two runs computed differently, in words."""
     found = compare(one.outcome, other.outcome, "the other").differences
     return [f"the {d.kind} {d.name}".replace("loss loss", "loss") for d in found]
 

@@ -34,6 +34,7 @@ from membudget.planner.plan import (
     parameter_text,
 )
 from membudget.policies import Planned, Unplanned, in_place_or_not_at
+from membudget.sharding import units_of, unwrapped_model
 
 MOST_NAMED = 3
 """How many parameters an error names, of those that a plan and a model do not share."""
@@ -50,12 +51,14 @@ def carried_of_plan(
         SelectionError: If a module cannot have a region.
     """
     check_parameters(model, plan)
+    model = unwrapped_model(model)
     known = dict(model.named_modules())
     of_path: dict[str, list[RegionPlan]] = {}
     for region in plan.regions:
         if region.path not in known:
             raise PlanError(f"the plan names {region.path!r}, which the model lacks")
         check_can_carry(region.path, known[region.path])
+        _check_units(region.path, known[region.path])
         of_path.setdefault(region.path, []).append(region)
     policies = _Policies(
         # Kernels may differ on another device than the one that the plan is made for.
@@ -76,6 +79,22 @@ def carried_of_plan(
         check_can_carry("", model)
         carried[""] = CountedFrom(numbered)
     return carried
+
+
+def _check_units(path: str, module: Module) -> None:
+    """Reject a region within which FSDP would gather parameters.
+
+    Raises:
+        PlanError: If `fully_shard` shards a module inside of the region's.
+    """
+    inside = [name for name in units_of(module) if name]
+    if inside:
+        raise PlanError(
+            f"the plan has a region on {path or 'the model'!r}, inside of which "
+            f"fully_shard shards {inside[0]!r}: FSDP would gather parameters within "
+            "the region, on other ranks perhaps not. Make the plan of the sharded "
+            "model, or of profile(model, batch, mesh=...)"
+        )
 
 
 def check_parameters(model: Module, plan: Plan | LoopPlan) -> None:
@@ -237,5 +256,5 @@ def model_parameters(model: Module) -> tuple[str, ...]:
     """Return the names, shapes and dtypes of a model's parameters, as plans do."""
     return tuple(
         parameter_text(name, p.shape, str(p.dtype).removeprefix("torch."))
-        for name, p in model.named_parameters()
+        for name, p in unwrapped_model(model).named_parameters()
     )

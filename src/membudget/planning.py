@@ -42,6 +42,7 @@ from membudget.profile import Profile
 from membudget.profile.devices import this_processor
 from membudget.progress import stage
 from membudget.refusal import cannot_fit, predicted_least, refused
+from membudget.sharding import unwrapped_model
 
 FAR_OVER = 1.05
 """A mode whose predicted peak is this many times the budget is not even tried."""
@@ -231,7 +232,7 @@ def make_plan(
     """Return the plan that implements a schedule on a model."""
     graph = profile.graph
     return Plan(
-        model=type(model).__name__,
+        model=type(unwrapped_model(model)).__name__,
         parameters=model_parameters(model),
         budget_bytes=budget_bytes,
         plain_peak_bytes=profile.peak_bytes + unseen,

@@ -74,7 +74,7 @@ def fit_recorded(
     step.optimizer = Rehearsal.of(profile.graph, budget.absent_bytes)
     plain = _measured(step, profile)
     _check_current(profile, plain)
-    budget = _for_device(step, profile, plain, budget)
+    budget = budget_on_device(step, profile, plain, budget)
     if plain is None and profile.tensors == "real":
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
     left_out: dict[str, str] = {}
@@ -120,7 +120,7 @@ def _check_current(
         raise StaleProfileError
 
 
-def _for_device(
+def budget_on_device(
     step: Step, profile: Profile, plain: Metered | None, budget: Budget
 ) -> Budget:
     """Return the budget for what the process reserves on the step's device."""

@@ -59,18 +59,37 @@ def refused(
     if not profile.graph.operators:
         return error
     most = gradient_bytes(profile.graph)
-    text = f"{error}"
     if most > budget.step_bytes:
-        text += (
-            f"\nGradients of parameters alone take {most:,} bytes, which no plan "
-            "lowers: train fewer parameters, use a smaller dtype, or give a share of "
-            "the rest, such as '50% of activations'"
+        text = (
+            f"{error}\nGradients of parameters alone take {most:,} bytes, which no "
+            "plan lowers: train fewer parameters, use a smaller dtype, or give a share "
+            "of the rest, such as '50% of activations'"
         )
-    peak = held_at_peak(profile.graph, smallest, budget.before_bytes)
-    error.holders = peak.holders
+        error.args = (text,)
     what = "smallest plan" if smallest.choices else "plain step"
-    error.args = (f"{text}\n{_peak_text(what, peak)}",)
+    name_holders(error, profile.graph, smallest, budget.before_bytes, what)
     return error
+
+
+def name_holders(
+    error: BudgetError,
+    graph: StepGraph,
+    schedule: Schedule,
+    before_bytes: int,
+    what: str,
+) -> None:
+    """Say in an error what holds the bytes at the peak of a schedule.
+
+    Args:
+        error: The error.
+        graph: The plain step.
+        schedule: A schedule of it.
+        before_bytes: Bytes in use before the step, whatever holds them.
+        what: What is refused, in words.
+    """
+    peak = held_at_peak(graph, schedule, before_bytes)
+    error.holders = peak.holders
+    error.args = (f"{error}\n{_peak_text(what, peak)}",)
 
 
 @contextmanager

@@ -7,12 +7,15 @@ does not pay for loading `torch.distributed`.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
+from membudget._torch import is_fake
 from membudget.errors import OptionError
+from membudget.state.bits import plain_parts
 
 
 def sharding_of(model: Module) -> str | None:
@@ -33,10 +36,24 @@ def sharding_of(model: Module) -> str | None:
     return None
 
 
+def flattened_of(model: Module) -> int:
+    """Return of how many modules FullyShardedDataParallel flattens the parameters."""
+    kind = _imported("torch.distributed.fsdp", "FullyShardedDataParallel")
+    return sum(isinstance(module, kind) for module in model.modules())
+
+
 def replicas_of(model: Module) -> int:
     """Return over how many processes DDP averages a model's gradients; 1 without it."""
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     return max((wrapper.process_group.size() for wrapper in wrappers), default=1)
+
+
+def unwrapped_model(model: Module) -> Module:
+    """Return what a DistributedDataParallel wraps, or else the model itself.
+
+    Plans name modules and parameters as the model without the wrapper does.
+    """
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def check_replaceable(model: Module) -> None:
@@ -45,6 +62,8 @@ def check_replaceable(model: Module) -> None:
     Raises:
         OptionError: If a wrapper (DDP, FSDP) holds the parameters in its own tensors.
     """
+    if is_fully_sharded(model) and all(map(_is_fake, model.parameters())):
+        return
     for module in model.modules():
         if isinstance(module, (DistributedDataParallel, *_fsdp_classes())):
             is_ddp = isinstance(module, DistributedDataParallel)
@@ -54,6 +73,43 @@ def check_replaceable(model: Module) -> None:
                 "fake profile cannot replace: pass fake=False, or profile the model "
                 "without the wrapper"
             )
+
+
+def is_fully_sharded(model: Module) -> bool:
+    """Return whether FSDP2's `fully_shard` has sharded any of a model's modules."""
+    return any(True for _ in units_of(model))
+
+
+def units_of(model: Module) -> Iterator[str]:
+    """Yield the names of the modules that `fully_shard` shards as units."""
+    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    return (name for name, m in model.named_modules() if isinstance(m, kind))
+
+
+def around_units(model: Module) -> Iterator[str]:
+    """Yield the names of the modules inside of which there are units of `fully_shard`.
+
+    Those are named as in the model that DistributedDataParallel may wrap.
+    """
+    for name, module in unwrapped_model(model).named_modules():
+        if any(inside for inside in units_of(module)):
+            yield name
+
+
+def prepare_units(model: Module) -> None:
+    """Let FSDP2 make what each unit gathers into, which is freed until a step needs it.
+
+    FSDP would make it in its first step, which therefore takes other bytes than those
+    that follow.
+    """
+    for name in units_of(model):
+        unit: Any = model.get_submodule(name)
+        unit.unshard()
+        unit.reshard()
+
+
+def _is_fake(parameter: Any) -> bool:
+    return all(map(is_fake, plain_parts(parameter)))
 
 
 def _fsdp_classes() -> tuple[type, ...]:

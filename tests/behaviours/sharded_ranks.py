@@ -81,9 +81,9 @@ def with_regions(
 
 
 def fitted(model: Model, x: Tensor) -> str:
-    """Return the refusal."""
-    mb.fit(model, x, "60%")
-    return "no refusal"
+    """Fit the model on all ranks together; row C12 has plans with regions."""
+    found = mb.fit(model, x, "100%")
+    return "right" if len(found.ranks) == dist.get_world_size() else "not together"
 
 
 def fitted_inside(model: Any, x: Tensor) -> str:

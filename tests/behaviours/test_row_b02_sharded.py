@@ -81,25 +81,19 @@ def test_row_b02_a_sharded_model_trains_afterwards_as_before(
     assert found == ["right"] * 2
 
 
-@every_sharded_way
-def test_row_b02_fit_says_what_is_sharded_and_what_to_do(
+@every_way
+def test_row_b02_all_ranks_fit_a_sharded_model_together(
     ranks: list[Report], way: str
 ) -> None:
     for report in ranks:
-        refusal = report[way]["fit"]
+        found = report[way]["fit"]
 
-        assert refusal.startswith("OptionError: ")
-        assert ("FSDP shards" if "FSDP1" in way else "are DTensors over") in refusal
-        assert "apply(model, blocks=Block)" in refusal
-
-
-def test_row_b02_fit_says_what_to_do_with_a_model_in_ddp(ranks: list[Report]) -> None:
-    for report in ranks:
-        refusal = report[DDP]["fit"]
-
-        assert refusal.startswith("OptionError: DistributedDataParallel averages")
-        assert "over 2 processes" in refusal
-        assert "fit(model.module, ...)" in refusal
+        if "FSDP1" in way:
+            assert found.startswith("OptionError: FullyShardedDataParallel flattens")
+            assert "shard by fully_shard" in found
+            assert "apply(model, blocks=Block)" in found
+        else:
+            assert found == "right"
 
 
 @pytest.mark.parametrize("what", ["fitted", "planned"])

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.engine import bindings
+from membudget.engine.reach import reach
 from membudget.errors import ChangedSinceForwardError
 
 CALLS = 11  # The last is none of the calls 1, 2, 4 and 8, which are verified.
@@ -46,17 +51,23 @@ class Places:
             nonlocal weight
             weight = value
 
+        def default(x: Tensor, weight: Tensor = WEIGHT) -> Tensor:
+            return (x * weight).sin()
+
         self.functions: dict[str, Callable[[Tensor], Tensor]] = {
             "cell": cell,
+            "default": default,
             "global": lambda x: (x * WEIGHT).sin(),
             "object": lambda x: (x * self.object.weight).sin(),
             "list": lambda x: (x * self.list[0]).sin(),
             "dict": lambda x: (x * self.dict["weight"]).sin(),
             "item-of-a-module": self.block,
             "child": self.block,
+            "parameters": self.block,
         }
         self.bindings: dict[str, Callable[[], Any]] = {
             "cell": lambda: bind(torch.tensor(3.0)),
+            "default": lambda: setattr(default, "__defaults__", (torch.tensor(3.0),)),
             "global": lambda: globals().update(WEIGHT=torch.tensor(3.0)),
             "object": lambda: setattr(self.object, "weight", torch.tensor(3.0)),
             "list": lambda: self.list.__setitem__(0, torch.tensor(3.0)),
@@ -65,6 +76,9 @@ class Places:
                 0, torch.tensor(3.0)
             ),
             "child": lambda: setattr(self.block, "child", nn.Linear(5, 5, bias=False)),
+            "parameters": lambda: self.block.child.__dict__.update(
+                _parameters={"weight": nn.Parameter(torch.eye(5)), "bias": None}
+            ),
         }
 
 
@@ -81,6 +95,60 @@ def test_rule8_a_name_that_other_code_binds_is_an_error_if_it_is_read(place, eng
 
     with pytest.raises(ChangedSinceForwardError, match="was changed after the forward"):
         output.sum().backward()
+
+
+def reaches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Count the walks that a recompute takes."""
+    walks: list[Any] = []
+
+    def counting(*args: Any) -> Any:
+        walks.append(args)
+        return reach(*args)
+
+    monkeypatch.setattr(bindings, "reach", counting)
+    return walks
+
+
+@pytest.mark.parametrize("place", list(Places().functions))
+def test_a_recompute_walks_again_only_if_a_name_was_bound(place, monkeypatch):
+    places = Places()
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    for is_bound in (False, True):
+        output = mb.checkpoint(places.functions[place], x, engine="rerun", verify=False)
+        if is_bound:
+            places.bindings[place]()
+        walks = reaches(monkeypatch)
+        with suppress(ChangedSinceForwardError):
+            output.sum().backward()
+        assert bool(walks) == is_bound
+
+
+class Remembering(nn.Module):
+    """Stores a tensor that has a history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = None
+        self.weight = nn.Parameter(torch.linspace(0, 1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = (x * self.weight).sin()
+        return self.last * 2
+
+
+def test_rule10_what_a_forward_stores_on_its_module_dies_when_it_is_replaced():
+    module = Remembering()
+    x = torch.linspace(0, 1, 5, requires_grad=True)
+    mb.checkpoint(module, x, engine="rerun", verify=False).sum().backward()
+    replaced = weakref.ref(module.last)
+    gc.collect()
+    gc.disable()
+    try:
+        output = mb.checkpoint(module, x, engine="rerun", verify=False)
+        assert replaced() is None
+    finally:
+        gc.enable()
+    output.sum().backward()
 
 
 @pytest.mark.parametrize("place", list(Places().functions))

@@ -1,4 +1,4 @@
-"""Run a script in two processes that form a gloo group, and read what each reports.
+"""Run a script in several processes that form a gloo group, and read what each reports.
 
 The processes meet through a file, so no port is needed, and each writes its report as
 JSON, so that a test asserts on plain values.
@@ -23,12 +23,13 @@ ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 900  # Met by a deadlock alone, however busy the machine is.
 
 
-def run_ranks(script: Path, folder: Path) -> list[Any]:
+def run_ranks(script: Path, folder: Path, world_size: int = WORLD_SIZE) -> list[Any]:
     """Run `script` on every rank.
 
     Args:
         script: A file whose main block calls `report_rank`.
         folder: An empty folder for the meeting point and the reports.
+        world_size: Number of processes.
 
     Returns:
         Each rank's report.
@@ -42,13 +43,13 @@ def run_ranks(script: Path, folder: Path) -> list[Any]:
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder)],
+            [sys.executable, str(script), str(rank), str(folder), str(world_size)],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for rank in range(WORLD_SIZE)
+        for rank in range(world_size)
     ]
     try:
         outputs = [process.communicate(timeout=_DEADLINE_S)[0] for process in processes]
@@ -59,22 +60,22 @@ def run_ranks(script: Path, folder: Path) -> list[Any]:
         assert process.returncode == 0, output[-4000:]
     return [
         json.loads((folder / f"report-{rank}.json").read_text())
-        for rank in range(WORLD_SIZE)
+        for rank in range(world_size)
     ]
 
 
 def report_rank(body: Callable[[int], Any]) -> None:
     """Join the group, run `body` with the rank, and write what it returns.
 
-    The rank and the folder are the script's arguments.
+    The rank, the folder and the number of ranks are the script's arguments.
     """
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank, folder, world_size = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder / 'meeting-point'}",
         rank=rank,
-        world_size=WORLD_SIZE,
+        world_size=world_size,
         timeout=timedelta(seconds=_DEADLINE_S / 2),
     )
     try:

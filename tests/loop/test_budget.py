@@ -120,6 +120,23 @@ def test_evaluation_in_the_loop_is_not_planned():
     assert [s.tensors for s in fitted.status().situations] == ["8x16"]
 
 
+def test_a_call_inside_a_transform_runs_without_a_plan_and_says_so():
+    model, ids = Language().eval(), tokens(16)
+    parameters = {n: p.detach() for n, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(model, parameters, (ids,)).square().mean()
+
+    plain = torch.func.grad(loss)(parameters)
+    with mb.budget(model, "1GiB") as fitted:
+        model(ids).square().mean().backward()
+        with pytest.warns(mb.BudgetWarning, match="in a transform of torch.func"):
+            found = torch.func.grad(loss)(parameters)
+        model(ids).square().mean().backward()
+    assert all(torch.equal(plain[name], found[name]) for name in plain)
+    assert "in a transform of torch.func" in fitted.report()
+
+
 def test_budgets_do_not_nest():
     model = Language()
     with (

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import membudget as mb
-from membudget.offload.slab import ALIGNMENT, HostBlock, Slab
+from membudget.offload.slab import ALIGNMENT, SMALLEST_PIECE, HostBlock, Slab
 
 CPU = torch.device("cpu")
 
@@ -49,6 +49,25 @@ def test_the_smallest_part_that_fits_is_taken() -> None:
     assert small is not None
     assert small.place == (0, 4 * ALIGNMENT)
     assert slab.take(4 * ALIGNMENT) is None
+
+
+def test_a_slab_that_grows_doubles_up_to_its_bound() -> None:
+    slab = Slab(5 * SMALLEST_PIECE, CPU, grows=True)
+    assert slab.size == 0
+    sizes = []
+    for _ in range(5):
+        assert slab.take(SMALLEST_PIECE) is not None
+        sizes.append(slab.size // SMALLEST_PIECE)
+    assert sizes == [1, 2, 4, 4, 5]
+    assert slab.take(SMALLEST_PIECE) is None
+    assert slab.used_bytes == slab.size == 5 * SMALLEST_PIECE
+
+
+def test_a_slab_that_grows_gives_no_block_above_its_bound() -> None:
+    slab = Slab(4096, CPU, grows=True)
+    assert slab.take(8192) is None
+    assert slab.take(1000) is not None
+    assert slab.size <= 4096
 
 
 def test_a_host_without_that_much_memory_says_so() -> None:

@@ -15,9 +15,11 @@ SMALL = 1
 """Offload every storage that has bytes."""
 
 
-def offloaded(call: Call, window: int = 1 << 20, steps: int = 1) -> Any:
+def offloaded(
+    call: Call, window: int = 1 << 20, host: str = "4MiB", disk: str | int = 0
+) -> Any:
     """Run a call with all it saves offloaded."""
-    with mb.offload("4MiB", window=window, smallest=SMALL):
+    with mb.offload(host, window=window, smallest=SMALL, disk=disk):
         return call.function(*call.args, **call.kwargs)
 
 
@@ -73,6 +75,7 @@ def is_even(candidate: Candidate) -> bool:
 WAYS: dict[str, Way] = {
     "offload": offloaded,
     "no window": lambda call: offloaded(call, window=0),
+    "to the disk": lambda call: offloaded(call, window=0, host="512", disk="4MiB"),
     "around replay": with_regions("replay", is_inside=False),
     "around rerun": with_regions("rerun", is_inside=False),
     "inside replay": with_regions("replay", is_inside=True),

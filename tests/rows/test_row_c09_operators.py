@@ -109,9 +109,9 @@ def check_planned(case: Case) -> None:
 
 @pytest.fixture(autouse=True)
 def _timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    profiling: Any = sys.modules["membudget.profile.profiling"]
-    for name in ("_FEWEST_TIMED", "_MOST_TIMED"):
-        monkeypatch.setattr(profiling, name, 1)
+    timing: Any = sys.modules["membudget.profile.timing"]
+    for name in ("FEWEST_TIMED", "MOST_TIMED"):
+        monkeypatch.setattr(timing, name, 1)
 
 
 @pytest.mark.parametrize("size", [0, 200])

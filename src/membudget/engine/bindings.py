@@ -21,6 +21,7 @@ from torch.nn import Module, ModuleList, Parameter, Sequential
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.comparison import metadata
 from membudget.engine.reach import Reached, reach
+from membudget.engine.slots import attributes_of, closed_over
 from membudget.scope import Scope
 from membudget.state.identity import address_of
 
@@ -114,10 +115,15 @@ class Bindings:
     """What the names that a region can reach are bound to, during its forward.
 
     Each walk (`reach`) lists the tensors and modules of the same names in the same
-    order, so that names are compared by their places in the lists.
+    order, so that names are compared by their places in the lists. A walk takes long,
+    so that none is taken where each name that the last one followed is bound to the
+    same object still.
     """
 
-    __slots__ = ("_begun", "_ended", "_modules", "_sequences", "_tensors")
+    __slots__ = (
+        *("_begun", "_ended", "_bound", "_modules", "_reached", "_sequences"),
+        "_tensors",
+    )
 
     def __init__(self, reached: Reached, tensors: list[Tensor]):
         """Note the names before the forward; `tensors` holds no activation's graph."""
@@ -126,6 +132,11 @@ class Bindings:
         self._begun = reached.containers
         self._sequences = _sequences_of(reached)
         self._ended: tuple[list[Place], list[Module]] | None = None
+        # Nothing may be held here that holds a graph.
+        is_sure = not (reached.is_cut or reached.runs_torchscript)
+        is_sure = is_sure and _are_same(tensors, reached.tensors)
+        self._reached = reached if is_sure else None
+        self._bound = _bound_now(reached) if is_sure else []
 
     def grown(self) -> list[tuple[Any, int, int]]:
         """Return the containers that the forward lengthened, with both lengths."""
@@ -142,11 +153,19 @@ class Bindings:
         self._sequences = _sequences_of(now)
         return self._ended != (list(map(place_of, self._tensors)), self._modules)
 
+    def _is_as_begun(self) -> bool:
+        """Return whether every name surely is as it was when the forward began."""
+        if self._reached is None or self._ended is not None:
+            return False
+        return _are_same(_bound_now(self._reached), self._bound)
+
     def rebound(self, function: Any, arguments: HeldArguments) -> list[Tensor]:
         """Return the tensors to which other code has bound a name since the forward.
 
         Names that a recompute restores have been restored before the call.
         """
+        if self._is_as_begun():
+            return []
         now = reach(function, arguments.others)
         found = _shifted(self._sequences)
         if not _are_same(now.tensors, self._tensors):
@@ -169,6 +188,27 @@ class Bindings:
             for tensor in found
             if address_of(tensor) and not (is_sharded and isinstance(tensor, Parameter))
         ]
+
+
+def _bound_now(reached: Reached) -> list[Any]:
+    """Return what each name that a walk has followed is bound to now, in its order."""
+    found: list[Any] = []
+    for module in reached.modules:
+        held = module.__dict__
+        for key in ("_parameters", "_buffers", "_modules"):
+            found += held[key].values()
+    for value in reached.objects:
+        found += attributes_of(value).values()
+    for attributes, keys in reached.attributes:
+        found.append(len(attributes))  # The walk looks for further ones if it changes.
+        found += map(attributes.get, keys)
+    for container, _ in reached.containers:
+        found += container.values() if isinstance(container, dict) else container
+    for function in reached.functions:
+        found += (function.__code__, function.__defaults__, function.__kwdefaults__)
+        found += closed_over(function).values()
+    found += [namespace.get(key) for namespace, key, _ in reached.slots]
+    return found
 
 
 def place_of(tensor: Tensor) -> Place:

@@ -262,11 +262,18 @@ class Regions:
         """Return the number of regions that are still live."""
         return len(self._alive())
 
+    @property
+    def ran(self) -> int:
+        """Number of regions that ran in the block, those no longer live included."""
+        return len(self._frames)
+
     def recompute(self) -> None:
         """Recompute all dropped tensors before a backward pass needs them.
 
         The next backward pass uses and frees the recomputed tensors as usual. For
-        example, a pipeline stage can recompute while it waits for a gradient.
+        example, a pipeline stage can recompute while it waits for a gradient. If a
+        first backward pass computes gradients of inputs and later ones those of
+        weights, an `execution_group` around them keeps the tensors for all of them.
         """
         for frame in self._alive():
             frame.recompute()

@@ -167,20 +167,25 @@ class RegionOptions:
                 "engine='replay' supports neither context_fn nor use_reentrant; pass a "
                 "policy as keep="
             )
-        if self.offload is not None and not isinstance(self.offload, Offload):
-            raise OptionError(
-                "offload must be made by membudget.offload(host=...); got "
-                f"{self.offload!r}"
-            )
+        self._check_offload()
         if self.context_fn is not None and not callable(self.context_fn):
             raise OptionError(
                 "context_fn must be a function that returns two context managers; got "
                 f"{self.context_fn!r}"
             )
-        if self.use_reentrant and (self.context_fn or self.debug or self.offload):
+        if self.use_reentrant and (self.context_fn is not None or self.debug):
             raise OptionError(
-                "use_reentrant=True supports none of context_fn, debug and offload: "
-                "omit it to use the default engine, which supports all of them"
+                "use_reentrant=True supports neither context_fn nor debug: omit it to "
+                "use the default engine, which supports both"
+            )
+
+    def _check_offload(self) -> None:
+        if self.offload is not None and (
+            self.use_reentrant or not isinstance(self.offload, Offload)
+        ):
+            raise OptionError(
+                "offload must be made by membudget.offload(host=...), and needs the "
+                f"default engine, without use_reentrant; got {self.offload!r}"
             )
 
 

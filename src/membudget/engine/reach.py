@@ -33,7 +33,9 @@ from membudget.engine.families import (
 )
 from membudget.engine.slots import (
     MAX_DEPTH,
+    Slots,
     attribute_names,
+    attributes_of,
     class_slots,
     closed_over,
     global_slots,
@@ -58,15 +60,20 @@ class Reached:
         writes_statistics: Whether a normalisation layer in training mode was found.
         runs_torchscript: Whether traced or scripted code was found.
         is_lazy: Whether a lazy module with uninitialised parameters was found.
+        is_cut: Whether objects were found too deep to be looked into.
         silent: Ids of the buffers that kernels write to without a version bump.
         generators: Random generators of torch, Python and NumPy created by user code.
         containers: Containers with the ids of their items, or of a dict's keys.
+        objects: The plain objects whose attributes were looked at.
+        attributes: Dicts of modules, with the keys that were looked at.
+        functions: The functions whose closures and defaults were looked at.
+        slots: The globals that were looked at.
         names: Names of tensors and containers by `id`, recorded only on request.
         module_names: Paths of modules by `id`, recorded only on request.
     """
 
     # Rarely set, so the defaults are class attributes, which cost a walk nothing.
-    writes_statistics = runs_torchscript = is_lazy = False
+    writes_statistics = runs_torchscript = is_lazy = is_cut = False
 
     def __init__(self, names: bool = False):
         """Create an empty result; object names are recorded only if `names` is set."""
@@ -77,6 +84,10 @@ class Reached:
         self.stateful_modules: list[Module] = []
         self.generators: list[Any] = []
         self.containers: list[tuple[Any, list[int]]] = []
+        self.objects: list[Any] = []
+        self.attributes: list[tuple[dict[str, Any], list[str]]] = []
+        self.functions: list[types.FunctionType] = []
+        self.slots: Slots = []
         self.names: dict[int, str] | None = {} if names else None
         self.module_names: dict[int, str] = {}
         self._seen: set[int] = set()
@@ -148,9 +159,11 @@ class Reached:
 
     def _object(self, value: Any, name: str, depth: int) -> None:
         if depth >= MAX_DEPTH:
+            self.is_cut = True
             return
         self._class(type(value))
-        for key, item in list(getattr(value, "__dict__", {}).items()):
+        self.objects.append(value)
+        for key, item in list(attributes_of(value).items()):
             if type(item) not in INERT:
                 self.visit(item, f"{name}.{key}", depth + 1)
 
@@ -164,6 +177,7 @@ class Reached:
         self._container(value.keywords, "argument", depth)
 
     def _function(self, value: types.FunctionType, name: str, depth: int) -> None:
+        self.functions.append(value)
         if value.__closure__ is not None:
             for cell_name, content in closed_over(value).items():
                 if type(content) not in INERT:
@@ -171,7 +185,9 @@ class Reached:
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
-        for namespace, key, inner in global_slots(value):
+        slots = global_slots(value)
+        self.slots += slots
+        for namespace, key, inner in slots:
             self.visit(namespace.get(key), key, depth + inner)
 
     def _skip(self, value: Any, name: str, depth: int) -> None:
@@ -182,6 +198,7 @@ class Reached:
         slots, is_by_user = class_slots(kind)
         if slots and id(kind) not in self._seen:
             self._seen.add(id(kind))
+            self.slots += slots
             for namespace, key, depth in slots:
                 self.visit(namespace.get(key), key, depth)
         return is_by_user
@@ -209,7 +226,10 @@ class Reached:
                 self._named(attributes[held], name, depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
-        for key in attribute_names(value, attributes):
+        keys = attribute_names(value, attributes)
+        if depth < MAX_DEPTH:
+            self.attributes.append((attributes, keys))
+        for key in keys:
             item = attributes.get(key)
             # A tensor with a history is a stored activation, not state.
             if isinstance(item, Tensor) and item.grad_fn is None:

@@ -48,7 +48,7 @@ from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
 
-class _StopRecompute(BaseException):
+class StopRecompute(BaseException):
     """Raised to end a recompute once all needed tensors are available.
 
     Deriving from `BaseException` keeps the user's `except Exception` from catching this
@@ -146,7 +146,7 @@ class Rerun:
             if self._fingerprints is not None:
                 self._fingerprints.settle()
                 self._compare(self._fingerprints)
-        except _StopRecompute:
+        except StopRecompute:
             if not self._stopped:
                 raise  # It ends an outer recompute.
         except Exception as error:
@@ -203,7 +203,7 @@ class Rerun:
             # Unless an operator has yet to fill a tensor it saved.
             if self._fingerprints is None or self._fingerprints.is_filled():
                 self._stopped = True
-                raise _StopRecompute
+                raise StopRecompute
             self._site = self._site or self._site_now()
 
     def _pack_with_fingerprint(self, tensor: Tensor) -> None:

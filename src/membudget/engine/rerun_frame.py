@@ -21,6 +21,7 @@ from membudget._torch import (
     push_saved_tensors_hooks,
     storage_address,
 )
+from membudget.callsite import fills_what_it_saved
 from membudget.engine import isolation, native
 from membudget.engine.arguments import packed_arguments
 from membudget.engine.comparison import Fingerprints, Metadata
@@ -29,7 +30,7 @@ from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
 from membudget.engine.recording import Recording, RerunHandle, Trace
-from membudget.engine.rerun import Rerun
+from membudget.engine.rerun import Rerun, StopRecompute
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 
@@ -207,13 +208,16 @@ def _accelerated() -> Any:
     """Bind the extension to the classes of this engine, if there is one."""
     extension = native.built_extension()
     if extension is not None:
-        names = (Parameter, Rerun, RerunHandle)
-        bound = SimpleNamespace(**{kind.__name__: kind for kind in names})
+        names = (Parameter, Rerun, RerunHandle, StopRecompute, fills_what_it_saved)
+        bound = SimpleNamespace(**{item.__name__: item for item in names})
         bound.OPEN_GROUPS = OPEN_GROUPS
         extension.bind_rerun(bound)
         # In a thread that is compiling, a function called from C++ would be traced.
-        for function in (Recording.pack, RerunFrame._unpack, Rerun._pack):
+        called: tuple[Any, ...] = (
+            *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),
+            fills_what_it_saved,
+        )
+        for function in called:
             hide_from_dynamo(function)
-        hide_from_dynamo(Rerun._check_external)
         RERUN.append(extension)
     return extension

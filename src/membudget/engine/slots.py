@@ -65,6 +65,12 @@ def closed_over(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of a plain object; none of one with `__slots__`."""
+    found: dict[str, Any] = getattr(value, "__dict__", {})
+    return found
+
+
 def _followed(functions: Iterable[types.FunctionType], most: int = _ANY) -> Slots:
     """Return slots of functions, and of the installed functions that those name.
 

@@ -41,15 +41,18 @@ from membudget._torch import (
     is_view_operator,
     tree_iter,
 )
-from membudget.engine.candidate import Candidate
+from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.messages import module_names
 from membudget.engine.options import OPTION_NAMES, ContextPair
 from membudget.engine.policy import Policy, as_policy, reads_names
 from membudget.errors import OptionError, OptionTypeError
+from membudget.offload import shared_offload
 
 PolicyFunction = Callable[..., CheckpointPolicy | bool]
 
 _SAVE = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE)
+
+_OFFLOAD = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 
 class TorchPolicy:
@@ -135,13 +138,15 @@ class _Function(Policy):
     function: PolicyFunction
     expects_to_keep = True
 
-    def keeps(self, candidate: Candidate) -> bool:
+    def keeps(self, candidate: Candidate) -> Answer:
         context = SelectiveCheckpointContext(
             is_recompute=False, op_output=candidate.output
         )
         decision = self.function(
             context, candidate.operator, *candidate.args, **candidate.kwargs
         )
+        if decision in _OFFLOAD:
+            return shared_offload()
         if isinstance(decision, CheckpointPolicy):
             return decision in _SAVE
         return bool(decision)
@@ -158,7 +163,7 @@ def create_selective_checkpoint_contexts(
             returns a `CheckpointPolicy` or a bool, called once per output in the
             forward; or a list of operators to keep, in which a packet
             (`torch.ops.aten.mm`) stands for all of its overloads. In membudget regions,
-            the function is not called for views.
+            the function is not called for views, and may offload.
         allow_cache_entry_mutation: Has no effect in membudget regions, where writing a
             kept tensor in place is always safe.
 

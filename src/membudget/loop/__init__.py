@@ -1,13 +1,13 @@
 """Hold a training loop to a number of bytes, whatever is in it.
 
-`budget` is the way in. `root` is what the model carries while the budget is open:
-`situation` tells its calls apart, `room` says what is left for one, `plans` chooses a
-plan, `regions` puts it on the model, `meter` measures what the call takes, `awaited`
-knows whose backward pass is still to come, `casts` what autocast caches, and
-`step_needs` what the optimizer will take. `micro_batch` records a call without memory,
-`point` predicts it under a plan, and `kind` predicts calls of other sizes from a few
-points. `undo` and `report` serve `step` and `status`; `learned` and `plan_file` hand
-what is known to the next run.
+`root` is what the model carries while the budget is open: `situation` tells its calls
+apart, `room` says what is left for one, `plans` chooses a plan, `regions` puts it on
+the model, `meter` measures what the call takes, `awaited` knows whose backward pass is
+still to come, `casts` what autocast caches, and `step_needs` what the optimizer will
+take. `micro_batch` records a call without memory, `point` predicts it under a plan, and
+`kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
+without gradients, and `twice` gradients that keep their graph. `undo` and `report`
+serve `step` and `status`; `learned` and `plan_file` hand what is known to the next run.
 """
 
 from __future__ import annotations
@@ -240,7 +240,8 @@ def budget(
             micro-batch on. By default, it is noticed when it first steps.
         on_exceed: What to do about a micro-batch whose smallest plan is over budget:
             `"raise"` a `BudgetError` before its forward begins, `"warn"` and run it
-            under the smallest plan, or warn and run it `"plain"`.
+            under the smallest plan, or warn and run it `"plain"`. Likewise about a call
+            without gradients, which has no plan.
         verify: Share of micro-batches in which recomputed tensors are compared with the
             dropped ones, by fingerprints. Besides these, the first one of each kind is
             verified, and of its further sizes the 2nd, 4th, 8th, ...

@@ -22,11 +22,14 @@ class Forward:
         held_bytes: Bytes that it holds until its backward pass, as predicted.
         plain_held_bytes: The same without a plan.
         has_begun: Whether a gradient has arrived at one of its outputs.
+        outer_bytes: What a backward pass through its backward pass needs beside what
+            that has kept; 0 if it keeps nothing.
     """
 
     held_bytes: int = 0
     plain_held_bytes: int = 0
     has_begun: bool = False
+    outer_bytes: int = 0
 
 
 class Awaited:

@@ -1,4 +1,4 @@
-"""Record the micro-batch that is about to run, without memory."""
+"""Record a call of the model that is about to run, without memory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from membudget.loop.regions import RegionSets
 from membudget.profile import Profile, profile_step
 from membudget.progress import stage
 from membudget.state.autocast import casts_kept
+from membudget.step import Step
 
 
 class UnrecordableError(Exception):
@@ -57,29 +58,38 @@ class CallRecorder:
             self._call = (), {}
 
     def record(self) -> RecordedBatch:
-        """Record the call that is about to run.
+        """Record the micro-batch that is about to run.
 
         Raises:
             UnrecordableError: If the model does not run on fake tensors.
         """
-        found = RecordedBatch(self._profiled(), self._casts.names())
+        step = MicroBatchStep(self._model, *self._call)
+        found = self.recorded(step, self._optimizer)
         self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
         return found
 
-    def _profiled(self) -> Profile:
+    def recorded(self, step: Step, optimizer: Optimizer | None = None) -> RecordedBatch:
+        """Record a call of the model, and the step of an optimizer if that can be.
+
+        Raises:
+            UnrecordableError: If the model does not run on fake tensors.
+        """
         self._sets.clear()
-        step = MicroBatchStep(self._model, *self._call)
-        text = "recording the micro-batch, without memory"
+        text = "recording a call of the model, without memory"
         try:
             # Modes of the user's would count operators that are not the loop's.
             with without_dispatch_modes(), casts_kept(), stage(text):
-                if self._optimizer is not None:
-                    try:
-                        return profile_step(step, self._optimizer, fake=True)
-                    except OptionError as error:  # LBFGS steps with a closure alone.
-                        self.not_foreseen = str(error)
-                return profile_step(step, fake=True)
+                profile = self._profiled(step, optimizer)
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             raise UnrecordableError(f"{type(error).__name__}: {error}") from error
+        return RecordedBatch(profile, self._casts.names())
+
+    def _profiled(self, step: Step, optimizer: Optimizer | None) -> Profile:
+        if optimizer is not None:
+            try:
+                return profile_step(step, optimizer, fake=True)
+            except OptionError as error:  # LBFGS steps with a closure alone.
+                self.not_foreseen = str(error)
+        return profile_step(step, fake=True)

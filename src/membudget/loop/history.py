@@ -57,6 +57,12 @@ class History:
             return max(predicted.foreseen_bytes, known)
         return predicted.foreseen_bytes + self.correction_bytes
 
+    def expect(self, peak_bytes: int) -> None:
+        """Expect a peak of later micro-batches, even if it is beyond the prediction."""
+        if self.predicted is not None:
+            beyond = peak_bytes - self.predicted.foreseen_bytes
+            self.correction_bytes = max(self.correction_bytes, beyond)
+
     def fits(self, predicted: Predicted, target_bytes: int) -> bool:
         """Return whether what is to be expected under a plan is within some bytes."""
         return self.expected_bytes(predicted) <= target_bytes

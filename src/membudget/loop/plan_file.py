@@ -62,7 +62,9 @@ class PlanFile:
             self._why_not = str(error)
         if self._conditions == tuple(loop.conditions for loop in self._loops):
             for root, of in zip(self._roots, known, strict=True):
-                root.start_from(of)
+                root.plans.start_from(of)
+                root.awaited.most = of.most_awaited
+                root.casts.direct_reads = of.direct_reads
         elif known:
             warnings.warn(
                 "the plan was saved with other code or attributes of the model, "

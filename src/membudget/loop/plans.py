@@ -213,5 +213,4 @@ class Plans:
             self.tail.learn(recording, measured.tail_bytes, holds_casts)
             point = self.kind(situation).points[situation.sizes]
             history.predicted = point.predicted(history.predicted.schedule)
-        beyond = measured.peak_bytes - history.predicted.foreseen_bytes
-        history.correction_bytes = max(history.correction_bytes, beyond)
+        history.expect(measured.peak_bytes)

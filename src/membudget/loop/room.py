@@ -64,11 +64,19 @@ class Room:
         parts = max(1, most_awaited - len(awaited))
         return Left(limit_bytes // parts, limit_bytes)
 
-    def unplanned(self) -> int:
-        """Return what is left for a call without a plan; 0 if that is unknown."""
+    def without_plan(self) -> Budget | None:
+        """Return the budget of a call without a plan; `None` if that is a share."""
         if isinstance(self._limit, Share):
-            return 0
-        return self._limit - self.counted.live_bytes()
+            return None
+        live_bytes = self.counted.live_bytes()
+        return Budget(self._limit - live_bytes, live_bytes)
+
+    def for_micro_batch(self, history: History) -> Budget:
+        """Return the budget of the micro-batch that was planned last."""
+        limit_bytes, before_bytes = history.limit_bytes, self.counted.live_bytes()
+        if not isinstance(self._limit, Share):
+            before_bytes = self._limit - limit_bytes
+        return Budget(limit_bytes, before_bytes)
 
     def exceeded(
         self, point: RecordedSize, history: History, smallest: Predicted
@@ -78,14 +86,10 @@ class Room:
         Raises:
             BudgetError: If nothing else was asked for.
         """
-        limit_bytes = history.limit_bytes
-        before_bytes = self.counted.live_bytes()
-        if not isinstance(self._limit, Share):
-            before_bytes = self._limit - limit_bytes
-        self._raise_or_warn(
+        self.refuse(
             refused(
                 point.profile,
-                Budget(limit_bytes, before_bytes),
+                self.for_micro_batch(history),
                 point.simulated(smallest.schedule),
                 history.expected_bytes(smallest),
             ),
@@ -102,17 +106,23 @@ class Room:
         Raises:
             BudgetError: If nothing else was asked for.
         """
-        if isinstance(self._limit, Share):
-            return  # It does not bound what lives beside the micro-batch.
+        budget = self.without_plan()
+        if budget is None:
+            return  # A share does not bound what lives beside the micro-batch.
         need_bytes = needs.bytes_of(optimizer)
-        live_bytes = self.counted.live_bytes()
-        if live_bytes + need_bytes <= self._limit:
-            return
-        self._raise_or_warn(
-            _step_refused(optimizer, need_bytes, live_bytes, self._limit)
-        )
+        if need_bytes > budget.step_bytes:
+            self.refuse(_step_refused(optimizer, need_bytes, budget))
 
-    def _raise_or_warn(self, error: BudgetError, about: str = "") -> None:
+    def refuse(self, error: BudgetError, about: str = "") -> None:
+        """Raise an error, or warn with its text, as was asked.
+
+        Args:
+            error: The error.
+            about: What is refused, in front of the text.
+
+        Raises:
+            BudgetError: If nothing else was asked for.
+        """
         error.args = (f"{about}{error}",)
         if self._on_exceed == "raise":
             try:
@@ -122,24 +132,18 @@ class Room:
         warnings.warn(str(error), BudgetWarning, stacklevel=2)
 
 
-def _step_refused(
-    optimizer: Optimizer, need_bytes: int, live_bytes: int, limit: int
-) -> BudgetError:
-    return BudgetError(
-        f"the next step of {type(optimizer).__name__} needs {need_bytes:,} bytes "
-        f"for its state and temporaries beside {live_bytes:,} in use, more than "
-        f"the budget of {limit:,} bytes, and no plan lowers that. Smallest "
-        f"feasible budget: {live_bytes + need_bytes:,} bytes",
-        asked_bytes=limit,
-        least_bytes=live_bytes + need_bytes,
-        before_bytes=live_bytes,
-        holders=(
-            ByteHolder("other", "all that is in use before it", live_bytes),
-            ByteHolder(
-                "optimizer step",
-                "state that is made in the step, and its temporaries",
-                need_bytes,
-                REMEDIES["optimizer step"],
-            ),
+def _step_refused(optimizer: Optimizer, need_bytes: int, budget: Budget) -> BudgetError:
+    name = type(optimizer).__name__
+    error = budget.too_small_for(
+        f"the next step of {name}, with state and temporaries,", need_bytes
+    )
+    error.holders = (
+        ByteHolder("other", "all that is in use before it", budget.before_bytes),
+        ByteHolder(
+            "optimizer step",
+            "state that is made in the step, and its temporaries",
+            need_bytes,
+            REMEDIES["optimizer step"],
         ),
     )
+    return error

@@ -4,41 +4,46 @@
                                            ^
     loss, backward, optimizer ──> measured ┘
 
-Nothing is planned for a call without gradients, or one that a recording of ours makes.
+A call without gradients is foreseen, and not planned; nothing is done about one that a
+recording of ours makes.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from membudget._torch import is_fake, tree_iter
+from membudget._torch import may_read_bytes
 from membudget._torch_accelerator import HOST
-from membudget._torch_modules import own_parameters
 from membudget.allocation import is_out_of_memory
 from membudget.attach import carried_by, put, remove_region
 from membudget.errors import BudgetWarning
 from membudget.loop.awaited import Awaited, Forward
 from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
+from membudget.loop.evaluation import Evaluations
 from membudget.loop.history import History
-from membudget.loop.learned import Learned
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
+from membudget.loop.notes import OUT_OF_REACH, exceeded, unrecordable
 from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
-from membudget.loop.situation import Situation, situation_of, sizes_text
+from membudget.loop.situation import (
+    Situation,
+    has_fakes,
+    may_be_trained,
+    situation_of,
+    sizes_text,
+)
 from membudget.loop.step_needs import StepNeeds
+from membudget.loop.twice import Call, Twice
 
 
 class Root:
@@ -76,20 +81,16 @@ class Root:
         self.plans = Plans(self._recorder.record)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()
+        self._evaluations = Evaluations(model, self._recorder, room)
+        self._twice = Twice(model, self._recorder, room)
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = ""
-        self._is_quiet = False
+        self._is_quiet = self._was_out_of_reach = False
         self._failures: int | None = None  # Of allocations, when a forward ended.
         self._shortages = 0
         self._steps = StepNeeds(model)
         self._stepping: Optimizer | None = None
-
-    def start_from(self, known: Learned) -> None:
-        """Begin with what an earlier run learned."""
-        self.plans.start_from(known)
-        self.awaited.most = known.most_awaited
-        self.casts.direct_reads = known.direct_reads
 
     def attach(self) -> None:
         """Put this on the model, and begin to count."""
@@ -108,23 +109,31 @@ class Root:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run the model's forward, under a plan if a backward pass may follow."""
-        if self._is_quiet or not self._is_training(args, kwargs):
+        if self._is_quiet or has_fakes(self.model, args, kwargs):
             return self._inner(function, args, kwargs)
-        with self._quiet():  # Calls of the model inside of itself are part of this one.
-            forward = self._before(args, kwargs)
-            try:
-                output = self._inner(function, args, kwargs)
-            except BaseException as error:
-                self.meter.drop()
-                if is_out_of_memory(error):
-                    remedy = AGAIN if self.tighten() else SMALLEST
-                    if not self.is_retried:
-                        explain(error, [self.sets], remedy)
-                raise
-            self.meter.mark("outputs")
-            self._failures = self._room.counted.failures()
-            begun = partial(self.meter.mark, "backward")
-            self.awaited.add(forward, differentiable(output), begun)
+        self._is_quiet = True  # Calls of the model inside of itself are part of this.
+        try:
+            if may_be_trained(self.model, args, kwargs):
+                return self._planned_run(function, args, kwargs)
+            self._foresee(args, kwargs)
+            return self._inner(function, args, kwargs)
+        finally:
+            self._is_quiet = False
+
+    def _planned_run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        forward, begun = self._before(args, kwargs)
+        try:
+            output = self._inner(function, args, kwargs)
+        except BaseException as error:
+            self.meter.drop()
+            if is_out_of_memory(error):
+                remedy = AGAIN if self.plans.tighten() else SMALLEST
+                if not self.is_retried:
+                    explain(error, [self.sets], remedy)
+            raise
+        self.meter.mark("outputs")
+        self._failures = self._room.counted.failures()
+        self.awaited.add(forward, differentiable(output), begun)
         return output
 
     def _inner(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -132,26 +141,22 @@ class Root:
             return function(*args, **kwargs)
         return self.sets.inner.run(function, args, kwargs)
 
-    def _is_training(self, args: Any, kwargs: Any) -> bool:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-            return False
-        tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
-        parameters = own_parameters(self.model.modules())
-        if any(is_fake(t) or t.is_meta for t in (*tensors, *parameters[:1])):
-            return False
-        return any(t.requires_grad for t in (*parameters, *tensors))
-
-    @contextmanager
-    def _quiet(self) -> Iterator[None]:
-        self._is_quiet = True
-        try:
-            yield
-        finally:
-            self._is_quiet = False
+    def _foresee(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call without a plan that needs more than is left."""
+        if not may_read_bytes():
+            self.sets.clear()
+            if not self._was_out_of_reach:
+                warnings.warn(OUT_OF_REACH, BudgetWarning, stacklevel=2)
+            self._was_out_of_reach = True
+        elif not self.awaited.now():  # Else it is measured, as the loss is.
+            self.end_measurement()
+            self._evaluations.check(args, kwargs)
 
     # Before the forward.
 
-    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Forward:
+    def _before(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Forward, Callable[[], None]]:
         self.has_run = True
         self._look_for_shortage()
         self.end_measurement()
@@ -169,7 +174,8 @@ class Root:
             forward = Forward()
         if self._why_not:
             self.sets.recompute_all()
-            history.limit_bytes = self._room.unplanned()
+            left = self._room.without_plan()
+            history.limit_bytes = left.step_bytes if left else 0
         # On an accelerator, measuring resets what the user may want to read.
         is_free = self._room.counted.device == HOST
         # What an earlier run measured may be otherwise in this one.
@@ -177,7 +183,8 @@ class Root:
         if is_free or is_new or self._not_foreseen():
             self.meter.begin(partial(self.plans.spare_bytes, situation))
             self._measured = situation, history
-        return forward
+        call = Call(self.model, args, kwargs) if history.uses == 1 else None
+        return forward, partial(self._begun, forward, call, history)
 
     def _planned(
         self, situation: Situation, history: History, awaited: Sequence[Forward]
@@ -195,21 +202,21 @@ class Root:
         if not history.fits(predicted, left.limit_bytes):
             predicted = self._room.exceeded(point, history, predicted)
             self._warned.add(situation)  # Once is enough.
+        self._twice.check(history, point.recording.output_bytes)
         self.sets.switch(point, predicted.schedule, history.limit_bytes)
         return Forward(predicted.held_bytes, point.plain.held_bytes)
 
     def _give_up(self, why: str) -> None:
         """Recompute every block from now on, and say so."""
         self._why_not = why
-        warnings.warn(
-            f"{type(self.model).__name__} cannot be recorded without memory ({why}), "
-            "so no plan is made: every block is recomputed, and whether that is within "
-            "the budget is measured, not known before",
-            BudgetWarning,
-            stacklevel=2,
-        )
+        warnings.warn(unrecordable(self.model, why), BudgetWarning, stacklevel=2)
 
     # After the forward.
+
+    def _begun(self, forward: Forward, call: Call | None, history: History) -> None:
+        """Note that the backward pass of a forward begins."""
+        self.meter.mark("backward")
+        self._twice.begun(forward, call, history)
 
     def begin_step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer of the model's parameters is about to step.
@@ -236,16 +243,12 @@ class Root:
         if before is not None and self._room.counted.failures() > before:
             self._shortages += 1
             self.drop_measurement()
-            self.tighten()
+            self.plans.tighten()
 
     def drop_measurement(self) -> None:
         """Stop measuring, and learn nothing from a micro-batch that failed."""
         self.meter.drop()
         self._measured = self._failures = None
-
-    def tighten(self) -> bool:
-        """Let later plans take less; return whether there is a smaller one."""
-        return self.plans.tighten()
 
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""
@@ -259,15 +262,10 @@ class Root:
         situation, history = measured
         self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes
-        if beyond <= 0 or not history.limit_bytes or situation in self._warned:
-            return
-        self._warned.add(situation)
-        warnings.warn(
-            f"a micro-batch of {history.text} took {found.peak_bytes:,} bytes, "
-            f"{beyond:,} more than were left for it; the next plan expects that",
-            BudgetWarning,
-            stacklevel=2,
-        )
+        if beyond > 0 and history.limit_bytes and situation not in self._warned:
+            self._warned.add(situation)
+            text = exceeded(history, found.peak_bytes)
+            warnings.warn(text, BudgetWarning, stacklevel=2)
 
     # For people.
 
@@ -286,7 +284,11 @@ class Root:
                 f"after {self._shortages} forwards the loss or the backward pass found "
                 "no memory: the plan was tightened each time"
             )
+        if self._was_out_of_reach:
+            yield OUT_OF_REACH
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
+        if why_not := self._evaluations.why_not:
+            yield f"calls without gradients are not bounded: {why_not}"
         if why_not := self._not_foreseen():
             yield f"the optimizer's step is measured: {why_not}"

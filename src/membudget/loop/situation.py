@@ -7,7 +7,7 @@ there. Those of one *situation* are of one kind and of the same sizes.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget._torch import tree_iter
+from membudget._torch import is_fake, may_read_bytes, tree_iter
 from membudget._torch_modules import own_parameters
 from membudget.state.autocast import autocast_state
 from membudget.state.identity import is_leaf
 
 Sizes = tuple[int, ...]
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+_TOLD = (bool, str, type(None), torch.dtype, torch.device)
+_PLAIN = (*_TOLD, int, float)
 
 
 class Situation(NamedTuple):
@@ -48,6 +49,40 @@ def situation_of(
         kwargs: Keyword arguments of the call.
         pending: Number of earlier forwards whose backward pass has yet to begin.
     """
+    told, sizes = _told(args, kwargs, _PLAIN)
+    modules = list(model.modules())
+    # What `functional_call` puts in their place may be no leaf.
+    parameters = bytes(
+        [
+            4 * is_leaf(p) + 2 * p.requires_grad + (is_leaf(p) and p.grad is not None)
+            for p in own_parameters(modules)
+        ]
+    )
+    kind = (
+        *(told, tuple(kwargs), autocast_state(), pending),
+        *(parameters, _training(modules), torch.get_default_dtype()),
+    )
+    return Situation(kind, sizes)
+
+
+def evaluation_of(
+    model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Situation:
+    """Return the situation of a call without gradients that is about to run.
+
+    Integers among the arguments count as sizes, too: where generation goes on, they say
+    how many tokens there are. Floating-point numbers make no difference.
+    """
+    told, sizes = _told(args, kwargs, _TOLD)
+    training = _training(model.modules())
+    kind = told, tuple(kwargs), autocast_state(), training, torch.get_default_dtype()
+    return Situation(kind, sizes)
+
+
+def _told(
+    args: tuple[Any, ...], kwargs: dict[str, Any], by_value: tuple[type, ...]
+) -> tuple[Hashable, Sizes]:
+    """Return what arguments are, those of some types by value, and all sizes."""
     told: list[Hashable] = []
     sizes: list[int] = []
     for leaf in tree_iter((args, kwargs)):
@@ -55,23 +90,41 @@ def situation_of(
             shape = leaf.shape
             told.append((len(shape), leaf.dtype, leaf.device, leaf.requires_grad))
             sizes += shape
-        elif isinstance(leaf, _PLAIN):
+        elif isinstance(leaf, by_value):
             told.append((type(leaf), leaf))
+        elif type(leaf) is int:
+            told.append(int)
+            sizes.append(abs(leaf))
         else:
             told.append(type(leaf).__qualname__)
-    modules = list(model.modules())
-    training = bytes([module.training for module in modules])
-    parameters = bytes(
-        [
-            2 * p.requires_grad + (is_leaf(p) and p.grad is not None)
-            for p in own_parameters(modules)
-        ]
-    )
-    kind = (
-        *(tuple(told), tuple(kwargs), autocast_state(), pending),
-        *(parameters, training, torch.get_default_dtype()),
-    )
-    return Situation(kind, tuple(sizes))
+    return tuple(told), tuple(sizes)
+
+
+def _training(modules: Iterable[Module]) -> bytes:
+    return bytes([module.training for module in modules])
+
+
+def may_be_trained(
+    model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    """Return whether a backward pass may follow a call, which hooks can serve."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        return False
+    if not may_read_bytes():  # Inside a transform of `torch.func`.
+        return False
+    parameters = own_parameters(model.modules())
+    return any(t.requires_grad for t in (*parameters, *tensors_of(args, kwargs)))
+
+
+def has_fakes(model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether a call is on tensors without memory."""
+    tensors = (*own_parameters(model.modules())[:1], *tensors_of(args, kwargs))
+    return any(is_fake(t) or t.is_meta for t in tensors)
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Return the tensors among the arguments of a call, in order."""
+    return [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
 
 
 def key_of(kind: Hashable) -> str:
@@ -81,6 +134,6 @@ def key_of(kind: Hashable) -> str:
 
 def sizes_text(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Return the shapes of a call's tensors as text, each once, such as `4x128`."""
-    leaves = (leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor))
+    leaves = tensors_of(args, kwargs)
     shapes = ("x".join(map(str, leaf.shape)) or "scalar" for leaf in leaves)
     return ", ".join(dict.fromkeys(shapes)) or "no tensors"

@@ -3,7 +3,8 @@
 State is made for a parameter in the first step in which it has a gradient, which may be
 a late one: layers are dropped at random, or parameters unfrozen.
 
-A step that cannot be recorded on fake tensors, as that of LBFGS, is measured instead.
+That of LBFGS reads numbers and calls a closure, so it cannot be recorded on fake
+tensors: there is a closed form. Any other step that cannot be recorded is measured.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 
 from membudget.errors import OptionError
-from membudget.profile.optimizer_step import next_step_bytes
+from membudget.memory.optimizer_states import lbfgs_step_bytes
+from membudget.profile.optimizer_step import next_step_bytes, unwrapped
 
 
 @dataclass
@@ -47,6 +49,9 @@ class StepNeeds:
         Its step is recorded if a parameter has a gradient that had none before. If that
         fails, the next step is expected to take what the last two did.
         """
+        inner = unwrapped(optimizer)
+        if isinstance(inner, LBFGS):
+            return _bytes_of_lbfgs(inner)
         known = self._known_of(optimizer)
         trained = {id(p) for p in self._model.parameters() if p.grad is not None}
         lacking_bytes = 0
@@ -67,3 +72,10 @@ class StepNeeds:
 
     def _known_of(self, optimizer: Optimizer) -> _Needs:
         return self._known.setdefault(optimizer, _Needs())
+
+
+def _bytes_of_lbfgs(optimizer: LBFGS) -> int:
+    (group,) = optimizer.param_groups  # It allows no other.
+    parameters_bytes = sum(parameter.nbytes for parameter in group["params"])
+    searches_line = group["line_search_fn"] is not None
+    return lbfgs_step_bytes(parameters_bytes, searches_line=searches_line)

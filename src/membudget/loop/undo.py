@@ -54,7 +54,9 @@ def run_until_done(function: Callable[[], R], roots: Sequence[Root]) -> tuple[R,
                 before.undo()
                 for root in roots:
                     root.drop_measurement()
-                tightened = [] if is_inexact else [root.tighten() for root in roots]
+                tightened = (
+                    [] if is_inexact else [root.plans.tighten() for root in roots]
+                )
                 # Under the smallest plan, somebody else's memory may be free by now.
                 can_change = is_inexact or any(tightened)
                 if retries == MOST_RETRIES or (retries and not can_change):

@@ -1,6 +1,6 @@
-"""Closed forms for the bytes of an optimizer's state for one parameter.
+"""Closed forms for the bytes of an optimizer: its state, or what a step takes.
 
-Not counted: the parameter itself and its gradient.
+Not counted: the parameters themselves and their gradients.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from membudget.errors import OptionError
 
 _STEP_BYTES = 4  # Each parameter has a step counter, a tensor of one float32.
+_LBFGS_NUMBERS_BYTES = 16 * 512  # Tensors of one number; accelerators round each up.
 
 
 def sgd_bytes(elements: int, element_bytes: int = 4, *, momentum: bool = True) -> int:
@@ -71,6 +72,32 @@ def adafactor_bytes(size: Sequence[int], element_bytes: int = 4) -> int:
         return math.prod(size) * element_bytes + _STEP_BYTES
     rows, columns = size[-2:]
     return math.prod(size[:-2]) * (rows + columns) * element_bytes + _STEP_BYTES
+
+
+def lbfgs_step_bytes(parameters_bytes: int, *, searches_line: bool = False) -> int:
+    """Return the most that a step of `torch.optim.LBFGS` allocates between closures.
+
+    That is from one call of the closure to the next, or to the end of the step, above
+    what is live when the closure has returned. The step takes the flat gradient, the
+    new pair of its history (Liu, Nocedal 1989, "On the limited memory BFGS method for
+    large scale optimization", algorithm 2.1: y and s), a copy of the gradient that the
+    two loops turn into the next direction, and that direction: five times the bytes of
+    the parameters. A line search, `"strong_wolfe"`, also copies the parameters and the
+    gradient. Numbers, such as 1 / yᵀs, are counted as blocks of an accelerator.
+
+    Args:
+        parameters_bytes: Bytes of the parameters that it steps.
+        searches_line: Whether it searches along the line.
+
+    Raises:
+        OptionError: If the size is not a positive integer.
+
+    Example:
+        >>> lbfgs_step_bytes(10_000), lbfgs_step_bytes(10_000, searches_line=True)
+        (58192, 78192)
+    """
+    check_positive(parameters_bytes=parameters_bytes)
+    return (7 if searches_line else 5) * parameters_bytes + _LBFGS_NUMBERS_BYTES
 
 
 def check_positive(**sizes: int) -> None:

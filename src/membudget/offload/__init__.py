@@ -1,14 +1,16 @@
 """Offload what autograd saves, around any code.
 
 `offload` is the way in. `slab` is the host memory, `saved_storage` one storage and the
-views of it, `link` the copies beside the device's work, `order` what earlier steps
-asked for, and `lane` moves the storages of one device by it.
+views of it, `link` the copies beside the device's work, `order` and `steps` what
+earlier steps asked for, `window` the device's bytes, `disk` and `spill` what is for a
+full host, and `lane` moves the storages of one device by them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from threading import Lock
 from types import TracebackType
 from typing import Any
@@ -22,51 +24,14 @@ from membudget._torch import (
     push_saved_tensors_hooks,
 )
 from membudget._torch_accelerator import kind
-from membudget.errors import OptionError
+from membudget.offload.disk import Disk
 from membudget.offload.lane import Lane
+from membudget.offload.limits import Limits, half_of_the_host
 from membudget.offload.saved_storage import Kept, View
 from membudget.offload.slab import Slab
+from membudget.offload.status import OffloadStatus
 from membudget.state.identity import address_of, is_leaf, version_of
-from membudget.text import format_bytes, parse_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class OffloadStatus:
-    """What was offloaded so far; bytes are those of storages, over all steps.
-
-    Attributes:
-        host_bytes: Host memory that was allocated.
-        most_host_bytes: The most of it that was in use.
-        out_bytes: Copied to the host.
-        first_bytes: Kept on the device, because they are asked for first.
-        living_bytes: Not copied, because somebody else keeps them alive anyway.
-        full_bytes: Kept on the device, because the host memory was full.
-        ahead_bytes: Copied back before they were asked for.
-        late_bytes: Copied back when they were.
-    """
-
-    host_bytes: int
-    most_host_bytes: int
-    out_bytes: int
-    first_bytes: int
-    living_bytes: int
-    full_bytes: int
-    ahead_bytes: int
-    late_bytes: int
-
-    def __str__(self) -> str:
-        """Return a line for each number that is not 0."""
-        rows = (
-            ("host memory", self.host_bytes),
-            ("  in use at most", self.most_host_bytes),
-            ("copied to the host", self.out_bytes),
-            ("  back, ahead of time", self.ahead_bytes),
-            ("  back, when asked for", self.late_bytes),
-            ("kept: asked for first", self.first_bytes),
-            ("kept: live anyway", self.living_bytes),
-            ("kept: no room on host", self.full_bytes),
-        )
-        return "\n".join(f"{text:24}{format_bytes(n)}" for text, n in rows if n)
+from membudget.text import parse_bytes
 
 
 class Held:
@@ -104,16 +69,17 @@ class Offload:
     `offload` of a region use it without entering it.
     """
 
-    def __init__(self, host: int, window: int, smallest: int, first: int):
-        """Store the options; host memory is allocated on first use."""
-        self._options = host, window, smallest, first
+    def __init__(self, limits: Limits):
+        """Store the limits; memory is allocated on first use."""
+        self._limits = limits
         self._slab: Slab | None = None
+        self._disk: Disk | None = None
         self._lanes: dict[torch.device, Lane] = {}
         self._lock = Lock()
 
-    def __reduce__(self) -> tuple[type[Offload], tuple[int, ...]]:
-        """Pickle the options: another process has host memory of its own."""
-        return Offload, self._options
+    def __reduce__(self) -> tuple[type[Offload], tuple[Limits]]:
+        """Pickle the limits: another process has host memory of its own."""
+        return Offload, (self._limits,)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Offload:
         """Return itself: a copy of a model shares the host memory."""
@@ -123,23 +89,26 @@ class Offload:
         """Begin to offload.
 
         Raises:
-            OptionError: If the host has not that much memory.
+            OptionError: If the host or the disk has not that much room.
         """
         self.open()
         push_saved_tensors_hooks(self._pack, _unpack)
         return self
 
-    def open(self) -> Slab:
-        """Allocate the host memory, if that has not been done.
+    def open(self) -> tuple[Slab, Disk | None]:
+        """Allocate the host memory and the file, if that has not been done.
 
         Raises:
-            OptionError: If the host has not that much memory.
+            OptionError: If the host or the disk has not that much room.
         """
+        limits = self._limits
         with self._lock:
             if self._slab is None:
+                if limits.disk_bytes:
+                    self._disk = Disk(limits.disk_bytes, limits.folder)
                 device = torch.device(kind() or "cpu")
-                self._slab = Slab(self._options[0], device)
-            return self._slab
+                self._slab = Slab(limits.host_bytes, device, limits.grows)
+            return self._slab, self._disk
 
     def __exit__(
         self,
@@ -156,7 +125,7 @@ class Offload:
         """Return what was offloaded so far, printable."""
         moved = {
             name: sum(lane.moved_bytes[name] for lane in self._lanes.values())
-            for name in ("out", "first", "living", "full", "ahead", "late")
+            for name in ("out", "first", "living", "full", "spilled", "ahead", "late")
         }
         return OffloadStatus(
             host_bytes=self._slab.size if self._slab else 0,
@@ -197,10 +166,10 @@ class Offload:
         found = self._lanes.get(device)
         if found is not None:
             return found
-        slab, (_, window, _, first) = self.open(), self._options
+        places, limits = self.open(), self._limits
         with self._lock:
             if device not in self._lanes:
-                self._lanes[device] = Lane(device, slab, window, first)
+                self._lanes[device] = Lane(device, places, limits)
             return self._lanes[device]
 
     def _may_move(self, tensor: Tensor) -> bool:
@@ -212,7 +181,7 @@ class Offload:
             and not is_fake(tensor)
             and version_of(tensor) >= 0
             and not (tensor.is_conj() or tensor.is_neg())
-            and tensor.untyped_storage().nbytes() >= self._options[2]
+            and tensor.untyped_storage().nbytes() >= self._limits.smallest_bytes
             and not _is_of_parameter(tensor)
         )
 
@@ -228,11 +197,13 @@ def _is_of_parameter(tensor: Tensor) -> bool:
 
 
 def offload(
-    host: int | str,
+    host: int | str | None = None,
     *,
     window: int | str = "512MiB",
     smallest: int | str = "64KiB",
     first: int | str | None = None,
+    disk: int | str = 0,
+    folder: str | Path | None = None,
 ) -> Offload:
     """Offload what autograd saves to host memory, around any code.
 
@@ -244,13 +215,18 @@ def offload(
 
     Args:
         host: Bytes of host memory, allocated once, page-locked where there is an
-            accelerator. Where it is full, tensors stay on the device.
+            accelerator. Where it is full, tensors stay on the device. Without it, at
+            most half of what the host has, allocated as it is needed.
         window: Bytes on the device for what is on its way out, was copied back ahead of
             time, or is kept because it is asked for first.
         first: Bytes of the window for what is asked for first; by default half of it. 0
             where a plan decides what stays.
         smallest: Storages of fewer bytes stay on the device. So do parameters, tensor
             subclasses, and tensors that are not strided.
+        disk: Bytes of a file, made once, to which goes what was saved first when the
+            host is full. It has no name, so that nothing is left of it, however the
+            process ends.
+        folder: Where the file is; by default where temporary files are.
 
     Returns:
         A context manager. Make one, and enter it in every step.
@@ -273,8 +249,21 @@ def offload(
         >>> 0 < off.status().most_host_bytes <= off.status().host_bytes
         True
     """
-    host_bytes, window_bytes = parse_bytes(host), parse_bytes(window)
-    if host_bytes <= 0:
-        raise OptionError(f"host must be a number of bytes above 0; got {host!r}")
-    first_bytes = window_bytes // 2 if first is None else parse_bytes(first)
-    return Offload(host_bytes, window_bytes, parse_bytes(smallest), first_bytes)
+    window_bytes = parse_bytes(window)
+    return Offload(
+        Limits(
+            half_of_the_host() if host is None else parse_bytes(host),
+            window_bytes,
+            window_bytes // 2 if first is None else parse_bytes(first),
+            parse_bytes(smallest),
+            host is None,
+            parse_bytes(disk),
+            None if folder is None else str(folder),
+        )
+    )
+
+
+@cache
+def shared_offload() -> Offload:
+    """Return the one of this process, for those who cannot be given another."""
+    return offload(smallest=1, first=0)

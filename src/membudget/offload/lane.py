@@ -27,16 +27,24 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from functools import partial
 from threading import Lock, get_ident
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, UntypedStorage
 
-from membudget._torch import node_sequence_number
+from membudget._torch import (
+    at_end_of_backward,
+    current_graph_task_id,
+    node_sequence_number,
+)
+from membudget.offload.disk import Disk
+from membudget.offload.limits import Limits
 from membudget.offload.link import Link, bytes_of
 from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
+from membudget.offload.spill import Spill
 from membudget.offload.steps import Steps, is_backward
 from membudget.offload.window import Window
 from membudget.state.identity import address_of
@@ -56,22 +64,26 @@ class Lane:
     Attributes:
         moved_bytes: Bytes of storages, by what became of them: `"out"`, `"first"` (kept
             because they are asked for first), `"living"`, `"full"` (kept because the
-            host's memory is full), `"ahead"` (loaded before they were asked for) and
-            `"late"` (loaded when they were).
+            host's memory is full), `"spilled"` (from the host to the disk), `"ahead"`
+            (loaded before they were asked for) and `"late"` (loaded when they were).
     """
 
     def __init__(
-        self, device: torch.device, slab: Slab, window_bytes: int, first_bytes: int
+        self,
+        device: torch.device,
+        places: tuple[Slab, Disk | None],
+        limits: Limits,
     ):
-        """Use a slab that other devices may use, too."""
+        """Use a slab, and a file, that other devices may use, too."""
         self.moved_bytes: Counter[str] = Counter()
-        self._slab = slab
-        self._window = Window(window_bytes)
-        self._link = Link(device, slab.links)
-        self._steps = Steps(first_bytes)
+        self._spill = Spill(*places, self.moved_bytes)
+        self._window = Window(limits.window_bytes)
+        self._link = Link(device, places[0].links)
+        self._steps = Steps(limits.first_bytes)
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
+        self._task = -1  # The backward pass that has asked last.
         self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
         self._lock = Lock()
 
@@ -126,6 +138,7 @@ class Lane:
             self._tidy()
             entry = view.entry
             self._steps.ask(entry)
+            self._clean_at_end()
             entry.unasked -= not view.was_asked
             view.was_asked = True
             tensor = view.restored(self._storage_of(entry))
@@ -137,7 +150,7 @@ class Lane:
         """Let work that is launched now write to a storage; the view stays as it is."""
         with self._lock:
             entry = view.entry
-            if entry.source is not None and (entry.stays or entry.block is None):
+            if entry.source is not None and (entry.stays or not entry.was_copied):
                 entry.source = bytes_of(entry.source).clone().untyped_storage()
             else:
                 self._link.wait(entry.copied)
@@ -157,6 +170,18 @@ class Lane:
         self._follow_up()
         self._send_all()
         self._release()
+
+    def _clean_at_end(self) -> None:
+        """Let no dropped view hold memory after the backward pass that runs."""
+        task = current_graph_task_id()
+        if is_backward() and task != self._task:
+            self._task = task
+            at_end_of_backward(self._clean)
+
+    def _clean(self) -> None:
+        with self._lock:
+            self._follow_up()
+            self._release()
 
     def _drop(self, dropped: tuple[SavedStorage, bool]) -> None:
         """Note a view that autograd dropped; follow up on it at once, if possible.
@@ -185,11 +210,15 @@ class Lane:
         A write through `.data` raises no version: torchdiffeq's solvers fill a storage
         so, and save it in between. The plain step reads what is there at last.
         """
-        if entry.block is None or self._steps.is_known:
+        if not entry.was_copied or self._steps.is_known:
             return False
         if entry.copied is not None:
             entry.copied.synchronize()
-        return not torch.equal(bytes_of(storage).cpu(), entry.block.content)
+        now = bytes_of(storage).cpu()
+        if entry.block is not None:
+            return not torch.equal(now, entry.block.content)
+        self._spill.read(entry, copied := torch.empty_like(now))
+        return not torch.equal(now, copied)
 
     # Out.
 
@@ -212,7 +241,7 @@ class Lane:
                 self._send(entry, entry.source)
 
     def _send(self, entry: SavedStorage, source: UntypedStorage) -> None:
-        entry.block = self._slab.take(entry.size)
+        entry.block = self._spill.room(entry.size, self._steps.saved())
         if entry.block is None:
             self._note("full", entry)
             return
@@ -258,8 +287,13 @@ class Lane:
             self._note("ahead", entry)
 
     def _load(self, entry: SavedStorage) -> UntypedStorage:
-        assert entry.block is not None
-        made, entry.arrived = self._link.copy_in(entry.block.content, entry.copied)
+        entry.arrived = None
+        if entry.block is None:
+            read = partial(self._spill.read, entry)
+            made = self._link.read_in(entry.size, read)
+        else:
+            block, copied = entry.block.content, entry.copied
+            made, entry.arrived = self._link.copy_in(block, copied)
         entry.loaded, entry.loaded_on = made, self._link.now()
         self._window.count(entry)
         return made
@@ -274,8 +308,7 @@ class Lane:
             entry.loaded = None
         self._window.drop(entry)
         entry.source = None
-        if entry.block is not None:
-            self._slab.give_back(entry.block)
+        self._spill.forget(entry)
 
     def _note(self, what: str, entry: SavedStorage) -> None:
         self.moved_bytes[what] += entry.size

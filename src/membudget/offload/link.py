@@ -10,6 +10,7 @@ when the call returns.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,6 +72,12 @@ class Link:
         self._in.wait_event(copied)
         self.ends["in"] = _copy(source, made, self._in)
         return made.untyped_storage(), self.ends["in"]
+
+    def read_in(self, size: int, read: Callable[[Tensor], None]) -> UntypedStorage:
+        """Return what a function has written to memory of the device, when it has."""
+        made = torch.empty(size, dtype=torch.uint8, device=self._device)
+        read(made)
+        return made.untyped_storage()
 
     def now(self) -> Any:
         """Return the stream that computes."""

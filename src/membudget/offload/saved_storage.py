@@ -16,6 +16,7 @@ from torch import Tensor, UntypedStorage
 
 from membudget._torch import storage_uses
 from membudget.errors import ChangedSinceForwardError
+from membudget.offload.extents import Place
 from membudget.offload.slab import HostBlock
 from membudget.state.identity import SavedVersion, version_of
 
@@ -28,7 +29,8 @@ class SavedStorage:
         size: Its bytes.
         source: The storage; `None` once it was copied and let go.
         original: Weak reference to the storage, which others may keep alive.
-        block: Its bytes on the host, if it was copied.
+        block: Its bytes on the host, if they are there.
+        extent: Where its bytes are in a file, if they are there.
         copied: Event of the end of that copy.
         loaded: What was copied back, until all views have asked for it.
         arrived: Event of the end of that copy.
@@ -42,6 +44,7 @@ class SavedStorage:
 
     __slots__ = (
         *("__weakref__", "_first", "_handed", "_version", "arrived", "block"),
+        "extent",
         *("copied", "is_counted", "loaded", "loaded_on", "number", "original"),
         *("saved_on", "size", "source", "stays", "unasked", "views"),
     )
@@ -55,6 +58,7 @@ class SavedStorage:
         self.source: UntypedStorage | None = storage
         self.original: Callable[[], UntypedStorage | None] = ref(storage)
         self.block: HostBlock | None = None
+        self.extent: Place | None = None
         self.loaded: UntypedStorage | None = None
         self.copied: Any = None
         self.arrived: Any = None
@@ -82,6 +86,11 @@ class SavedStorage:
             return original is not None
         # Beside its Python object, of which this has one.
         return storage_uses(original._cdata) > 1
+
+    @property
+    def was_copied(self) -> bool:
+        """Whether its bytes are elsewhere, too, or will be."""
+        return self.block is not None or self.extent is not None
 
     def is_on_device(self) -> bool:
         """Return whether its bytes are on the device, or will be."""

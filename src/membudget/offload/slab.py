@@ -5,12 +5,12 @@
 
 torch rounds page-locked memory up to a power of two. So the slab is made of pieces of
 such sizes, which add up to what was asked for; no block lies in two of them. One tensor
-for each block would take up to twice the bytes.
+for each block would take up to twice the bytes. A slab that grows begins without a
+piece, and doubles until it has the bytes that are its bound.
 """
 
 from __future__ import annotations
 
-from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 from threading import Lock
@@ -20,8 +20,12 @@ from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.errors import OptionError
+from membudget.offload.extents import Extents, Place
 from membudget.offload.link import Link
 from membudget.text import format_bytes
+
+SMALLEST_PIECE = 1 << 26
+"""Bytes of the first piece of a slab that grows, if the bound has as many."""
 
 ALIGNMENT = 64
 """Blocks begin at multiples of this many bytes, so that any dtype can be viewed."""
@@ -37,7 +41,7 @@ class HostBlock:
         content: The bytes that were asked for.
     """
 
-    place: tuple[int, int]
+    place: Place
     size: int
     content: Tensor
 
@@ -46,73 +50,87 @@ class Slab:
     """Host memory that is given out in blocks.
 
     Attributes:
-        size: Its bytes.
+        size: The bytes of its pieces.
         used_bytes: Bytes in blocks that are given out.
         most_used_bytes: The most of these at one time.
         links: What copies from and to these blocks.
     """
 
-    def __init__(self, size: int, device: torch.device):
+    def __init__(self, size: int, device: torch.device, grows: bool = False):
         """Allocate the memory, page-locked for copies from and to an accelerator.
+
+        Args:
+            size: Its bytes, or at most so many if it grows.
+            device: The accelerator's, or the CPU.
+            grows: Whether to allocate what is needed when it is.
 
         Raises:
             OptionError: If the host has not that much memory.
         """
-        self.size = size
+        self.size = 0
         self.used_bytes = self.most_used_bytes = 0
         self.links: list[Link] = []
-        is_locked = is_on_accelerator(device)
-        sizes = _powers_of_two(size) if is_locked else [size]
+        self._is_locked = is_on_accelerator(device)
+        self._pieces: list[Tensor] = []
+        self._extents = Extents(ALIGNMENT)
+        self._bound_bytes = size if grows else 0
+        self._lock = Lock()  # Each device has a thread for its backward pass.
+        if not grows:
+            self._allocate(size)
+
+    def _allocate(self, size: int) -> None:
         try:
-            self._pieces = [
-                torch.empty(n, dtype=torch.uint8, device="cpu", pin_memory=is_locked)
-                for n in sizes
-            ]
+            for piece in _powers_of_two(size) if self._is_locked else [size]:
+                memory = torch.empty(
+                    piece, dtype=torch.uint8, device="cpu", pin_memory=self._is_locked
+                )
+                self._extents.add(len(self._pieces), piece)
+                self._pieces.append(memory)
         except RuntimeError as error:
             raise OptionError(
                 f"the host cannot give {format_bytes(size)} for offloaded tensors: "
                 f"{str(error).splitlines()[0]}"
             ) from error
-        # ((piece, offset), size), by place; neighbours in a piece are merged.
-        self._free = [((n, 0), piece.nbytes) for n, piece in enumerate(self._pieces)]
-        self._lock = Lock()  # Each device has a thread for its backward pass.
+        self.size += size
 
     def take(self, size: int) -> HostBlock | None:
-        """Return a block; `None` if no free part is large enough."""
+        """Return a block; `None` if no free part is large enough.
+
+        Raises:
+            OptionError: If the slab is to grow, and the host has no memory.
+        """
         with self._lock:
-            return self._taken(size)
+            block = self._taken(size)
+            if block is None and self._grow(size):
+                block = self._taken(size)
+            return block
+
+    def _grow(self, needed: int) -> bool:
+        """Allocate another piece, as many bytes as there are, or as are needed."""
+        wanted = max(needed, self.size, SMALLEST_PIECE)
+        piece = 1 << (wanted - 1).bit_length()
+        left = self._bound_bytes - self.size
+        while piece > left and piece // 2 >= needed:
+            piece //= 2
+        if piece > left:
+            return False
+        self._allocate(piece)
+        return True
 
     def _taken(self, size: int) -> HostBlock | None:
-        rounded = -(-size // ALIGNMENT) * ALIGNMENT
-        fitting = [part for part in self._free if part[1] >= rounded]
-        if not fitting:
+        place = self._extents.take(size)
+        if place is None:
             return None
-        best = min(fitting, key=lambda part: part[1])
-        self._free.remove(best)
-        (piece, offset), found = best
-        if found > rounded:
-            insort(self._free, ((piece, offset + rounded), found - rounded))
+        rounded, (piece, offset) = self._extents.rounded(size), place
         self.used_bytes += rounded
         self.most_used_bytes = max(self.most_used_bytes, self.used_bytes)
-        content = self._pieces[piece][offset : offset + size]
-        return HostBlock((piece, offset), rounded, content)
+        return HostBlock(place, rounded, self._pieces[piece][offset : offset + size])
 
     def give_back(self, block: HostBlock) -> None:
         """Take a block back."""
         with self._lock:
             self.used_bytes -= block.size
-            self._merge(block)
-
-    def _merge(self, block: HostBlock) -> None:
-        insort(self._free, (block.place, block.size))
-        merged: list[tuple[tuple[int, int], int]] = []
-        for (piece, offset), size in self._free:
-            if merged and merged[-1][0] == (piece, offset - merged[-1][1]):
-                place, before = merged.pop()
-                merged.append((place, before + size))
-            else:
-                merged.append(((piece, offset), size))
-        self._free = merged
+            self._extents.give_back(block.place, block.size)
 
 
 def _powers_of_two(size: int) -> Iterator[int]:

@@ -70,6 +70,12 @@ class Steps:
         if self._by_number.get(entry.number) is entry:
             self._order.now.filled.add(entry.number)
 
+    def saved(self) -> Iterator[SavedStorage]:
+        """Yield the storages of this step, in the order of saving."""
+        numbers = range(len(self._order.now.sizes))
+        found = (self._by_number.get(number) for number in numbers)
+        return (entry for entry in found if entry is not None)
+
     def coming(self) -> Iterator[SavedStorage]:
         """Yield what is expected to be asked for next, if it is known."""
         for number in self._order.coming():

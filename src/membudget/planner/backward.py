@@ -86,7 +86,7 @@ class ReplayBackward:
                 )
         for storage, moment in self._slice.needed_until.items():
             if storage not in self._writers:
-                ends[storage] = max(self._ledger.end_of(storage), moment)
+                self._ledger.hold(storage, moment)
 
     def copies(self) -> list[SourceCopy]:
         """Return the copies that the forward makes of what it overwrites."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import attrgetter
@@ -39,6 +39,9 @@ from membudget.planner.choice import (
 from membudget.planner.timeline import live_bytes
 
 _start = attrgetter("start")
+
+GATHERS = "fsdp."
+"""How the names of the operators begin by which FSDP2 gathers and reduces."""
 
 LEAST_COVERED = 0.6
 """The share of a call's saved bytes that the calls inside must cover to replace it."""
@@ -72,8 +75,9 @@ class _CallTree:
 
     def __init__(self, graph: StepGraph, most_share: float):
         times = Counter(call.path for call in graph.calls)
-        once = [call for call in graph.calls if times[call.path] == 1]
-        often = numbered_calls(graph)
+        fits = _without_gathers(graph)
+        once = [call for call in graph.calls if times[call.path] == 1 and fits(call)]
+        often = [call for call in numbered_calls(graph) if fits(call)]
         self._often = {call.path for call in often}
         self._once = sorted(once, key=_start)
         self._all = sorted([*once, *often], key=_start)
@@ -103,6 +107,17 @@ class _CallTree:
     def outermost(self) -> list[ModuleCall]:
         """Return the top-level calls of modules that are called once."""
         return _inside(self._once, None)
+
+
+def _without_gathers(graph: StepGraph) -> Callable[[ModuleCall], bool]:
+    """Return whether FSDP gathers no parameters in a call, which a region would hold.
+
+    FSDP frees them after the forward of the inner module that it shards, and gathers
+    them again before its backward: regions lie inside of that.
+    """
+    gathers = (o.name.startswith(GATHERS) for o in graph.operators)
+    before = [0, *accumulate(gathers)]
+    return lambda call: before[call.start] == before[call.end]
 
 
 def numbered_calls(graph: StepGraph) -> list[ModuleCall]:

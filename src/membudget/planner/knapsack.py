@@ -61,15 +61,34 @@ def by_block(simulator: Simulator) -> list[Solver]:
     for calls in _distinct_cuts(simulator.graph):
         options, costs = _priced_options(simulator, calls)
         found.append(_ByBlock(simulator, calls, options, costs))
-        # The first option recomputes nothing.
-        taken = [
-            [0, *(i for i, o in enumerate(of) if o.choice.engine == RERUN)]
-            for of in options
-        ]
-        found.append(
-            _ByBlock(simulator, calls, _taken(options, taken), _taken(costs, taken))
-        )
+        found.append(_reruns(simulator, calls, options, costs))
     return found
+
+
+def by_rerun(simulator: Simulator) -> list[Solver]:
+    """Return a solver for each way to cut the forward, which only reruns blocks.
+
+    Tensor parallelism computes on DTensors, of which a replay sees the operators, but
+    not the conversions, so that it keeps what they save. A rerun does not.
+    """
+    return [
+        _reruns(simulator, calls, *_priced_options(simulator, calls))
+        for calls in _distinct_cuts(simulator.graph)
+    ]
+
+
+def _reruns(
+    simulator: Simulator,
+    calls: Sequence[ModuleCall],
+    options: Sequence[Sequence[Option]],
+    costs: Sequence[Sequence[ChoiceCost]],
+) -> _ByBlock:
+    # The first option recomputes nothing.
+    taken = [
+        [0, *(i for i, o in enumerate(of) if o.choice.engine == RERUN)]
+        for of in options
+    ]
+    return _ByBlock(simulator, calls, _taken(options, taken), _taken(costs, taken))
 
 
 def _priced_options(

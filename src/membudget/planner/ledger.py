@@ -50,6 +50,16 @@ class Ledger:
         if self.before_read is not None:
             self.before_read(storages)
 
+    def hold(self, storage: int, until: int) -> None:
+        """Let a region hold the forward's copy of a storage until an op index.
+
+        It cannot hold what FSDP has gathered: the storage is emptied all the same, and
+        filled again before the backward.
+        """
+        held = self.graph.storages[storage]
+        if held.kind != "outside" or held.birth < 0:
+            self.ends[storage] = max(self.end_of(storage), until)
+
     def allocate(self, storage: int) -> None:
         """Add a storage to the live bytes."""
         self.live_bytes += self.graph.storages[storage].bytes

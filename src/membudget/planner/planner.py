@@ -17,7 +17,7 @@ from operator import attrgetter
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import BlockEngine
-from membudget.planner.knapsack import by_block
+from membudget.planner.knapsack import by_block, by_rerun
 from membudget.planner.moved import Host
 from membudget.planner.nested import nested
 from membudget.planner.prices import priced
@@ -52,7 +52,7 @@ class Planner:
         self,
         graph: StepGraph,
         overheads: Overheads = NO_OVERHEADS,
-        solvers: Sequence[SolverMaker] = SOLVERS,
+        solvers: Sequence[SolverMaker] | None = None,
         host: Host | None = None,
     ):
         """Cut the step into blocks and compute their Pareto fronts.
@@ -67,8 +67,8 @@ class Planner:
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
         self.simulator = Simulator(self.graph, overheads, host)
-        self._solvers = solvers
-        self._kinds = [make(self.simulator) for make in solvers]
+        self._solvers = solvers_of(graph) if solvers is None else solvers
+        self._kinds = [make(self.simulator) for make in self._solvers]
         self._found: list[Schedule] = []
         # What is found without a host may be faster.
         self._without = None if host is None else Planner(graph, overheads, solvers)
@@ -163,6 +163,12 @@ class Planner:
     def least_bytes(self) -> int:
         """Return the smallest budget for which a schedule is known."""
         return self.smallest().peak_bytes
+
+
+def solvers_of(graph: StepGraph) -> tuple[SolverMaker, ...]:
+    """Return the solvers whose plans the engines can execute on a step."""
+    forward = graph.operators[: graph.backward_start]
+    return (by_rerun,) if any(o.communicates for o in forward) else SOLVERS
 
 
 def plain_schedule(graph: StepGraph) -> Schedule:

@@ -31,11 +31,12 @@ def may_rerun(graph: StepGraph, block: Block) -> bool:
 
     A block with decisions is replayed: another kernel may decide differently. So is a
     block that writes to older memory, such as running statistics, and one whose saved
-    tensors are unpacked more than once, because each time would take a rerun.
+    tensors are unpacked more than once, because each time would take a rerun. A
+    collective runs again, on all ranks, because all have the same plan.
     """
     for index in range(block.start, block.end):
         operator = graph.operators[index]
-        if operator.must_keep:
+        if operator.must_keep and not operator.communicates:
             return False
         written = () if operator.is_view else graph.writes[index]
         if any(graph.storages[storage].birth < block.start for storage in written):
@@ -85,7 +86,7 @@ class RerunBackward:
                 )
         last = max((graph.saved[i].freed for i in self.dropped_saved), default=0)
         for storage in self._inputs() - self._made:
-            ledger.ends[storage] = max(ledger.end_of(storage), last)
+            ledger.hold(storage, last)
 
     def _inputs(self) -> set[int]:
         """Return the storages that the block reads or is called with."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from typing import Any
 
 import torch
@@ -99,7 +100,8 @@ class RecordedCall:
 @contextmanager
 def fake_tensors(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Enter the fake mode of the first fake tensor in `tensors`, or a new fake mode."""
-    fakes: Iterator[Any] = filter(is_fake, tensors)
+    parts = chain.from_iterable(map(plain_parts, tensors))
+    fakes: Iterator[Any] = filter(is_fake, parts)
     mode = next((fake.fake_mode for fake in fakes), None) or new_fake_mode()
     before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
     integers = _IntegersForReal()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
-from membudget.state.bits import PLAIN_CLASSES, has_bits, is_freed, plain_parts
+from membudget.state.bits import plain_parts, was_freed
 
 
 @dataclass(slots=True)
@@ -128,8 +128,7 @@ class Lifetimes:
     def know_freed(self) -> None:
         """Register the storages of living tensors that are empty now."""
         for thing in gc.get_objects():
-            # Not `isinstance`, which asks a proxy for the class of what it stands for.
-            if type(thing) in PLAIN_CLASSES and has_bits(thing) and is_freed(thing):
+            if was_freed(thing):
                 storage = thing.untyped_storage()
                 self._resized[storage._cdata] = ref(storage)
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.nn import Module
 
 from membudget._torch import is_fake, is_profiling
@@ -22,18 +20,19 @@ from membudget.profile.cost import (
     roofline,
     roofline_of_optimizer,
     share_out,
-    step_clock,
 )
 from membudget.profile.devices import DEVICES, Device, device_of
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
 from membudget.profile.key import key_of
+from membudget.profile.mesh import Parallelize, check_for_mesh, sharded_copy
 from membudget.profile.optimizer_step import OptimizerLike, record_optimizer
 from membudget.profile.result import Profile, assemble
 from membudget.profile.step_recorder import StepRecorder
+from membudget.profile.timing import timed_steps
 from membudget.profile.workspace import allocations, note_workspaces, try_kernels
 from membudget.progress import stage
 from membudget.selection import default_names
-from membudget.sharding import check_replaceable
+from membudget.sharding import check_replaceable, prepare_units, unwrapped_model
 from membudget.state.identity import is_leaf
 from membudget.step import (
     ABSENT,
@@ -43,10 +42,6 @@ from membudget.step import (
     state_kept,
     step_of,
 )
-
-_FEWEST_TIMED, _MOST_TIMED = 3, 15
-_TIMED_S = 0.5
-"""Short steps are timed for at least this long: a machine may be slow for a moment."""
 
 
 def profile(
@@ -59,6 +54,8 @@ def profile(
     fake: bool | None = None,
     device: str | Device | None = None,
     cache: str | Path | None = None,
+    mesh: Mapping[str, int] | None = None,
+    parallelize: Parallelize | None = None,
 ) -> Profile:
     """Profile one training step: saved tensors, cost of each operator, peak memory.
 
@@ -95,15 +92,25 @@ def profile(
             steps are timed, and fake steps use the roofline of this machine's CPU.
         cache: Folder in which the profile is kept. No step runs if it has the profile
             of one with the same code, shapes and settings (docs/limits.md).
+        mesh: Number of processes along each dimension, such as `{"dp_shard": 8, "tp":
+            2}`. The fake step is then that of rank 0 of such a cluster, which has the
+            largest shards: a copy of the model is sharded, and no other process is
+            needed. The batch is that of one rank, the optimizer a class.
+        parallelize: Function of a model and a `DeviceMesh` that shards the copy in
+            place, as the training script does. By default, `dp_shard` applies
+            `fully_shard` to each block and to the model, and `tp` what `model.tp_plan`
+            says.
 
     Raises:
         OptionError: If `model` is not a module or is lazy, the loss is not a scalar or
             requires no gradient, the device is unknown, a profiler is running, or a
-            fake step needs values of tensors or runs under FSDP or DDP.
+            fake step needs values of tensors or runs under FSDP or DDP, or the mesh has
+            dimensions of which nothing is known.
 
     Not counted: memory outside torch's allocator, and the allocator's rounding;
     generator states (5 KiB each) that regions of the model capture; on fake tensors,
-    workspaces of non-CPU kernels and of CPU kernels that are too large to measure.
+    workspaces of non-CPU kernels and of CPU kernels that are too large to measure; on a
+    mesh, the seconds of collectives.
 
     Example:
         >>> import torch
@@ -114,7 +121,12 @@ def profile(
     """
     step = step_of(model, batch, loss_fn, modules)
     kept = None if cache is None else Cache.at(cache)
-    return profile_step(step, optimizer, fake, device, kept)
+    if mesh is None:
+        return profile_step(step, optimizer, fake, device, kept)
+    check_for_mesh(step, optimizer, fake)
+    with sharded_copy(step.model, mesh, parallelize) as sharded:
+        step.model = sharded
+        return profile_step(step, optimizer, True, device, kept)
 
 
 def profile_step(
@@ -162,10 +174,10 @@ def _new_profile(
 def _real_profile(
     step: Step, optimizer: OptimizerLike, target: Device | None
 ) -> Profile:
-    blocks = _blocks(step.model)
+    blocks = _blocks(unwrapped_model(step.model))
     with state_kept(step, has_values=True):
         step.run()  # Warm up: allocator, lazy state of modules, kernel selection.
-        timed = [] if target else list(_timed_steps(step, blocks))
+        timed = [] if target else list(timed_steps(step, blocks))
         step.prepare()
         recorder = _recorder(step, is_fake=False)
         events = TimerEvents(lambda: len(recorder.operators))
@@ -198,6 +210,7 @@ def _fake_profile(
     ):
         recorder = _recorder(step, is_fake=True)
         with explaining_fakes():
+            prepare_units(step.model)
             # No block is timed: the seconds come from a roofline.
             _record(recorder, step, TimerEvents(lambda: 0), {})
         if is_profiling():
@@ -229,9 +242,10 @@ def _record(
 ) -> None:
     """Record one step, and leave the gradients on the leaves for the optimizer."""
     recorder.lifetimes.know_freed()
-    for name, parameter in step.model.named_parameters():
+    model = unwrapped_model(step.model)
+    for name, parameter in model.named_parameters():
         recorder.lifetimes.know(parameter, "parameter", name)
-    for name, buffer in step.model.named_buffers():
+    for name, buffer in model.named_buffers():
         recorder.lifetimes.know(buffer, "buffer", name)
     for name, tensor in step.batch_tensors().items():
         recorder.lifetimes.know(tensor, "input", name)
@@ -244,32 +258,15 @@ def _record(
         events.note("start")
         step.run(begin_backward)
         events.note("end")
-    leaves = [*step.model.named_parameters(), *step.batch_tensors().items()]
+    leaves = [*model.named_parameters(), *step.batch_tensors().items()]
     for name, tensor in leaves:
         if is_leaf(tensor) and tensor.grad is not None:
             recorder.lifetimes.name_gradient(tensor.grad, name)
 
 
-def _timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
-    # Processes of one group wait for each other in a step's collectives, so that all
-    # must run as many steps, however fast each of them is.
-    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
-    end_s = time.monotonic() + _TIMED_S
-    for number in range(_FEWEST_TIMED if is_grouped else _MOST_TIMED):
-        if number >= _FEWEST_TIMED and time.monotonic() >= end_s:
-            break
-        step.prepare()
-        events = TimerEvents(step_clock())
-        with events.on(blocks):
-            events.note("start")
-            step.run(partial(events.note, "loss"))
-            events.note("end")
-        yield events
-
-
 def _recorder(step: Step, is_fake: bool) -> StepRecorder:
-    names = {id(module): name for name, module in step.model.named_modules()}
-    recorder = StepRecorder(names, is_fake, isinstance(step, CallableStep))
+    modules = dict(unwrapped_model(step.model).named_modules())
+    recorder = StepRecorder(modules, is_fake, isinstance(step, CallableStep))
     recorder.lifetimes.device = step.device
     return recorder
 

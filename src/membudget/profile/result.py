@@ -16,6 +16,7 @@ from membudget.errors import OptionError
 from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
 from membudget.ops import decides, facts_of
 from membudget.planner.timeline import Timeline, timeline
+from membudget.profile.kinds import PeakKind, peak_by_kind
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
 from membudget.profile.step_recorder import StepRecorder
 from membudget.text import read_json, write_whole
@@ -55,6 +56,10 @@ class Profile:
     def total_peak_bytes(self) -> int:
         """Peak bytes, including parameters, buffers, optimizer state and batch."""
         return self.peak_bytes + self.graph.static.total
+
+    def peak_by_kind(self) -> dict[PeakKind, int]:
+        """Return what `total_peak_bytes` is for, as parameters and activations are."""
+        return peak_by_kind(self.graph)
 
     def report(self) -> str:
         """Return a text report of the profile."""

@@ -17,10 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 
 from membudget._torch import (
     current_autograd_node,
@@ -34,10 +30,11 @@ from membudget._torch import (
 from membudget.callsite import place_of
 from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
-from membudget.ops import OperatorFacts, facts_of, flat_outputs, tensors_in
+from membudget.ops import OperatorFacts, facts_of, flat_outputs
 from membudget.profile.cost import computes_alone, flops_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
+from membudget.profile.module_calls import noting_calls
 
 
 class _SavedAlias:
@@ -65,14 +62,14 @@ class StepRecorder(Observer):
 
     def __init__(
         self,
-        module_names: Mapping[int, str],
+        modules: Mapping[str, Module],
         is_fake: bool,
         finds_backward: bool = False,
     ):
         """Create a recorder for one step.
 
         Args:
-            module_names: Module paths, keyed by the `id` of the module.
+            modules: The modules whose calls are noted, by path.
             is_fake: Whether the tensors are fake: fake steps record distinct calls.
             finds_backward: Whether the first operator that autograd runs begins the
                 backward phase, for a step that does not call `begin("backward")`.
@@ -82,7 +79,8 @@ class StepRecorder(Observer):
         self.saved: list[RecordedSaved] = []
         self.phase: Phase = "forward"
         self.around: Callable[[int], AbstractContextManager[Any]] = nullcontext
-        self._names = module_names
+        self._modules = modules
+        self._names = {id(module): path for path, module in modules.items()}
         self._is_fake = is_fake
         self._finds_backward = finds_backward
         self.calls: list[ModuleCall] = []
@@ -99,7 +97,7 @@ class StepRecorder(Observer):
         """Record the forward pass, loss and backward pass that run in the context."""
         push_saved_tensors_hooks(self._pack, self._unpack)
         try:
-            with self, self._noting_calls():
+            with self, noting_calls(self._modules, self._enter, self._leave):
                 self._last_node = self._newest_node = node_sequence_number()
                 yield
         except BaseException:
@@ -108,36 +106,18 @@ class StepRecorder(Observer):
         finally:
             pop_saved_tensors_hooks()
 
-    @contextmanager
-    def _noting_calls(self) -> Iterator[None]:
-        open_calls: list[tuple[str, int]] = []
+    def _enter(self, path: str, inputs: list[Tensor]) -> int | None:
+        """Note that a module's forward begins; return the number of the call."""
+        if self.phase != "forward":
+            return None
+        moment = len(self.operators)
+        values = tuple(map(self.lifetimes.value, inputs))
+        self.calls.append(ModuleCall(path, moment, moment, values))
+        return len(self.calls) - 1
 
-        def enter(module: Module, args: Any) -> None:
-            if self.phase == "forward" and id(module) in self._names:
-                open_calls.append((self._names[id(module)], len(self.calls)))
-                path, moment = self._names[id(module)], len(self.operators)
-                inputs = tuple(self.lifetimes.value(t) for t in tensors_in(args))
-                self.calls.append(ModuleCall(path, moment, moment, inputs))
-
-        def leave(module: Module, args: Any, output: Any) -> None:
-            path = self._names.get(id(module))
-            # A module that the model does not name may wrap one that it does.
-            while path is not None and self.phase == "forward" and open_calls:
-                left, index = open_calls.pop()
-                call = self.calls[index]
-                self.calls[index] = replace(call, end=len(self.operators))
-                if left == path:
-                    break
-
-        handles = [
-            register_module_forward_pre_hook(enter),
-            register_module_forward_hook(leave),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+    def _leave(self, number: int) -> None:
+        """Note that the forward of a call has ended."""
+        self.calls[number] = replace(self.calls[number], end=len(self.operators))
 
     def begin(self, phase: Phase) -> None:
         """Start the next phase of the step."""

@@ -26,6 +26,7 @@ from membudget.report import (
     time,
 )
 from membudget.report.advice import advise, operator_text
+from membudget.report.kind_text import kind_lines
 from membudget.report.module_tree import (
     OUTSIDE,
     Figures,
@@ -61,6 +62,7 @@ def profile_text(found: Profile) -> str:
     parts = (
         *_header(found),
         *_sizes(graph, line),
+        *kind_lines(graph),
         *_timeline(graph, line),
         *_modules(summary),
         *_saved(summary),

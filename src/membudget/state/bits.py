@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from membudget._torch import is_fake
 from membudget._torch_accelerator import is_on_accelerator, synchronize
 
 Fingerprint = tuple[int, int]
@@ -153,9 +154,19 @@ def has_changed(
     return now != noted and SKIPPED not in (now, noted)
 
 
+def was_freed(thing: object) -> bool:
+    """Return whether an object is a plain or fake tensor whose storage is empty now."""
+    # Not `isinstance`, which asks a proxy for the class of what it stands for.
+    if not (type(thing) in PLAIN_CLASSES or is_fake(thing)):
+        return False
+    tensor: Any = thing
+    return (is_fake(tensor) or has_bits(tensor)) and is_freed(tensor)
+
+
 def is_freed(tensor: Tensor) -> bool:
     """Return whether a non-empty tensor's storage was resized to 0 bytes."""
-    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    is_strided = tensor.layout is torch.strided
+    return is_strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def same_bits(original: Tensor, replayed: Tensor | None) -> bool:

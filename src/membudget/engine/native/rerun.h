@@ -19,10 +19,11 @@ inline Slot address, tensor, version;
 
 inline Class rerun_class;
 namespace rerun {
-inline Slot cursor, externals, handles, is_guarded, last_needed, metadata;
+inline Slot cursor, externals, handles, is_guarded, last_needed, may_stop, metadata,
+    stopped;
 }
 
-inline PyObject *shape_name, *check_external_name;
+inline PyObject *shape_name, *check_external_name, *fills_what_it_saved, *stop_recompute;
 
 inline bool is_common(PyObject* object) {
   return is_usual_class(object) && is_plain(THPVariable_Unpack(object));
@@ -122,32 +123,49 @@ inline PyObject* give(PyObject* of, PyObject* handle) {
   END_HANDLE_TH_ERRORS
 }
 
+// Fills a handle of the forward with a tensor that was computed again.
+inline void fill_one(PyObject* of, PyObject* handle, PyObject* object) {
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  saved::tensor.set(handle, object);
+  saved::version.set_number(handle, tensor._version());
+  saved::address.set(
+      handle,
+      rerun::is_guarded.is_true(of) ? number(address_of(tensor)) : Ref::to(Py_None));
+  if (!rerun::externals.is_none(of)) {
+    call(of, check_external_name, handle, rerun::externals.of(of));
+  }
+}
+
+// Whether the operator that saves now has yet to fill what it saved.
+inline bool is_filled_late() {
+  auto* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
+  return Ref::made(PyObject_CallOneArg(fills_what_it_saved, frame)) == Py_True;
+}
+
 // pack(tensor) of the second forward, a method of the `Rerun`.
 inline PyObject* fill(PyObject* of, PyObject* object) {
   HANDLE_TH_ERRORS
   PyObject* handles = rerun::handles.of(of);
   long index = rerun::cursor.number(of);
-  // Python decides about the end: which tensor is the last, and what stops there.
-  if (handles == nullptr || !is_common(object) ||
-      index >= std::min<long>(rerun::last_needed.number(of), PyList_GET_SIZE(handles)) ||
+  if (handles == nullptr || !is_common(object) || index >= PyList_GET_SIZE(handles) ||
       !has_metadata(
           THPVariable_Unpack(object),
           PyList_GET_ITEM(rerun::metadata.of(of), index))) {
-    return call(of, pack_name, object).release();
+    return PyObject_CallMethodOneArg(of, pack_name, object);
   }
   rerun::cursor.set_number(of, index + 1);
   Ref handle = Ref::to(PyWeakref_GetObject(PyList_GET_ITEM(handles, index)));
   if (handle != Py_None) {
-    const at::Tensor& tensor = THPVariable_Unpack(object);
-    saved::tensor.set(handle, object);
-    saved::version.set_number(handle, tensor._version());
-    saved::address.set(
-        handle, rerun::is_guarded.is_true(of) ? number(address_of(tensor)) : Ref::to(Py_None));
-    if (!rerun::externals.is_none(of)) {
-      call(of, check_external_name, (PyObject*)handle, rerun::externals.of(of));
-    }
+    fill_one(of, handle, object);
   }
-  Py_RETURN_NONE;
+  if (index < rerun::last_needed.number(of) || !rerun::may_stop.is_true(of) ||
+      is_filled_late()) {
+    Py_RETURN_NONE;
+  }
+  rerun::stopped.set(of, Py_True);
+  // Set, not thrown: an exception of C++ takes as long as all else of a small region.
+  PyErr_SetNone(stop_recompute);
+  return nullptr;
   END_HANDLE_TH_ERRORS
 }
 
@@ -184,7 +202,10 @@ inline PyObject* bind_rerun(PyObject*, PyObject* names) {
       attribute("Rerun"),
       {{"_cursor", &rerun::cursor}, {"_externals", &rerun::externals},
        {"_handles", &rerun::handles}, {"_is_guarded", &rerun::is_guarded},
-       {"_last_needed", &rerun::last_needed}, {"_metadata", &rerun::metadata}});
+       {"_last_needed", &rerun::last_needed}, {"_may_stop", &rerun::may_stop},
+       {"_metadata", &rerun::metadata}, {"_stopped", &rerun::stopped}});
+  fills_what_it_saved = attribute("fills_what_it_saved");
+  stop_recompute = attribute("StopRecompute");
   open_groups = attribute("OPEN_GROUPS");
   parameter_type = reinterpret_cast<PyTypeObject*>(attribute("Parameter"));
   Py_RETURN_NONE;

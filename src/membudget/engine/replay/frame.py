@@ -249,13 +249,18 @@ class ReplayFrame:
         except BaseException:
             replayer.release()
             raise
-        # A new plan has run: count it; leftovers are freed when the backward ends.
-        if replayer.plans_run != before:
-            if self._statistics is not None:
-                self._statistics.recomputes += 1
-            if not release_in_time(self):
-                replayer.release()
+        # A new plan has run; leftovers are freed when the backward ends.
+        if self._has_run_plan_since(before) and not release_in_time(self):
+            replayer.release()
         return tensor
+
+    def _has_run_plan_since(self, before: int) -> bool:
+        """Return whether a plan has run since there were so many; count it."""
+        if self._replayer.plans_run == before:
+            return False
+        if self._statistics is not None:
+            self._statistics.recomputes += 1
+        return True
 
     def explained(self, error: BaseException) -> BaseException:
         """Release what a failed replay recomputed; return the error to raise."""
@@ -267,7 +272,9 @@ class ReplayFrame:
     def recompute(self) -> None:
         """Recompute all dropped tensors now, for the next backward pass."""
         with self._lock:
+            before = self._replayer.plans_run
             self._replayer.prepare()
+            self._has_run_plan_since(before)
 
     def release(self) -> None:
         """Free recomputed tensors that autograd has not unpacked."""

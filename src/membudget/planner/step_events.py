@@ -28,7 +28,7 @@ def _backward(ledger: Ledger, choice: Choice) -> _BlockBackward:
     return ReplayBackward(ledger, choice)
 
 
-class Events:
+class StepEvents:
     """The events of a step under some choices.
 
     Attributes:

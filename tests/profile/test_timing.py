@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from membudget.profile.profiling import _timed_steps
+from membudget.profile.timing import timed_steps
 from membudget.step import Step
 
 
@@ -18,7 +18,7 @@ def timed_runs(monkeypatch: pytest.MonkeyPatch, step_s: float) -> int:
     clock = itertools.count(7.0, step_s)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     step = Step(nn.Linear(2, 2), torch.ones(1, 2), None)
-    runs = list(_timed_steps(step, {"": step.model}))
+    runs = list(timed_steps(step, {"": step.model}))
     labels = [("start", ""), ("enter", ""), ("leave", ""), ("loss", ""), ("end", "")]
     for run in runs:
         assert [label for label in run.labels if label[0] != "backward"] == labels

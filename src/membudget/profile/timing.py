@@ -1,0 +1,35 @@
+"""Time plain steps, block by block, before one is recorded."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.nn import Module
+
+from membudget.profile.cost import TimerEvents, step_clock
+from membudget.step import Step
+
+FEWEST_TIMED, MOST_TIMED = 3, 15
+TIMED_S = 0.5
+"""Short steps are timed for at least this long: a machine may be slow for a moment."""
+
+
+def timed_steps(step: Step, blocks: dict[str, Module]) -> Iterator[TimerEvents]:
+    """Run a step some times, and yield when its parts began in each."""
+    # Processes of one group wait for each other in a step's collectives, so that all
+    # must run as many steps, however fast each of them is.
+    is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
+    end_s = time.monotonic() + TIMED_S
+    for number in range(FEWEST_TIMED if is_grouped else MOST_TIMED):
+        if number >= FEWEST_TIMED and time.monotonic() >= end_s:
+            break
+        step.prepare()
+        events = TimerEvents(step_clock())
+        with events.on(blocks):
+            events.note("start")
+            step.run(partial(events.note, "loss"))
+            events.note("end")
+        yield events

@@ -1,0 +1,28 @@
+"""What the bytes at a step's peak are for, as a table, for steps that communicate."""
+
+from __future__ import annotations
+
+from membudget.graph import StepGraph
+from membudget.profile.kinds import COLLECTIVES, peak_by_kind
+from membudget.report import rendered, share
+from membudget.text import format_bytes
+
+
+def kind_lines(graph: StepGraph) -> list[str]:
+    """Return a row for each kind of bytes at the peak of a step of one rank.
+
+    Returns:
+        A table after an empty line; nothing if the step communicates with no other
+        rank.
+    """
+    names = [o.name for o in graph.operators if not o.communicates]
+    is_alone = len(names) == len(graph.operators)
+    if is_alone and not any(name.startswith(COLLECTIVES) for name in names):
+        return []
+    sizes = peak_by_kind(graph)
+    total = sum(sizes.values())
+    rows = [
+        (kind, format_bytes(size), share(size, total)) for kind, size in sizes.items()
+    ]
+    total_row = ("in all", format_bytes(total), "")
+    return ["", rendered(("this rank, at its peak", "", ""), [*rows, total_row])]
