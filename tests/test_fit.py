@@ -18,7 +18,8 @@ from membudget.fit import fit
 from membudget.fitted import Fitted
 from membudget.outcome import Metered
 from membudget.planner.planner import smoothed
-from membudget.report.plan_text import head, region_table
+from membudget.report.plan_text import head
+from membudget.report.region_table import region_table
 from tests.devices import held_bytes
 from tests.model_state import state_of
 from tests.planner.models import MODELS, measured_peak, mlp

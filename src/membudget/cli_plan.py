@@ -135,6 +135,12 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
         "every_2, every_3, ...: every n-th block recomputes everything",
     )
     parser.add_argument(
+        "--host",
+        metavar="BYTES",
+        help="memory of the host that tensors may be moved to, such as 64GiB; needs an "
+        "accelerator, or --device with the link of one",
+    )
+    parser.add_argument(
         "-o", "--output", metavar="FILE", help="write the plan to a file"
     )
 
@@ -143,13 +149,17 @@ def _plan(options: argparse.Namespace) -> int:
     _check_asked(options)
     mesh = mesh_of(options)
     model, batch, loss = _made(options, on_meta=options.fake or bool(mesh))
+    from membudget.host import asked_host
+    from membudget.planned import device_of_model
     from membudget.planning import plan_for
     from membudget.profile import profile
     from membudget.report.kind_text import kind_lines
     from membudget.report.plan_text import described
 
+    device = device_of_model(model)
+    given = asked_host(options.host, "auto", device, options.device)
     found = profile(model, batch, loss, **profiling_of(options), **mesh)
-    plan = plan_for(found, model, options.budget, options.mode)
+    plan = plan_for(found, model, options.budget, options.mode, given)
     print("\n".join([described(plan), *kind_lines(found.graph)]))
     _write_plan(options.output, plan)
     return OK
@@ -170,6 +180,7 @@ def _fit(options: argparse.Namespace) -> int:
         "mode": options.mode,
         "seconds": options.seconds,
         "measure": "none",  # `try_steps` measures more steps.
+        "host": options.host,
     }
     with fit(model, batch, options.budget, loss, **keywords) as fitted:
         step = Step(model, batch, loss)

@@ -19,8 +19,9 @@ from membudget.profile.cache import FROM_CACHE, NOT_CACHED
 from membudget.race import Slowdown
 from membudget.report.kept_text import kept_text
 from membudget.report.memory_text import memory_lines
-from membudget.report.plan_text import PLAIN_FITS, head, region_table
+from membudget.report.plan_text import PLAIN_FITS, head
 from membudget.report.rank_text import rank_lines
+from membudget.report.region_table import region_table
 from membudget.step import CallableStep, Step
 from membudget.terms import term_off
 from membudget.text import format_bytes

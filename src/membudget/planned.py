@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from membudget._torch_accelerator import main_device
@@ -238,12 +239,17 @@ def without_plan(model: Module, put_back: bool = False) -> Iterator[None]:
             put_on(planned)
 
 
-def device_type(model: Module) -> str:
-    """Return the type of the device on which a model's operators run.
+def device_of_model(model: Module) -> torch.device:
+    """Return the device on which a model's operators run.
 
     A model on `meta` is recorded as on the CPU.
     """
-    return main_device((*model.parameters(), *model.buffers())).type
+    return main_device((*model.parameters(), *model.buffers()))
+
+
+def device_type(model: Module) -> str:
+    """Return the type of that device."""
+    return device_of_model(model).type
 
 
 def model_parameters(model: Module) -> tuple[str, ...]:

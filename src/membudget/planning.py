@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 from torch.nn import Module
@@ -15,6 +16,7 @@ from membudget.attempt import MOST_PLANS, Attempt
 from membudget.engine import native
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph
+from membudget.host import AskedHost
 from membudget.modes import AUTO, check_mode, schedule_of_mode
 from membudget.outcome import Metered
 from membudget.planned import device_type, model_parameters
@@ -79,12 +81,17 @@ def without_calls(profile: Profile, paths: Container[str]) -> Profile:
 
 
 def plan_for(
-    profile: Profile, model: Module, budget: int | str, mode: str = AUTO
+    profile: Profile,
+    model: Module,
+    budget: int | str,
+    mode: str = AUTO,
+    given: AskedHost | None = None,
 ) -> Plan:
     """Return the fastest plan found whose predicted peak fits the budget.
 
     No step runs, so the model may be on the meta device. See `fit` for the arguments;
-    `fit` also applies and measures the plan.
+    `fit` also applies and measures the plan. What is `given` of the host, if anything,
+    it may use.
 
     Raises:
         BudgetError: If no plan fits; the error states the smallest feasible budget.
@@ -99,7 +106,9 @@ def plan_for(
     """
     check_mode(mode)
     limit = Budget.of(budget, profile)
-    schedule = next_schedules(profile, limit, mode)[0]
+    host = None if given is None else given.within(profile.graph, limit.step_bytes)
+    planner = partial(planner_of, profile, host)
+    schedule = next_schedules(profile, limit, mode, planner=planner)[0]
     if schedule.peak_bytes > limit.step_bytes and schedule.is_smallest:
         least_bytes = predicted_least(profile, schedule)
         raise refused(profile, limit, schedule, least_bytes)
@@ -219,7 +228,6 @@ def make_plan(
     model: Module,
     budget_bytes: int,
     unseen: int = 0,
-    host: Host | None = None,
 ) -> Plan:
     """Return the plan that implements a schedule on a model."""
     graph = profile.graph
@@ -234,7 +242,7 @@ def make_plan(
         cost=profile.cost,
         regions=region_plans(graph, schedule.calls, schedule.choices),
         device=device_type(model),
-        host=_host_plan(schedule.simulation.moves, host),
+        host=_host_plan(schedule.simulation.moves, schedule.host),
     )
 
 

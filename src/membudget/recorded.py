@@ -29,7 +29,6 @@ from membudget.memory.allocator import RESERVED, at_rest
 from membudget.modes import AUTO
 from membudget.outcome import Metered, plain_run
 from membudget.planned import PlanRegions, put_on, take_off
-from membudget.planner.moved import Host
 from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
@@ -78,15 +77,12 @@ def fit_recorded(
     budget = budget_on_device(step, profile, plain, budget)
     if plain is None and profile.tensors == "real":
         profile = replace(profile, notes=(*profile.notes, NOT_COMPARED))
-    host = None
-    if given is not None and mode == AUTO:
-        host = given.within(profile.graph, budget.step_bytes)
     left_out: dict[str, str] = {}
     while True:
         plannable = without_calls(profile, left_out)
         try:
             found = _first_that_fits(
-                step, plannable, plain, budget, mode, deadline, host
+                step, plannable, plain, budget, mode, deadline, given
             )
         except RegionsAtFaultError as error:
             left_out |= error.reasons
@@ -145,13 +141,11 @@ class _Fitting:
         attempts: Every plan, with its measured peak.
         applied: The regions of the last.
         others: Schedules of other kinds that are predicted to fit, too.
-        host: What the plans may use of the host.
     """
 
     attempts: list[Attempt]
     applied: Applied
     others: Sequence[Schedule]
-    host: Host | None = None
 
 
 class _Entry(NamedTuple):
@@ -186,9 +180,7 @@ def _raced(
     for schedule in (other for other in others if other.slowdown <= slowest):
         if deadline.forbids("plans with other engines"):
             break
-        plan = make_plan(
-            *(profile, schedule, step.model, budget.step_bytes, unseen, found.host)
-        )
+        plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         wrong = suppress(RecomputeMismatchError)
         with wrong, without_shortage(), _held_back() as warned:
             attempt, applied = try_plan(step, plan, schedule, plain, len(entries) + 1)
@@ -245,7 +237,7 @@ def _first_that_fits(
     budget: Budget,
     mode: str,
     deadline: Deadline,
-    host: Host | None,
+    given: AskedHost | None,
 ) -> _Fitting:
     """Try plans until one is within the budget.
 
@@ -258,6 +250,7 @@ def _first_that_fits(
     unseen = unseen_bytes(profile, plain)
     fits = plain is not None and plain.peak_bytes <= budget.step_bytes
     is_late = partial(deadline.forbids, "annealing")
+    host = None if given is None else given.within(profile.graph, budget.step_bytes)
     planner = cache(partial(planner_of, profile, host))
     while True:
         planning = "while planning a step that takes", profile.peak_bytes
@@ -265,9 +258,7 @@ def _first_that_fits(
             schedule, *others = next_schedules(
                 *(profile, budget, mode, attempts, unseen, is_late, planner, fits)
             )
-            plan = make_plan(
-                *(profile, schedule, step.model, budget.step_bytes, unseen, host)
-            )
+            plan = make_plan(profile, schedule, step.model, budget.step_bytes, unseen)
         may_aim_lower = mode == AUTO and not schedule.is_smallest
         kept = partial(kept_text, profile.graph, schedule, budget.step_bytes)
         trying = "in a step whose plan takes", plan.peak_bytes, kept
@@ -278,7 +269,7 @@ def _first_that_fits(
             )
         attempts.append(found)
         if found.peak_bytes <= budget.step_bytes:
-            return _Fitting(attempts, applied, others, host)
+            return _Fitting(attempts, applied, others)
         applied.remove()  # Over budget: the next schedule aims lower, or raises.
         if schedule.is_smallest and can_be_limited(step.device):
             limited = try_limited(step, attempts, plain, budget.step_bytes)

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from membudget.errors import OptionError
-from membudget.graph import StepGraph
+from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import Choice, is_movable, made_in
 from membudget.planner.moved import Host, Moves
+from membudget.planner.planner import Planner
 from membudget.planner.simulate import live_at_peak, simulate
 from tests.planner.drafts import Draft, chain_of, drafts
 
@@ -169,3 +170,19 @@ def test_what_is_live_at_the_peak_adds_up_to_it(drawn):
     total = sum(graph.storages[s].bytes for s in live.storages)
     total += graph.operators[live.operator].workspace_bytes
     assert total == found.peak_bytes
+
+
+@pytest.mark.parametrize("rate", [0.5, 4.0, 100.0])
+def test_a_plan_with_a_host_is_never_slower_than_without(rate: float):
+    sizes, seconds = [8, 4, 16, 8, 4, 16, 8, 4] * 2, [1.0, 4.0, 2.0, 1.0] * 4
+    graph = chain_of(sizes, seconds, per_call=4)
+    whole = replace(graph, calls=(ModuleCall("", 0, len(sizes)), *graph.calls))
+    without, moving = Planner(whole), Planner(whole, host=host(32, rate=rate))
+    least = without.least_bytes()
+    moved = 0
+    for budget in range(least, without.plain_peak_bytes, 8):
+        found = moving.fastest(budget)
+        assert found.peak_bytes <= budget
+        assert found.seconds <= without.fastest(budget).seconds + 1e-9
+        moved += found.simulation.moves.out_bytes
+    assert (moved > 0) == (rate > 1)

@@ -16,7 +16,9 @@ from membudget.errors import OptionError, PlanError
 from membudget.planner.choice import Choice, Stage
 from membudget.planner.loop_plan import LoopPlan, SituationPlan
 from membudget.planner.plan import (
+    NO_HOST,
     VERSION,
+    HostPlan,
     KeptOutput,
     Plan,
     RegionPlan,
@@ -25,7 +27,7 @@ from membudget.planner.plan import (
     parameter_text,
 )
 from membudget.planner.region_plans import region_plan
-from tests.planner.drafts import PLAN, Draft
+from tests.planner.drafts import PLAN, Draft, chain_of
 
 sizes = st.integers(-(1 << 62), 1 << 62)
 texts = st.text(st.characters(codec="utf-8"), max_size=9)
@@ -125,6 +127,26 @@ def test_a_folder_and_bytes_that_are_no_text_are_refused(tmp_path: Path):
     path.write_bytes(b"\xff\xfe\x00{")
     with pytest.raises(PlanError, match="cannot be read"):
         Plan.from_json(path)
+
+
+def test_a_plan_of_version_6_moves_nothing_to_the_host():
+    data = PLAN.to_dict() | {"version": 6}
+    del data["host"]
+    for region in data["regions"]:
+        del region["offloaded"]
+    assert Plan.from_dict(json.loads(json.dumps(data))) == PLAN
+    assert PLAN.host == NO_HOST
+
+
+def test_what_is_moved_to_the_host_is_named_and_read_again():
+    graph = chain_of([4, 4, 4], [1.0, 1.0, 1.0])
+    moved = Choice(0, 3, frozenset({1, 2}), offloaded=frozenset({1}))
+    region = region_plan(graph, "0", moved)
+    assert [(k.number, k.output) for k in region.offloaded] == [(1, 0)]
+    assert set(region.offloaded) < set(region.kept)
+    host = HostPlan(4096, 512, 3072, 0.5, 0.25)
+    plan = dataclasses.replace(PLAN, regions=(region,), host=host)
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_a_newer_version_is_refused():

@@ -160,6 +160,7 @@ class Schedule:
     overhead_s: float  # The engine's own time.
     plain_s: float  # The time of the plain step.
     is_smallest: bool = False  # Whether no schedule with a smaller peak was found.
+    host: Host | None = None  # Where storages may be moved to.
 
     @property
     def peak_bytes(self) -> int:
@@ -227,7 +228,9 @@ class Simulator:
         found = self.simulate(choices)
         overhead_s = sum(map(self.region_s, choices))
         plain_s = self.graph.seconds
-        return Schedule(tuple(calls), tuple(choices), found, overhead_s, plain_s)
+        return Schedule(
+            tuple(calls), tuple(choices), found, overhead_s, plain_s, host=self.host
+        )
 
     def with_plain_times(self, schedule: Schedule) -> Schedule:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""

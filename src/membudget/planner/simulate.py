@@ -34,7 +34,7 @@ import numpy as np
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, is_movable, made_in
-from membudget.planner.events import Events
+from membudget.planner.step_events import StepEvents
 from membudget.planner.ledger import Ledger, ListingLedger
 from membudget.planner.moved import NO_MOVES, Host, Moves, Moving
 from membudget.planner.timeline import PlainStep, Timeline
@@ -142,7 +142,7 @@ def live_at_peak(
 def simulate_block(graph: StepGraph, choice: Choice) -> BlockTimeline:
     """Simulate one block alone, counting only the storages that it allocates."""
     own, born = range(choice.start, choice.end), graph.born_at
-    events = Events(ledger := Ledger(graph), [choice])
+    events = StepEvents(ledger := Ledger(graph), [choice])
     for storage in made_in(graph, choice):
         events.end(storage)
     # Every operator of the block is an event: its workspace counts.
@@ -182,17 +182,17 @@ def _run(
     ledger: Ledger,
 ) -> Simulation:
     if not any(choice.offloaded for choice in ordered):
-        return _through(Events(ledger, ordered), plain, None)
+        return _through(StepEvents(ledger, ordered), plain, None)
     if host is None:
         raise OptionError("a choice moves storages to a host, and none is given")
     # As on a device, the first step shows in which order storages are asked for.
     first = Moving(Ledger(graph), plain, host)
-    _through(Events(first.ledger, ordered, first), plain, first)
+    _through(StepEvents(first.ledger, ordered, first), plain, first)
     moving = Moving(ledger, plain, host, [*first.asked])
-    return _through(Events(ledger, ordered, moving), plain, moving)
+    return _through(StepEvents(ledger, ordered, moving), plain, moving)
 
 
-def _through(events: Events, plain: PlainStep, moving: Moving | None) -> Simulation:
+def _through(events: StepEvents, plain: PlainStep, moving: Moving | None) -> Simulation:
     """Go through the events of a step."""
     ledger, graph = events.ledger, events.ledger.graph
     # Few live ranges change: all others are those of the plain step.

@@ -79,7 +79,7 @@ def held_at_peak(graph: StepGraph, schedule: Schedule, before_bytes: int) -> Hel
         schedule: A schedule of it.
         before_bytes: Bytes in use before the step, whatever holds them.
     """
-    live = live_at_peak(graph, schedule.choices)
+    live = live_at_peak(graph, schedule.choices, schedule.host)
     step = _StepHolders(graph, schedule).of(live)
     found = [*step, *_before(graph, before_bytes)]
     return HeldAtPeak(graph.operators[live.operator], tuple(_largest(found)))

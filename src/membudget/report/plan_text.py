@@ -1,28 +1,23 @@
-"""Text reports of plans: one plan, the differences between two, and a region table."""
+"""Text reports of plans: one plan, and the differences between two."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
-from membudget.graph import StepGraph
-from membudget.planner.choice import RERUN, Choice, saved_storages, storages_of
-from membudget.planner.plan import KeptOutput, Plan, RegionPlan, parameter_differences
-from membudget.planner.schedule import Schedule
+from membudget.planner.plan import (
+    HostPlan,
+    KeptOutput,
+    Plan,
+    RegionPlan,
+    parameter_differences,
+)
 from membudget.report import rendered
 from membudget.report.loop_text import loop_differences
 from membudget.text import format_bytes
 
 MOST_NUMBERS = 8
 """How many numbers of one operator a report shows; the plan has them all."""
-
-MOST_KINDS = 3
-"""How many kinds of operators a cell names."""
-
-
-EVERYTHING = "the whole call (rerun)"
 
 PLAIN_FITS = "the plain step fits: no region is needed"
 
@@ -31,11 +26,15 @@ def described(plan: Plan) -> str:
     """Describe a plan's predictions and the outputs that each of its regions keeps."""
     if not plan.regions:
         return f"{head(plan)}\n\n{PLAIN_FITS}"
+    titles = ["region", "operators", "keeps"]
+    moves = any(region.offloaded for region in plan.regions)
+    titles += ["moves to the host"] * moves
     rows = [
         (_name(region), str(region.operators), kept_text(region.kept))
+        + (kept_text(region.offloaded),) * moves
         for region in plan.regions
     ]
-    return f"{head(plan)}\n\n{rendered(('region', 'operators', 'keeps'), rows, left=3)}"
+    return f"{head(plan)}\n\n{rendered(titles, rows, left=len(titles))}"
 
 
 def _name(region: RegionPlan) -> str:
@@ -82,9 +81,27 @@ def head(
         )
     lines.append(
         f"slowdown  {plan.slowdown:12.3f}  predicted; no schedule is below "
-        f"{plan.bound:.3f}"
+        f"{plan.bound:.3f}{' that moves nothing' * bool(plan.host.moved_bytes)}"
     )
+    if plan.host.moved_bytes:
+        lines += _moves(plan.host)
     return "\n".join(lines)
+
+
+def _moves(host: HostPlan) -> list[str]:
+    r"""Return what a plan takes of the host.
+
+    Example:
+        >>> print(*_moves(HostPlan(4096, 512, 3072, 0.0125, 0.0005)), sep="\\n")
+        moves          3.0 KiB  to the host and back; 4.0 KiB are allocated there
+        link           12.5 ms  busy, the device waits 0.5 ms; window 512 B
+    """
+    return [
+        f"moves     {_bytes(host.moved_bytes)}  to the host and back; "
+        f"{format_bytes(host.host_bytes)} are allocated there",
+        f"link      {1e3 * host.link_s:9.1f} ms  busy, the device waits "
+        f"{1e3 * host.wait_s:.1f} ms; window {format_bytes(host.window_bytes)}",
+    ]
 
 
 def _unlike(plain_bytes: int, profile_bytes: int | None) -> str:
@@ -197,98 +214,19 @@ def _regions(
             yield f"{name}: {left.engine} -> {right.engine}"
         if left.operators != right.operators:
             yield f"{name}: {left.operators} operators -> {right.operators} operators"
-        for mine, others, which in (
-            (left.kept, right.kept, "first"),
-            (right.kept, left.kept, "second"),
+        for mine, others, which, does in (
+            (left.kept, right.kept, "first", "keeps"),
+            (right.kept, left.kept, "second", "keeps"),
+            (left.offloaded, right.offloaded, "first", "moves"),
+            (right.offloaded, left.offloaded, "second", "moves"),
         ):
             alone = [kept for kept in mine if kept not in others]
             if alone:
                 outputs = ", ".join(map(_output, alone))
-                yield f"{name}: only the {which} keeps {outputs}"
+                yield f"{name}: only the {which} {does} {outputs}"
 
 
 def _bytes(size: int) -> str:
     """Format a size, possibly negative, right-aligned to a fixed width."""
     text = format_bytes(abs(size))
     return f"{'-' + text if size < 0 else text:>12}"
-
-
-def region_table(graph: StepGraph, schedule: Schedule) -> str:
-    """Return a table of the operators whose outputs each region keeps or recomputes."""
-    pairs = zip(schedule.calls, schedule.choices, strict=True)
-    again = schedule.simulation.recomputed
-    regions = [_region_line(graph, call.path, choice, again) for call, choice in pairs]
-    # Adjacent regions with the same content share a row, which sums their costs.
-    rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
-    titles = ("region", "keeps", "recomputes", "operators", "kept", "of the step")
-    # With the overhead, exactly what the slowdown is above 1.
-    recompute = _share(schedule.simulation.seconds - graph.seconds, graph)
-    overhead = _share(schedule.seconds - schedule.simulation.seconds, graph)
-    return (
-        f"{rendered(titles, rows, left=3)}\n\nrecomputation takes {recompute} of the "
-        f"plain step, and the regions' overhead {overhead}"
-    )
-
-
-@dataclass(frozen=True)
-class _RegionLine:
-    """One region: operators kept and recomputed, by name and count, and their costs."""
-
-    path: str
-    operators: int
-    keeps: str
-    kept_bytes: int
-    recomputes: str
-    seconds: float
-
-
-def _content(region: _RegionLine) -> tuple[object, ...]:
-    return region.operators, region.keeps, region.recomputes
-
-
-def _region_line(
-    graph: StepGraph, path: str, choice: Choice, recomputed: Iterable[int]
-) -> _RegionLine:
-    again = [index for index in recomputed if choice.start <= index < choice.end]
-    # A plan may keep storages that nothing reads after all; they are not reported.
-    kept = choice.kept & _needed(graph, choice, again)
-    return _RegionLine(
-        path or "(the model)",
-        choice.end - choice.start,
-        _counted(graph, sorted({graph.storages[storage].birth for storage in kept})),
-        sum(graph.storages[storage].bytes for storage in kept),
-        EVERYTHING if choice.engine == RERUN else _counted(graph, again),
-        sum(graph.operators[index].seconds for index in again),
-    )
-
-
-def _needed(graph: StepGraph, choice: Choice, again: Iterable[int]) -> set[int]:
-    """Return the storages that a region's backward pass and recomputation read."""
-    read = [value for index in again for value in graph.operators[index].inputs]
-    return {*saved_storages(graph, choice), *storages_of(graph, read)}
-
-
-def _counted(graph: StepGraph, operators: Iterable[int]) -> str:
-    """Return operator names with counts, most frequent first."""
-    counts = Counter(short_name(graph.operators[index].name) for index in operators)
-    found = counts.most_common()
-    texts = [name if n == 1 else f"{name} ×{n}" for name, n in found[:MOST_KINDS]]
-    rest = sum(number for _, number in found[MOST_KINDS:])
-    return ", ".join(texts) + (f" and {rest} more" if rest else "") or "nothing"
-
-
-def _row(alike: list[_RegionLine], graph: StepGraph) -> tuple[str, ...]:
-    first = alike[0]
-    name = first.path
-    if alike[1:]:
-        last = alike[-1].path
-        name = f"{name} ({len(alike)} calls)"
-        if last != first.path:
-            name = f"{first.path} to {last} ({len(alike)})"
-    kept = format_bytes(sum(region.kept_bytes for region in alike))
-    share = _share(sum(region.seconds for region in alike), graph)
-    return name, first.keeps, first.recomputes, str(first.operators), kept, share
-
-
-def _share(seconds: float, graph: StepGraph) -> str:
-    return f"{seconds / graph.seconds if graph.seconds else 0.0:.1%}"

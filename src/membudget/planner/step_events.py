@@ -17,6 +17,8 @@ from membudget.planner.ledger import Ledger
 from membudget.planner.moved import Moving
 from membudget.planner.second_run import RerunBackward
 
+Event = Callable[[int], None]
+
 _BlockBackward = ReplayBackward | RerunBackward
 
 
@@ -26,7 +28,7 @@ def _backward(ledger: Ledger, choice: Choice) -> _BlockBackward:
     return ReplayBackward(ledger, choice)
 
 
-class Events:
+class StepEvents:
     """The events of a step under some choices.
 
     Attributes:
@@ -46,7 +48,7 @@ class Events:
         self._unpacks: dict[int, list[tuple[_BlockBackward, int]]] = {}
         self._returns: dict[int, list[tuple[_BlockBackward, int]]] = {}
         self._frees: dict[int, list[tuple[_BlockBackward, int]]] = {}
-        self._moves: dict[int, list[tuple[Callable[[int], None], int]]] = {}
+        self._moves: dict[int, list[tuple[Event, int]]] = {}
         self._moved: frozenset[int] = frozenset()
         for block in blocks:
             self._add(block)
@@ -55,7 +57,8 @@ class Events:
             ledger.before_read = self._asking(moving)
             for storage in sorted(self._moved):
                 self._move(moving, storage)
-            order = [moving.free, moving.release, moving.leave, moving.ask]
+            order: list[Event] = [moving.free, moving.release, moving.leave]
+            order.append(moving.ask)
             for events in self._moves.values():
                 events.sort(key=lambda event: order.index(event[0]))
 

@@ -12,7 +12,7 @@ import membudget as mb
 from membudget.graph import ModuleCall
 from membudget.planner.choice import Choice
 from membudget.planner.schedule import Schedule, Simulator
-from membudget.report.plan_text import region_table
+from membudget.report.region_table import region_table
 from tests.planner.drafts import keeping
 
 
