@@ -83,7 +83,7 @@ TYPES: dict[str, Any] = {
 _NAMES = {type_: name for name, type_ in TYPES.items()}
 
 # A name, a stage and a micro-batch (-1 for none).
-Named = tuple[Any, int, int]
+NamedAction = tuple[Any, int, int]
 
 _CLASSES: dict[str, Any] = {
     "Interleaved1F1B": schedules.ScheduleInterleaved1F1B,
@@ -100,7 +100,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 def computations(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
-) -> dict[int, list[Named]]:
+) -> dict[int, list[NamedAction]]:
     """Return what each rank computes under one of torch's schedules.
 
     The schedule is made for stand-ins of stages: it reads their numbers alone.
@@ -148,7 +148,7 @@ def _parts(action: Any) -> Iterable[Any]:
     return action.sub_actions or (action,)
 
 
-def _named(action: Any) -> Named:
+def _named(action: Any) -> NamedAction:
     number = action.microbatch_index
     name = _NAMES[action.computation_type]
     return (name, action.stage_index, -1 if number is None else number)
@@ -159,10 +159,10 @@ def _action(name: str, stage: int, micro_batch: int) -> Any:
 
 
 def with_transfers(
-    computed: dict[int, list[Named]],
+    computed: dict[int, list[NamedAction]],
     rank_of: dict[int, int],
     micro_batches: int,
-) -> list[list[Named]]:
+) -> list[list[NamedAction]]:
     """Add what else a rank does: transfers, and what FSDP and averaging need.
 
     A receive stands where its sender has just sent, in an order in which one process
@@ -185,7 +185,7 @@ class OrderRuntime(_PipelineScheduleRuntime):
         stages: Sequence[Any],
         micro_batches: int,
         loss_fn: Callable[..., Tensor] | None,
-        ranks: Sequence[Sequence[Named]],
+        ranks: Sequence[Sequence[NamedAction]],
         **options: Any,
     ):
         """Prepare to run `ranks`, the actions of every rank."""
