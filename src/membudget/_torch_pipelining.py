@@ -46,7 +46,21 @@ try:
     from torch.distributed.pipelining.stage import (
         _RecvInfo,  # One tensor that a stage receives, with its buffer.
     )
-except ImportError as error:
+
+    _TYPES: dict[str, Any] = {
+        "forward": Type.FORWARD,
+        "backward": Type.FULL_BACKWARD,
+        "backward_input": Type.BACKWARD_INPUT,
+        "backward_weight": Type.BACKWARD_WEIGHT,
+        "send_forward": Type.SEND_F,
+        "receive_forward": Type.RECV_F,
+        "send_backward": Type.SEND_B,
+        "receive_backward": Type.RECV_B,
+        "unshard": Type.UNSHARD,
+        "reshard": Type.RESHARD,
+        "reduce_gradients": Type.REDUCE_GRAD,
+    }
+except (AttributeError, ImportError) as error:
     raise OptionError(
         f"membudget.pipeline drives the pipelining engine of torch 2.13, and torch "
         f"{torch.__version__} lacks a part of it ({error}). Use torch 2.13, or torch's "
@@ -64,20 +78,7 @@ class OwnType(StrEnum):
     RECOMPUTE = "RECOMPUTE"
 
 
-TYPES: dict[str, Any] = {
-    "forward": Type.FORWARD,
-    "recompute": OwnType.RECOMPUTE,
-    "backward": Type.FULL_BACKWARD,
-    "backward_input": Type.BACKWARD_INPUT,
-    "backward_weight": Type.BACKWARD_WEIGHT,
-    "send_forward": Type.SEND_F,
-    "receive_forward": Type.RECV_F,
-    "send_backward": Type.SEND_B,
-    "receive_backward": Type.RECV_B,
-    "unshard": Type.UNSHARD,
-    "reshard": Type.RESHARD,
-    "reduce_gradients": Type.REDUCE_GRAD,
-}
+TYPES: dict[str, Any] = {**_TYPES, "recompute": OwnType.RECOMPUTE}
 """The actions by the names that `planner.pipeline_order` gives them."""
 
 _NAMES = {type_: name for name, type_ in TYPES.items()}

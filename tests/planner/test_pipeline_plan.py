@@ -110,7 +110,7 @@ def test_several_stages_on_a_rank_are_refused() -> None:
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
     with pytest.raises(
-        OptionError, match="4 stages need at least as many blocks; got 3"
+        OptionError, match="4 stages need at least as many blocks; the chain has 3"
     ):
         plan_pipeline(order_of("1F1B", 4, 4), [BLOCK] * 3, 100)
 

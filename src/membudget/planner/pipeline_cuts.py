@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from membudget.errors import BudgetError
+from membudget.errors import BudgetError, OptionError
 from membudget.planner.pipeline_bytes import RankBytes
 from membudget.planner.pipeline_costs import StageCosts
 from membudget.planner.pipeline_order import PipelineOrder, with_checkpoint
@@ -71,10 +71,7 @@ class StageCuts:
         self._known: dict[
             tuple[int, tuple[BlockOfPipeline, ...]], tuple[int, ...] | None
         ] = {}
-        count = len(blocks)
-        self.equal: Sizes = tuple(
-            count // stages + (stage < count % stages) for stage in range(stages)
-        )
+        self.equal = equal_sizes(len(blocks), stages)
 
     def balanced(self) -> Sizes:
         """Return the cut whose slowest stage is fastest.
@@ -224,6 +221,23 @@ class StageCuts:
             least_bytes=least_bytes,
             before_bytes=sum(b.static_bytes for b in [*self._parts(self.equal)][tight]),
         )
+
+
+def equal_sizes(blocks: int, stages: int) -> Sizes:
+    """Return the sizes of stages that are as equal as possible, larger ones first.
+
+    Raises:
+        OptionError: There are fewer blocks than stages.
+
+    Example:
+        >>> equal_sizes(10, 4)
+        (3, 3, 2, 2)
+    """
+    if blocks < stages:
+        raise OptionError(
+            f"{stages} stages need at least as many blocks; the chain has {blocks}"
+        )
+    return tuple(blocks // stages + (s < blocks % stages) for s in range(stages))
 
 
 def _gain(block: BlockOfPipeline) -> float:

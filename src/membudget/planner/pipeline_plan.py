@@ -102,10 +102,6 @@ def plan_pipeline(
             f"a pipeline is planned for one stage per rank; {order.name} has "
             f"{order.stages} stages on {len(order.ranks)} ranks"
         )
-    if len(blocks) < order.stages:
-        raise OptionError(
-            f"{order.stages} stages need at least as many blocks; got {len(blocks)}"
-        )
     given = [budget_bytes] if isinstance(budget_bytes, int) else [*budget_bytes]
     budgets = given * order.stages if len(given) == 1 else given
     if len(budgets) != order.stages:
