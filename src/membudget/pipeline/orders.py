@@ -58,7 +58,7 @@ def pipeline_order(
         >>> order = pipeline_order("1F1B", ranks=4, micro_batches=8)
         >>> [order.most_in_flight(stage) for stage in range(4)]
         [4, 3, 2, 1]
-        >>> print(*[action.kind for action in order.ranks[2][-4:]])
+        >>> print(*[action.kind for action in order.ranks[2][-6:-2]])
         receive_backward recompute backward send_backward
     """
     _check_numbers(schedule, ranks, micro_batches, stages_per_rank)
