@@ -46,7 +46,21 @@ try:
     from torch.distributed.pipelining.stage import (
         _RecvInfo,  # One tensor that a stage receives, with its buffer.
     )
-except ImportError as error:
+
+    _TYPES: dict[str, Any] = {
+        "forward": Type.FORWARD,
+        "backward": Type.FULL_BACKWARD,
+        "backward_input": Type.BACKWARD_INPUT,
+        "backward_weight": Type.BACKWARD_WEIGHT,
+        "send_forward": Type.SEND_F,
+        "receive_forward": Type.RECV_F,
+        "send_backward": Type.SEND_B,
+        "receive_backward": Type.RECV_B,
+        "unshard": Type.UNSHARD,
+        "reshard": Type.RESHARD,
+        "reduce_gradients": Type.REDUCE_GRAD,
+    }
+except (AttributeError, ImportError) as error:
     raise OptionError(
         f"membudget.pipeline drives the pipelining engine of torch 2.13, and torch "
         f"{torch.__version__} lacks a part of it ({error}). Use torch 2.13, or torch's "
@@ -64,26 +78,13 @@ class OwnType(StrEnum):
     RECOMPUTE = "RECOMPUTE"
 
 
-TYPES: dict[str, Any] = {
-    "forward": Type.FORWARD,
-    "recompute": OwnType.RECOMPUTE,
-    "backward": Type.FULL_BACKWARD,
-    "backward_input": Type.BACKWARD_INPUT,
-    "backward_weight": Type.BACKWARD_WEIGHT,
-    "send_forward": Type.SEND_F,
-    "receive_forward": Type.RECV_F,
-    "send_backward": Type.SEND_B,
-    "receive_backward": Type.RECV_B,
-    "unshard": Type.UNSHARD,
-    "reshard": Type.RESHARD,
-    "reduce_gradients": Type.REDUCE_GRAD,
-}
+TYPES: dict[str, Any] = {**_TYPES, "recompute": OwnType.RECOMPUTE}
 """The actions by the names that `planner.pipeline_order` gives them."""
 
 _NAMES = {type_: name for name, type_ in TYPES.items()}
 
 # A name, a stage and a micro-batch (-1 for none).
-Named = tuple[Any, int, int]
+NamedAction = tuple[Any, int, int]
 
 _CLASSES: dict[str, Any] = {
     "Interleaved1F1B": schedules.ScheduleInterleaved1F1B,
@@ -100,7 +101,7 @@ V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 
 def computations(
     name: str, ranks: int, stages_per_rank: int, micro_batches: int
-) -> dict[int, list[Named]]:
+) -> dict[int, list[NamedAction]]:
     """Return what each rank computes under one of torch's schedules.
 
     The schedule is made for stand-ins of stages: it reads their numbers alone.
@@ -148,7 +149,7 @@ def _parts(action: Any) -> Iterable[Any]:
     return action.sub_actions or (action,)
 
 
-def _named(action: Any) -> Named:
+def _named(action: Any) -> NamedAction:
     number = action.microbatch_index
     name = _NAMES[action.computation_type]
     return (name, action.stage_index, -1 if number is None else number)
@@ -159,10 +160,10 @@ def _action(name: str, stage: int, micro_batch: int) -> Any:
 
 
 def with_transfers(
-    computed: dict[int, list[Named]],
+    computed: dict[int, list[NamedAction]],
     rank_of: dict[int, int],
     micro_batches: int,
-) -> list[list[Named]]:
+) -> list[list[NamedAction]]:
     """Add what else a rank does: transfers, and what FSDP and averaging need.
 
     A receive stands where its sender has just sent, in an order in which one process
@@ -185,7 +186,7 @@ class OrderRuntime(_PipelineScheduleRuntime):
         stages: Sequence[Any],
         micro_batches: int,
         loss_fn: Callable[..., Tensor] | None,
-        ranks: Sequence[Sequence[Named]],
+        ranks: Sequence[Sequence[NamedAction]],
         **options: Any,
     ):
         """Prepare to run `ranks`, the actions of every rank."""

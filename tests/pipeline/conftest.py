@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -12,9 +13,10 @@ if not dist.is_available():
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
+def alone(tmp_path: Path) -> Iterator[None]:
     """Form the group for a test."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    meeting = f"file://{tmp_path / 'meeting-point'}"
+    dist.init_process_group("gloo", init_method=meeting, rank=0, world_size=1)
     try:
         yield
     finally:

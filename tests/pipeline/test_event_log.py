@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from membudget.pipeline.event_log import Awaited, EventLog
+from membudget.pipeline.event_log import EventLog, LoggedReceive
 from membudget.planner.pipeline_order import PipelineAction
 
 FORWARD = PipelineAction("forward", 0, 0)
@@ -38,7 +38,7 @@ def test_an_action_noted_twice_in_a_row_is_one_event() -> None:
 def test_the_peak_is_that_of_the_action() -> None:
     made = log(meter=True)
     with made.noted(FORWARD):
-        torch.zeros(256).add(1)
+        torch.zeros(512)
     (forward,) = made.bytes
     assert forward.peak_bytes - forward.before_bytes == 2048
     assert forward.after_bytes == forward.before_bytes
@@ -59,6 +59,6 @@ def test_waiting_for_a_receive_is_an_event() -> None:
         def wait(self) -> None:
             waited.append(len(made.events))
 
-    Awaited(Work(), lambda: made.noted(FORWARD._replace(kind="wait"))).wait()
+    LoggedReceive(Work(), lambda: made.noted(FORWARD._replace(kind="wait"))).wait()
     assert waited == [0]
     assert [event.action.kind for event in made.events] == ["wait"]

@@ -11,7 +11,8 @@ from torch import nn
 from membudget.attach import carried_by
 from membudget.errors import OptionError
 from membudget.pipeline import split
-from membudget.pipeline.split import equal_sizes, parts_of
+from membudget.pipeline.split import parts_of
+from membudget.planner.pipeline_cuts import equal_sizes
 from tests.pipeline.models import chain
 
 pytestmark = [pytest.mark.cpu_only("gloo"), pytest.mark.usefixtures("alone")]
@@ -73,5 +74,5 @@ def test_unknown_schedules_are_refused_before_anything_moves() -> None:
 
 
 def test_larger_stages_come_first() -> None:
-    assert equal_sizes(7, 3) == [3, 2, 2]
+    assert equal_sizes(7, 3) == (3, 2, 2)
     assert parts_of("abcdefg", [3, 2, 2]) == ["abc", "de", "fg"]

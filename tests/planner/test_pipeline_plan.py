@@ -8,7 +8,7 @@ import random
 import pytest
 
 from membudget.errors import BudgetError, OptionError
-from membudget.planner.pipeline_cuts import BlockOfPipeline, Cuts
+from membudget.planner.pipeline_cuts import BlockOfPipeline, StageCuts
 from membudget.planner.pipeline_order import PipelineAction, PipelineOrder
 from membudget.planner.pipeline_plan import plan_pipeline
 from tests.planner.pipelines import order_of
@@ -64,7 +64,7 @@ def test_plans_of_small_chains_are_near_the_fastest_cut(seed: int) -> None:
     blocks, stages, budget_bytes = unequal(seed, 8), 3, 900
     order = order_of("1F1B", stages, 6)
     plan = plan_pipeline(order, blocks, budget_bytes)
-    cuts = Cuts(order, blocks, [budget_bytes] * stages, 0, 0.0)
+    cuts = StageCuts(order, blocks, [budget_bytes] * stages, 0, 0.0)
     sizes = itertools.product(range(1, 7), repeat=stages)
     fastest_s = min(
         cuts.simulated(cut, cuts.recomputed(cut)).step_s
@@ -110,7 +110,7 @@ def test_several_stages_on_a_rank_are_refused() -> None:
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
     with pytest.raises(
-        OptionError, match="4 stages need at least as many blocks; got 3"
+        OptionError, match="4 stages need at least as many blocks; the chain has 3"
     ):
         plan_pipeline(order_of("1F1B", 4, 4), [BLOCK] * 3, 100)
 

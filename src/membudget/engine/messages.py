@@ -9,9 +9,10 @@ mismatch message also lists the operators of both runs around the first differen
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+from collections.abc import Callable, Mapping, Sequence
+from types import MethodType, TracebackType
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -260,3 +261,16 @@ def freed_error() -> CheckpointError:
         "the parameter only for the backward of its own module. Put the region "
         "inside that module, or keep the module's outputs."
     )
+
+
+def weakly(function: Callable[..., Any]) -> Callable[[], Any]:
+    """Return a weak reference to a region's function, used to name tensors in errors.
+
+    A strong reference could form a cycle: the autograd graph owns the reference, and
+    the function may own the graph.
+    """
+    owner = function.__self__ if isinstance(function, MethodType) else function
+    try:
+        return ref(owner)
+    except TypeError:
+        return lambda: None

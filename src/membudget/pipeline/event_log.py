@@ -107,7 +107,7 @@ class EventLog:
         )
 
 
-class Awaited:
+class LoggedReceive:
     """A posted receive, whose waiting is logged."""
 
     def __init__(self, work: Any, noted: Callable[[], Any]):

@@ -58,7 +58,7 @@ def pipeline_order(
         >>> order = pipeline_order("1F1B", ranks=4, micro_batches=8)
         >>> [order.most_in_flight(stage) for stage in range(4)]
         [4, 3, 2, 1]
-        >>> print(*[action.kind for action in order.ranks[2][-4:]])
+        >>> print(*[action.kind for action in order.ranks[2][-6:-2]])
         receive_backward recompute backward send_backward
     """
     _check_numbers(schedule, ranks, micro_batches, stages_per_rank)
@@ -79,12 +79,17 @@ def pipeline_order(
     return recomputing_ahead(order) if ahead else order
 
 
-def _check_numbers(
-    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
-) -> None:
+def check_schedule(schedule: str) -> None:
+    """Raise `OptionError` if there is no schedule of this name."""
     if schedule not in SCHEDULES:
         names = ", ".join(map(repr, SCHEDULES))
         raise OptionError(f"schedule is one of {names}; got {schedule!r}")
+
+
+def _check_numbers(
+    schedule: str, ranks: int, micro_batches: int, stages_per_rank: int
+) -> None:
+    check_schedule(schedule)
     for name, number in (
         ("ranks", ranks),
         ("micro_batches", micro_batches),

@@ -15,8 +15,8 @@ _COLOURS = {
     "forward": "#4c78a8",
     "recompute": "#f2a93b",
     "backward": "#54a24b",
-    "backward_input": "#54a24b",
-    "backward_weight": "#9ecae9",
+    "backward_input": "#88c27f",
+    "backward_weight": "#b79ac8",
 }
 
 
@@ -44,7 +44,13 @@ def save_timelines(
             if event.action.kind in COMPUTES:
                 bar = (event.start_s, event.end_s - event.start_s)
                 colour = _COLOURS[event.action.kind]
-                panel.broken_barh([bar], (event.rank - 0.4, 0.8), color=colour)
+                panel.broken_barh(
+                    [bar],
+                    (event.rank - 0.4, 0.8),
+                    facecolor=colour,
+                    edgecolor="white",
+                    linewidth=0.4,
+                )
         panel.set_title(title)
         panel.set_ylabel("rank")
         panel.set_yticks(sorted({event.rank for event in events}))

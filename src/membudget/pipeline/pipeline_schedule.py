@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage
 from membudget._torch_pipelining import OrderRuntime, posted
 from membudget.engine.controls import execution_group
 from membudget.errors import OptionError
-from membudget.pipeline.event_log import ActionBytes, Awaited, EventLog
+from membudget.pipeline.event_log import ActionBytes, EventLog, LoggedReceive
 from membudget.pipeline.orders import pipeline_order
 from membudget.pipeline.recomputing_stage import RecomputingStage
 from membudget.planner.pipeline_bytes import MOST_SENDS
@@ -187,7 +187,8 @@ class PipelineSchedule(OrderRuntime):
             get = here.get_fwd_recv_ops if forwards else here.get_bwd_recv_ops
             works = posted(get(micro_batch))
         return [
-            Awaited(work, partial(here.noted, "wait", micro_batch)) for work in works
+            LoggedReceive(work, partial(here.noted, "wait", micro_batch))
+            for work in works
         ]
 
 

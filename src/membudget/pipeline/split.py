@@ -13,8 +13,9 @@ from torch.nn import Module, Sequential
 from membudget._torch_pipelining import V_SHAPED, rank_of_stages
 from membudget.apply import apply
 from membudget.errors import OptionError
-from membudget.pipeline.orders import SCHEDULES
+from membudget.pipeline.orders import check_schedule
 from membudget.pipeline.recomputing_stage import RecomputingStage
+from membudget.planner.pipeline_cuts import equal_sizes
 
 
 def split(
@@ -54,9 +55,7 @@ def split(
         >>> [len(part) for part in parts_of(range(7), [2, 2, 3])]
         [2, 2, 3]
     """
-    if schedule not in SCHEDULES:
-        names = ", ".join(map(repr, SCHEDULES))
-        raise OptionError(f"schedule is one of {names}; got {schedule!r}")
+    check_schedule(schedule)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if stages_per_rank is None:
         stages_per_rank = 2 if "Interleaved" in schedule or schedule in V_SHAPED else 1
@@ -81,23 +80,6 @@ def split(
                 made[-1].applied = apply(module, names=regions, **options)
         first += len(part)
     return made
-
-
-def equal_sizes(blocks: int, stages: int) -> list[int]:
-    """Return the sizes of stages that are as equal as possible, larger ones first.
-
-    Raises:
-        OptionError: There are fewer blocks than stages.
-
-    Example:
-        >>> equal_sizes(10, 4)
-        [3, 3, 2, 2]
-    """
-    if blocks < stages:
-        raise OptionError(
-            f"{stages} stages need at least as many blocks; the chain has {blocks}"
-        )
-    return [blocks // stages + (stage < blocks % stages) for stage in range(stages)]
 
 
 def parts_of(chain: Sequence[Any], sizes: Sequence[int]) -> list[Sequence[Any]]:

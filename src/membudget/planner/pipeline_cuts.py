@@ -1,6 +1,6 @@
 """Cut a chain of blocks into stages that fit, so that the slowest is fast.
 
-For each stage and each run of blocks, `Cuts` finds which blocks the stage must
+For each stage and each run of blocks, `StageCuts` finds which blocks the stage must
 recompute to fit its budget: it takes blocks in the order of bytes freed per second of
 recomputation, until the stage fits. A dynamic programme over (stages, blocks) makes the
 slowest stage as fast as possible; then single blocks move between neighbours for as
@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from membudget.errors import BudgetError
+from membudget.errors import BudgetError, OptionError
 from membudget.planner.pipeline_bytes import RankBytes
 from membudget.planner.pipeline_costs import StageCosts
 from membudget.planner.pipeline_order import PipelineOrder, with_checkpoint
 from membudget.planner.pipeline_simulation import PipelineSimulation, simulate_pipeline
 
-Cut = tuple[int, ...]
+Sizes = tuple[int, ...]
 """Number of blocks of each stage."""
 
 
@@ -46,7 +46,7 @@ class BlockOfPipeline:
     working_bytes: int = 0
 
 
-class Cuts:
+class StageCuts:
     """The cuts of a chain of blocks into the stages of a pipeline.
 
     Attributes:
@@ -71,12 +71,9 @@ class Cuts:
         self._known: dict[
             tuple[int, tuple[BlockOfPipeline, ...]], tuple[int, ...] | None
         ] = {}
-        count = len(blocks)
-        self.equal: Cut = tuple(
-            count // stages + (stage < count % stages) for stage in range(stages)
-        )
+        self.equal = equal_sizes(len(blocks), stages)
 
-    def balanced(self) -> Cut:
+    def balanced(self) -> Sizes:
         """Return the cut whose slowest stage is fastest.
 
             best[stage][end] = min over start of
@@ -86,9 +83,9 @@ class Cuts:
             BudgetError: No cut fits.
         """
         count = len(self._blocks)
-        best: dict[int, tuple[float, Cut]] = {0: (0.0, ())}
+        best: dict[int, tuple[float, Sizes]] = {0: (0.0, ())}
         for stage in range(self._stages):
-            following: dict[int, tuple[float, Cut]] = {}
+            following: dict[int, tuple[float, Sizes]] = {}
             for start, (so_far_s, cut) in best.items():
                 for end in range(start + 1, count - (self._stages - 2 - stage)):
                     seconds = self._seconds(stage, start, end)
@@ -100,7 +97,7 @@ class Cuts:
             raise self._refusal()
         return best[count][1]
 
-    def moved(self, cut: Cut) -> Cut:
+    def moved(self, cut: Sizes) -> Sizes:
         """Move single blocks between neighbours while the simulation gets faster."""
         best_s = self._step_s(cut)
         while True:
@@ -110,16 +107,16 @@ class Cuts:
                 return cut
             best_s, cut = least_s, other
 
-    def fits(self, cut: Cut) -> bool:
+    def fits(self, cut: Sizes) -> bool:
         """Return whether every stage of a cut fits, whatever it recomputes."""
         return None not in self._chosen_of(cut)
 
-    def recomputed(self, cut: Cut) -> tuple[tuple[int, ...], ...]:
+    def recomputed(self, cut: Sizes) -> tuple[tuple[int, ...], ...]:
         """Return which blocks each stage recomputes, numbered from its first."""
         return tuple(chosen or () for chosen in self._chosen_of(cut))
 
     def simulated(
-        self, cut: Cut, recomputed: Sequence[Sequence[int]]
+        self, cut: Sizes, recomputed: Sequence[Sequence[int]]
     ) -> PipelineSimulation:
         """Return the simulation of a cut whose stages recompute these blocks."""
         order = with_checkpoint(
@@ -133,12 +130,12 @@ class Cuts:
         ]
         return simulate_pipeline(order, costs, latency_s=self._latency_s)
 
-    def _step_s(self, cut: Cut) -> float:
+    def _step_s(self, cut: Sizes) -> float:
         if not self.fits(cut):
             return float("inf")
         return self.simulated(cut, self.recomputed(cut)).step_s
 
-    def _parts(self, cut: Cut) -> Iterator[tuple[BlockOfPipeline, ...]]:
+    def _parts(self, cut: Sizes) -> Iterator[tuple[BlockOfPipeline, ...]]:
         start = 0
         for size in cut:
             yield self._blocks[start : start + size]
@@ -153,7 +150,7 @@ class Cuts:
         plain_s = sum(block.forward_s + block.backward_s for block in blocks)
         return plain_s + sum(blocks[i].forward_s for i in chosen)
 
-    def _chosen_of(self, cut: Cut) -> list[tuple[int, ...] | None]:
+    def _chosen_of(self, cut: Sizes) -> list[tuple[int, ...] | None]:
         parts = enumerate(self._parts(cut))
         return [self._chosen(stage, blocks) for stage, blocks in parts]
 
@@ -226,12 +223,29 @@ class Cuts:
         )
 
 
+def equal_sizes(blocks: int, stages: int) -> Sizes:
+    """Return the sizes of stages that are as equal as possible, larger ones first.
+
+    Raises:
+        OptionError: There are fewer blocks than stages.
+
+    Example:
+        >>> equal_sizes(10, 4)
+        (3, 3, 2, 2)
+    """
+    if blocks < stages:
+        raise OptionError(
+            f"{stages} stages need at least as many blocks; the chain has {blocks}"
+        )
+    return tuple(blocks // stages + (s < blocks % stages) for s in range(stages))
+
+
 def _gain(block: BlockOfPipeline) -> float:
     """Return the bytes that recomputing a block frees per second."""
     return (block.saved_bytes - block.kept_bytes) / max(block.forward_s, 1e-12)
 
 
-def _neighbours(cut: Cut) -> Iterator[Cut]:
+def _neighbours(cut: Sizes) -> Iterator[Sizes]:
     """Yield the cuts in which one block moves to a stage beside its own."""
     for stage in range(len(cut) - 1):
         for giver, taker in ((stage, stage + 1), (stage + 1, stage)):

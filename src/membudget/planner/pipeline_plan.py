@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.errors import OptionError
-from membudget.planner.pipeline_cuts import BlockOfPipeline, Cut, Cuts
+from membudget.planner.pipeline_cuts import BlockOfPipeline, Sizes, StageCuts
 from membudget.planner.pipeline_order import CheckpointMode, PipelineOrder
 from membudget.planner.pipeline_simulation import PipelineSimulation
 from membudget.text import format_bytes
@@ -37,7 +37,7 @@ class PipelinePlan:
         everywhere: The simulation with equally many blocks, all of them recomputed.
     """
 
-    sizes: Cut
+    sizes: Sizes
     recomputed: tuple[tuple[int, ...], ...]
     simulation: PipelineSimulation
     equal: PipelineSimulation | None
@@ -102,17 +102,13 @@ def plan_pipeline(
             f"a pipeline is planned for one stage per rank; {order.name} has "
             f"{order.stages} stages on {len(order.ranks)} ranks"
         )
-    if len(blocks) < order.stages:
-        raise OptionError(
-            f"{order.stages} stages need at least as many blocks; got {len(blocks)}"
-        )
     given = [budget_bytes] if isinstance(budget_bytes, int) else [*budget_bytes]
     budgets = given * order.stages if len(given) == 1 else given
     if len(budgets) != order.stages:
         raise OptionError(
             f"budget_bytes names {len(budgets)} ranks, and the order has {order.stages}"
         )
-    cuts = Cuts(order, blocks, budgets, boundary_bytes, latency_s)
+    cuts = StageCuts(order, blocks, budgets, boundary_bytes, latency_s)
     cut, equal = cuts.moved(cuts.balanced()), cuts.equal
     return PipelinePlan(
         cut,

@@ -109,7 +109,7 @@ def simulate_pipeline(
         raise OptionError(
             f"the order has {order.stages} stages, and costs has {len(costs)} entries"
         )
-    run = _Run(order, costs, latency_s)
+    run = _PlayedOrder(order, costs, latency_s)
     run.run()
     peaks = []
     for rank, actions in enumerate(order.ranks):
@@ -122,7 +122,7 @@ def simulate_pipeline(
     return PipelineSimulation(order, step_s, tuple(peaks), tuple(events))
 
 
-class _Run:
+class _PlayedOrder:
     """Plays the ranks of an order against each other."""
 
     def __init__(

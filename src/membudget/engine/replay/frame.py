@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from threading import RLock
-from types import MethodType
 from typing import Any
 from weakref import ref
 
@@ -31,6 +30,7 @@ from membudget.engine.messages import (
     module_names,
     name_of,
     names_of,
+    weakly,
 )
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.checks import Checks, settle_source
@@ -67,7 +67,7 @@ class ReplayFrame:
     ):
         """Prepare one call of a replay region, before the region's function runs."""
         self._function: Callable[..., Any] | None = function
-        self._named = _weakly(function)
+        self._named = weakly(function)
         self._statistics = statistics
         self._lock = RLock()
         tensors = list(tensors_in([*args, *kwargs.values()]))
@@ -250,17 +250,16 @@ class ReplayFrame:
             replayer.release()
             raise
         # A new plan has run; leftovers are freed when the backward ends.
-        if self._has_run_plan_since(before) and not release_in_time(self):
+        if self._has_run_since(before) and not release_in_time(self):
             replayer.release()
         return tensor
 
-    def _has_run_plan_since(self, before: int) -> bool:
+    def _has_run_since(self, before: int) -> bool:
         """Return whether a plan has run since there were so many; count it."""
-        if self._replayer.plans_run == before:
-            return False
-        if self._statistics is not None:
+        has_run = self._replayer.plans_run != before
+        if has_run and self._statistics is not None:
             self._statistics.recomputes += 1
-        return True
+        return has_run
 
     def explained(self, error: BaseException) -> BaseException:
         """Release what a failed replay recomputed; return the error to raise."""
@@ -274,7 +273,7 @@ class ReplayFrame:
         with self._lock:
             before = self._replayer.plans_run
             self._replayer.prepare()
-            self._has_run_plan_since(before)
+            self._has_run_since(before)
 
     def release(self) -> None:
         """Free recomputed tensors that autograd has not unpacked."""
@@ -288,19 +287,6 @@ class ReplayFrame:
         if place is not None:
             return changed_error([f"argument {place}"])
         return changed_error([name_of(tensor, names)])
-
-
-def _weakly(function: Callable[..., Any]) -> Callable[[], Any]:
-    """Return a weak reference to a region's function, used to name tensors in errors.
-
-    A strong reference could form a cycle: the autograd graph owns the reference, and
-    the function may own the graph.
-    """
-    owner = function.__self__ if isinstance(function, MethodType) else function
-    try:
-        return ref(owner)
-    except TypeError:
-        return lambda: None
 
 
 hide_from_dynamo(ReplayFrame._pack)
