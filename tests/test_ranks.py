@@ -1,0 +1,110 @@
+"""What ranks do together, seen from a group of one; several are in row C12."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import membudget as mb
+from membudget._torch_accelerator import HOST
+from membudget._torch_distributed import common_store
+from membudget.ranks import Ranks, _packed, _unpacked
+
+pytestmark = pytest.mark.distributed
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    """Make this process a group of its own."""
+    method = f"file://{tmp_path / 'store'}"
+    dist.init_process_group("gloo", init_method=method, rank=0, world_size=1)
+    yield Ranks(HOST)
+    dist.destroy_process_group()
+
+
+def test_a_model_that_one_process_trains_has_no_ranks(ranks: Ranks) -> None:
+    assert Ranks.of(nn.Linear(2, 2), HOST) is None
+
+
+def test_numbers_come_back_as_they_are(ranks: Ranks) -> None:
+    large = (1 << 62) + 1  # More than a float holds.
+
+    assert ranks.most([large, -3]) == [large, -3]
+    assert ranks.slowest([0.1]) == [0.1]
+    assert ranks.of_all("x") == ["x"]
+    assert ranks.shared(lambda: {"a": 1}) == {"a": 1}
+
+
+def test_an_error_of_rank_0_is_raised_on_all(ranks: Ranks) -> None:
+    def refuse() -> None:
+        raise mb.BudgetError("no", asked_bytes=1, least_bytes=2, before_bytes=0)
+
+    with pytest.raises(mb.BudgetError, match="^no$") as caught:
+        ranks.shared(refuse)
+    assert caught.value.least_bytes == 2
+
+
+def test_an_error_travels_with_its_attributes() -> None:
+    error = mb.BudgetError("no", asked_bytes=1, least_bytes=2, before_bytes=0)
+    with pytest.raises(TypeError, match="required keyword-only argument"):
+        pickle.loads(pickle.dumps(error))
+
+    found = _unpacked(_packed(error))
+
+    assert (type(found), str(found)) == (mb.BudgetError, "no")
+    assert vars(found) == vars(error)
+
+
+def test_a_rank_that_fails_tells_why_and_raises_its_own_error(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="^mine$") as caught, ranks.together("trying"):
+        raise ValueError("mine")
+
+    assert "rank 0 failed trying" in caught.value.__notes__[0]
+    assert common_store().get("membudget/left") == b"0 ValueError: mine"
+
+
+def test_a_rank_that_waited_raises_the_reason_of_the_other(ranks: Ranks) -> None:
+    common_store().set("membudget/left", "3 MemoryError: full")
+
+    refusal = r"rank 3 failed trying \(MemoryError: full\)"
+    with pytest.raises(mb.RankError, match=refusal) as caught, ranks.together("trying"):
+        raise RuntimeError("connection closed")
+    assert caught.value.rank == 3
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_reason_that_went_with_its_rank_is_said_to_be_unknown(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone() -> None:
+        raise RuntimeError("no store")
+
+    monkeypatch.setattr("membudget.ranks.common_store", gone)
+    with pytest.raises(mb.RankError, match="another rank failed trying") as caught:
+        with ranks.together("trying"):
+            raise RuntimeError("connection closed")
+    assert caught.value.rank is None
+
+
+def test_a_plan_with_a_region_around_units_is_refused(ranks: Ranks) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    blocks = [nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(4)]
+    model = nn.Sequential(nn.Sequential(*blocks), nn.Linear(16, 1))
+    x = torch.ones(64, 16)
+    found = mb.profile(model, x, fake=True)
+    from membudget.planning import plan_for
+
+    plan = plan_for(found, model, "60%")
+    paths = {region.path for region in plan.regions}
+    inside = next(iter(paths))
+    fully_shard(model.get_submodule(f"{inside}.0"))
+
+    with pytest.raises(mb.PlanError, match=f"a region on '{inside}', inside of which"):
+        mb.apply(model, plan)
