@@ -1,4 +1,4 @@
-"""One step for all ranks: the largest number of each operator, the live ranges of one."""
+"""One step for all ranks: the largest number of each operator, one's live ranges."""
 
 from __future__ import annotations
 
