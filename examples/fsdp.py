@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from together import main
 
 
-def shard(model: Any) -> nn.Module:
+def shard(model: Any) -> Any:
     """Shard each block, and what is left."""
     for block in model.blocks:
         fully_shard(block)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
 from torch.distributed import get_world_size
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import (
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 from together import device, main
 
 
-def share(model: Any) -> nn.Module:
+def share(model: Any) -> Any:
     """Share the matrices of each block among the ranks."""
     mesh = init_device_mesh(device().type, (get_world_size(),))
     styles = {"up": ColwiseParallel(), "down": RowwiseParallel()}

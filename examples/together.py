@@ -47,9 +47,8 @@ class Model(nn.Module):
 def device() -> torch.device:
     """Return this rank's device, an accelerator's if there is one."""
     if torch.accelerator.is_available():
-        rank = int(os.environ["LOCAL_RANK"])
-        torch.accelerator.set_device_index(rank)
-        return torch.device(torch.accelerator.current_accelerator() or "cpu", rank)
+        torch.accelerator.set_device_index(int(os.environ["LOCAL_RANK"]))
+        return torch.empty(0, device=torch.accelerator.current_accelerator()).device
     return torch.device("cpu")
 
 
