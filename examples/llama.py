@@ -32,10 +32,11 @@ class Attention(nn.Module):
         mixed = F.scaled_dot_product_attention(
             rotated(q, turn), rotated(k, turn), v, is_causal=True, enable_gqa=True
         )
-        return self.o(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+        return x.view(*x.shape[:2], -1, self.head_width).transpose(1, 2)
 
 
 def rotated(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
@@ -62,7 +63,8 @@ class Layer(nn.Module):
         """Run both parts."""
         x = x + self.attention(self.before_attention(x), turn)
         hidden = self.before_hidden(x)
-        return x + self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        added: Tensor = self.down(F.silu(self.gate(hidden)) * self.up(hidden))
+        return x + added
 
 
 class Llama(nn.Module):

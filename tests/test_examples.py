@@ -45,6 +45,29 @@ def test_the_example_of_a_pipeline_ends_with_equal_bits():
     assert "losses equal to the last bit" in done.stdout
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_parallel"])
+def test_an_example_for_several_ranks_ends_with_equal_bits(name: str):
+    script = str(ROOT / "examples" / f"{name}.py")
+    how = ["--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *how, script, "--quick"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT / "src"),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("equal to the plain step's, bit for bit") == 2
+    assert "NOT equal" not in done.stdout
+    assert "of the budget" in done.stdout
+
+
 def has_transformers() -> bool:
     """Return whether the example can import its model: torchvision may stop it."""
     code = "from transformers import GPTNeoXForCausalLM"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -20,7 +19,7 @@ from membudget.race import Slowdown
 from membudget.report.kept_text import kept_text
 from membudget.report.memory_text import memory_lines
 from membudget.report.plan_text import PLAIN_FITS, head
-from membudget.report.rank_text import rank_lines
+from membudget.report.rank_text import RankBytes, rank_lines
 from membudget.report.region_table import region_table
 from membudget.step import CallableStep, Step
 from membudget.terms import term_off
@@ -49,23 +48,6 @@ _LINES = {
     MAPS_BLOCKS: ("malloc", "maps"),
 }
 """What the report says of a note of the profile, by how the note begins."""
-
-
-@dataclass(frozen=True)
-class RankBytes:
-    """What the step of one rank of a process group takes.
-
-    Attributes:
-        before_bytes: Bytes in use before the step.
-        plain_bytes: Measured peak that the plain step allocates.
-        peak_bytes: Measured peak that a step under the plan allocates.
-        seconds: Time of the plain step.
-    """
-
-    before_bytes: int
-    plain_bytes: int
-    peak_bytes: int
-    seconds: float
 
 
 class Fitted:

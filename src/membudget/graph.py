@@ -71,11 +71,6 @@ class Operator:
     is_random: bool
     must_keep: bool
 
-    @property
-    def communicates(self) -> bool:
-        """Whether it is a collective within the forward, as of tensor parallelism."""
-        return self.name.startswith("_c10d_functional.")
-
 
 @dataclass(frozen=True, slots=True)
 class Value:

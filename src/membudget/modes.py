@@ -28,6 +28,7 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import RERUN, Block, Choice, made_in, saved_storages
 from membudget.planner.schedule import Overheads, Schedule, Simulator
+from membudget.planner.second_run import communicates
 from membudget.policies import Policy, attention, convolutions, matmuls, nothing
 
 AUTO = "auto"
@@ -86,7 +87,7 @@ def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
 def _choice(graph: StepGraph, call: ModuleCall, policy: Policy) -> Choice:
     block = Block(call.start, call.end)
     operators = graph.operators[call.start : call.end]
-    if policy is nothing and any(o.communicates for o in operators):
+    if policy is nothing and any(map(communicates, operators)):
         return Choice(call.start, call.end, engine=RERUN)
     kept = set()
     for storage in made_in(graph, block):

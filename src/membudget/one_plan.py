@@ -26,7 +26,7 @@ from membudget.apply import Applied, apply
 from membudget.attempt import Attempt, planned_run
 from membudget.deadline import Deadline
 from membudget.errors import OptionError, RecomputeMismatchError
-from membudget.fitted import Fitted, RankBytes
+from membudget.fitted import Fitted
 from membudget.outcome import REPEATS, Metered, different, plain_run
 from membudget.planned import without_plan
 from membudget.planner.plan import Plan
@@ -39,6 +39,7 @@ from membudget.progress import stage
 from membudget.ranks import Ranks
 from membudget.recorded import budget_on_device
 from membudget.rehearsal import Rehearsal
+from membudget.report.rank_text import RankBytes
 from membudget.sharding import around_units
 from membudget.step import Step
 
@@ -71,7 +72,7 @@ def fit_on_ranks(
     (plain_bytes,) = ranks.most([own_plain.peak_bytes])
     plain = replace(own_plain, peak_bytes=plain_bytes)
     budget = _least(budget_on_device(step, profile, plain, budget), ranks)
-    fitting = _Fitting(step, ranks, profile, plain, budget, mode, deadline)
+    fitting = _OnRanks(step, ranks, profile, plain, budget, mode, deadline)
     applied, own_bytes = fitting.run()
     of_rank = RankBytes(
         own.graph.static.total, own_plain.peak_bytes, own_bytes, own.graph.seconds
@@ -107,7 +108,7 @@ def _least(budget: Budget, ranks: Ranks) -> Budget:
 
 
 @dataclass
-class _Fitting:
+class _OnRanks:
     """Plans that all ranks try, the last of which fits on each of them.
 
     Attributes:

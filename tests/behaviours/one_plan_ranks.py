@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -61,7 +62,7 @@ CASES: dict[str, tuple[Make, Callable[[Any, Tensor], None]]] = {
     "DDP, unused parameters": (ddp(find_unused_parameters=True), once),
     "DDP, buckets for gradients": (ddp(gradient_as_bucket_view=True), once),
     "DDP, accumulating": (ddp(), twice),
-    **{way: ((lambda way=way: sharded(way)), once) for way in SHARDED},
+    **{way: (partial(sharded, way), once) for way in SHARDED},
     "FSDP2, accumulating": (lambda: sharded("FSDP2"), twice),
 }
 

@@ -28,6 +28,7 @@ from membudget.planner.schedule import (
     Simulator,
 )
 from membudget.planner.search import improved, moving_all, never
+from membudget.planner.second_run import communicates
 from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
 
@@ -168,7 +169,7 @@ class Planner:
 def solvers_of(graph: StepGraph) -> tuple[SolverMaker, ...]:
     """Return the solvers whose plans the engines can execute on a step."""
     forward = graph.operators[: graph.backward_start]
-    return (by_rerun,) if any(o.communicates for o in forward) else SOLVERS
+    return (by_rerun,) if any(map(communicates, forward)) else SOLVERS
 
 
 def plain_schedule(graph: StepGraph) -> Schedule:

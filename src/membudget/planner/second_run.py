@@ -20,10 +20,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from membudget.graph import StepGraph
+from membudget.graph import Operator, StepGraph
 from membudget.planner.choice import Block, made_in, saved_in, storages_of
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy
+
+
+def communicates(operator: Operator) -> bool:
+    """Return whether an operator is a collective of a module, as in tensor parallelism.
+
+    FSDP's and DDP's, which hooks run outside of a region, have other names.
+    """
+    return operator.name.startswith("_c10d_functional.")
 
 
 def may_rerun(graph: StepGraph, block: Block) -> bool:
@@ -36,7 +44,7 @@ def may_rerun(graph: StepGraph, block: Block) -> bool:
     """
     for index in range(block.start, block.end):
         operator = graph.operators[index]
-        if operator.must_keep and not operator.communicates:
+        if operator.must_keep and not communicates(operator):
             return False
         written = () if operator.is_view else graph.writes[index]
         if any(graph.storages[storage].birth < block.start for storage in written):

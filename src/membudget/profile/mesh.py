@@ -149,7 +149,7 @@ def _twins(model: Module) -> dict[int, Any]:
     return found
 
 
-def _shard(model: Module, mesh: Any) -> None:
+def _shard(model: Any, mesh: Any) -> None:
     """Shard a model by its `tp_plan`, and its blocks by `fully_shard`."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module

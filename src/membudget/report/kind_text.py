@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from membudget.graph import StepGraph
+from membudget.planner.second_run import communicates
 from membudget.profile.kinds import COLLECTIVES, peak_by_kind
 from membudget.report import rendered, share
 from membudget.text import format_bytes
@@ -15,9 +16,8 @@ def kind_lines(graph: StepGraph) -> list[str]:
         A table after an empty line; nothing if the step communicates with no other
         rank.
     """
-    names = [o.name for o in graph.operators if not o.communicates]
-    is_alone = len(names) == len(graph.operators)
-    if is_alone and not any(name.startswith(COLLECTIVES) for name in names):
+    inside = any(map(communicates, graph.operators))
+    if not inside and not any(o.name.startswith(COLLECTIVES) for o in graph.operators):
         return []
     sizes = peak_by_kind(graph)
     total = sum(sizes.values())

@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from membudget.report import rendered, time
 from membudget.text import format_bytes
 
-if TYPE_CHECKING:
-    from membudget.fitted import RankBytes
+
+@dataclass(frozen=True)
+class RankBytes:
+    """What the step of one rank of a process group takes.
+
+    Attributes:
+        before_bytes: Bytes in use before the step.
+        plain_bytes: Measured peak that the plain step allocates.
+        peak_bytes: Measured peak that a step under the plan allocates.
+        seconds: Time of the plain step.
+    """
+
+    before_bytes: int
+    plain_bytes: int
+    peak_bytes: int
+    seconds: float
 
 
 def rank_lines(ranks: Sequence[RankBytes], budget_bytes: int) -> list[str]:

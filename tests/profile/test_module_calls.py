@@ -1,0 +1,49 @@
+"""A call of a module is what its forward runs, without what hooks of the module run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget._torch_modules import has_forward_hooks
+
+
+class Blocks(nn.Module):
+    """Two layers in a row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x)).sum()
+
+
+def names(model: nn.Module, path: str) -> list[str]:
+    graph = mb.profile(model, torch.ones(2, 4), fake=True).graph
+    (call,) = (call for call in graph.calls if call.path == path)
+    return [o.name for o in graph.operators[call.start : call.end]]
+
+
+def test_operators_of_hooks_lie_outside_of_the_call() -> None:
+    model: Any = Blocks()
+    plain = {path: names(model, path) for path in ("first", "second")}
+    assert not has_forward_hooks(model.first)
+    model.first.register_forward_pre_hook(lambda module, args: (args[0].sin(),))
+    model.first.register_forward_hook(lambda module, args, output: output.cos())
+
+    assert has_forward_hooks(model.first)
+    assert {path: names(model, path) for path in plain} == plain
+    assert {"aten.sin.default", "aten.cos.default"} <= {*names(model, "")}
+
+
+def test_noting_calls_leaves_no_hook() -> None:
+    model: Any = Blocks()
+    handle = model.first.register_forward_hook(lambda *_: None)
+    names(model, "first")
+    handle.remove()
+
+    assert not any(map(has_forward_hooks, model.modules()))
