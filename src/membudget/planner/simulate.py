@@ -34,9 +34,9 @@ import numpy as np
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
 from membudget.planner.choice import Choice, is_movable, made_in
-from membudget.planner.step_events import StepEvents
 from membudget.planner.ledger import Ledger, ListingLedger
 from membudget.planner.moved import NO_MOVES, Host, Moves, Moving
+from membudget.planner.step_events import StepEvents
 from membudget.planner.timeline import PlainStep, Timeline
 
 
