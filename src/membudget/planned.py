@@ -24,9 +24,11 @@ from membudget.engine.stages import Output, Stages
 from membudget.errors import PlanError
 from membudget.numbered import CountedFrom, NumberedRegions
 from membudget.offload import Offload
+from membudget.offload.limits import Limits
 from membudget.planner.choice import RERUN
 from membudget.planner.loop_plan import LoopPlan
 from membudget.planner.plan import (
+    HostPlan,
     KeptOutput,
     Plan,
     RegionPlan,
@@ -63,8 +65,7 @@ def carried_of_plan(
     policies = _Policies(
         # Kernels may differ on another device than the one that the plan is made for.
         "" if plan.device == device_type(model) else plan.device,
-        # The regions share the host's memory.
-        Offload(plan.host.host_bytes, plan.host.window_bytes, smallest=1, first=0),
+        _offload_of(plan.host),
     )
     carried = {
         path: _carried(path, of, options, policies) for path, of in of_path.items()
@@ -119,7 +120,7 @@ class _Policies:
     """Makes the policies of a plan's regions."""
 
     made_for: str  # The type of the device, if that is another.
-    offload: Offload
+    offload: Offload | None  # The regions share the host's memory.
 
     def of(self, region: RegionPlan) -> Planned:
         # A call that runs other operators than planned keeps nothing from there on. Its
@@ -139,8 +140,21 @@ class _Policies:
             self.made_for,
             region.operators,
             region.sequence,
-            {(kept.number, kept.output): self.offload for kept in region.offloaded},
+            {
+                (kept.number, kept.output): self.offload
+                for kept in region.offloaded
+                if self.offload is not None
+            },
         )
+
+
+def _offload_of(host: HostPlan) -> Offload | None:
+    """Return what moves the tensors of a plan; `None` if it moves none."""
+    if not host.host_bytes:
+        return None
+    # The plan has chosen: nothing stays because it is small, or is asked for first.
+    limits = Limits(host.host_bytes, host.window_bytes, first_bytes=0, smallest_bytes=1)
+    return Offload(limits)
 
 
 def _carried(

@@ -97,7 +97,7 @@ def test_peaks_do_not_grow_with_the_micro_batches(stage: int) -> None:
 
 
 def test_bytes_come_back_to_where_they_began() -> None:
-    from membudget.planner.pipeline_bytes import MOST_SENDS, RankBytes
+    from membudget.planner.pipeline_bytes import MOST_SENDS, PipelineRankBytes
 
     costs = [
         replace(
@@ -106,7 +106,7 @@ def test_bytes_come_back_to_where_they_began() -> None:
     ] * 3
     for name in ("GPipe", "1F1B"):
         order = order_of(name, 3, 6)
-        held = RankBytes(order, costs, 1)
+        held = PipelineRankBytes(order, costs, 1)
         for action in order.ranks[1]:
             held.run(action)
         # The last sends of both directions are under way.

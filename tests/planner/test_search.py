@@ -5,9 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 
 from membudget.graph import StepGraph
+from membudget.planner.annealing import anneal
 from membudget.planner.choice import Choice, Stage, made_in
 from membudget.planner.schedule import Schedule, Simulator
-from membudget.planner.search import anneal, fill
+from membudget.planner.search import fill
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
 from tests.planner.drafts import Draft, chain_of, drafts, fastest_s

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from membudget.graph import StepGraph
-from membudget.planner import search
+from membudget.planner import annealing, search
+from membudget.planner.annealing import anneal, is_too_large
 from membudget.planner.choice import Choice, Stage
 from membudget.planner.schedule import Overheads, Schedule, Simulator
-from membudget.planner.search import anneal, fill, improved, is_too_large
+from membudget.planner.search import fill, improved
 from tests.planner.drafts import Draft, chain_of
 
 SIZES, SECONDS = [3, 1, 4, 1, 5, 9, 2, 6], [2.0, 7, 1, 8, 2, 8, 1, 8]
@@ -100,7 +101,7 @@ def test_the_three_fastest_are_filled_and_the_best_of_each_kind(started):
 def test_further_schedules_are_annealed_with_what_a_run_has_spared(
     started, spared, annealed
 ):
-    started.runs = search.MOST_ANNEALED_OPERATORS - spared
+    started.runs = annealing.MOST_ANNEALED_OPERATORS - spared
     improved(Simulator(GRAPH), [ALL], max(s.peak_bytes for s in ALL), False)
     assert len(started.annealed) == annealed
 
@@ -163,7 +164,7 @@ def test_filling_tries_as_many_as_its_operators_allow(monkeypatch):
         fill(simulator, simulator.schedule((), [Choice(0, 8)]), 10**6)
         assert simulator.candidates == 1 + tries
     monkeypatch.undo()
-    assert (search.MOST_FILLED_OPERATORS, search.MOST_ANNEALED_OPERATORS) == (
+    assert (search.MOST_FILLED_OPERATORS, annealing.MOST_ANNEALED_OPERATORS) == (
         40_000,
         50_000,
     )
@@ -206,11 +207,11 @@ def flips(
     """Return how many flips annealing tries, none of which changes anything."""
     tried = []
 
-    def same(choices: Any, free: Any, generator: Any) -> Any:
+    def same(choices: Any, free: Any, *others: Any) -> Any:
         tried.append(free)
         return list(choices)
 
-    monkeypatch.setattr(search, "_flipped", same)
+    monkeypatch.setattr(annealing, "_flipped", same)
     (start,) = schedules([1, 3])
     anneal(Simulator(GRAPH), start, budget, known_s)
     return len(tried)
@@ -223,7 +224,7 @@ def test_annealing_gives_up_what_is_hopeless(monkeypatch):
     assert flips(monkeypatch, fits - 1) == tries // 4
     assert flips(monkeypatch, fits, start.seconds / 1.021) == tries // 2
     assert flips(monkeypatch, fits, start.seconds / 1.019) == tries
-    monkeypatch.setattr(search, "MOST_ANNEALED_OPERATORS", 16 * 100 + 15)
+    monkeypatch.setattr(annealing, "MOST_ANNEALED_OPERATORS", 16 * 100 + 15)
     assert flips(monkeypatch, fits) == 100
 
 
@@ -233,7 +234,7 @@ def test_one_or_two_storages_are_flipped_at_a_time():
     generator = random.Random(3)
     counts = []
     for _ in range(40):
-        found = search._flipped(choices, free, generator)
+        found = annealing._flipped(choices, free, (), generator)
         changed = [a.kept ^ b.kept for a, b in zip(choices, found, strict=True)]
         assert all((i, s) in free for i, of in enumerate(changed) for s in of)
         counts.append(sum(map(len, changed)))
@@ -245,8 +246,8 @@ def test_one_or_two_storages_are_flipped_at_a_time():
 def test_the_cost_of_a_schedule_is_its_time_and_the_price_of_what_it_is_over():
     (start,) = schedules([])
     slowdown, peak = start.simulation.seconds / start.plain_s, start.peak_bytes
-    assert search._cost(start, peak, 3.0) == slowdown
-    assert search._cost(start, peak // 2, 3.0) == slowdown + 3.0 * (
+    assert annealing._cost(start, peak, 3.0) == slowdown
+    assert annealing._cost(start, peak // 2, 3.0) == slowdown + 3.0 * (
         (peak - peak // 2) / (peak // 2)
     )
 
@@ -266,9 +267,9 @@ class Costs:
         self.prices: list[float] = []
         self.exponents: list[float] = []
         self.total, self.worse = 0.0, worse
-        monkeypatch.setattr(search, "_cost", self.cost)
+        monkeypatch.setattr(annealing, "_cost", self.cost)
         functions = SimpleNamespace(inf=math.inf, exp=self.exp)
-        monkeypatch.setattr(search, "math", functions)
+        monkeypatch.setattr(annealing, "math", functions)
 
     def cost(self, schedule: Schedule, budget: int, price: float) -> float:
         self.prices.append(price)
@@ -307,7 +308,7 @@ def test_the_price_falls_while_a_schedule_fits_and_rises_while_it_does_not(
     assert costs.prices[::2] == costs.prices[1::2] == pytest.approx(expected)
 
     over = Costs(monkeypatch, 1.0)
-    monkeypatch.setattr(search, "TRIES_OF_EACH", 80)
+    monkeypatch.setattr(annealing, "TRIES_OF_EACH", 80)
     anneal(Simulator(GRAPH), start, start.peak_bytes - 1)
     # Given up after a quarter of the tries.
     expected = [min(0.5 * 1.03**n, 50.0) for n in range(160)]

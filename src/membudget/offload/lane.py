@@ -25,10 +25,9 @@ Rules:
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
 from functools import partial
-from threading import Lock, get_ident
+from threading import Lock
 from weakref import WeakValueDictionary
 
 import torch
@@ -46,16 +45,9 @@ from membudget.offload.saved_storage import SavedStorage, View
 from membudget.offload.slab import Slab
 from membudget.offload.spill import Spill
 from membudget.offload.steps import Steps, is_backward
+from membudget.offload.unsent import Unsent
 from membudget.offload.window import Window
 from membudget.state.identity import address_of
-
-
-@dataclass
-class _Unsent:
-    """What the operator saves that a thread runs now."""
-
-    node: int = -1  # Of autograd; numbers rise in each thread.
-    entries: list[SavedStorage] = field(default_factory=list)
 
 
 class Lane:
@@ -84,7 +76,7 @@ class Lane:
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
         self._task = -1  # The backward pass that has asked last.
-        self._unsent: defaultdict[int, _Unsent] = defaultdict(_Unsent)  # By thread.
+        self._unsent = Unsent()
         self._lock = Lock()
 
     def save(self, tensor: Tensor) -> View:
@@ -93,12 +85,12 @@ class Lane:
         The operator that saves it may have yet to write to it.
         """
         with self._lock:
-            if self._unsent[get_ident()].node != (node := node_sequence_number()):
+            if self._unsent.is_of_another(node := node_sequence_number()):
                 self._tidy()
-                self._unsent[get_ident()].node = node
+                self._unsent.begin(node)
             view, is_new = self._viewed(tensor)
             if is_new:
-                self._unsent[get_ident()].entries.append(view.entry)
+                self._unsent.add(view.entry)
             return view
 
     def hold(self, tensor: Tensor) -> View:
@@ -169,7 +161,9 @@ class Lane:
 
     def _tidy(self) -> None:
         self._follow_up()
-        self._send_all()
+        for entry in self._unsent.taken():
+            assert entry.source is not None
+            self._send(entry, entry.source)
         self._release()
 
     def _clean_at_end(self) -> None:
@@ -229,12 +223,6 @@ class Lane:
         if fate == "first":
             self._window.count(entry)
         return entry, False
-
-    def _send_all(self) -> None:
-        unsent = self._unsent.pop(get_ident(), None)
-        for entry in unsent.entries if unsent else ():
-            if entry.views and entry.source is not None:
-                self._send(entry, entry.source)
 
     def _send(self, entry: SavedStorage, source: UntypedStorage) -> None:
         entry.block = self._spill.room(entry.size, self._steps.saved())

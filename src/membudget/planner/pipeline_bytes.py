@@ -27,7 +27,7 @@ MOST_SENDS = 2
 _Sent = tuple[int, int]  # A stage and a micro-batch.
 
 
-class RankBytes:
+class PipelineRankBytes:
     """The bytes of one rank, action by action.
 
     Attributes:

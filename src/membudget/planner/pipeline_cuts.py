@@ -13,12 +13,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from membudget.errors import BudgetError, OptionError
-from membudget.planner.pipeline_bytes import RankBytes
+from membudget.planner.pipeline_bytes import PipelineRankBytes
 from membudget.planner.pipeline_costs import StageCosts
 from membudget.planner.pipeline_order import PipelineOrder, with_checkpoint
 from membudget.planner.pipeline_simulation import PipelineSimulation, simulate_pipeline
 
-Sizes = tuple[int, ...]
+StageSizes = tuple[int, ...]
 """Number of blocks of each stage."""
 
 
@@ -73,7 +73,7 @@ class StageCuts:
         ] = {}
         self.equal = equal_sizes(len(blocks), stages)
 
-    def balanced(self) -> Sizes:
+    def balanced(self) -> StageSizes:
         """Return the cut whose slowest stage is fastest.
 
             best[stage][end] = min over start of
@@ -83,9 +83,9 @@ class StageCuts:
             BudgetError: No cut fits.
         """
         count = len(self._blocks)
-        best: dict[int, tuple[float, Sizes]] = {0: (0.0, ())}
+        best: dict[int, tuple[float, StageSizes]] = {0: (0.0, ())}
         for stage in range(self._stages):
-            following: dict[int, tuple[float, Sizes]] = {}
+            following: dict[int, tuple[float, StageSizes]] = {}
             for start, (so_far_s, cut) in best.items():
                 for end in range(start + 1, count - (self._stages - 2 - stage)):
                     seconds = self._seconds(stage, start, end)
@@ -97,7 +97,7 @@ class StageCuts:
             raise self._refusal()
         return best[count][1]
 
-    def moved(self, cut: Sizes) -> Sizes:
+    def moved(self, cut: StageSizes) -> StageSizes:
         """Move single blocks between neighbours while the simulation gets faster."""
         best_s = self._step_s(cut)
         while True:
@@ -107,16 +107,16 @@ class StageCuts:
                 return cut
             best_s, cut = least_s, other
 
-    def fits(self, cut: Sizes) -> bool:
+    def fits(self, cut: StageSizes) -> bool:
         """Return whether every stage of a cut fits, whatever it recomputes."""
         return None not in self._chosen_of(cut)
 
-    def recomputed(self, cut: Sizes) -> tuple[tuple[int, ...], ...]:
+    def recomputed(self, cut: StageSizes) -> tuple[tuple[int, ...], ...]:
         """Return which blocks each stage recomputes, numbered from its first."""
         return tuple(chosen or () for chosen in self._chosen_of(cut))
 
     def simulated(
-        self, cut: Sizes, recomputed: Sequence[Sequence[int]]
+        self, cut: StageSizes, recomputed: Sequence[Sequence[int]]
     ) -> PipelineSimulation:
         """Return the simulation of a cut whose stages recompute these blocks."""
         order = with_checkpoint(
@@ -130,12 +130,12 @@ class StageCuts:
         ]
         return simulate_pipeline(order, costs, latency_s=self._latency_s)
 
-    def _step_s(self, cut: Sizes) -> float:
+    def _step_s(self, cut: StageSizes) -> float:
         if not self.fits(cut):
             return float("inf")
         return self.simulated(cut, self.recomputed(cut)).step_s
 
-    def _parts(self, cut: Sizes) -> Iterator[tuple[BlockOfPipeline, ...]]:
+    def _parts(self, cut: StageSizes) -> Iterator[tuple[BlockOfPipeline, ...]]:
         start = 0
         for size in cut:
             yield self._blocks[start : start + size]
@@ -150,7 +150,7 @@ class StageCuts:
         plain_s = sum(block.forward_s + block.backward_s for block in blocks)
         return plain_s + sum(blocks[i].forward_s for i in chosen)
 
-    def _chosen_of(self, cut: Sizes) -> list[tuple[int, ...] | None]:
+    def _chosen_of(self, cut: StageSizes) -> list[tuple[int, ...] | None]:
         parts = enumerate(self._parts(cut))
         return [self._chosen(stage, blocks) for stage, blocks in parts]
 
@@ -175,7 +175,7 @@ class StageCuts:
     ) -> int:
         order = self._dropping if chosen else self._keeping
         costs = [self._costs(stage, blocks, chosen)] * self._stages
-        held = RankBytes(order, costs, order.rank_of[stage])
+        held = PipelineRankBytes(order, costs, order.rank_of[stage])
         for action in order.ranks[order.rank_of[stage]]:
             held.run(action)
         return held.peak_bytes
@@ -223,7 +223,7 @@ class StageCuts:
         )
 
 
-def equal_sizes(blocks: int, stages: int) -> Sizes:
+def equal_sizes(blocks: int, stages: int) -> StageSizes:
     """Return the sizes of stages that are as equal as possible, larger ones first.
 
     Raises:
@@ -245,7 +245,7 @@ def _gain(block: BlockOfPipeline) -> float:
     return (block.saved_bytes - block.kept_bytes) / max(block.forward_s, 1e-12)
 
 
-def _neighbours(cut: Sizes) -> Iterator[Sizes]:
+def _neighbours(cut: StageSizes) -> Iterator[StageSizes]:
     """Yield the cuts in which one block moves to a stage beside its own."""
     for stage in range(len(cut) - 1):
         for giver, taker in ((stage, stage + 1), (stage + 1, stage)):

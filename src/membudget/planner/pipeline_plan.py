@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.errors import OptionError
-from membudget.planner.pipeline_cuts import BlockOfPipeline, Sizes, StageCuts
+from membudget.planner.pipeline_cuts import BlockOfPipeline, StageCuts, StageSizes
 from membudget.planner.pipeline_order import CheckpointMode, PipelineOrder
 from membudget.planner.pipeline_simulation import PipelineSimulation
 from membudget.text import format_bytes
@@ -37,7 +37,7 @@ class PipelinePlan:
         everywhere: The simulation with equally many blocks, all of them recomputed.
     """
 
-    sizes: Sizes
+    sizes: StageSizes
     recomputed: tuple[tuple[int, ...], ...]
     simulation: PipelineSimulation
     equal: PipelineSimulation | None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from membudget.errors import OptionError
-from membudget.planner.pipeline_bytes import MOST_SENDS, RankBytes
+from membudget.planner.pipeline_bytes import MOST_SENDS, PipelineRankBytes
 from membudget.planner.pipeline_costs import COMPUTES, StageCosts
 from membudget.planner.pipeline_order import (
     BACKWARDS,
@@ -113,7 +113,7 @@ def simulate_pipeline(
     run.run()
     peaks = []
     for rank, actions in enumerate(order.ranks):
-        held = RankBytes(order, costs, rank)
+        held = PipelineRankBytes(order, costs, rank)
         for action in actions:
             held.run(action)
         peaks.append(held.peak_bytes)
