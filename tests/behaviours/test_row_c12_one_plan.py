@@ -72,7 +72,7 @@ def test_row_c12_regions_communicate_no_more_than_the_plain_step(
         assert planned == plain
 
 
-@every_case
+@pytest.mark.parametrize("case", [case for case in CASES if case != NOISY])
 @pytest.mark.parametrize("step", ["plain", "planned"])
 def test_row_c12_the_predicted_peak_is_the_measured_one(
     ranks: list[dict[str, Any]], case: str, step: str

@@ -83,7 +83,8 @@ class WithClosure(torch.optim.SGD):
     """An optimizer that steps with a closure alone."""
 
     def step(self, closure=None):
-        assert closure is not None
+        if closure is None:
+            raise TypeError("this optimizer needs a closure")
         return super().step(closure)
 
 

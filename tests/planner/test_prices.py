@@ -99,9 +99,11 @@ def test_each_budget_takes_four_rounds_of_forty_simulations(monkeypatch):
     solver, sizes, rates = priced_of(CHAIN), [], []
     at, follow = solver._at, solver._follow
 
-    def noted_at(prices: np.ndarray, given: dict[int, float]) -> Simulation:
+    def noted_at(
+        prices: np.ndarray, copy_price: float, given: dict[int, float]
+    ) -> Simulation:
         sizes.append(given)
-        found: Simulation = at(prices, given)
+        found: Simulation = at(prices, copy_price, given)
         return found
 
     def noted_follow(

@@ -195,7 +195,7 @@ def test_row_a11_what_is_no_policy_is_refused_as_torch_does() -> None:
 def test_row_a11_another_wrapper_stands_where_torch_puts_it() -> None:
     model = perceptron()
     compat.apply_activation_checkpointing(
-        model, compat.offload_wrapper, auto_wrap_policy=by_size(300)
+        model, torch_wrapping.offload_wrapper, auto_wrap_policy=by_size(300)
     )
     found = {
         n for n, m in model.named_modules() if isinstance(m, compat.OffloadWrapper)

@@ -64,6 +64,10 @@ class _Noting:
         self.hooked = [m for m in modules.values() if has_forward_hooks(m)]
         self._within = {id(module) for module in self.hooked}
 
+    def __deepcopy__(self, memo: dict[int, object]) -> _Noting:
+        """Return itself: a step that copies a hooked module copies its hooks."""
+        return self
+
     def begin(self, module: Module, args: Any) -> None:
         path = self._paths.get(id(module))
         if path is None:

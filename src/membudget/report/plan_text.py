@@ -89,10 +89,11 @@ def head(
 
 
 def _moves(host: HostPlan) -> list[str]:
-    r"""Return what a plan takes of the host.
+    """Return what a plan takes of the host.
 
     Example:
-        >>> print(*_moves(HostPlan(4096, 512, 3072, 0.0125, 0.0005)), sep="\\n")
+        >>> for line in _moves(HostPlan(4096, 512, 3072, 0.0125, 0.0005)):
+        ...     print(line)
         moves          3.0 KiB  to the host and back; 4.0 KiB are allocated there
         link           12.5 ms  busy, the device waits 0.5 ms; window 512 B
     """
