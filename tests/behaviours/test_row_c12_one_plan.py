@@ -72,11 +72,16 @@ def test_row_c12_regions_communicate_no_more_than_the_plain_step(
         assert planned == plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in CASES if case != NOISY])
 @pytest.mark.parametrize("step", ["plain", "planned"])
 def test_row_c12_the_predicted_peak_is_the_measured_one(
     ranks: list[dict[str, Any]], case: str, step: str
 ) -> None:
+    """On a quiet machine: on a busy one gloo's threads release at other times.
+
+    What does not depend on them is in `tests/profile/test_mesh.py`, to the byte.
+    """
     for found in of_ranks(ranks, case):
         predicted, measured = found[step]
         most = max(measured)
