@@ -32,10 +32,7 @@ from torch import Tensor, nn
 import membudget as mb
 from terminal import human
 
-LAYERS = 64
 WIDTH = 32
-DEPTH = int(math.log2(LAYERS))
-ROOT = math.isqrt(LAYERS)
 
 
 class Layer(nn.Module):
@@ -73,20 +70,23 @@ class Way:
     units: int
 
 
-WAYS = (
-    Way("plain", lambda layers, x: layers(x), LAYERS + 2),
-    Way(
-        "4 segments",
-        lambda layers, x: mb.checkpoint_sequential(layers, 4, x),
-        4 + LAYERS // 4 + 1,
-    ),
-    Way(
-        "√n segments",
-        lambda layers, x: mb.checkpoint_sequential(layers, "sqrt", x),
-        ROOT + LAYERS // ROOT + 1,
-    ),
-    Way("halved recursively", halved, DEPTH + 3),
-)
+def ways(count: int) -> tuple[Way, ...]:
+    """Return the ways of running so many layers, plain first."""
+    root = math.isqrt(count)
+    return (
+        Way("plain", lambda layers, x: layers(x), count + 2),
+        Way(
+            "4 segments",
+            lambda layers, x: mb.checkpoint_sequential(layers, 4, x),
+            4 + count // 4 + 1,
+        ),
+        Way(
+            "√n segments",
+            lambda layers, x: mb.checkpoint_sequential(layers, "sqrt", x),
+            root + count // root + 1,
+        ),
+        Way("halved recursively", halved, int(math.log2(count)) + 3),
+    )
 
 
 @dataclass(frozen=True)
@@ -122,20 +122,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         bit for bit, otherwise 1.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a smaller batch")
-    rows = 2048 if parser.parse_args(argv).quick else 16384
+    parser.add_argument("--quick", action="store_true", help="a quarter of it")
+    count, rows = (16, 4096) if parser.parse_args(argv).quick else (64, 16384)
 
     torch.manual_seed(0)
-    layers = nn.Sequential(*(Layer() for _ in range(LAYERS)))
+    layers = nn.Sequential(*(Layer() for _ in range(count)))
     x = torch.randn(rows, WIDTH)
     console = Console()
-    table = Table(title=f"{LAYERS} layers, S = {human(x.nbytes)}: the peak of a step")
+    table = Table(title=f"{count} layers, S = {human(x.nbytes)}: the peak of a step")
     for head in ("", "formula", "is", "measured", "in S", "layer runs", "result"):
         table.add_column(head, justify="right" if head else "left")
 
-    plain = step(WAYS[0], layers, x)
+    plain = step(ways(count)[0], layers, x)
     equal = True
-    for way in WAYS:
+    for way in ways(count):
         found = step(way, layers, x)
         pairs = zip(plain.tensors, found.tensors, strict=True)
         same = all(torch.equal(a, b) for a, b in pairs)

@@ -20,7 +20,7 @@ import torch
 
 from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
-from tests import devices, seconds
+from tests import devices, seconds, shares
 
 EMULATED = Path(__file__).parent / "emulated"
 
@@ -85,9 +85,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark and share out tests for the device; skip those that need a missing one."""
+    """Leave what is slow to `--all`; skip what needs a device that is not there."""
     if items and (device := items[0].config.getoption("--device")) != "cpu":
         devices.share_out(items, device, EMULATED)
+    shares.share_out(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

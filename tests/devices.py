@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 import pytest
 import torch
 
 from membudget.memory.allocator import RESERVED, at_rest
+from tests import shares
 
 # Of each test function, one in so many of its cases runs on a device each time, by the
 # case's name; all of them under `run.py test --all`.
@@ -120,18 +119,14 @@ def share_out(items: list[pytest.Item], device: str, own: Path) -> None:
         device: The device.
         own: The folder of the tests that are about this device alone.
     """
-    functions = defaultdict(list)
     for item in items:
         item.add_marker("emulated")
-        if own in item.path.parents:
-            continue
+    again = [item for item in items if own not in item.path.parents]
+    for item in again:
         if reason := _cpu_only(item):
             item.add_marker(pytest.mark.skip(reason=f"not on {device}: {reason}"))
-        functions[item.nodeid.split("[")[0]].append(item)
-    for cases in functions.values():
-        chosen = [case for case in cases if crc32(case.nodeid.encode()) % SHARE == 0]
-        for case in set(cases) - set(chosen or cases[:1]):
-            case.add_marker("slow")
+    for cases in shares.by_function(again):
+        shares.leave_all_but(cases, SHARE)
 
 
 def _cpu_only(item: pytest.Item) -> str:

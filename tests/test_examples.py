@@ -46,7 +46,13 @@ def test_the_example_of_a_pipeline_ends_with_equal_bits():
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["ddp", "fsdp", "tensor_parallel"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ddp",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("fsdp", "tensor_parallel")),
+    ],
+)
 def test_an_example_for_several_ranks_ends_with_equal_bits(name: str):
     script = str(ROOT / "examples" / f"{name}.py")
     how = ["--standalone", "--nproc-per-node", "2"]

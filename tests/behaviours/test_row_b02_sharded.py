@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+from tests import shares
 from tests.faults.ranks import ROOT, run_ranks
 
 if not torch.distributed.is_available():
@@ -31,9 +32,12 @@ every_sharded_way = pytest.mark.parametrize("way", [way for way in WAYS if way !
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Report]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Report]:
     script = Path(__file__).with_name("sharded_ranks.py")
-    return run_ranks(script, tmp_path_factory.mktemp("sharded"))
+    folder = tmp_path_factory.mktemp("sharded")
+    return run_ranks(script, folder, only=shares.wanted(request))
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
+from tests import shares
 from tests.faults.ranks import run_ranks
 
 if not torch.distributed.is_available():
@@ -32,9 +33,12 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     script = Path(__file__).with_name("one_plan_ranks.py")
-    return run_ranks(script, tmp_path_factory.mktemp("one-plan"))
+    folder = tmp_path_factory.mktemp("one-plan")
+    return run_ranks(script, folder, only=shares.wanted(request))
 
 
 def of_ranks(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:

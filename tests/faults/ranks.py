@@ -10,7 +10,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,19 @@ ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 900  # Met by a deadlock alone, however busy the machine is.
 
 
-def run_ranks(script: Path, folder: Path, world_size: int = WORLD_SIZE) -> list[Any]:
+def run_ranks(
+    script: Path,
+    folder: Path,
+    world_size: int = WORLD_SIZE,
+    only: Sequence[str] = (),
+) -> list[Any]:
     """Run `script` on every rank.
 
     Args:
         script: A file whose main block calls `report_rank`.
         folder: An empty folder for the meeting point and the reports.
         world_size: Number of processes.
+        only: The cases to run, where the script asks `chosen`; all of them without it.
 
     Returns:
         Each rank's report.
@@ -41,9 +47,10 @@ def run_ranks(script: Path, folder: Path, world_size: int = WORLD_SIZE) -> list[
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
+    command = [sys.executable, str(script)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), str(rank), str(folder), str(world_size)],
+            [*command, str(rank), str(folder), str(world_size), *only],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -62,6 +69,12 @@ def run_ranks(script: Path, folder: Path, world_size: int = WORLD_SIZE) -> list[
         json.loads((folder / f"report-{rank}.json").read_text())
         for rank in range(world_size)
     ]
+
+
+def chosen(names: Iterable[str]) -> list[str]:
+    """Return which of its cases a script is to run."""
+    only = sys.argv[4:]
+    return [name for name in names if not only or name in only]
 
 
 def report_rank(body: Callable[[int], Any]) -> None:

@@ -18,6 +18,7 @@ from membudget import compat
 from membudget.attach import carried_by
 from membudget.errors import CheckpointError
 from membudget.offload import shared_offload
+from tests.devices import settle
 
 WIDTH = 128
 SIZE = 256 * WIDTH * 4
@@ -88,6 +89,7 @@ def test_a_region_that_is_forgotten_leaves_its_host_memory() -> None:
     mb.checkpoint(layer, x, offload=off).sum().backward()
     slab = weakref.ref(off.open()[0])
     del off, keep
+    settle()
     gc.collect()
     assert slab() is None
 

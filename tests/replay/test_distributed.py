@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
+from tests import shares
 from tests.faults.ranks import run_ranks
 
 if not torch.distributed.is_available():
@@ -27,9 +28,12 @@ Outcomes = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Outcomes]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Outcomes]:
     script = Path(__file__).with_name("distributed_ranks.py")
-    return run_ranks(script, tmp_path_factory.mktemp("ranks"))
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(script, folder, only=shares.wanted(request))
 
 
 def cases(is_count: bool) -> pytest.MarkDecorator:

@@ -216,7 +216,7 @@ def test_row_b04_an_allocation_that_fails_in_fit_leaves_everything_as_it_was(
 
     # A fake profile without memory has no numbers yet.
     expected = torch.OutOfMemoryError if fake else mb.OutOfMemoryError
-    for at in range(1, operators.count, operators.count // 16):
+    for at in range(1, operators.count, operators.count // 5):
         with suppress(expected), FailsAtOne(at):
             mb.fit(model, x, "70%", fake=fake).remove()
         assert state_of(model) == before, at
