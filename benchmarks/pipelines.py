@@ -154,17 +154,17 @@ def plan(kind: str, micro_batches: int) -> pipeline.PipelinePlan:
                 backward_s=2 * FORWARD_S,
                 saved_bytes=100,
                 kept_bytes=5,
+                input_bytes=5,
+                output_bytes=5,
             )
             blocks = [sleeper] * BLOCKS
         else:
             x = torch.randn(ROWS, LENGTH, WIDTH)
             blocks = pipeline.measure_blocks(chain(kind), x)
-        boundary_bytes = 5 if kind == "sleep" else ROWS * LENGTH * WIDTH * 4
-        size = {"boundary_bytes": boundary_bytes}
-        free = pipeline.plan_pipeline(order, blocks, 2**60, **size)
+        free = pipeline.plan_pipeline(order, blocks, 2**60)
         ways = (free.everywhere, free.simulation)
         budget_bytes = sum(max(way.peak_bytes) for way in ways) // 2
-        found[0] = pipeline.plan_pipeline(order, blocks, budget_bytes, **size)
+        found[0] = pipeline.plan_pipeline(order, blocks, budget_bytes)
     dist.broadcast_object_list(found)
     made: pipeline.PipelinePlan = found[0]
     return made
@@ -195,10 +195,11 @@ class Arm:
     def _make_ours(self, meter: bool) -> None:
         options: dict[str, Any] = {"engine": "rerun", "verify": False}
         checkpoint: Any = "never" if self.name == "none" else "always"
+        ahead = self.name != "lazy"
         if self.name == "planned":
             found = plan(self.kind, self.micro_batches)
             options |= {"sizes": found.sizes, "recomputed": found.recomputed}
-            checkpoint = found.checkpoint
+            checkpoint, ahead = found.checkpoint, found.ahead
             self.row.sizes = found.sizes
             self.row.recomputed = [len(chosen) for chosen in found.recomputed]
             if self.kind == "sleep":
@@ -209,7 +210,7 @@ class Arm:
             micro_batches=self.micro_batches,
             loss_fn=loss_fn,
             checkpoint=checkpoint,
-            ahead=self.name != "lazy",
+            ahead=ahead,
             meter=meter,
         )
         self.module = stages[0].submod

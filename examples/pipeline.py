@@ -62,34 +62,20 @@ def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def agreed_plan(
+def fitted_plan(
     config: GPTConfig, device: torch.device, arguments: argparse.Namespace
 ) -> pipeline.PipelinePlan:
-    """Return the plan that rank 0 makes from its own measurements."""
-    found: list[Any] = [None]
-    if dist.get_rank() == 0:
-        tokens = torch.zeros(ROWS, config.length, dtype=torch.long, device=device)
-        blocks = [block.to(device) for block in chain(config)]
-        costs = pipeline.measure_blocks(blocks, tokens, optimizer_states=2)
-        order = pipeline.pipeline_order(
-            "1F1B",
-            ranks=dist.get_world_size(),
-            micro_batches=arguments.micro_batches,
-        )
-        boundary_bytes = ROWS * config.length * config.width * 4
-        free = pipeline.plan_pipeline(
-            order, costs, 2**60, boundary_bytes=boundary_bytes
-        )
-        # Half of the way between recomputing everything and nothing.
-        least, most = (
-            max(way.peak_bytes) for way in (free.everywhere, free.simulation)
-        )
-        found[0] = pipeline.plan_pipeline(
-            order, costs, (least + most) // 2, boundary_bytes=boundary_bytes
-        )
-    dist.broadcast_object_list(found)
-    plan: pipeline.PipelinePlan = found[0]
-    return plan
+    """Return the plan for the budget, which rank 0 makes from its own measurements."""
+    tokens = torch.zeros(ROWS, config.length, dtype=torch.long, device=device)
+    return pipeline.fit_pipeline(
+        chain(config),
+        tokens,
+        arguments.budget,
+        micro_batches=arguments.micro_batches,
+        target=tokens,
+        loss_fn=loss_of,
+        optimizer=torch.optim.AdamW,
+    )
 
 
 def train(
@@ -118,22 +104,13 @@ def train(
 def run(arguments: argparse.Namespace, device: torch.device) -> bool:
     """Train both ways; return whether all losses of this rank are equal."""
     config = QUICK if arguments.quick else FULL
-    plan = agreed_plan(config, device, arguments)
+    plan = fitted_plan(config, device, arguments)
     found = {}
-    ways: dict[str, Any] = {"planned": plan.checkpoint, "without": "never"}
-    for way, checkpoint in ways.items():
-        stages = pipeline.split(
-            chain(config),
-            sizes=plan.sizes,
-            recomputed=plan.recomputed,
-            device=device,
-        )
+    ways: dict[str, Any] = {"planned": {}, "without": {"checkpoint": "never"}}
+    for way, options in ways.items():
+        stages = pipeline.split(chain(config), plan, device=device)
         schedule = pipeline.PipelineSchedule(
-            stages,
-            micro_batches=arguments.micro_batches,
-            loss_fn=loss_of,
-            checkpoint=checkpoint,
-            meter=True,
+            stages, plan, loss_fn=loss_of, meter=True, **options
         )
         found[way] = train(schedule, config, arguments.steps)
         report(way, schedule, plan, arguments)
@@ -177,6 +154,7 @@ def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="steps of each way")
     parser.add_argument("--micro-batches", type=int, default=8)
+    parser.add_argument("--budget", default="50%", help="bytes or a share, per rank")
     parser.add_argument("--quick", action="store_true", help="a smaller model")
     parser.add_argument("--png", metavar="FILE", help="draw the planned step")
     arguments = parser.parse_args(given)

@@ -28,17 +28,22 @@ _REASON = "membudget/left"
 
 
 class Ranks:
-    """All ranks of the default process group, seen from one of them.
+    """All ranks of a process group, seen from one of them.
 
     Attributes:
         rank: Number of this rank.
         count: Number of ranks.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        """Find the ranks; numbers are compared on `device`, as the group asks for."""
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self._device = device
+    def __init__(
+        self, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Find the ranks, by default those of the default group.
+
+        Numbers are compared on `device`, as the group asks for.
+        """
+        self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
+        self._device, self._group = device, group
 
     @classmethod
     def of(cls, model: Module, device: torch.device) -> Ranks | None:
@@ -60,14 +65,14 @@ class Ranks:
 
     def _largest(self, own: torch.Tensor) -> list[Any]:
         numbers = own.to(self._device)
-        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, self._group)
         found: list[Any] = numbers.tolist()
         return found
 
     def of_all(self, value: T) -> list[T]:
         """Return the values of all ranks, by rank; each can be pickled."""
         values: list[Any] = [None] * self.count
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, self._group)
         return values
 
     def shared(self, make: Callable[[], T]) -> T:
@@ -84,13 +89,16 @@ class Ranks:
             except MembudgetError as error:
                 sent = [None, _packed(error)]
             except Exception as error:
-                dist.broadcast_object_list([None, _packed(RankError(0, _text(error)))])
+                self._broadcast([None, _packed(RankError(0, _text(error)))])
                 raise
-        dist.broadcast_object_list(sent)
+        self._broadcast(sent)
         made, failed = sent
         if failed is not None:
             raise _unpacked(failed)
         return made  # type: ignore[no-any-return]
+
+    def _broadcast(self, values: list[Any]) -> None:
+        dist.broadcast_object_list(values, group=self._group, group_src=0)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:

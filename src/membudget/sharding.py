@@ -124,3 +124,20 @@ def _imported(module: str, name: str) -> tuple[type, ...]:
     """Return a class of a module that is imported already, or nothing."""
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)
+
+
+def not_a_module(given: Any) -> OptionError:
+    """Return the error for what is no module; that of a pipeline names what fits it."""
+    of_torch = "torch.distributed.pipelining"
+    parts = given if isinstance(given, list | tuple) else [given]
+    for part in parts:
+        if any(kind.__module__.startswith(of_torch) for kind in type(part).__mro__):
+            return OptionError(
+                f"a {type(part).__name__} is part of a pipeline, whose stages are "
+                "fitted together: give its blocks to membudget.pipeline.fit_pipeline("
+                "blocks, micro_batch, budget, micro_batches=...), and the plan to "
+                "pipeline.split and pipeline.PipelineSchedule"
+            )
+    return OptionError(
+        f"expected a torch.nn.Module and its batch; got {type(given).__name__}"
+    )

@@ -22,6 +22,7 @@ from membudget.allocation import is_out_of_memory, let_go
 from membudget.batch import call_model, could_be_pair, first_batch, is_pair, pair_error
 from membudget.errors import MembudgetError, OptionError
 from membudget.rehearsal import Rehearsal
+from membudget.sharding import not_a_module
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
 from membudget.state.snapshot import State
@@ -267,9 +268,7 @@ def check_arguments(model: Any) -> None:
         OptionError: If `model` is not a module, or is lazy and has no shapes yet.
     """
     if not isinstance(model, Module):
-        raise OptionError(
-            f"expected a torch.nn.Module and its batch; got {type(model).__name__}"
-        )
+        raise not_a_module(model)
     for name, parameter in model.named_parameters():
         if torch.nn.parameter.is_lazy(parameter):
             raise OptionError(

@@ -1,16 +1,23 @@
 """Run a script in several processes that form a gloo group, and read what each reports.
 
-The processes meet through a file, so no port is needed, and each writes its report as
-JSON, so that a test asserts on plain values.
+One process imports what the script imports, and forks a process for each rank: import
+takes most of a small test's time. The processes meet through a file, so no port is
+needed, and each writes its report as JSON, so that a test asserts on plain values.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
+import runpy
+import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -47,28 +54,52 @@ def run_ranks(
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
     }
-    command = [sys.executable, str(script)]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder), str(world_size), *only],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world_size)
-    ]
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(script), str(folder), str(world_size), *only],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     try:
-        outputs = [process.communicate(timeout=_DEADLINE_S)[0] for process in processes]
+        output, _ = process.communicate(timeout=_DEADLINE_S)
     finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, output[-4000:]
+        with suppress(ProcessLookupError):  # The ranks are of its group.
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-4000:]
     return [
         json.loads((folder / f"report-{rank}.json").read_text())
         for rank in range(world_size)
     ]
+
+
+def _fork_ranks(script: Path, folder: str, world_size: str, *only: str) -> int:
+    """Run `script` in a child for each rank; return how many of them failed.
+
+    Before the fork nothing has run but imports: no thread is lost by it.
+    """
+    importlib.import_module(".".join(script.relative_to(ROOT).with_suffix("").parts))
+    gc.freeze()  # A collection in a rank would copy every page of what is shared.
+    given = (folder, world_size, *only)
+    ranks = [_fork(script, str(rank), *given) for rank in range(int(world_size))]
+    return sum(os.waitpid(rank, 0)[1] != 0 for rank in ranks)
+
+
+def _fork(script: Path, *arguments: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    failed = 1
+    try:
+        sys.argv = [str(script), *arguments]
+        runpy.run_path(str(script), run_name="__main__")
+        failed = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(failed)
 
 
 def chosen(names: Iterable[str]) -> list[str]:
@@ -103,3 +134,7 @@ def report_rank(body: Callable[[int], Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(_fork_ranks(Path(sys.argv[1]), sys.argv[2], *sys.argv[3:]))

@@ -1,4 +1,4 @@
-"""One rank of the tests of a pipeline's bytes: four stages under 1F1B and GPipe.
+"""One rank of the tests of a pipeline's bytes: three stages under 1F1B and GPipe.
 
 The rank reports its peaks at 8 and at 64 micro-batches, what is predicted for all
 ranks from the costs of the first, and its peak under plans for budgets.
@@ -6,6 +6,7 @@ ranks from the costs of the first, and its peak under plans for budgets.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,23 +16,23 @@ from membudget import pipeline
 from membudget.pipeline import PipelinePlan, PipelineSchedule
 from tests.faults.ranks import report_rank
 from tests.pipeline.models import chain, loss_fn, run_step
+from tests.pipeline.shares import is_quick
 
-ROWS, WIDTH, BLOCKS, RANKS = 64, 32, 12, 4
-SHARES = (0.3, 0.6)
+ROWS, WIDTH, BLOCKS, RANKS = 64, 32, 9, 3
+RUNS = {"1F1B": (8, 64), "GPipe": (8, 16)}
+BUDGETS = ("40%", "60%", "80%")
+QUICK_RUNS, QUICK_BUDGETS = ("1F1B",), BUDGETS[:1]
+"""What the default run has of these."""
 
 
-def run(name: str, micro_batches: int, **options: Any) -> PipelineSchedule:
+
+def run(
+    name: str | PipelinePlan, micro_batches: int | None = None
+) -> PipelineSchedule:
     """Run two steps; the first makes what later steps find."""
-    keys = ("sizes", "recomputed")
-    split = {key: options.pop(key) for key in keys if key in options}
-    stages = pipeline.split(chain(BLOCKS, WIDTH), name, verify=False, **split)
+    stages = pipeline.split(chain(BLOCKS, WIDTH), name, verify=False)
     schedule = PipelineSchedule(
-        stages,
-        name,
-        micro_batches=micro_batches,
-        loss_fn=loss_fn,
-        meter=True,
-        **options,
+        stages, name, micro_batches=micro_batches, loss_fn=loss_fn, meter=True
     )
     for step in range(2):
         run_step(schedule, step, ROWS, return_outputs=False)
@@ -48,12 +49,12 @@ def above_bytes(schedule: PipelineSchedule) -> int:
     return peak_bytes(schedule) - schedule.bytes[0].before_bytes
 
 
-def measured() -> dict[str, Any]:
+def measured(names: Iterable[str]) -> dict[str, Any]:
     """Return peaks of this rank, and predictions from costs at eight micro-batches."""
     report: dict[str, Any] = {"measured": {}, "predicted": {}}
-    for name, sizes in (("1F1B", (8, 64)), ("GPipe", (8, 16))):
+    for name in names:
         costs = None
-        for micro_batches in sizes:
+        for micro_batches in RUNS[name]:
             schedule = run(name, micro_batches)
             costs = costs or pipeline.measured_costs(schedule)
             found = pipeline.simulate_pipeline(schedule.order, costs)
@@ -65,43 +66,30 @@ def measured() -> dict[str, Any]:
     return report
 
 
-def planned(rank: int) -> list[dict[str, Any]]:
-    """Return, for budgets between recomputing all and nothing, what a plan takes."""
-    given: list[Any] = [None]
-    if rank == 0:
-        x = torch.randn(ROWS, WIDTH)
-        given = [pipeline.measure_blocks(chain(BLOCKS, WIDTH), x)]
-    dist.broadcast_object_list(given)
-    order = pipeline.pipeline_order("1F1B", ranks=RANKS, micro_batches=8)
-    boundary_bytes = ROWS * WIDTH * 4
-
-    def plan(budget_bytes: int) -> PipelinePlan:
-        return pipeline.plan_pipeline(
-            order, given[0], budget_bytes, boundary_bytes=boundary_bytes
-        )
-
-    free = plan(10**9)
-    least = max(free.everywhere.peak_bytes)
-    most = max(free.simulation.peak_bytes)
+def planned(rank: int, budgets: Iterable[str]) -> list[dict[str, Any]]:
+    """Return, for budgets, what a plan for them takes on this rank."""
+    x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
     report = []
-    for share in SHARES:
-        budget_bytes = int(least + (most - least) * share)
-        found = plan(budget_bytes)
-        schedule = run(
-            "1F1B",
-            8,
-            sizes=found.sizes,
-            recomputed=found.recomputed,
-            checkpoint=found.checkpoint,
+    for budget in budgets:
+        plan = pipeline.fit_pipeline(
+            chain(BLOCKS, WIDTH),
+            x,
+            budget,
+            micro_batches=8,
+            target=target,
+            loss_fn=loss_fn,
         )
+        schedule = run(plan)
         module = schedule.stages[0].submod
         static_bytes = sum(p.nbytes for p in module.parameters())
+        batch_bytes = 8 * x.nbytes if rank in (0, RANKS - 1) else 0
         report.append(
             {
-                "budget": budget_bytes,
-                "peak": above_bytes(schedule) + static_bytes,
-                "predicted": found.simulation.peak_bytes[rank],
-                "recomputed": [len(numbers) for numbers in found.recomputed],
+                "budget": plan.budgets[rank],
+                "peak": above_bytes(schedule) + static_bytes + batch_bytes,
+                "predicted": plan.simulation.peak_bytes[rank],
+                "recomputed": [len(numbers) for numbers in plan.recomputed],
+                "ahead": plan.ahead,
             }
         )
     return report
@@ -109,7 +97,9 @@ def planned(rank: int) -> list[dict[str, Any]]:
 
 def body(rank: int) -> dict[str, Any]:
     """Return the report."""
-    return {**measured(), "plans": planned(rank)}
+    quick = is_quick()
+    found = measured(QUICK_RUNS if quick else RUNS)
+    return {**found, "plans": planned(rank, QUICK_BUDGETS if quick else BUDGETS)}
 
 
 if __name__ == "__main__":

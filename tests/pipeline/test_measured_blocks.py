@@ -30,8 +30,10 @@ def test_bytes_are_those_that_autograd_saves_and_the_output() -> None:
 def test_states_of_the_optimizer_count_for_what_is_trained() -> None:
     block = nn.Linear(WIDTH, WIDTH)
     block.bias.requires_grad_(False)
-    (found,) = measure_blocks([block], torch.randn(ROWS, WIDTH), optimizer_states=2)
-    assert found.static_bytes == 3 * WEIGHT_BYTES + WIDTH * 4
+    x, adam = torch.randn(ROWS, WIDTH), torch.optim.Adam
+    (found,) = measure_blocks([block], x, optimizer=adam)
+    steps_bytes = 4  # Adam counts its steps in a tensor of each parameter.
+    assert found.static_bytes == 3 * WEIGHT_BYTES + WIDTH * 4 + steps_bytes
 
 
 def test_the_first_block_may_take_numbers_without_gradients() -> None:

@@ -147,6 +147,15 @@ def test_losses_hold_no_graph_when_their_backward_pass_has_ended() -> None:
     assert starts[-1] - starts[2] == 4 * (len(starts) - 3)  # A number per micro-batch.
 
 
+def test_losses_hold_a_number_each_whatever_storage_they_came_in() -> None:
+    schedule = scheduled(micro_batches=2, verify=False)
+    schedule._loss_fn = nn.functional.mse_loss
+    losses: list[Tensor] = []
+    x = torch.randn(128, 8)
+    schedule.step(x, target=x, losses=losses, return_outputs=False)
+    assert [loss.untyped_storage().nbytes() for loss in losses] == [4, 4]
+
+
 def test_costs_of_a_schedule_that_has_not_run_are_refused() -> None:
     with pytest.raises(OptionError, match="run a step of the schedule first"):
         measured_costs(scheduled())

@@ -5,19 +5,19 @@ All cases run in one pair of processes; see `schedule_ranks`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import WORLD_SIZE
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
 from membudget.pipeline import SCHEDULES
-from tests.pipeline.schedule_ranks import BLOCKS, MICRO_BATCHES, WAYS
+from tests.pipeline.schedule_ranks import BLOCKS, MICRO_BATCHES, QUICK, WAYS
+from tests.pipeline.shares import run_share
 
 pytestmark = pytest.mark.distributed
 
@@ -25,13 +25,20 @@ TAKEN_APART = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 Reports = list[dict[str, Any]]
 schedules = pytest.mark.parametrize("name", SCHEDULES)
-ways = pytest.mark.parametrize("way", WAYS)
+ways = pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK))
+        for way in WAYS
+    ],
+)
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Reports:
-    script = Path(__file__).with_name("schedule_ranks.py")
-    return run_ranks(script, tmp_path_factory.mktemp("ranks"))
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Reports:
+    return run_share(request, tmp_path_factory, "schedule_ranks.py", WORLD_SIZE)
 
 
 @schedules
@@ -65,6 +72,7 @@ def test_a_recompute_stands_right_before_the_backward_it_serves(
     assert "recompute" in ranks[0][name]["rerun ahead"]["kinds"]
 
 
+@pytest.mark.slow
 @schedules
 def test_nothing_is_recomputed_ahead_if_lazily_is_asked(
     ranks: Reports, name: str
@@ -84,7 +92,7 @@ def test_zero_bubble_schedules_take_backward_passes_apart(
 
 @schedules
 def test_events_and_costs_of_all_ranks_are_gathered(ranks: Reports, name: str) -> None:
-    for way in WAYS:
+    for way in QUICK:
         lengths = [len(report[name][way]["kinds"]) for report in ranks]
         assert [r[name][way]["gathered"] for r in ranks] == [sum(lengths)] * 2
         stages = 2 if name in ("GPipe", "1F1B") else 4

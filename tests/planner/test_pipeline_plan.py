@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from membudget.errors import BudgetError, OptionError
-from membudget.planner.pipeline_cuts import BlockOfPipeline, StageCuts
+from membudget.planner.pipeline_costs import BlockOfPipeline
+from membudget.planner.pipeline_cuts import StageCuts
 from membudget.planner.pipeline_order import PipelineAction, PipelineOrder
 from membudget.planner.pipeline_plan import plan_pipeline
 from tests.planner.pipelines import order_of
@@ -64,7 +66,7 @@ def test_plans_of_small_chains_are_near_the_fastest_cut(seed: int) -> None:
     blocks, stages, budget_bytes = unequal(seed, 8), 3, 900
     order = order_of("1F1B", stages, 6)
     plan = plan_pipeline(order, blocks, budget_bytes)
-    cuts = StageCuts(order, blocks, [budget_bytes] * stages, 0, 0.0)
+    cuts = StageCuts(order, blocks, [budget_bytes] * stages, 0.0)
     sizes = itertools.product(range(1, 7), repeat=stages)
     fastest_s = min(
         cuts.simulated(cut, cuts.recomputed(cut)).step_s
@@ -84,6 +86,41 @@ def test_each_rank_may_have_a_budget_of_its_own() -> None:
     assert not plan.recomputed[1]
 
 
+def test_where_budgets_are_tight_backward_passes_recompute() -> None:
+    order = order_of("1F1B", 4, 16)
+    with pytest.raises(BudgetError, match="no cut of the 32 blocks") as error:
+        plan_pipeline(order, [BLOCK] * 32, 150)
+    tight, loose = (
+        plan_pipeline(order, [BLOCK] * 32, budget_bytes)
+        for budget_bytes in (error.value.least_bytes, 2000)
+    )
+    assert (tight.ahead, loose.ahead) == (False, True)
+    assert tight.order.recomputed_ahead == frozenset()
+
+
+def test_transfers_have_the_bytes_of_the_blocks_at_the_cuts() -> None:
+    sizes = [1, 2, 3, 4]
+    blocks = [
+        replace(BLOCK, input_bytes=1000 * size, output_bytes=1000 * (size + 1))
+        for size in sizes
+    ]
+    plan = plan_pipeline(order_of("GPipe", 2, 1), blocks, 10**9)
+    without = plan_pipeline(order_of("GPipe", 2, 1), [BLOCK] * 4, 10**9)
+    assert plan.sizes == (2, 2)
+    added = map(int.__sub__, plan.simulation.peak_bytes, without.simulation.peak_bytes)
+    # The first receives the gradient of its output, the second its input.
+    assert [*added] == [3000, 3000]
+
+
+def test_balanced_stages_are_even_in_seconds_and_not_in_blocks() -> None:
+    blocks = [replace(BLOCK, forward_s=seconds) for seconds in (12.0, 1.0, 1.0, 1.0)]
+    plan = plan_pipeline(order_of("1F1B", 2, 4), blocks, 10**9)
+    assert plan.plain_sizes == plan.sizes == (1, 3)
+    assert plan.plain.step_s == plan.simulation.step_s
+    assert plan.equal is not None
+    assert plan.equal.step_s > plan.simulation.step_s
+
+
 def test_a_plan_prints_its_stages_and_the_other_ways_beside_it() -> None:
     text = str(plan_pipeline(order_of("1F1B", 4, 16), [BLOCK] * 32, 2000))
     assert "in flight" in text
@@ -94,7 +131,7 @@ def test_a_plan_prints_its_stages_and_the_other_ways_beside_it() -> None:
 def test_budgets_that_nothing_fits_are_refused_with_what_would() -> None:
     order = order_of("1F1B", 4, 16)
     with pytest.raises(
-        BudgetError, match=r"stage 0 needs .* its budget is 150"
+        BudgetError, match=r"needs .* on stage 2, .*; its budget is 150"
     ) as error:
         plan_pipeline(order, [BLOCK] * 32, 150)
     plan = plan_pipeline(order, [BLOCK] * 32, error.value.least_bytes)

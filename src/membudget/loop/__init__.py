@@ -286,7 +286,7 @@ def budget(
     if not 0 < verify <= 1:
         raise OptionError(f"verify must be a share above 0, at most 1; got {verify!r}")
     limit = share_of(budget) or parse_bytes(budget)
-    models = [model] if isinstance(model, Module) else list(model)
+    models = [*model] if isinstance(model, Sequence) else [model]
     for one in models:
         check_arguments(one)
     rooms = (Room(limit, on_exceed, Counted(_device_of(one))) for one in models)

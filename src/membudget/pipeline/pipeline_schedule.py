@@ -30,6 +30,7 @@ from membudget.pipeline.orders import pipeline_order
 from membudget.pipeline.recomputing_stage import RecomputingStage
 from membudget.planner.pipeline_bytes import MOST_SENDS
 from membudget.planner.pipeline_order import CheckpointMode, PipelineOrder
+from membudget.planner.pipeline_plan import PipelinePlan
 from membudget.planner.pipeline_simulation import PipelineEvent
 
 
@@ -63,12 +64,12 @@ class PipelineSchedule(OrderRuntime):
     def __init__(
         self,
         stages: PipelineStage | Sequence[PipelineStage],
-        schedule: str = "1F1B",
+        schedule: str | PipelinePlan = "1F1B",
         *,
-        micro_batches: int,
+        micro_batches: int | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
-        checkpoint: CheckpointMode | Sequence[CheckpointMode] = "always",
-        ahead: bool = True,
+        checkpoint: CheckpointMode | Sequence[CheckpointMode] | None = None,
+        ahead: bool | None = None,
         meter: bool = False,
         **options: Any,
     ):
@@ -78,14 +79,17 @@ class PipelineSchedule(OrderRuntime):
             stages: The stages of this rank, from `split` or made by hand as torch's
                 `PipelineStage`, with regions on their modules. They become part of
                 this schedule.
-            schedule: Name of the schedule; see `pipeline_order`.
+            schedule: Name of the schedule; see `pipeline_order`. Or a plan of
+                `fit_pipeline`, which also says what the next three are by default.
             micro_batches: Number of micro-batches into which `step` splits a batch.
-            loss_fn: Called on the last stage with a micro-batch's output and target.
             checkpoint: Of which micro-batches the regions drop their activations:
-                `"always"`, `"except_last"` or `"never"`, for all stages or for each.
-            ahead: Whether stages recompute while they wait for a gradient. That holds
-                the activations of one micro-batch of a stage at once; without it, one
-                region after another recomputes in the backward pass.
+                `"always"`, the default, `"except_last"` or `"never"`, for all stages
+                or for each.
+            ahead: Whether stages recompute while they wait for a gradient, which is the
+                default. That holds the activations of one micro-batch of a stage at
+                once; without it, one region after another recomputes in the backward
+                pass.
+            loss_fn: Called on the last stage with a micro-batch's output and target.
             meter: Whether to count the bytes around every action; see `bytes`.
             **options: Those of torch's schedules: `args_chunk_spec`,
                 `kwargs_chunk_spec`, `output_merge_spec`, `scale_grads`.
@@ -97,14 +101,11 @@ class PipelineSchedule(OrderRuntime):
         given = [stages] if isinstance(stages, PipelineStage) else [*stages]
         if not given:
             raise OptionError("a rank of a pipeline needs at least one stage; got none")
-        ranks, rank = given[0].group_size, given[0].group_rank
+        rank, ranks = given[0].group_rank, given[0].group_size
         self.order = pipeline_order(
-            schedule,
+            **_named(schedule, micro_batches, checkpoint, ahead),
             ranks=ranks,
-            micro_batches=micro_batches,
             stages_per_rank=max(1, given[0].num_stages // ranks),
-            checkpoint=checkpoint,
-            ahead=ahead,
         )
         _check_places(self.order, rank, [stage.stage_index for stage in given])
         self.group = given[0].group
@@ -114,7 +115,11 @@ class PipelineSchedule(OrderRuntime):
             stage.join(self.order, self._log)
         self._sends: dict[tuple[str, int], deque[list[Any]]] = {}
         super().__init__(
-            [*self._here.values()], micro_batches, loss_fn, self.order.ranks, **options
+            [*self._here.values()],
+            self.order.micro_batches,
+            loss_fn,
+            self.order.ranks,
+            **options,
         )
 
     @property
@@ -195,6 +200,22 @@ class PipelineSchedule(OrderRuntime):
 def _wait(sends: list[Any]) -> None:
     for _, work in sends:
         work.wait()
+
+
+def _named(
+    schedule: str | PipelinePlan,
+    micro_batches: int | None,
+    checkpoint: CheckpointMode | Sequence[CheckpointMode] | None,
+    ahead: bool | None,
+) -> dict[str, Any]:
+    """Return arguments of `pipeline_order`; what is not given is the plan's."""
+    found: dict[str, Any] = {"schedule": schedule, "micro_batches": micro_batches}
+    if isinstance(schedule, PipelinePlan):
+        order = schedule.order
+        found = {"schedule": order.name, "micro_batches": order.micro_batches}
+        found |= {"checkpoint": schedule.checkpoint, "ahead": schedule.ahead}
+    given = {"micro_batches": micro_batches, "checkpoint": checkpoint, "ahead": ahead}
+    return found | {key: value for key, value in given.items() if value is not None}
 
 
 def _check_places(order: PipelineOrder, rank: int, stages: Sequence[int]) -> None:

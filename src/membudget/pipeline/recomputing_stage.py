@@ -110,6 +110,8 @@ class RecomputingStage(BufferlessStage):
                 # torch keeps losses to the end of the step, and with each the graph,
                 # whose leaf is what the stage has received.
                 loss.detach_()
+                if loss.untyped_storage().nbytes() > loss.nbytes:
+                    loss.data = loss.clone()  # `mse_loss` reduces within its input's.
 
     def backward_weight_one_chunk(
         self, bwd_chunk_id: int, last_backward: bool = False

@@ -16,11 +16,12 @@ from membudget.errors import OptionError
 from membudget.pipeline.orders import check_schedule
 from membudget.pipeline.recomputing_stage import RecomputingStage
 from membudget.planner.pipeline_cuts import equal_sizes
+from membudget.planner.pipeline_plan import PipelinePlan
 
 
 def split(
     blocks: Iterable[Module],
-    schedule: str = "1F1B",
+    schedule: str | PipelinePlan = "1F1B",
     *,
     stages_per_rank: int | None = None,
     sizes: Sequence[int] | None = None,
@@ -38,7 +39,8 @@ def split(
     Args:
         blocks: The model as a chain: a `Sequential`, a `ModuleList`, or any modules of
             which each takes the output of the one before.
-        schedule: Name of the schedule, which says where the stages lie.
+        schedule: Name of the schedule, which says where the stages lie; or a plan of
+            `fit_pipeline`, which also says `sizes` and `recomputed`.
         stages_per_rank: Number of stages of each rank; 1 by default, and 2 for
             interleaved schedules and those that are named after a V.
         sizes: Number of blocks of each stage; by default as equal as possible.
@@ -55,6 +57,10 @@ def split(
         >>> [len(part) for part in parts_of(range(7), [2, 2, 3])]
         [2, 2, 3]
     """
+    if isinstance(schedule, PipelinePlan):
+        sizes = schedule.sizes if sizes is None else sizes
+        recomputed = schedule.recomputed if recomputed is None else recomputed
+        schedule = schedule.order.name
     check_schedule(schedule)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     if stages_per_rank is None:

@@ -16,7 +16,12 @@ input from a stage on the same rank is the output of that stage, and takes nothi
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from operator import le, mul
+from typing import Any
+
+import numpy as np
 
 from membudget.planner.pipeline_costs import StageCosts, is_lazy
 from membudget.planner.pipeline_order import PipelineAction, PipelineOrder, is_sent
@@ -118,3 +123,55 @@ class PipelineRankBytes:
     def _held_bytes(self, action: PipelineAction, costs: StageCosts) -> int:
         drops = self._order.recomputes(action.stage, action.micro_batch)
         return costs.kept_bytes if drops else costs.saved_bytes
+
+
+_FIELDS = tuple(f.name for f in fields(StageCosts) if f.name.endswith("_bytes"))
+
+_Sum = tuple[int, ...]  # How often each field of bytes counts.
+
+
+class PeakOfStage:
+    """The peak of a rank with one stage, for any costs, without running its order.
+
+    What is live in an action is a sum of the costs' fields, each a number of times that
+    the order alone decides. The peak is the largest of few such sums.
+    """
+
+    def __init__(self, order: PipelineOrder, stage: int):
+        """Run the order once, to find the sums that can be the largest."""
+        units: Any = np.eye(len(_FIELDS), dtype=int)
+        costs = StageCosts(
+            forward_s=0, backward_s=0, **dict(zip(_FIELDS, units, strict=True))
+        )
+        rank = order.rank_of[stage]
+        held = _SumsOfRank(order, [costs] * order.stages, rank)
+        for action in order.ranks[rank]:
+            held.run(action)
+        self._sums = _largest(held.sums)
+
+    def of(self, costs: StageCosts) -> int:
+        """Return the peak for these costs of the stage."""
+        given = [getattr(costs, name) for name in _FIELDS]
+        return max(sum(map(mul, times, given)) for times in self._sums)
+
+
+class _SumsOfRank(PipelineRankBytes):
+    """The bytes of a rank as sums of fields, which come as unit vectors."""
+
+    def __init__(self, *given: Any):
+        super().__init__(*given)
+        self.sums: set[_Sum] = set()
+
+    def _reach(self, above_bytes: Any) -> None:
+        reached: Any = self.live_bytes + above_bytes
+        self.sums.add(tuple(reached.tolist()))
+
+
+def _largest(sums: Iterable[_Sum]) -> list[_Sum]:
+    """Return the sums than which no other is as large in every field."""
+    given = [*sums]
+    return [
+        one
+        for one in given
+        if not any(all(map(le, one, more)) for more in given if more != one)
+    ]

@@ -1,4 +1,4 @@
-"""What one micro-batch costs a stage of a pipeline: seconds and bytes."""
+"""What one micro-batch costs a stage of a pipeline, or a block: seconds and bytes."""
 
 from __future__ import annotations
 
@@ -73,6 +73,34 @@ class StageCosts:
         if action.kind == "backward_weight":
             return weight_s + (lazy_s if action.stage == 0 else 0.0)
         return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOfPipeline:
+    """What one block costs for one micro-batch.
+
+    Attributes:
+        forward_s: Seconds of its forward, and of recomputing it.
+        backward_s: Seconds of its backward pass, without recomputation.
+        static_bytes: Bytes live before the step: parameters, optimizer state.
+        gradient_bytes: Bytes of its parameters' gradients.
+        saved_bytes: Bytes live from its forward to its backward pass, its output
+            included, if it is not recomputed.
+        kept_bytes: The same under a region: its output, above all.
+        working_bytes: Most bytes of its forward or backward pass above those.
+        input_bytes: Bytes of its input, which travels if another rank has made it.
+        output_bytes: Bytes of its output, which travels if another rank takes it.
+    """
+
+    forward_s: float
+    backward_s: float
+    static_bytes: int = 0
+    gradient_bytes: int = 0
+    saved_bytes: int = 0
+    kept_bytes: int = 0
+    working_bytes: int = 0
+    input_bytes: int = 0
+    output_bytes: int = 0
 
 
 def is_lazy(order: PipelineOrder, action: PipelineAction) -> bool:

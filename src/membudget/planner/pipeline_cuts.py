@@ -9,12 +9,12 @@ long as the simulated step becomes faster.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from math import inf
 
 from membudget.errors import BudgetError, OptionError
-from membudget.planner.pipeline_bytes import PipelineRankBytes
-from membudget.planner.pipeline_costs import StageCosts
+from membudget.planner.pipeline_bytes import PeakOfStage
+from membudget.planner.pipeline_costs import BlockOfPipeline, StageCosts
 from membudget.planner.pipeline_order import PipelineOrder, with_checkpoint
 from membudget.planner.pipeline_simulation import PipelineSimulation, simulate_pipeline
 
@@ -22,28 +22,8 @@ StageSizes = tuple[int, ...]
 """Number of blocks of each stage."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockOfPipeline:
-    """What one block costs for one micro-batch.
-
-    Attributes:
-        forward_s: Seconds of its forward, and of recomputing it.
-        backward_s: Seconds of its backward pass, without recomputation.
-        static_bytes: Bytes live before the step: parameters, optimizer state.
-        gradient_bytes: Bytes of its parameters' gradients.
-        saved_bytes: Bytes live from its forward to its backward pass, its output
-            included, if it is not recomputed.
-        kept_bytes: The same under a region: its output, above all.
-        working_bytes: Most bytes of its forward or backward pass above those.
-    """
-
-    forward_s: float
-    backward_s: float
-    static_bytes: int = 0
-    gradient_bytes: int = 0
-    saved_bytes: int = 0
-    kept_bytes: int = 0
-    working_bytes: int = 0
+# What a stage of some blocks costs, or `None` if it does not fit.
+_Cost = Callable[[int, tuple[BlockOfPipeline, ...]], float | None]
 
 
 class StageCuts:
@@ -57,16 +37,20 @@ class StageCuts:
         self,
         order: PipelineOrder,
         blocks: Sequence[BlockOfPipeline],
-        budgets: Sequence[int],
-        boundary_bytes: int,
+        budgets: Sequence[float],
         latency_s: float,
+        ahead: bool = True,
     ):
         """Take what `plan_pipeline` is given, one budget for each stage."""
         self._blocks, self._budgets = tuple(blocks), budgets
-        self._boundary_bytes, self._latency_s = boundary_bytes, latency_s
+        self._latency_s, self._ahead = latency_s, ahead
         stages = self._stages = order.stages
-        self._dropping = with_checkpoint(order, ["always"] * stages)
-        self._keeping = with_checkpoint(order, ["never"] * stages)
+        self._dropping = with_checkpoint(order, ["always"] * stages, ahead)
+        keeping = with_checkpoint(order, ["never"] * stages)
+        self._peaks_dropping, self._peaks_keeping = (
+            [PeakOfStage(way, stage) for stage in range(stages)]
+            for way in (self._dropping, keeping)
+        )
         # Equal blocks make equal stages.
         self._known: dict[
             tuple[int, tuple[BlockOfPipeline, ...]], tuple[int, ...] | None
@@ -76,36 +60,51 @@ class StageCuts:
     def balanced(self) -> StageSizes:
         """Return the cut whose slowest stage is fastest.
 
-            best[stage][end] = min over start of
-                max(best[stage - 1][start], seconds(stage, start, end))
-
         Raises:
             BudgetError: No cut fits.
         """
+        found = self._cut_by(self._seconds)
+        if found is None:
+            raise self._refusal()
+        return found
+
+    def plain(self) -> StageSizes:
+        """Return the cut whose slowest stage is fastest, if memory is no concern."""
+        found = self._cut_by(lambda _, blocks: _plain_s(blocks))
+        assert found is not None
+        return found
+
+    def _cut_by(self, cost: _Cost) -> StageSizes | None:
+        """Return the cut whose worst stage is best; `None` if each has an unfit one.
+
+        best[stage][end] = min over start of
+            max(best[stage - 1][start], cost(stage, blocks[start:end]))
+        """
         count = len(self._blocks)
-        best: dict[int, tuple[float, StageSizes]] = {0: (0.0, ())}
+        best: dict[int, tuple[float, StageSizes]] = {0: (-inf, ())}
         for stage in range(self._stages):
             following: dict[int, tuple[float, StageSizes]] = {}
-            for start, (so_far_s, cut) in best.items():
+            for start, (so_far, cut) in best.items():
                 for end in range(start + 1, count - (self._stages - 2 - stage)):
-                    seconds = self._seconds(stage, start, end)
-                    if seconds is not None:
-                        found = (max(so_far_s, seconds), (*cut, end - start))
+                    one = cost(stage, self._blocks[start:end])
+                    if one is not None:
+                        found = (max(so_far, one), (*cut, end - start))
                         following[end] = min(following.get(end, found), found)
             best = following
-        if count not in best:
-            raise self._refusal()
-        return best[count][1]
+        return best[count][1] if count in best else None
 
     def moved(self, cut: StageSizes) -> StageSizes:
         """Move single blocks between neighbours while the simulation gets faster."""
         best_s = self._step_s(cut)
         while True:
-            found = [(self._step_s(c), c) for c in [*_neighbours(cut), self.equal]]
+            found = [(self._step_s(c), c) for c in self._others(cut)]
             least_s, other = min(found)
             if least_s >= best_s * (1 - 1e-9):
                 return cut
             best_s, cut = least_s, other
+
+    def _others(self, cut: StageSizes) -> list[StageSizes]:
+        return [*_neighbours(cut), self.equal, self.plain()]
 
     def fits(self, cut: StageSizes) -> bool:
         """Return whether every stage of a cut fits, whatever it recomputes."""
@@ -120,7 +119,9 @@ class StageCuts:
     ) -> PipelineSimulation:
         """Return the simulation of a cut whose stages recompute these blocks."""
         order = with_checkpoint(
-            self._dropping, ["always" if chosen else "never" for chosen in recomputed]
+            self._dropping,
+            ["always" if chosen else "never" for chosen in recomputed],
+            self._ahead,
         )
         costs = [
             self._costs(stage, blocks, chosen)
@@ -141,14 +142,14 @@ class StageCuts:
             yield self._blocks[start : start + size]
             start += size
 
-    def _seconds(self, stage: int, start: int, end: int) -> float | None:
+    def _seconds(
+        self, stage: int, blocks: tuple[BlockOfPipeline, ...]
+    ) -> float | None:
         """Return a stage's seconds per micro-batch, or `None` if it does not fit."""
-        blocks = self._blocks[start:end]
         chosen = self._chosen(stage, blocks)
         if chosen is None:
             return None
-        plain_s = sum(block.forward_s + block.backward_s for block in blocks)
-        return plain_s + sum(blocks[i].forward_s for i in chosen)
+        return _plain_s(blocks) + sum(blocks[i].forward_s for i in chosen)
 
     def _chosen_of(self, cut: StageSizes) -> list[tuple[int, ...] | None]:
         parts = enumerate(self._parts(cut))
@@ -160,11 +161,9 @@ class StageCuts:
         """Return the blocks that a stage must recompute; `None` if that is no help."""
         key = (stage, blocks)
         if key not in self._known:
-            by_gain = sorted(range(len(blocks)), key=lambda i: -_gain(blocks[i]))
-            candidates = (tuple(sorted(by_gain[:n])) for n in range(len(blocks) + 1))
             fitting = (
                 chosen
-                for chosen in candidates
+                for chosen in _candidates(blocks)
                 if self._peak_bytes(stage, blocks, chosen) <= self._budgets[stage]
             )
             self._known[key] = next(fitting, None)
@@ -173,12 +172,8 @@ class StageCuts:
     def _peak_bytes(
         self, stage: int, blocks: Sequence[BlockOfPipeline], chosen: Sequence[int]
     ) -> int:
-        order = self._dropping if chosen else self._keeping
-        costs = [self._costs(stage, blocks, chosen)] * self._stages
-        held = PipelineRankBytes(order, costs, order.rank_of[stage])
-        for action in order.ranks[order.rank_of[stage]]:
-            held.run(action)
-        return held.peak_bytes
+        peaks = self._peaks_dropping if chosen else self._peaks_keeping
+        return peaks[stage].of(self._costs(stage, blocks, chosen))
 
     def _costs(
         self, stage: int, blocks: Sequence[BlockOfPipeline], chosen: Sequence[int]
@@ -188,38 +183,50 @@ class StageCuts:
         dropped = [block.saved_bytes - block.kept_bytes for block in again]
         held_bytes = sum(block.saved_bytes for block in blocks) - sum(dropped)
         working_bytes = max(block.working_bytes for block in blocks)
+        output_bytes = blocks[-1].output_bytes if stage < self._stages - 1 else 0
         return StageCosts(
             forward_s=sum(block.forward_s for block in blocks),
             backward_s=sum(block.backward_s for block in blocks),
             recompute_s=sum(block.forward_s for block in again),
             static_bytes=sum(block.static_bytes for block in blocks),
             gradient_bytes=sum(block.gradient_bytes for block in blocks),
-            input_bytes=self._boundary_bytes if stage else 0,
-            output_bytes=self._boundary_bytes if stage < self._stages - 1 else 0,
+            input_bytes=blocks[0].input_bytes if stage else 0,
+            output_bytes=output_bytes,
             saved_bytes=held_bytes,
             kept_bytes=held_bytes,
             recomputed_bytes=sum(dropped),
             forward_peak_bytes=held_bytes + working_bytes,
             recompute_peak_bytes=sum(dropped) + working_bytes,
-            backward_peak_bytes=working_bytes,
-            lazy_peak_bytes=max(dropped, default=0) + working_bytes,
+            backward_peak_bytes=_backward_bytes(blocks, chosen, output_bytes, False),
+            lazy_peak_bytes=_backward_bytes(blocks, chosen, output_bytes, True),
         )
 
+    def _least_bytes(self, stage: int, blocks: Sequence[BlockOfPipeline]) -> int:
+        """Return the least peak of a stage, whatever it recomputes."""
+        candidates = _candidates(blocks)
+        return min(self._peak_bytes(stage, blocks, chosen) for chosen in candidates)
+
     def _refusal(self) -> BudgetError:
-        """Return the error for budgets into which not even the smallest stages fit."""
-        equal = [tuple(range(size)) for size in self.equal]
-        parts = enumerate(zip(self._parts(self.equal), equal, strict=True))
-        peaks = [self._peak_bytes(stage, *part) for stage, part in parts]
-        tight = max(range(self._stages), key=lambda s: peaks[s] - self._budgets[s])
-        asked_bytes, least_bytes = self._budgets[tight], peaks[tight]
+        """Return the error for budgets that no cut fits, with the cut that is nearest.
+
+        Every other cut exceeds some budget by as much or more.
+        """
+        budgets = self._budgets
+        cut = self._cut_by(lambda s, blocks: self._least_bytes(s, blocks) - budgets[s])
+        assert cut is not None
+        parts = [*self._parts(cut)]
+        least = [self._least_bytes(*part) for part in enumerate(parts)]
+        tight = max(range(self._stages), key=lambda s: least[s] - budgets[s])
+        sizes = ", ".join(map(str, cut))
         return BudgetError(
             f"no cut of the {len(self._blocks)} blocks into {self._stages} stages fits "
-            f"the budgets. With equal stages and everything recomputed, stage {tight} "
-            f"needs {least_bytes:,} bytes; its budget is {asked_bytes:,}. Raise that "
-            f"budget, take smaller micro-batches, or add ranks.",
-            asked_bytes=asked_bytes,
-            least_bytes=least_bytes,
-            before_bytes=sum(b.static_bytes for b in [*self._parts(self.equal)][tight]),
+            f"the budgets. The nearest, {sizes}, needs {least[tight]:,} bytes on stage "
+            f"{tight}, recomputing all that helps; its budget is "
+            f"{int(budgets[tight]):,}. Raise that budget, take smaller micro-batches, "
+            f"or add ranks.",
+            asked_bytes=int(budgets[tight]),
+            least_bytes=least[tight],
+            before_bytes=sum(block.static_bytes for block in parts[tight]),
         )
 
 
@@ -238,6 +245,42 @@ def equal_sizes(blocks: int, stages: int) -> StageSizes:
             f"{stages} stages need at least as many blocks; the chain has {blocks}"
         )
     return tuple(blocks // stages + (s < blocks % stages) for s in range(stages))
+
+
+def _backward_bytes(
+    blocks: Sequence[BlockOfPipeline],
+    dropped: Sequence[int],
+    received_bytes: int,
+    is_lazy: bool,
+) -> int:
+    """Return the most bytes of a stage's backward pass above those that it finds.
+
+    What the blocks behind one have saved is gone when its own pass runs, but for their
+    outputs. The gradient that the stage has received is among the working bytes of the
+    last. Of dropped blocks, only what they keep is certain to have been there; a lazy
+    pass recomputes one after another.
+    """
+    most = gone_bytes = 0
+    for i in reversed(range(len(blocks))):
+        block = blocks[i]
+        held_bytes = block.kept_bytes if i in dropped else block.saved_bytes
+        again_bytes = block.saved_bytes - held_bytes if is_lazy else 0
+        reached = block.working_bytes + again_bytes - gone_bytes - received_bytes
+        most = max(most, reached)
+        received_bytes = 0
+        gone_bytes += max(0, held_bytes - block.output_bytes)
+    return most
+
+
+def _plain_s(blocks: Sequence[BlockOfPipeline]) -> float:
+    """Return the seconds of a micro-batch on a stage that recomputes nothing."""
+    return sum(block.forward_s + block.backward_s for block in blocks)
+
+
+def _candidates(blocks: Sequence[BlockOfPipeline]) -> Iterator[tuple[int, ...]]:
+    """Yield which blocks to recompute: none, then one more each time, best first."""
+    by_gain = sorted(range(len(blocks)), key=lambda i: -_gain(blocks[i]))
+    return (tuple(sorted(by_gain[:n])) for n in range(len(blocks) + 1))
 
 
 def _gain(block: BlockOfPipeline) -> float:

@@ -190,16 +190,16 @@ def one_forward_one_backward(
 
 
 def with_checkpoint(
-    order: PipelineOrder, checkpoint: Sequence[CheckpointMode]
+    order: PipelineOrder, checkpoint: Sequence[CheckpointMode], ahead: bool = True
 ) -> PipelineOrder:
-    """Return an order with other modes, which recomputes ahead wherever it can."""
+    """Return an order with other modes, which recomputes ahead, or lazily."""
     ranks = tuple(
         tuple(action for action in actions if action.kind != "recompute")
         for actions in order.ranks
     )
-    return recomputing_ahead(
-        replace(order, ranks=ranks, checkpoint=checked_modes(checkpoint, order.stages))
-    )
+    modes = checked_modes(checkpoint, order.stages)
+    lazily = replace(order, ranks=ranks, checkpoint=modes)
+    return recomputing_ahead(lazily) if ahead else lazily
 
 
 def recomputing_ahead(order: PipelineOrder) -> PipelineOrder:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
-from membudget.errors import OptionError
-from membudget.planner.pipeline_cuts import BlockOfPipeline, StageCuts, StageSizes
+from membudget.errors import BudgetError, OptionError
+from membudget.planner.pipeline_costs import BlockOfPipeline
+from membudget.planner.pipeline_cuts import StageCuts, StageSizes
 from membudget.planner.pipeline_order import CheckpointMode, PipelineOrder
 from membudget.planner.pipeline_simulation import PipelineSimulation
-from membudget.text import format_bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,11 @@ class PipelinePlan:
     Attributes:
         sizes: Number of blocks of each stage.
         recomputed: The recomputed blocks of each stage, numbered from its first.
+        budgets: Most live bytes of each rank in a step.
         simulation: The simulated step.
+        plain_sizes: The sizes of balanced stages: the slowest is as fast as it can be
+            if nothing is recomputed, whatever that takes.
+        plain: The simulation of these, recomputing nothing.
         equal: The simulation with equally many blocks in each stage, which recompute by
             depth, too; `None` if that does not fit.
         everywhere: The simulation with equally many blocks, all of them recomputed.
@@ -39,40 +44,33 @@ class PipelinePlan:
 
     sizes: StageSizes
     recomputed: tuple[tuple[int, ...], ...]
+    budgets: tuple[int, ...]
     simulation: PipelineSimulation
+    plain_sizes: StageSizes
+    plain: PipelineSimulation
     equal: PipelineSimulation | None
     everywhere: PipelineSimulation
 
     @property
+    def order(self) -> PipelineOrder:
+        """What every rank does in a step."""
+        return self.simulation.order
+
+    @property
     def checkpoint(self) -> tuple[CheckpointMode, ...]:
         """The mode of each stage, for `PipelineSchedule`."""
-        return self.simulation.order.checkpoint
+        return self.order.checkpoint
+
+    @property
+    def ahead(self) -> bool:
+        """Whether stages recompute while they wait for a gradient."""
+        return bool(self.order.recomputed_ahead) or not any(self.recomputed)
 
     def __str__(self) -> str:
         """Return a table with one line per stage, and the other ways beside it."""
-        from membudget.report import rendered
+        from membudget.report.pipeline_table import plan_text
 
-        order, peaks = self.simulation.order, self.simulation.peak_bytes
-        stages = enumerate(zip(self.sizes, self.recomputed, strict=True))
-        rows = [
-            (
-                str(stage),
-                str(size),
-                str(len(chosen)),
-                str(order.most_in_flight(stage)),
-                format_bytes(peaks[order.rank_of[stage]]),
-            )
-            for stage, (size, chosen) in stages
-        ]
-        titles = ("stage", "blocks", "recomputed", "in flight", "peak")
-        planned_s = self.simulation.step_s
-        lines = [rendered(titles, rows, left=0)]
-        lines.append(f"step {planned_s:.4g} s, bubble {self.simulation.bubble:.1%}")
-        if self.equal is not None:
-            ratio = self.equal.step_s / planned_s
-            lines.append(f"equal stages, recomputed by depth: x{ratio:.3f}")
-        ratio = self.everywhere.step_s / planned_s
-        return "\n".join([*lines, f"equal stages, all recomputed: x{ratio:.3f}"])
+        return plan_text(self)
 
 
 def plan_pipeline(
@@ -80,18 +78,20 @@ def plan_pipeline(
     blocks: Sequence[BlockOfPipeline],
     budget_bytes: int | Sequence[int],
     *,
-    boundary_bytes: int = 0,
     latency_s: float = 0.0,
 ) -> PipelinePlan:
     """Find the fastest partition of a chain of blocks, and what it must recompute.
+
+    Stages recompute while they wait for a gradient, unless the step is faster, or fits
+    at all, if their backward passes recompute, which hold one block's activations at
+    once and not a stage's.
 
     Args:
         order: A schedule with one stage per rank; see `pipeline_order`.
         blocks: What each block costs, from the first.
         budget_bytes: Most live bytes of a rank in a step: one number for all ranks, or
             one for each.
-        boundary_bytes: Bytes of the tensor between two stages, for one micro-batch.
-        latency_s: Seconds that it travels.
+        latency_s: Seconds that a tensor travels from one rank to another.
 
     Raises:
         OptionError: A rank has several stages, or there are fewer blocks than stages.
@@ -108,12 +108,56 @@ def plan_pipeline(
         raise OptionError(
             f"budget_bytes names {len(budgets)} ranks, and the order has {order.stages}"
         )
-    cuts = StageCuts(order, blocks, budgets, boundary_bytes, latency_s)
-    cut, equal = cuts.moved(cuts.balanced()), cuts.equal
+    ahead = StageCuts(order, blocks, budgets, latency_s)
+    cuts, cut = _faster(ahead, StageCuts(order, blocks, budgets, latency_s, False))
+    equal, plain = cuts.equal, ahead.plain()
     return PipelinePlan(
         cut,
         cuts.recomputed(cut),
+        tuple(budgets),
         cuts.simulated(cut, cuts.recomputed(cut)),
+        plain,
+        ahead.simulated(plain, [()] * order.stages),
         cuts.simulated(equal, cuts.recomputed(equal)) if cuts.fits(equal) else None,
-        cuts.simulated(equal, [range(size) for size in equal]),
+        ahead.simulated(equal, [range(size) for size in equal]),
     )
+
+
+def fullest_rank(
+    order: PipelineOrder, blocks: Sequence[BlockOfPipeline]
+) -> tuple[int, int]:
+    """Return what the fullest rank of balanced stages that keep all holds.
+
+    Returns:
+        Its bytes before the step, and its peak.
+    """
+    cuts = StageCuts(order, blocks, [inf] * order.stages, 0.0)
+    sizes = cuts.plain()
+    peaks = cuts.simulated(sizes, [()] * order.stages).peak_bytes
+    fullest = max(range(order.stages), key=lambda s: peaks[order.rank_of[s]])
+    first = sum(sizes[:fullest])
+    here = blocks[first : first + sizes[fullest]]
+    return sum(b.static_bytes for b in here), peaks[order.rank_of[fullest]]
+
+
+def _faster(ahead: StageCuts, lazily: StageCuts) -> tuple[StageCuts, StageSizes]:
+    """Return the way to recompute whose best cut is faster, with that cut.
+
+    Raises:
+        BudgetError: No cut fits.
+    """
+    found: list[tuple[float, StageCuts, StageSizes]] = []
+    refusals: list[BudgetError] = []
+    for cuts in (ahead, lazily):
+        try:
+            cut = cuts.moved(cuts.balanced())
+        except BudgetError as refusal:
+            refusals.append(refusal)
+            continue
+        found.append((cuts.simulated(cut, cuts.recomputed(cut)).step_s, cuts, cut))
+        if not any(cuts.recomputed(cut)):
+            break
+    if not found:
+        raise min(refusals, key=lambda refusal: refusal.least_bytes)
+    _, cuts, cut = min(found, key=lambda one: one[0])
+    return cuts, cut

@@ -101,6 +101,26 @@ def next_step_bytes(model: Module, optimizer: Optimizer) -> tuple[int, int]:
     Raises:
         OptionError: As `record_optimizer` does.
     """
+    recorder, state = _recorded(model, optimizer)
+    device = recorder.lifetimes.device
+    of_trained = [s for p, s in optimizer.state.items() if _has_gradient(p)]
+    there = storage_bytes(s for s in _tensors(of_trained) if counts_on(device, s.device))
+    return max(0, state - there), timeline(assemble(recorder, state)).peak_bytes
+
+
+def state_bytes(model: Module, optimizer: OptimizerLike) -> int:
+    """Return the bytes of state that an optimizer keeps for a model.
+
+    The state is that of the parameters that have gradients.
+
+    Raises:
+        OptionError: As `record_optimizer` does.
+    """
+    return _recorded(model, optimizer)[1]
+
+
+def _recorded(model: Module, optimizer: OptimizerLike) -> tuple[StepRecorder, int]:
+    """Return the recording of an optimizer's step, and the bytes of its state."""
     step = Step(model, None, None)
     recorder = StepRecorder({}, is_fake=True)
     recorder.lifetimes.device = step.device
@@ -108,12 +128,7 @@ def next_step_bytes(model: Module, optimizer: Optimizer) -> tuple[int, int]:
         recorder.lifetimes.know(parameter, "parameter", "")
         if parameter.grad is not None:
             recorder.lifetimes.know(parameter.grad, "outside", "")
-    state = record_optimizer(recorder, step, optimizer)
-    of_trained = [s for p, s in optimizer.state.items() if _has_gradient(p)]
-    there = storage_bytes(
-        s for s in _tensors(of_trained) if counts_on(step.device, s.device)
-    )
-    return max(0, state - there), timeline(assemble(recorder, state)).peak_bytes
+    return recorder, record_optimizer(recorder, step, optimizer)
 
 
 def _has_gradient(key: Any) -> bool:
