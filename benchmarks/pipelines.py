@@ -12,9 +12,10 @@ turns:
   `plan_pipeline` says for a budget half of the way between none and all.
 
 A step is timed from a barrier to the end of the last rank. Medians of interleaved
-rounds; `x` is over `lazy`. The simulation of sleeping stages knows only how long the
-blocks sleep; that of transformers has the costs that were measured in the same steps.
-Peaks are above what is live before the step.
+rounds; `x` is over `lazy`. A step is simulated from the costs that were measured in one
+more step; that of sleeping stages also from how long they mean to sleep ("nominal"),
+which is less than they do: each sleep ends late, the more so where processes share
+cores, and regions take time, too. Peaks are above what is live before the step.
 
     python3 run.py bench pipelines [--rounds 5] [--stages sleep transformer]
 """
@@ -112,6 +113,7 @@ class Row:
         steps_s: Seconds of each round.
         bubbles: Share of idle time of each round, where events are logged.
         simulated_s: Seconds that the simulation predicts; 0 where there is none.
+        nominal_s: The same from how long sleeping stages mean to sleep.
         peaks_bytes: Peak of each rank, above what is live before the step.
         recomputes: Recomputes of a block per micro-batch; of the most recomputed one.
         sizes: Blocks of each stage.
@@ -121,6 +123,7 @@ class Row:
     steps_s: list[float] = field(default_factory=list)
     bubbles: list[float] = field(default_factory=list)
     simulated_s: float = 0.0
+    nominal_s: float = 0.0
     peaks_bytes: list[int] = field(default_factory=list)
     recomputes: float = 0.0
     sizes: Sequence[int] = (BLOCKS // RANKS,) * RANKS
@@ -203,7 +206,7 @@ class Arm:
             self.row.sizes = found.sizes
             self.row.recomputed = [len(chosen) for chosen in found.recomputed]
             if self.kind == "sleep":
-                self.row.simulated_s = found.simulation.step_s
+                self.row.nominal_s = found.simulation.step_s
         stages = pipeline.split(chain(self.kind), **options)
         self.schedule = pipeline.PipelineSchedule(
             stages,
@@ -240,19 +243,21 @@ class Arm:
             self.row.bubbles.append(pipeline.bubble(events))
 
     def finish(self) -> None:
-        """Count recomputes, and simulate what is not simulated yet."""
+        """Count recomputes in one more step, and simulate it."""
         before = self._recomputes()
         self.step()
         once = max(map(sub, self._recomputes(), before), default=0)
         most: list[Any] = [None] * RANKS
         dist.all_gather_object(most, once / self.micro_batches)
         self.row.recomputes = max(most)
-        if self.name != "torch" and not self.row.simulated_s:
-            costs = self._sleeping_costs()
-            if self.kind == "transformer":
-                costs = pipeline.measured_costs(self.schedule)
-            found = pipeline.simulate_pipeline(self.schedule.order, costs)
-            self.row.simulated_s = found.step_s
+        if self.name == "torch":
+            return
+        self.row.simulated_s = self._simulated_s(pipeline.measured_costs(self.schedule))
+        if self.kind == "sleep" and not self.row.nominal_s:
+            self.row.nominal_s = self._simulated_s(self._sleeping_costs())
+
+    def _simulated_s(self, costs: Sequence[pipeline.StageCosts]) -> float:
+        return pipeline.simulate_pipeline(self.schedule.order, costs).step_s
 
     def _recomputes(self) -> list[int]:
         """Return how often each block of this rank was recomputed so far."""
@@ -304,20 +309,24 @@ def measured(kind: str, micro_batches: int, rounds: int) -> dict[str, Row]:
 def table_of(kind: str, found: dict[int, dict[str, Row]]) -> Table:
     """Return the table of one kind of stages."""
     table = Table(title=f"1F1B, {RANKS} ranks, {kind} stages")
-    titles = ("m", "arm", "step s", "x", "simulated ÷ measured", "bubble")
-    for title in (*titles, "recomputes", "blocks", "recomputed", "peaks KiB"):
+    titles = ("m", "arm", "step s", "x", "simulated ÷ measured", "nominal ÷ measured")
+    for title in (*titles, "bubble", "recomputes", "blocks", "recomputed", "peaks KiB"):
         table.add_column(title, justify="right")
     for micro_batches, rows in found.items():
         lazy_s = median(rows["lazy"].steps_s)
         for name, row in rows.items():
             step_s = median(row.steps_s)
-            simulated = f"{row.simulated_s / step_s:.3f}" if row.simulated_s else ""
+            simulated, nominal = (
+                f"{seconds / step_s:.3f}" if seconds else ""
+                for seconds in (row.simulated_s, row.nominal_s)
+            )
             table.add_row(
                 str(micro_batches),
                 name,
                 f"{step_s:.3f}",
                 f"{step_s / lazy_s:.3f}",
                 simulated,
+                nominal,
                 f"{median(row.bubbles):.1%}" if row.bubbles else "",
                 f"{row.recomputes:g}",
                 " ".join(map(str, row.sizes)),

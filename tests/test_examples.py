@@ -38,6 +38,7 @@ def test_an_example_ends_with_equal_bits(name: str, says: str):
     assert says in done.stdout
 
 
+@pytest.mark.slow  # The default run has pipelines in `tests/pipeline` and in the docs.
 @pytest.mark.distributed
 def test_the_example_of_a_pipeline_ends_with_equal_bits():
     done = run("pipeline")

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from membudget import pipeline
 from membudget.pipeline import PipelinePlan, PipelineSchedule
@@ -25,10 +24,7 @@ QUICK_RUNS, QUICK_BUDGETS = ("1F1B",), BUDGETS[:1]
 """What the default run has of these."""
 
 
-
-def run(
-    name: str | PipelinePlan, micro_batches: int | None = None
-) -> PipelineSchedule:
+def run(name: str | PipelinePlan, micro_batches: int | None = None) -> PipelineSchedule:
     """Run two steps; the first makes what later steps find."""
     stages = pipeline.split(chain(BLOCKS, WIDTH), name, verify=False)
     schedule = PipelineSchedule(

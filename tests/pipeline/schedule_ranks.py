@@ -16,8 +16,8 @@ from torch import Tensor
 
 from membudget import pipeline
 from tests.faults.ranks import report_rank
-from tests.pipeline.shares import is_quick
 from tests.pipeline.models import chain, loss_fn, run_step
+from tests.pipeline.shares import is_quick
 
 STEPS = 1
 MICRO_BATCHES = 4
@@ -83,7 +83,7 @@ def compared(name: str, ways: Iterable[str]) -> dict[str, Any]:
 
 
 def body(rank: int) -> dict[str, Any]:
-    """Return the report of each schedule, in the ways that the folder's name asks for."""
+    """Return the report of each schedule."""
     assert dist.get_rank() == rank
     ways = QUICK if is_quick() else WAYS
     return {name: compared(name, ways) for name in pipeline.SCHEDULES}

@@ -76,10 +76,8 @@ def test_measuring_leaves_the_blocks_as_they_were() -> None:
         parameter.grad = torch.full_like(parameter, 2.0)
     before = [t.clone() for t in model.state_dict().values()]
     stream = torch.get_rng_state()
-    fit_pipeline(
-        *(model, torch.randn(ROWS, WIDTH, generator=torch.Generator()), "1GiB"),
-        **{"ranks": 3, "micro_batches": 2, "optimizer": torch.optim.AdamW},
-    )
+    x, adam = torch.zeros(ROWS, WIDTH), torch.optim.AdamW
+    fit_pipeline(model, x, "1GiB", ranks=3, micro_batches=2, optimizer=adam)
     assert all(map(torch.equal, before, model.state_dict().values()))
     assert torch.equal(stream, torch.get_rng_state())
     for parameter in model.parameters():

@@ -147,6 +147,13 @@ def test_losses_hold_no_graph_when_their_backward_pass_has_ended() -> None:
     assert starts[-1] - starts[2] == 4 * (len(starts) - 3)  # A number per micro-batch.
 
 
+def test_inputs_of_regions_may_wait_on_the_host() -> None:
+    plain = run_step(scheduled())
+    stages = split(chain(2), offload=mb.offload("64KiB", window=0))
+    schedule = PipelineSchedule(stages, micro_batches=4, loss_fn=loss_fn)
+    assert all(map(torch.equal, run_step(schedule), plain))
+
+
 def test_losses_hold_a_number_each_whatever_storage_they_came_in() -> None:
     schedule = scheduled(micro_batches=2, verify=False)
     schedule._loss_fn = nn.functional.mse_loss

@@ -27,10 +27,7 @@ Reports = list[dict[str, Any]]
 schedules = pytest.mark.parametrize("name", SCHEDULES)
 ways = pytest.mark.parametrize(
     "way",
-    [
-        pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK))
-        for way in WAYS
-    ],
+    [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS],
 )
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
 
 from membudget.errors import OptionError
+from membudget.planner.pipeline_bytes import (
+    MOST_SENDS,
+    PeakOfStage,
+    PipelineRankBytes,
+)
 from membudget.planner.pipeline_costs import COMPUTES, StageCosts
 from membudget.planner.pipeline_order import PipelineAction, PipelineOrder
 from membudget.planner.pipeline_simulation import bubble, simulate_pipeline
@@ -97,8 +103,6 @@ def test_peaks_do_not_grow_with_the_micro_batches(stage: int) -> None:
 
 
 def test_bytes_come_back_to_where_they_began() -> None:
-    from membudget.planner.pipeline_bytes import MOST_SENDS, PipelineRankBytes
-
     costs = [
         replace(
             COSTS, kept_bytes=10, input_bytes=3, output_bytes=5, recomputed_bytes=50
@@ -111,6 +115,33 @@ def test_bytes_come_back_to_where_they_began() -> None:
             held.run(action)
         # The last sends of both directions are under way.
         assert held.live_bytes == MOST_SENDS * (3 + 5)
+
+
+def test_posting_a_transfer_keeps_the_rank_busy() -> None:
+    costs = [StageCosts(forward_s=1.0, backward_s=1.0, transfer_s=0.25)] * 2
+    found = simulate_pipeline(order_of("1F1B", 2, 1, checkpoint="never"), costs)
+    # A forward and its send; a forward, a backward pass and its send; a backward pass.
+    # Receives are posted while the other rank computes.
+    assert found.step_s == 1 + 0.25 + 1 + 1 + 0.25 + 1
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B"])
+@pytest.mark.parametrize("checkpoint", ["always", "except_last", "never"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_peak_is_known_for_any_costs_without_running_the_order(
+    name: str, checkpoint: str, ahead: bool
+) -> None:
+    chance = random.Random(name + checkpoint)
+    order = order_of(name, 3, 5, checkpoint=checkpoint, ahead=ahead)
+    for stage in range(3):
+        peak = PeakOfStage(order, stage)
+        for _ in range(20):
+            given = {f: chance.randint(0, 100) for f in PeakOfStage.FIELDS}
+            costs = replace(COSTS, **given)
+            held = PipelineRankBytes(order, [costs] * 3, stage)
+            for action in order.ranks[stage]:
+                held.run(action)
+            assert peak.of(costs) == held.peak_bytes
 
 
 def apart(n: int, m: int, checkpoint: str = "never") -> PipelineOrder:

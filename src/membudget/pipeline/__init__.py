@@ -16,8 +16,7 @@ from membudget.pipeline.picture import save_timelines
 from membudget.pipeline.pipeline_schedule import PipelineSchedule
 from membudget.pipeline.recomputing_stage import RecomputingStage
 from membudget.pipeline.split import split
-from membudget.planner.pipeline_costs import StageCosts
-from membudget.planner.pipeline_costs import BlockOfPipeline
+from membudget.planner.pipeline_costs import BlockOfPipeline, StageCosts
 from membudget.planner.pipeline_order import PipelineAction, PipelineOrder
 from membudget.planner.pipeline_plan import PipelinePlan, plan_pipeline
 from membudget.planner.pipeline_simulation import (

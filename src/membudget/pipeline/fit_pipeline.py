@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
@@ -23,7 +22,6 @@ from membudget.planner.pipeline_plan import PipelinePlan, fullest_rank, plan_pip
 from membudget.profile.optimizer_step import OptimizerLike
 from membudget.ranks import Ranks
 from membudget.text import parse_bytes
-
 
 _LOSS_BYTES = 8
 """Most bytes of a micro-batch's loss, which the last rank keeps to the step's end."""

@@ -64,6 +64,7 @@ def _seconds(events: Iterable[PipelineEvent]) -> dict[str, Any]:
     for event in events:
         seconds[event.action.kind].append(event.end_s - event.start_s)
     typical = {kind: median(of) for kind, of in seconds.items()}
+    transfers = [kind for kind in seconds if kind.startswith(("send", "receive"))]
     weight_s = typical.get("backward_weight")
     whole_s = typical.get("backward_input", 0.0) + (weight_s or 0.0)
     return {
@@ -71,6 +72,9 @@ def _seconds(events: Iterable[PipelineEvent]) -> dict[str, Any]:
         "recompute_s": typical.get("recompute", 0.0),
         "backward_s": whole_s if weight_s else typical.get("backward", 0.0),
         "weight_s": weight_s,
+        "transfer_s": median(s for kind in transfers for s in seconds[kind])
+        if transfers
+        else 0.0,
     }
 
 

@@ -125,8 +125,6 @@ class PipelineRankBytes:
         return costs.kept_bytes if drops else costs.saved_bytes
 
 
-_FIELDS = tuple(f.name for f in fields(StageCosts) if f.name.endswith("_bytes"))
-
 _Sum = tuple[int, ...]  # How often each field of bytes counts.
 
 
@@ -137,11 +135,13 @@ class PeakOfStage:
     the order alone decides. The peak is the largest of few such sums.
     """
 
+    FIELDS = tuple(f.name for f in fields(StageCosts) if f.name.endswith("_bytes"))
+
     def __init__(self, order: PipelineOrder, stage: int):
         """Run the order once, to find the sums that can be the largest."""
-        units: Any = np.eye(len(_FIELDS), dtype=int)
+        units: Any = np.eye(len(self.FIELDS), dtype=int)
         costs = StageCosts(
-            forward_s=0, backward_s=0, **dict(zip(_FIELDS, units, strict=True))
+            forward_s=0, backward_s=0, **dict(zip(self.FIELDS, units, strict=True))
         )
         rank = order.rank_of[stage]
         held = _SumsOfRank(order, [costs] * order.stages, rank)
@@ -151,7 +151,7 @@ class PeakOfStage:
 
     def of(self, costs: StageCosts) -> int:
         """Return the peak for these costs of the stage."""
-        given = [getattr(costs, name) for name in _FIELDS]
+        given: list[int] = [getattr(costs, name) for name in self.FIELDS]
         return max(sum(map(mul, times, given)) for times in self._sums)
 
 

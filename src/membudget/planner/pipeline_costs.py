@@ -20,6 +20,7 @@ class StageCosts:
         recompute_s: Seconds of a recompute.
         weight_s: The part of `backward_s` that computes gradients of weights, where a
             schedule takes the two apart; half of it by default.
+        transfer_s: Seconds that a send or a receive keeps the rank from computing.
         static_bytes: Bytes live before the step: parameters, optimizer state.
         gradient_bytes: Bytes of the parameters' gradients, live from the first
             backward pass on; 0 if they are live before the step.
@@ -40,6 +41,7 @@ class StageCosts:
     backward_s: float
     recompute_s: float = 0.0
     weight_s: float | None = None
+    transfer_s: float = 0.0
     static_bytes: int = 0
     gradient_bytes: int = 0
     input_bytes: int = 0
@@ -72,7 +74,7 @@ class StageCosts:
             return 0.0 if action.stage == 0 else self.backward_s - weight_s + lazy_s
         if action.kind == "backward_weight":
             return weight_s + (lazy_s if action.stage == 0 else 0.0)
-        return 0.0
+        return self.transfer_s if action.kind.startswith(("send", "receive")) else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

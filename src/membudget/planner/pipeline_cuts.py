@@ -142,9 +142,7 @@ class StageCuts:
             yield self._blocks[start : start + size]
             start += size
 
-    def _seconds(
-        self, stage: int, blocks: tuple[BlockOfPipeline, ...]
-    ) -> float | None:
+    def _seconds(self, stage: int, blocks: tuple[BlockOfPipeline, ...]) -> float | None:
         """Return a stage's seconds per micro-batch, or `None` if it does not fit."""
         chosen = self._chosen(stage, blocks)
         if chosen is None:

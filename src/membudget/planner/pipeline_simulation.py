@@ -5,7 +5,8 @@ The simulated rank runs its actions as `membudget.pipeline` does:
 1. An action begins when the rank has finished the one before it. A forward and a
    backward pass also wait for what another rank sends.
 2. A transfer begins when its sender and its receiver have both posted it, takes
-   `latency_s`, and keeps neither from computing. But a rank posts a send only when
+   `latency_s`, and keeps neither from computing, but for the `transfer_s` in which it
+   is posted. But a rank posts a send only when
    the last but one of the same stage and direction has arrived (`MOST_SENDS`).
 3. Bytes depend on the order alone: see `pipeline_bytes`.
 """
@@ -170,7 +171,7 @@ class _PlayedOrder:
         end_s = start_s + self._costs[action.stage].seconds(self._order, action)
         self.events.append(PipelineEvent(rank, action, start_s, end_s))
         self._clocks[rank] = end_s
-        self._posted[action] = start_s
+        self._posted[action] = end_s
         if action.kind.startswith("send"):
             self._sends.setdefault((action.kind, action.stage), []).append(action)
 

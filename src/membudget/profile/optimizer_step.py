@@ -104,7 +104,9 @@ def next_step_bytes(model: Module, optimizer: Optimizer) -> tuple[int, int]:
     recorder, state = _recorded(model, optimizer)
     device = recorder.lifetimes.device
     of_trained = [s for p, s in optimizer.state.items() if _has_gradient(p)]
-    there = storage_bytes(s for s in _tensors(of_trained) if counts_on(device, s.device))
+    there = storage_bytes(
+        s for s in _tensors(of_trained) if counts_on(device, s.device)
+    )
     return max(0, state - there), timeline(assemble(recorder, state)).peak_bytes
 
 
