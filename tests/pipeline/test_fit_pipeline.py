@@ -46,7 +46,7 @@ def test_ranks_may_have_budgets_of_their_own() -> None:
 
 
 def test_the_whole_batch_counts_on_the_first_and_the_last_rank() -> None:
-    target = torch.randn(ROWS, WIDTH)
+    target = torch.randn(2 * ROWS, WIDTH)[:ROWS]  # Part of a batch.
     one, more = (fitted(2, "1GiB", target=t, loss_fn=loss_of) for t in (None, target))
     first, last = map(
         int.__sub__, more.simulation.peak_bytes, one.simulation.peak_bytes

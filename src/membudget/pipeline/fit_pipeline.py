@@ -13,7 +13,6 @@ from torch.nn import Module
 
 from membudget.allowance import check_budget, share_of
 from membudget.errors import OptionError
-from membudget.memory.peak import storage_bytes
 from membudget.pipeline.measured_blocks import measure_blocks
 from membudget.pipeline.orders import pipeline_order
 from membudget.planner.pipeline_costs import BlockOfPipeline
@@ -120,9 +119,9 @@ def _planned(
     measured = measure_blocks(chain, micro_batch, **options)
     times = order.micro_batches
     batch_bytes = [0] * len(measured)
-    batch_bytes[0] += times * storage_bytes([micro_batch])
+    batch_bytes[0] += times * micro_batch.nbytes
     if isinstance(target := options["target"], Tensor):
-        batch_bytes[-1] += times * storage_bytes([target])
+        batch_bytes[-1] += times * target.nbytes
     batch_bytes[-1] += times * _LOSS_BYTES
     blocks = [
         replace(block, static_bytes=block.static_bytes + more)

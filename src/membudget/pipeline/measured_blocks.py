@@ -70,7 +70,7 @@ def measure_blocks(
                 output = _output(block, x, number)
                 one = _MeasuredBlock(block, x, loss_of, counted)
                 costs = one.measured(optimizer)
-            found.append(replace(costs, output_bytes=storage_bytes([output])))
+            found.append(replace(costs, output_bytes=output.nbytes))
             x = output
         return found
     finally:
@@ -123,7 +123,7 @@ class _MeasuredBlock:
             backward_s=backward_s,
             static_bytes=held_bytes + self._state_bytes(optimizer),
             gradient_bytes=trained_bytes,
-            input_bytes=storage_bytes([self._x]),
+            input_bytes=self._x.nbytes,
             saved_bytes=runs[-1][2],
             kept_bytes=kept[2],
             working_bytes=runs[-1][3],
