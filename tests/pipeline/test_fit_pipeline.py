@@ -110,8 +110,9 @@ def test_the_plan_prints_balanced_stages_beside_its_own() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_ranks_that_are_there_take_the_plan_of_the_first() -> None:
-    plan = fitted(ranks=None)
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B"])
+def test_ranks_that_are_there_take_the_plan_of_the_first(name: str) -> None:
+    plan = fitted(ranks=None, schedule=name)
     schedule = PipelineSchedule(split(chain(8), plan), plan, loss_fn=loss_fn)
     assert schedule.order == plan.order
     plain = PipelineSchedule(

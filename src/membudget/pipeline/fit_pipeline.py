@@ -75,6 +75,7 @@ def fit_pipeline(
         RankError: Rank 0 failed in measuring.
 
     Example:
+        >>> import torch
         >>> blocks = [torch.nn.Linear(64, 64) for _ in range(4)]
         >>> plan = fit_pipeline(
         ...     blocks, torch.zeros(8, 64), "1GiB", ranks=2, micro_batches=4

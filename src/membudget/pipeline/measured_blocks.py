@@ -22,7 +22,7 @@ from membudget.planner.pipeline_costs import BlockOfPipeline
 from membudget.profile.optimizer_step import OptimizerLike, state_bytes
 from membudget.state.snapshot import State
 
-_Function = Callable[[Tensor], Tensor]
+_TensorMap = Callable[[Tensor], Tensor]
 
 _RUNS = 5
 
@@ -63,7 +63,7 @@ def measure_blocks(
     try:
         found, x, chain = [], micro_batch.detach(), [*blocks]
         for number, block in enumerate(chain):
-            loss_of: _Function | None = None
+            loss_of: _TensorMap | None = None
             if loss_fn is not None and number == len(chain) - 1:
                 loss_of = lambda output: loss_fn(output, target)  # noqa: E731
             with _as_it_was(block, x.device):
@@ -105,7 +105,7 @@ class _MeasuredBlock:
     """One block, on what the one before it returns."""
 
     def __init__(
-        self, block: Module, x: Tensor, loss_of: _Function | None, counted: Counted
+        self, block: Module, x: Tensor, loss_of: _TensorMap | None, counted: Counted
     ):
         self._block, self._x = block, x
         self._loss_of, self._counted = loss_of, counted
@@ -139,7 +139,7 @@ class _MeasuredBlock:
         self._block.zero_grad()
         return found
 
-    def _run(self, call: _Function) -> tuple[float, float, int, int]:
+    def _run(self, call: _TensorMap) -> tuple[float, float, int, int]:
         """Run the block; return its seconds, the bytes it saves, and working bytes."""
         counted, x = self._counted, self._x
         before_bytes = counted.live_bytes()

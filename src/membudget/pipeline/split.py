@@ -40,7 +40,8 @@ def split(
         blocks: The model as a chain: a `Sequential`, a `ModuleList`, or any modules of
             which each takes the output of the one before.
         schedule: Name of the schedule, which says where the stages lie; or a plan of
-            `fit_pipeline`, which also says `sizes` and `recomputed`.
+            `fit_pipeline`, which also says the number of stages and, by default,
+            `sizes` and `recomputed`.
         stages_per_rank: Number of stages of each rank; 1 by default, and 2 for
             interleaved schedules and those that are named after a V.
         sizes: Number of blocks of each stage; by default as equal as possible.
@@ -60,6 +61,7 @@ def split(
     if isinstance(schedule, PipelinePlan):
         sizes = schedule.sizes if sizes is None else sizes
         recomputed = schedule.recomputed if recomputed is None else recomputed
+        stages_per_rank = schedule.order.stages // len(schedule.order.ranks)
         schedule = schedule.order.name
     check_schedule(schedule)
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
