@@ -152,7 +152,8 @@ class PeakOfStage:
     def of(self, costs: StageCosts) -> int:
         """Return the peak for these costs of the stage."""
         given: list[int] = [getattr(costs, name) for name in self.FIELDS]
-        return max(sum(map(mul, times, given)) for times in self._sums)
+        peak_bytes: int = max(sum(map(mul, times, given)) for times in self._sums)
+        return peak_bytes
 
 
 class _SumsOfRank(PipelineRankBytes):
