@@ -13,15 +13,12 @@ import torch
 
 from membudget import pipeline
 from membudget.pipeline import PipelinePlan, PipelineSchedule
-from tests.faults.ranks import report_rank
+from tests.faults.ranks import chosen, report_rank
 from tests.pipeline.models import chain, loss_fn, run_step
-from tests.pipeline.shares import is_quick
 
 ROWS, WIDTH, BLOCKS, RANKS = 64, 32, 9, 3
 RUNS = {"1F1B": (8, 64), "GPipe": (8, 16)}
 BUDGETS = ("40%", "60%", "80%")
-QUICK_RUNS, QUICK_BUDGETS = ("1F1B",), BUDGETS[:1]
-"""What the default run has of these."""
 
 
 def run(name: str | PipelinePlan, micro_batches: int | None = None) -> PipelineSchedule:
@@ -50,22 +47,22 @@ def measured(names: Iterable[str]) -> dict[str, Any]:
     report: dict[str, Any] = {"measured": {}, "predicted": {}}
     for name in names:
         costs = None
+        report["measured"][name], report["predicted"][name] = [], []
         for micro_batches in RUNS[name]:
             schedule = run(name, micro_batches)
             costs = costs or pipeline.measured_costs(schedule)
             found = pipeline.simulate_pipeline(schedule.order, costs)
             here = schedule.stages[0].stage_index
             static_bytes = costs[here].static_bytes
-            title = f"{name} {micro_batches}"
-            report["measured"][title] = above_bytes(schedule)
-            report["predicted"][title] = found.peak_bytes[here] - static_bytes
+            report["measured"][name].append(above_bytes(schedule))
+            report["predicted"][name].append(found.peak_bytes[here] - static_bytes)
     return report
 
 
-def planned(rank: int, budgets: Iterable[str]) -> list[dict[str, Any]]:
+def planned(rank: int, budgets: Iterable[str]) -> dict[str, Any]:
     """Return, for budgets, what a plan for them takes on this rank."""
     x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    report = []
+    report = {}
     for budget in budgets:
         plan = pipeline.fit_pipeline(
             chain(BLOCKS, WIDTH),
@@ -79,23 +76,18 @@ def planned(rank: int, budgets: Iterable[str]) -> list[dict[str, Any]]:
         module = schedule.stages[0].submod
         static_bytes = sum(p.nbytes for p in module.parameters())
         batch_bytes = 8 * x.nbytes if rank in (0, RANKS - 1) else 0
-        report.append(
-            {
-                "budget": plan.budgets[rank],
-                "peak": above_bytes(schedule) + static_bytes + batch_bytes,
-                "predicted": plan.simulation.peak_bytes[rank],
-                "recomputed": [len(numbers) for numbers in plan.recomputed],
-                "ahead": plan.ahead,
-            }
-        )
+        report[budget] = {
+            "budget": plan.budgets[rank],
+            "peak": above_bytes(schedule) + static_bytes + batch_bytes,
+            "predicted": plan.simulation.peak_bytes[rank],
+            "recomputed": [len(numbers) for numbers in plan.recomputed],
+        }
     return report
 
 
 def body(rank: int) -> dict[str, Any]:
     """Return the report."""
-    quick = is_quick()
-    found = measured(QUICK_RUNS if quick else RUNS)
-    return {**found, "plans": planned(rank, QUICK_BUDGETS if quick else BUDGETS)}
+    return {**measured(chosen(RUNS)), "plans": planned(rank, chosen(BUDGETS))}
 
 
 if __name__ == "__main__":

@@ -5,72 +5,60 @@ All cases run in one group of three processes; see `memory_ranks`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
+from tests import shares
+from tests.faults.ranks import run_ranks
+
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
-from tests.pipeline.memory_ranks import (
-    BUDGETS,
-    QUICK_BUDGETS,
-    QUICK_RUNS,
-    RANKS,
-    RUNS,
-)
-from tests.pipeline.shares import run_share
+from tests.pipeline.memory_ranks import BUDGETS, RANKS, RUNS
 
 pytestmark = pytest.mark.distributed
 
 Reports = list[dict[str, Any]]
-slow = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
-    return run_share(request, tmp_path_factory, "memory_ranks.py", RANKS)
+    script = Path(__file__).with_name("memory_ranks.py")
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(script, folder, RANKS, shares.wanted(request))
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("case", ["1F1B"])
 def test_peaks_of_1f1b_are_flat_in_the_number_of_micro_batches(
-    ranks: Reports, rank: int
+    ranks: Reports, case: str, rank: int
 ) -> None:
-    found = ranks[rank]["measured"]
-    assert found["1F1B 64"] <= 1.10 * found["1F1B 8"]
+    few, many = ranks[rank]["measured"][case]
+    assert RUNS[case] == (8, 64)
+    assert many <= 1.10 * few
 
 
-@pytest.mark.parametrize(
-    "run",
-    [
-        pytest.param(f"{name} {size}", marks=[slow] * (name not in QUICK_RUNS))
-        for name, sizes in RUNS.items()
-        for size in sizes
-    ],
-)
 @pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("case", RUNS)
 def test_peaks_are_predicted_from_the_costs_of_another_step(
-    ranks: Reports, rank: int, run: str
+    ranks: Reports, case: str, rank: int
 ) -> None:
-    measured, predicted = (ranks[rank][way][run] for way in ("measured", "predicted"))
-    assert abs(predicted - measured) <= 0.02 * measured
+    measured, predicted = (ranks[rank][way][case] for way in ("measured", "predicted"))
+    for found, said in zip(measured, predicted, strict=True):
+        assert abs(said - found) <= 0.02 * found
 
 
-@pytest.mark.parametrize(
-    "plan",
-    [
-        pytest.param(number, marks=[slow] * (budget not in QUICK_BUDGETS))
-        for number, budget in enumerate(BUDGETS)
-    ],
-)
 @pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("case", BUDGETS)
 def test_plans_stay_within_the_budget_of_every_rank(
-    ranks: Reports, rank: int, plan: int
+    ranks: Reports, case: str, rank: int
 ) -> None:
-    found = ranks[rank]["plans"][plan]
+    found = ranks[rank]["plans"][case]
     assert found["peak"] <= found["budget"]
     assert found["predicted"] <= found["budget"]
     # Blocks were measured one by one: together they hold a little less.

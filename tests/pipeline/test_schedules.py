@@ -5,19 +5,20 @@ All cases run in one pair of processes; see `schedule_ranks`.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
-from tests.faults.ranks import WORLD_SIZE
+from tests import shares
+from tests.faults.ranks import run_ranks
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
 
 from membudget.pipeline import SCHEDULES
-from tests.pipeline.schedule_ranks import BLOCKS, MICRO_BATCHES, QUICK, WAYS
-from tests.pipeline.shares import run_share
+from tests.pipeline.schedule_ranks import BLOCKS, MICRO_BATCHES, WAYS
 
 pytestmark = pytest.mark.distributed
 
@@ -25,17 +26,16 @@ TAKEN_APART = ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 
 Reports = list[dict[str, Any]]
 schedules = pytest.mark.parametrize("name", SCHEDULES)
-ways = pytest.mark.parametrize(
-    "way",
-    [pytest.param(way, marks=[pytest.mark.slow] * (way not in QUICK)) for way in WAYS],
-)
+ways = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(scope="module")
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Reports:
-    return run_share(request, tmp_path_factory, "schedule_ranks.py", WORLD_SIZE)
+    script = Path(__file__).with_name("schedule_ranks.py")
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(script, folder, only=shares.wanted(request))
 
 
 @schedules
@@ -58,39 +58,43 @@ def test_each_region_is_recomputed_once_per_micro_batch(
 
 
 @schedules
+@pytest.mark.parametrize("way", ["rerun ahead", "replay ahead"])
 def test_a_recompute_stands_right_before_the_backward_it_serves(
-    ranks: Reports, name: str
+    ranks: Reports, name: str, way: str
 ) -> None:
     for report in ranks:
-        kinds = [k for k in report[name]["rerun ahead"]["kinds"] if k != "wait"]
+        kinds = [k for k in report[name][way]["kinds"] if k != "wait"]
         following = [kinds[i + 1] for i, k in enumerate(kinds) if k == "recompute"]
         assert set(following) <= {"backward", "backward_input"}
         assert len(following) <= MICRO_BATCHES * 2
-    assert "recompute" in ranks[0][name]["rerun ahead"]["kinds"]
+    assert "recompute" in ranks[0][name][way]["kinds"]
 
 
-@pytest.mark.slow
 @schedules
+@pytest.mark.parametrize("way", ["rerun lazily", "replay lazily"])
 def test_nothing_is_recomputed_ahead_if_lazily_is_asked(
-    ranks: Reports, name: str
+    ranks: Reports, name: str, way: str
 ) -> None:
     for report in ranks:
-        assert "recompute" not in report[name]["rerun lazily"]["kinds"]
+        assert "recompute" not in report[name][way]["kinds"]
 
 
 @pytest.mark.parametrize("name", TAKEN_APART)
+@ways
 def test_zero_bubble_schedules_take_backward_passes_apart(
-    ranks: Reports, name: str
+    ranks: Reports, name: str, way: str
 ) -> None:
     for report in ranks:
-        kinds = report[name]["replay ahead"]["kinds"]
+        kinds = report[name][way]["kinds"]
         assert kinds.count("backward_input") == kinds.count("backward_weight") > 0
 
 
 @schedules
-def test_events_and_costs_of_all_ranks_are_gathered(ranks: Reports, name: str) -> None:
-    for way in QUICK:
-        lengths = [len(report[name][way]["kinds"]) for report in ranks]
-        assert [r[name][way]["gathered"] for r in ranks] == [sum(lengths)] * 2
-        stages = 2 if name in ("GPipe", "1F1B") else 4
-        assert [r[name][way]["costs"] for r in ranks] == [stages] * 2
+@ways
+def test_events_and_costs_of_all_ranks_are_gathered(
+    ranks: Reports, name: str, way: str
+) -> None:
+    lengths = [len(report[name][way]["kinds"]) for report in ranks]
+    assert [r[name][way]["gathered"] for r in ranks] == [sum(lengths)] * 2
+    stages = 2 if name in ("GPipe", "1F1B") else 4
+    assert [r[name][way]["costs"] for r in ranks] == [stages] * 2
