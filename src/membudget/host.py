@@ -27,12 +27,9 @@ Offloading = Literal["auto", False]
 LARGE, SMALL = 4 << 20, 1 << 16
 REPEATS = 3
 
-WINDOW_PERCENT = 8
-"""Share of a budget that is set aside for what is on its way to the host, or back."""
-
 FEWEST_IN_WINDOW = 2
-"""The window has room for as many of the largest saved tensors: one is copied while the
-next is made."""
+"""The first window to try has room for as many of the largest saved tensors: one is
+copied while the next is made."""
 
 _LEAST_S = 1e-9
 
@@ -57,10 +54,9 @@ class AskedHost:
     memory_bytes: int
     rates: Rates
 
-    def within(self, graph: StepGraph, budget_bytes: int) -> Host:
-        """Return what plans within a budget may use of the host."""
-        window_bytes = _window_bytes(graph, budget_bytes)
-        return Host(self.memory_bytes, window_bytes, *self.rates)
+    def serving(self, graph: StepGraph) -> Host:
+        """Return what plans of a step may use of the host."""
+        return Host(self.memory_bytes, _window_bytes(graph), *self.rates)
 
 
 def asked_host(
@@ -101,10 +97,9 @@ def asked_host(
     return AskedHost(memory_bytes, measured_rates(device))
 
 
-def _window_bytes(graph: StepGraph, budget_bytes: int) -> int:
+def _window_bytes(graph: StepGraph) -> int:
     saved = (graph.storages[index] for index in graph.saved_on)
-    largest = max((s.bytes for s in saved if s.birth >= 0), default=0)
-    return max(budget_bytes * WINDOW_PERCENT // 100, FEWEST_IN_WINDOW * largest)
+    return FEWEST_IN_WINDOW * max((s.bytes for s in saved if s.birth >= 0), default=0)
 
 
 @cache
