@@ -11,6 +11,8 @@ from membudget.planner.choice import Choice
 from membudget.planner.ledger import Ledger
 from membudget.planner.mover import MOST_SHARE, NARROWEST, Mover
 from membudget.planner.planner import Planner
+from membudget.planner.schedule import Simulator
+from membudget.planner.search import never
 from membudget.planner.simulate import AskedOrders, simulate
 from membudget.planner.step_events import StepEvents
 from tests.planner.drafts import chain_of
@@ -32,15 +34,15 @@ def test_a_wider_window_is_taken_where_it_hides_copies_and_has_room(monkeypatch)
     assert wide.seconds < 0.9 * fixed.seconds
 
 
-def test_where_nothing_else_fits_the_device_waits_for_each_copy(monkeypatch):
-    without = Planner(long_chain())
-    planner = Planner(long_chain(), host=host(32))
-    monkeypatch.setattr(Mover, "_windows", lambda *_: [32])
-    least_bytes = planner.least_bytes()
-    found = planner.fastest(least_bytes)
-    assert found.host is not None
-    assert found.host.window_bytes == NARROWEST
-    assert found.peak_bytes == least_bytes < without.least_bytes()
+def test_where_no_window_fits_the_device_waits_for_each_copy(monkeypatch):
+    graph = long_chain()
+    monkeypatch.setattr(Mover, "_windows", lambda *_: [1 << 20])
+    mover = Mover(Simulator(graph), host(1 << 20))
+    least_bytes = Planner(graph).least_bytes()
+    found = mover.schedules([], least_bytes, quickly=True, is_late=never)
+    windows = {s.host.window_bytes for s in found if s.host is not None}
+    assert windows == {NARROWEST}
+    assert all(s.peak_bytes <= least_bytes for s in found)
 
 
 @settings(max_examples=100)
