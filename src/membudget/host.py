@@ -8,6 +8,8 @@ The link is measured once for each device, by copies of two sizes in both direct
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
@@ -30,6 +32,9 @@ REPEATS = 3
 FEWEST_IN_WINDOW = 2
 """The first window to try has room for as many of the largest saved tensors: one is
 copied while the next is made."""
+
+FIRST_SIDE, LAST_SIDE, LONG_S = 256, 4096, 1e-4
+"""Of the matrices by which a device is measured, and the seconds that are enough."""
 
 _LEAST_S = 1e-9
 
@@ -103,6 +108,44 @@ def _window_bytes(graph: StepGraph) -> int:
 
 
 @cache
+def measured_device(device: torch.device) -> Device:
+    """Measure how fast an accelerator computes; once for each process.
+
+    Matrix products grow until one takes long enough to be told from its launch, or
+    there is no memory for larger ones.
+    """
+    rates, copies = {}, 1.0
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        side = FIRST_SIDE
+        with suppress(RuntimeError):  # Not every device has every type, or much memory.
+            while side <= LAST_SIDE:
+                product_s, copy_s = _kernels_s(device, dtype, side)
+                name = str(dtype).removeprefix("torch.")
+                rates[name] = 2 * side**3 / max(_LEAST_S, product_s)
+                copies = 2 * side**2 * dtype.itemsize / max(_LEAST_S, copy_s)
+                if product_s > LONG_S:
+                    break
+                side *= 2
+    rates.setdefault("float32", 1.0)
+    link = measured_rates(device)
+    return Device(f"this {device.type}, measured", rates, copies, link.out_bytes_per_s)
+
+
+def _kernels_s(
+    device: torch.device, dtype: torch.dtype, side: int
+) -> tuple[float, float]:
+    """Return the seconds of a matrix product, and of a copy on the device."""
+    a, b, c = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
+
+    def seconds(launch: Callable[[], object]) -> float:
+        return median(_seconds_of(device, launch) for _ in range(REPEATS))
+
+    with torch.no_grad():
+        product_s = seconds(lambda: torch.mm(a, b, out=c))
+        return product_s, seconds(lambda: c.copy_(a))
+
+
+@cache
 def measured_rates(device: torch.device) -> Rates:
     """Measure the link between a device and the host; once for each process."""
     seconds = {
@@ -122,10 +165,15 @@ def _copy_s(device: torch.device, size: int, is_out: bool) -> float:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     here = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     target, source = (here, there) if is_out else (there, here)
+    return _seconds_of(device, lambda: target.copy_(source, non_blocking=True))
+
+
+def _seconds_of(device: torch.device, launch: Callable[[], object]) -> float:
+    """Return how long a device takes for what a function launches."""
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     stream: Any = stream_of(device)
     start.record(stream)
-    target.copy_(source, non_blocking=True)
+    launch()
     end.record(stream)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
