@@ -24,6 +24,10 @@ def test_a_model_on_the_cpu_has_nothing_to_move():
         mb.fit(model, torch.ones(2, 4), "80%", host="1GiB")
     fitted = mb.fit(model, torch.ones(2, 4), "100%", host="1GiB", offload=False)
     fitted.remove()
+    with pytest.raises(OptionError, match="host='1GiB' is for a model on an accelerat"):
+        mb.budget(model, "1GiB", host="1GiB")
+    with mb.budget(model, "1GiB", host="1GiB", offload=False):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ The link is measured once for each device, by copies of two sizes in both direct
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator, stream_of
 from membudget.errors import OptionError
@@ -33,8 +35,11 @@ FEWEST_IN_WINDOW = 2
 """The first window to try has room for as many of the largest saved tensors: one is
 copied while the next is made."""
 
-FIRST_SIDE, LAST_SIDE, LONG_S = 256, 4096, 1e-4
-"""Of the matrices by which a device is measured, and the seconds that are enough."""
+FIRST_SIDE, LAST_SIDE = 256, 4096
+"""Of the matrices by which a device is measured."""
+
+LONG_S, PATIENCE_S = 1e-4, 0.02
+"""Seconds of a matrix product that are enough, and of the wall's clock for some."""
 
 _LEAST_S = 1e-9
 
@@ -114,35 +119,39 @@ def measured_device(device: torch.device) -> Device:
     Matrix products grow until one takes long enough to be told from its launch, or
     there is no memory for larger ones.
     """
-    rates, copies = {}, 1.0
+    rates = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         side = FIRST_SIDE
         with suppress(RuntimeError):  # Not every device has every type, or much memory.
             while side <= LAST_SIDE:
-                product_s, copy_s = _kernels_s(device, dtype, side)
+                begin_s = time.perf_counter()
+                product_s = _product_s(device, dtype, side)
+                took_s = time.perf_counter() - begin_s  # A device may be emulated.
                 name = str(dtype).removeprefix("torch.")
                 rates[name] = 2 * side**3 / max(_LEAST_S, product_s)
-                copies = 2 * side**2 * dtype.itemsize / max(_LEAST_S, copy_s)
-                if product_s > LONG_S:
+                if product_s > LONG_S or took_s > PATIENCE_S:
                     break
                 side *= 2
     rates.setdefault("float32", 1.0)
-    link = measured_rates(device)
-    return Device(f"this {device.type}, measured", rates, copies, link.out_bytes_per_s)
+    large_s, small_s = (_copy_within_s(device, size) for size in (LARGE, SMALL))
+    bytes_per_s = 2 * (LARGE - SMALL) / max(_LEAST_S, large_s - small_s)
+    link = measured_rates(device).out_bytes_per_s
+    return Device(f"this {device.type}, measured", rates, bytes_per_s, link)
 
 
-def _kernels_s(
-    device: torch.device, dtype: torch.dtype, side: int
-) -> tuple[float, float]:
-    """Return the seconds of a matrix product, and of a copy on the device."""
+def _product_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
     a, b, c = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
 
-    def seconds(launch: Callable[[], object]) -> float:
-        return median(_seconds_of(device, launch) for _ in range(REPEATS))
+    def launch() -> Tensor:
+        with torch.no_grad():
+            return torch.mm(a, b, out=c)
 
-    with torch.no_grad():
-        product_s = seconds(lambda: torch.mm(a, b, out=c))
-        return product_s, seconds(lambda: c.copy_(a))
+    return median(_seconds_of(device, launch) for _ in range(REPEATS))
+
+
+def _copy_within_s(device: torch.device, size: int) -> float:
+    a, b = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return median(_seconds_of(device, lambda: a.copy_(b)) for _ in range(REPEATS))
 
 
 @cache

@@ -27,7 +27,8 @@ NARROWEST = 0
 """The window where nothing fits in any other: the device waits for each copy."""
 
 MOST_OPERATORS = 1000
-"""Of larger steps, whose cuts take seconds, every second window is tried."""
+"""Of larger steps, whose cuts take seconds, every second window is tried; so it is
+where schedules are wanted quickly."""
 
 _seconds = attrgetter("seconds")
 
@@ -59,7 +60,7 @@ class Mover:
             is_late: Whether no annealing begins any more.
         """
         best: tuple[tuple[bool, float, int], list[Schedule]] | None = None
-        for window in (*self._windows(budget_bytes), NARROWEST):
+        for window in (*self._windows(budget_bytes, quickly), NARROWEST):
             if window == NARROWEST and best is not None and not best[0][0]:
                 break
             found = [
@@ -91,10 +92,11 @@ class Mover:
             self._of_window[window_bytes] = simulator, priced(simulator)
         return self._of_window[window_bytes]
 
-    def _windows(self, budget_bytes: int) -> list[int]:
+    def _windows(self, budget_bytes: int, quickly: bool) -> list[int]:
         """Return the windows to try, the narrowest first."""
         least, most = (int(share * budget_bytes) for share in (LEAST_SHARE, MOST_SHARE))
-        factor = 4 if len(self._simulator.graph.operators) > MOST_OPERATORS else 2
+        is_large = len(self._simulator.graph.operators) > MOST_OPERATORS
+        factor = 4 if is_large or quickly else 2
         found = {own := self._host.window_bytes}
         window = own
         while window // factor > max(0, least):
