@@ -163,3 +163,46 @@ def test_the_rates_of_a_device_are_measured():
     measured_device.cache_clear()
     assert found.flops_per_s["float32"] == pytest.approx(1e10, rel=0.01)
     assert found.bytes_per_s == pytest.approx(1e9, rel=0.01)
+
+
+def stepped(fitted: mb.Budgeted, model: nn.Module, number: int) -> None:
+    """Run one micro-batch, again if it fails."""
+
+    def micro_batch() -> Tensor:
+        loss = model(inputs(512, number)).square().mean()
+        loss.backward()
+        return loss.detach()
+
+    fitted.step(micro_batch)
+
+
+def fitted_steps(budget: int, fail_at: int) -> tuple[list[Tensor], int, mb.Budgeted]:
+    """Train; let an allocation of the last micro-batch fail; count the retries."""
+    emu.configure(segment_bytes=0, launch_s=0, link_bytes_per_s=1e8)
+    before = settled_bytes()
+    model = mlp()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with mb.budget(model, budget + before, host=HOST_BYTES) as fitted:
+        for number in range(4):
+            if number == 3:
+                emu.configure(segment_bytes=0, launch_s=0, fail_at=fail_at)
+            stepped(fitted, model, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    weights = [p.detach().cpu() for p in model.parameters()]
+    return weights, fitted.status().retries, fitted
+
+
+@pytest.mark.slow
+def test_a_micro_batch_that_moves_tensors_runs_again_after_a_failed_allocation():
+    _, plain_bytes, _ = trained(accumulating, SAME)
+    budget = int(0.6 * plain_bytes)
+    expected, _, fitted = fitted_steps(budget, 0)
+    assert moved(fitted)
+    retried = 0
+    for fail_at in range(1, 51):
+        found, retries, _ = fitted_steps(budget, fail_at)
+        assert all(map(torch.equal, found, expected)), fail_at
+        retried += retries
+    assert retried > 35

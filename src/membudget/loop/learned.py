@@ -178,7 +178,7 @@ def _stages_data(stages: Iterable[Stage]) -> list[Any]:
 def _choice_of(data: Any) -> Choice:
     start, end, kept, stages, engine, *offloaded = data
     found = (Stage(first, frozenset(retained)) for first, retained in stages)
-    moved = frozenset(*offloaded)  # Older files have none.
+    moved: frozenset[int] = frozenset(*offloaded)  # Older files have none.
     return Choice(start, end, frozenset(kept), tuple(found), engine, moved)
 
 
