@@ -176,13 +176,15 @@ def stepped(fitted: mb.Budgeted, model: nn.Module, number: int) -> None:
     fitted.step(micro_batch)
 
 
-def fitted_steps(budget: int, fail_at: int) -> tuple[list[Tensor], int, mb.Budgeted]:
+def fitted_steps(
+    budget: int, fail_at: int, plan: mb.Plan | None = None
+) -> tuple[list[Tensor], int, mb.Budgeted]:
     """Train; let an allocation of the last micro-batch fail; count the retries."""
     emu.configure(segment_bytes=0, launch_s=0, link_bytes_per_s=1e8)
     before = settled_bytes()
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with mb.budget(model, budget + before, host=HOST_BYTES) as fitted:
+    with mb.budget(model, budget + before, host=HOST_BYTES, plan=plan) as fitted:
         for number in range(4):
             if number == 3:
                 emu.configure(segment_bytes=0, launch_s=0, fail_at=fail_at)
@@ -202,7 +204,7 @@ def test_a_micro_batch_that_moves_tensors_runs_again_after_a_failed_allocation()
     assert moved(fitted)
     retried = 0
     for fail_at in range(1, 51):
-        found, retries, _ = fitted_steps(budget, fail_at)
+        found, retries, _ = fitted_steps(budget, fail_at, fitted.plan)
         assert all(map(torch.equal, found, expected)), fail_at
         retried += retries
     assert retried > 35
