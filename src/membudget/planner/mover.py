@@ -93,20 +93,20 @@ class Mover:
         return self._of_window[window_bytes]
 
     def _windows(self, budget_bytes: int, quickly: bool) -> list[int]:
-        """Return the windows to try, the narrowest first."""
+        """Return the windows to try, the host's first, which is taken among equals."""
         least, most = (int(share * budget_bytes) for share in (LEAST_SHARE, MOST_SHARE))
         is_large = len(self._simulator.graph.operators) > MOST_OPERATORS
         factor = 4 if is_large or quickly else 2
-        found = {own := self._host.window_bytes}
+        found = [own := self._host.window_bytes]
         window = own
         while window // factor > max(0, least):
             window //= factor
-            found.add(window)
+            found.append(window)
         while 0 < own * factor <= most:
             own *= factor
             if own >= least:
-                found.add(own)
-        return sorted(found)
+                found.append(own)
+        return found
 
 
 def _worth(schedule: Schedule, budget_bytes: int) -> tuple[bool, float, int]:
