@@ -5,6 +5,9 @@ links of several speeds. A link of 1 copies what a step saves to the host in the
 its forward. Shown are virtual seconds and peak bytes of the device, each ÷ the plain
 step's, of the third step: the first one is unknown, the second known.
 
+A planned mix is what `fit` makes of it within a share of the plain peak: each tensor is
+kept, recomputed, or moved to the host.
+
 `save_on_cpu` is torch's. The offloaders of TRL and torchtune need CUDA, and are not
 shown: nothing here ran on a GPU.
 
@@ -37,6 +40,11 @@ from tests.emulated import emu
 
 LINKS = (0.25, 0.5, 1.0, 1.5, 2.0, 4.0)
 STEPS = 3
+RATES = {"float32": 1e10}, 1e9
+"""Of the device: floating-point operations, and bytes of its memory, per second."""
+
+SHARES = (0.5, 0.35)
+"""Budgets of the planned mixes ÷ the plain peak."""
 
 Around = Callable[[], AbstractContextManager[Any]]
 Make = Callable[[], Around]
@@ -81,13 +89,18 @@ def arms(saved_bytes: int, share: float) -> dict[str, tuple[Make, Any]]:
     }
 
 
-def step_of(link_bytes_per_s: float, around: Around) -> tuple[float, int]:
-    """Return the virtual milliseconds and the peak bytes of the last of some steps."""
+def step_of(
+    link_bytes_per_s: float, around: Around, budget: int = 0, host: bool = False
+) -> tuple[float, int]:
+    """Return the virtual milliseconds and the peak bytes of the last of some steps.
+
+    With a budget, the model is fitted into that many bytes, with or without the host.
+    """
     emu.configure(
         segment_bytes=0,
         link_bytes_per_s=link_bytes_per_s,
-        flops_per_s=1e10,
-        bytes_per_s=1e9,
+        flops_per_s=RATES[0]["float32"],
+        bytes_per_s=RATES[1],
         launch_s=0,
     )
     gc.collect()  # Graphs of earlier steps hold what they saved.
@@ -95,6 +108,11 @@ def step_of(link_bytes_per_s: float, around: Around) -> tuple[float, int]:
     model, batch = models.gpt(blocks=8, width=64, heads=4, batch=4, length=64)
     model.to("emu")
     tokens, targets = (t.to("emu") for t in batch)
+    if budget:
+        device = mb.Device("emu", *RATES, link_bytes_per_s)
+        room = "1GiB" if host else None
+        options: dict[str, Any] = {"device": device, "measure": "none", "host": room}
+        mb.fit(model, (tokens, targets), budget, **options)
     start, end = (torch.Event("emu", enable_timing=True) for _ in range(2))
     for _ in range(STEPS):
         model.zero_grad()
@@ -117,15 +135,24 @@ def figures(links: Sequence[float], share: float) -> dict[str, dict[str, list[fl
     step_of(1e9, lambda: off)
     saved_bytes = off.status().out_bytes // STEPS
     found: dict[str, dict[str, list[float]]] = {}
+
+    def note(name: str, took_ms: float, peak_bytes: int) -> None:
+        row = found.setdefault(name, {"step": [], "peak": []})
+        row["step"].append(took_ms / plain_ms)
+        row["peak"].append(peak_bytes / plain_bytes)
+
     for link in links:
         # A third of a step is its forward.
         bytes_per_s = saved_bytes / (link * plain_ms / 3e3)
         for name, (make, patched) in arms(saved_bytes, share).items():
             with patched:
                 took_ms, peak_bytes = step_of(bytes_per_s, make())
-            row = found.setdefault(name, {"step": [], "peak": []})
-            row["step"].append(took_ms / plain_ms)
-            row["peak"].append(peak_bytes / plain_bytes)
+            note(name, took_ms, peak_bytes)
+        for part in SHARES:
+            budget = int(part * plain_bytes)
+            for has_host, name in (True, "planned mix"), (False, "recomputed"):
+                took = step_of(bytes_per_s, nullcontext, budget, has_host)
+                note(f"{name}, {part:.0%} of the peak", *took)
     return found
 
 

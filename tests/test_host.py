@@ -24,6 +24,10 @@ def test_a_model_on_the_cpu_has_nothing_to_move():
         mb.fit(model, torch.ones(2, 4), "80%", host="1GiB")
     fitted = mb.fit(model, torch.ones(2, 4), "100%", host="1GiB", offload=False)
     fitted.remove()
+    with pytest.raises(OptionError, match="host='1GiB' is for a model on an accelerat"):
+        mb.budget(model, "1GiB", host="1GiB")
+    with mb.budget(model, "1GiB", host="1GiB", offload=False):
+        model(torch.ones(2, 4)).sum().backward()
 
 
 @pytest.mark.parametrize(
@@ -51,11 +55,10 @@ def test_where_times_are_estimated_the_link_is_that_of_the_device():
     )
 
 
-def test_the_window_is_a_share_of_the_budget_and_has_room_for_two_tensors():
+def test_the_first_window_to_try_has_room_for_two_tensors():
     given = AskedHost(4096, Rates(2.0, 4.0, 0.5))
     graph = chain_of([100, 300, 100], [1.0, 1.0, 1.0])
-    assert given.within(graph, 1000) == Host(4096, 600, 2.0, 4.0, 0.5)
-    assert given.within(graph, 100_000).window_bytes == 8000
+    assert given.serving(graph) == Host(4096, 600, 2.0, 4.0, 0.5)
 
 
 @pytest.mark.parametrize(

@@ -8,12 +8,16 @@ The link is measured once for each device, by copies of two sizes in both direct
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from statistics import median
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+from torch import Tensor
 
 from membudget._torch_accelerator import is_on_accelerator, stream_of
 from membudget.errors import OptionError
@@ -27,12 +31,15 @@ Offloading = Literal["auto", False]
 LARGE, SMALL = 4 << 20, 1 << 16
 REPEATS = 3
 
-WINDOW_PERCENT = 8
-"""Share of a budget that is set aside for what is on its way to the host, or back."""
-
 FEWEST_IN_WINDOW = 2
-"""The window has room for as many of the largest saved tensors: one is copied while the
-next is made."""
+"""The first window to try has room for as many of the largest saved tensors: one is
+copied while the next is made."""
+
+FIRST_SIDE, LAST_SIDE = 256, 4096
+"""Of the matrices by which a device is measured."""
+
+LONG_S, PATIENCE_S = 1e-4, 0.02
+"""Seconds of a matrix product that are enough, and of the wall's clock for some."""
 
 _LEAST_S = 1e-9
 
@@ -57,10 +64,9 @@ class AskedHost:
     memory_bytes: int
     rates: Rates
 
-    def within(self, graph: StepGraph, budget_bytes: int) -> Host:
-        """Return what plans within a budget may use of the host."""
-        window_bytes = _window_bytes(graph, budget_bytes)
-        return Host(self.memory_bytes, window_bytes, *self.rates)
+    def serving(self, graph: StepGraph) -> Host:
+        """Return what plans of a step may use of the host."""
+        return Host(self.memory_bytes, _window_bytes(graph), *self.rates)
 
 
 def asked_host(
@@ -101,10 +107,51 @@ def asked_host(
     return AskedHost(memory_bytes, measured_rates(device))
 
 
-def _window_bytes(graph: StepGraph, budget_bytes: int) -> int:
+def _window_bytes(graph: StepGraph) -> int:
     saved = (graph.storages[index] for index in graph.saved_on)
-    largest = max((s.bytes for s in saved if s.birth >= 0), default=0)
-    return max(budget_bytes * WINDOW_PERCENT // 100, FEWEST_IN_WINDOW * largest)
+    return FEWEST_IN_WINDOW * max((s.bytes for s in saved if s.birth >= 0), default=0)
+
+
+@cache
+def measured_device(device: torch.device) -> Device:
+    """Measure how fast an accelerator computes; once for each process.
+
+    Matrix products grow until one takes long enough to be told from its launch, or
+    there is no memory for larger ones.
+    """
+    rates = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        side = FIRST_SIDE
+        with suppress(RuntimeError):  # Not every device has every type, or much memory.
+            while side <= LAST_SIDE:
+                begin_s = time.perf_counter()
+                product_s = _product_s(device, dtype, side)
+                took_s = time.perf_counter() - begin_s  # A device may be emulated.
+                name = str(dtype).removeprefix("torch.")
+                rates[name] = 2 * side**3 / max(_LEAST_S, product_s)
+                if product_s > LONG_S or took_s > PATIENCE_S:
+                    break
+                side *= 2
+    rates.setdefault("float32", 1.0)
+    large_s, small_s = (_copy_within_s(device, size) for size in (LARGE, SMALL))
+    bytes_per_s = 2 * (LARGE - SMALL) / max(_LEAST_S, large_s - small_s)
+    link = measured_rates(device).out_bytes_per_s
+    return Device(f"this {device.type}, measured", rates, bytes_per_s, link)
+
+
+def _product_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
+    a, b, c = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
+
+    def launch() -> Tensor:
+        with torch.no_grad():
+            return torch.mm(a, b, out=c)
+
+    return median(_seconds_of(device, launch) for _ in range(REPEATS))
+
+
+def _copy_within_s(device: torch.device, size: int) -> float:
+    a, b = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return median(_seconds_of(device, lambda: a.copy_(b)) for _ in range(REPEATS))
 
 
 @cache
@@ -127,10 +174,15 @@ def _copy_s(device: torch.device, size: int, is_out: bool) -> float:
     there = torch.empty(size, dtype=torch.uint8, device=device)
     here = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
     target, source = (here, there) if is_out else (there, here)
+    return _seconds_of(device, lambda: target.copy_(source, non_blocking=True))
+
+
+def _seconds_of(device: torch.device, launch: Callable[[], object]) -> float:
+    """Return how long a device takes for what a function launches."""
     start, end = (torch.Event(device, enable_timing=True) for _ in range(2))
     stream: Any = stream_of(device)
     start.record(stream)
-    target.copy_(source, non_blocking=True)
+    launch()
     end.record(stream)
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3

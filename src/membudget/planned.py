@@ -43,9 +43,14 @@ MOST_NAMED = 3
 
 
 def carried_of_plan(
-    model: Module, plan: Plan, options: Mapping[str, Any]
+    model: Module,
+    plan: Plan,
+    options: Mapping[str, Any],
+    offload: Offload | None = None,
 ) -> dict[str, Carried]:
     """Return what each module of a model carries under a plan, by its name.
+
+    What the plan moves is moved by `offload`, or by one that is made for the plan.
 
     Raises:
         OptionError: If an option is unknown or invalid.
@@ -65,7 +70,7 @@ def carried_of_plan(
     policies = _Policies(
         # Kernels may differ on another device than the one that the plan is made for.
         "" if plan.device == device_type(model) else plan.device,
-        _offload_of(plan.host),
+        offload or _offload_of(plan.host),
     )
     carried = {
         path: _carried(path, of, options, policies) for path, of in of_path.items()

@@ -106,7 +106,7 @@ def plan_for(
     """
     check_mode(mode)
     limit = Budget.of(budget, profile)
-    host = None if given is None else given.within(profile.graph, limit.step_bytes)
+    host = None if given is None else given.serving(profile.graph)
     planner = partial(planner_of, profile, host)
     schedule = next_schedules(profile, limit, mode, planner=planner)[0]
     if schedule.peak_bytes > limit.step_bytes and schedule.is_smallest:

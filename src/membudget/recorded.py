@@ -250,7 +250,7 @@ def _first_that_fits(
     unseen = unseen_bytes(profile, plain)
     fits = plain is not None and plain.peak_bytes <= budget.step_bytes
     is_late = partial(deadline.forbids, "annealing")
-    host = None if given is None else given.within(profile.graph, budget.step_bytes)
+    host = None if given is None else given.serving(profile.graph)
     planner = cache(partial(planner_of, profile, host))
     while True:
         planning = "while planning a step that takes", profile.peak_bytes

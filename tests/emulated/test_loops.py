@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 from dataclasses import fields, replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -37,11 +38,11 @@ def others_bytes() -> int:
     return torch.accelerator.memory_reserved()
 
 
-def check_on_device(loop: Loop) -> list[int]:
+def check_on_device(loop: Loop, **options: Any) -> list[int]:
     """Check that a loop keeps its budgets and its bits; return the budgets."""
     # Of what serves attention there, only operators have a second derivative.
     attention: emu.Attention = "math" if loop.inner else "fused"
-    return check(loop, partial(peak_bytes, attention), others_bytes)
+    return check(loop, partial(peak_bytes, attention), others_bytes, **options)
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + FEW))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -122,20 +123,26 @@ class Rig:
         profile = replace(profile, graph=replace(graph, operators=operators))
         return cls(model, batch, profile, mean_s)
 
-    def connect(self, link: float) -> Host:
-        """Let copies of all that is saved take so many times the forward's time."""
+    def connect(
+        self, link: float, mode: emu.Mode = "lazy", slower: float = 1.0
+    ) -> Host:
+        """Let copies of all that is saved take so many times the forward's time.
+
+        The device may be slower than the profile says, and its link by as much.
+        """
         graph = self.profile.graph
         saved = [graph.storages[s] for s in graph.saved_on]
         sizes = [s.bytes for s in saved if s.birth >= 0]
         forward = graph.operators[: graph.backward_start]
         rate = sum(sizes) / sum(o.seconds for o in forward) / link
         emu.configure(
+            mode=mode,
             segment_bytes=0,
             launch_s=0,
-            kernel_s=self.kernel_s,
+            kernel_s={name: slower * s for name, s in self.kernel_s.items()},
             flops_per_s=1e30,
             bytes_per_s=1e30,
-            link_bytes_per_s=rate,
+            link_bytes_per_s=rate / slower,
         )
         return Host(1 << 30, 2 * max(sizes), rate, rate)
 
@@ -204,6 +211,26 @@ def test_a_plan_takes_the_time_and_the_bytes_that_are_simulated(rig, link):
     assert seconds == pytest.approx(schedule.simulation.seconds, rel=0.05)
     assert peak_bytes == pytest.approx(schedule.peak_bytes, rel=0.001)
     assert peak_bytes <= 0.5 * rig.profile.peak_bytes
+
+
+@pytest.mark.slow
+def test_threads_that_sleep_take_the_time_that_is_simulated():
+    rig, link = Rig.of("mlp"), 3.0
+    schedule = rig.planned(0.3, rig.connect(link))
+    assert schedule.simulation.moves.out_bytes > 0
+    plan = make_plan(rig.profile, schedule, rig.model, 1 << 30)
+    slower = 4.0 / rig.profile.graph.seconds  # A plain step sleeps for 4 s.
+    rig.connect(link, "threads", slower)
+    applied = mb.apply(rig.model, plan, verify=False)
+    for _ in range(2):  # In the first step, no order is known.
+        rig.model.zero_grad()
+        torch.accelerator.synchronize()
+        begin_s = time.perf_counter()
+        loss_of(rig.model(rig.batch), rig.batch).backward()
+        torch.accelerator.synchronize()
+        took_s = time.perf_counter() - begin_s
+    applied.remove()
+    assert took_s == pytest.approx(slower * schedule.simulation.seconds, rel=0.15)
 
 
 def pure_offload_s(rig: Rig, limit_bytes: int) -> float:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -29,6 +30,7 @@ def check(
     peak_of: Callable[[Run], int],
     others_bytes: Callable[[], int],
     again: bool = False,
+    **options: Any,
 ) -> list[int]:
     """Check that a loop keeps its budgets and its bits; return the budgets.
 
@@ -37,6 +39,7 @@ def check(
         peak_of: Runs a function; returns the peak of the bytes that it allocates.
         others_bytes: Returns what is live on the device beside the loop.
         again: Whether a second run begins with what the first one learned.
+        options: Of `membudget.budget`.
     """
     plain, plain_bytes, _ = _measured(loop, None, peak_of)
     assert plain is not None
@@ -48,7 +51,7 @@ def check(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", mb.BudgetWarning)
             plans: list[mb.Plan] = []
-            around: Around = partial(_saving, budget, plans)
+            around: Around = partial(_saving, budget, plans, options)
             found, peak_bytes, least_bytes = _measured(loop, around, peak_of)
             if found is not None:
                 _check_equal(loop, plain, found, peak_bytes - limits[-1])
@@ -56,7 +59,7 @@ def check(
                     return limits
                 del found  # It counts, as the plain outcome does.
                 budget = limits[-1] + others_bytes()
-                around = partial(mb.budget, budget=budget, plan=plans[-1])
+                around = partial(mb.budget, budget=budget, plan=plans[-1], **options)
                 found, peak_bytes, _ = _measured(loop, around, peak_of)
                 assert found is not None, f"refused with what is known: {loop}"
                 _check_equal(loop, plain, found, peak_bytes - limits[-1])
@@ -72,10 +75,13 @@ def _check_equal(loop: Loop, plain: Outcome, found: Outcome, beyond: int) -> Non
 
 @contextmanager
 def _saving(
-    budget: int, plans: list[mb.Plan], models: list[nn.Module]
+    budget: int,
+    plans: list[mb.Plan],
+    options: dict[str, Any],
+    models: list[nn.Module],
 ) -> Iterator[None]:
     """Hold models to a budget; note the plan in the end."""
-    with mb.budget(models, budget) as fitted:
+    with mb.budget(models, budget, **options) as fitted:
         yield
     plans.append(fitted.plan)
 

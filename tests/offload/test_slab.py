@@ -8,7 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import membudget as mb
-from membudget.offload.slab import ALIGNMENT, SMALLEST_PIECE, HostBlock, Slab
+from membudget.offload.slab import (
+    ALIGNMENT,
+    SMALLEST_PIECE,
+    HostBlock,
+    Slab,
+    growing_pieces,
+)
 
 CPU = torch.device("cpu")
 
@@ -73,3 +79,11 @@ def test_a_slab_that_grows_gives_no_block_above_its_bound() -> None:
 def test_a_host_without_that_much_memory_says_so() -> None:
     with pytest.raises(mb.OptionError, match="the host cannot give"):
         Slab(1 << 60, CPU)
+
+
+@pytest.mark.parametrize("bound", [SMALLEST_PIECE // 4, 5 * SMALLEST_PIECE])
+def test_the_pieces_of_a_slab_that_grows_are_foreseen(bound: int) -> None:
+    slab = Slab(bound, CPU, grows=True)
+    while slab.take(4096 * 64) is not None:
+        pass
+    assert [piece.nbytes for piece in slab._pieces] == growing_pieces(bound)

@@ -6,211 +6,37 @@ the model, `meter` measures what the call takes, `awaited` knows whose backward 
 still to come, `casts` what autocast caches, and `step_needs` what the optimizer will
 take. `micro_batch` records a call without memory, `point` predicts it under a plan, and
 `kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
-without gradients, and `twice` gradients that keep their graph. `undo` and `report`
-serve `step` and `status`; `learned` and `plan_file` hand what is known to the next run.
+without gradients, and `twice` gradients that keep their graph. `host_room`
+says what may be moved to the host. `budgeted` is what a user sees, `undo` and `report`
+serve its `step` and `status`; `learned` and `plan_file` hand what is known to the next
+run.
 """
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from membudget._torch_accelerator import main_device
 from membudget.allowance import check_budget, share_of
-from membudget.errors import BudgetWarning, OptionError
-from membudget.fittable import check_apart, check_model, check_not_compiled
-from membudget.loop.closure import followed
+from membudget.errors import OptionError
+from membudget.host import Offloading
+from membudget.loop.budgeted import Budgeted
+from membudget.loop.host_room import host_rooms
 from membudget.loop.plan_file import PlanFile
-from membudget.loop.regions import OUTSIDE, explain
-from membudget.loop.report import LoopStatus
 from membudget.loop.room import OnExceed, Room
 from membudget.loop.root import Root
-from membudget.loop.undo import run_until_done
 from membudget.memory.counting import Counted
 from membudget.planner.plan import Plan
 from membudget.profile.optimizer_step import unwrapped
 from membudget.step import check_arguments
 from membudget.text import parse_bytes
 
-R = TypeVar("R")
-
-
-class Budgeted:
-    """A training loop under a budget, from `start()` to `stop()`.
-
-    As a context manager, it is started on entry, and stopped on exit.
-    """
-
-    def __init__(self, asked: int | str, roots: Sequence[Root], file: PlanFile):
-        """Store what each model carries; called by `budget`."""
-        self._asked = asked
-        self._roots = tuple(roots)
-        self._file = file
-        self._hooks: list[Any] = []
-        self._retries = 0
-
-    def start(self) -> Budgeted:
-        """Put the budget on the models; nothing runs.
-
-        Raises:
-            OptionError: If a model carries regions or another budget, is compiled, is
-                part of another one, or is trained by several processes together.
-        """
-        if self._hooks:
-            return self
-        check_apart([root.model for root in self._roots])
-        for root in self._roots:
-            check_model(root.model)
-            check_not_compiled(root.model)
-        self._file.begin()
-        try:
-            for root in self._roots:
-                root.meter.peers = [peer.meter for peer in self._roots]
-                root.attach()
-        except BaseException:
-            self.stop()
-            raise
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
-        return self
-
-    def stop(self) -> None:
-        """Remove everything from the models; idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        for root in self._roots:
-            root.detach()
-        for root in self._roots:
-            root.meter.peers = ()  # They refer to each other.
-
-    def step(self, function: Callable[[], R]) -> R:
-        """Run forward and backward of a micro-batch, again if memory runs out.
-
-        If an allocation fails, gradients, buffers and random streams become what they
-        were, the plan is tightened, and the function runs again; likewise if a tensor
-        was recomputed with other bits, which is kept from then on. For that, the
-        gradients and buffers that there are before are copied to the host.
-
-        Args:
-            function: Calls the model and runs the backward pass, and changes nothing
-                else; it returns the loss, for example.
-
-        Returns:
-            What the function returns.
-
-        Raises:
-            torch.OutOfMemoryError: If the smallest plan finds no memory twice.
-            RecomputeMismatchError: If recomputed tensors differ in every attempt.
-
-        Example:
-            >>> import membudget as mb, torch
-            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
-            >>> def loss():
-            ...     loss = model(torch.ones(2, 8)).sum()
-            ...     loss.backward()
-            ...     return loss.detach()
-            >>> with mb.budget(model, "1GiB") as fitted:
-            ...     fitted.step(loss).shape
-            torch.Size([])
-        """
-        result, retries = run_until_done(function, self._roots)
-        self._retries += retries
-        return result
-
-    @property
-    def plan(self) -> Plan:
-        """What was learned so far, as `budget(..., plan=...)` takes it.
-
-        It has the recorded micro-batches and the plan of each situation.
-        `membudget.apply` takes it, too, for the situation that came most often.
-
-        Raises:
-            OptionError: If no micro-batch was planned, or the model cannot be
-                described.
-        """
-        return self._file.made()
-
-    def save(self, path: str | Path) -> None:
-        """Write `plan` to a file, which is replaced once the new one is complete.
-
-        Raises:
-            OptionError: If there is no plan, or the file cannot be written.
-        """
-        self.plan.to_json(path)
-
-    def status(self) -> LoopStatus:
-        """Return what the budget did so far, printable as a table."""
-        regions: dict[str, tuple[int, int]] = {}
-        for root in self._roots:
-            regions |= root.sets.counted()
-        notes = tuple(note for root in self._roots for note in root.notes())
-        found = tuple(s for root in self._roots for s in root.situations())
-        return LoopStatus(str(self._asked), found, regions, self._retries, notes)
-
-    def report(self) -> str:
-        """Return the status as text."""
-        return str(self.status())
-
-    __str__ = report
-
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        def begin() -> None:
-            for root in self._roots_of(optimizer):
-                root.begin_step(optimizer)
-
-        begin()
-        return followed(args, kwargs, begin)  # A closure runs micro-batches.
-
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for root in self._roots_of(optimizer):
-            root.end_measurement()
-            if not root.has_run:
-                root.has_run = True  # To warn once.
-                name = type(root.model).__name__
-                warnings.warn(
-                    f"an optimizer stepped, but the forward of {name} was never "
-                    "called, so the budget holds nothing: give budget() the module "
-                    "that the loop calls",
-                    BudgetWarning,
-                    stacklevel=2,
-                )
-
-    def _roots_of(self, optimizer: Optimizer) -> list[Root]:
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        return [
-            root
-            for root in self._roots
-            if any(id(parameter) in held for parameter in root.model.parameters())
-        ]
-
-    def __enter__(self) -> Budgeted:
-        """Start."""
-        return self.start()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        """Stop; say what plans keep if memory ran out."""
-        if error is not None:
-            explain(error, (root.sets for root in self._roots), OUTSIDE)
-        self.stop()
+__all__ = ["Budgeted", "budget"]
 
 
 def budget(
@@ -221,6 +47,8 @@ def budget(
     on_exceed: OnExceed = "raise",
     verify: float = 0.01,
     plan: Plan | str | Path | None = None,
+    host: int | str | None = None,
+    offload: Offloading = "auto",
 ) -> Budgeted:
     """Hold the training loop in the context to a number of bytes, unchanged.
 
@@ -247,6 +75,11 @@ def budget(
             verified, and of its further sizes the 2nd, 4th, 8th, ...
         plan: What `save()` wrote in an earlier run. Situations that are in it have
             their plan from the first micro-batch on, and are not recorded again.
+        host: Bytes of the host's memory that plans may move tensors to, such as
+            `"64GiB"`, allocated as they are needed, for all models together. The link
+            to the host, and how fast the device computes, are measured once for each
+            process. `None` moves nothing.
+        offload: `False` moves nothing, whatever `host` is.
 
     Returns:
         A context manager, with `start()`, `stop()`, `step()`, `status()`, `report()`,
@@ -254,7 +87,8 @@ def budget(
 
     Raises:
         OptionError: If the budget is neither bytes nor a share, `on_exceed` is unknown,
-            or `verify` is no share.
+            `verify` is no share, `host` is no number of bytes, or a model is on the CPU
+            and `host` is given.
         PlanError: If the plan was saved for other parameters, another device or another
             torch, or is not whole.
 
@@ -289,10 +123,13 @@ def budget(
     models = [*model] if isinstance(model, Sequence) else [model]
     for one in models:
         check_arguments(one)
-    rooms = (Room(limit, on_exceed, Counted(_device_of(one))) for one in models)
-    pairs = zip(models, rooms, strict=True)
+    devices = [_device_of(one) for one in models]
+    hosts = host_rooms(host, offload, devices)
     steps = unwrapped(optimizer)
-    roots = [Root(one, room, steps, float(verify)) for one, room in pairs]
+    roots = [
+        Root(one, Room(limit, on_exceed, Counted(on)), steps, float(verify), hosts[on])
+        for one, on in zip(models, devices, strict=True)
+    ]
     return Budgeted(budget, roots, PlanFile(roots, plan))
 
 

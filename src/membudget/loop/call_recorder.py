@@ -16,6 +16,7 @@ from membudget.loop.casts import CachedCasts
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
 from membudget.loop.regions import RegionSets
 from membudget.profile import Profile, profile_step
+from membudget.profile.devices import Device
 from membudget.progress import stage
 from membudget.state.autocast import casts_kept
 from membudget.step import Step
@@ -39,8 +40,18 @@ class CallRecorder:
         optimizer: Optimizer | None,
         sets: RegionSets,
         casts: CachedCasts,
+        device: Device | None = None,
     ):
-        """Store the model, and the optimizer if it was given."""
+        """Store the model, and the optimizer if it was given.
+
+        Args:
+            model: The model.
+            optimizer: The optimizer.
+            sets: The regions of the model.
+            casts: The casts of its parameters that autocast caches.
+            device: The device whose times are estimated; by default this processor.
+        """
+        self._device = device
         self.not_foreseen = ""
         self._model = model
         # In each recording or in none, to compare them.
@@ -89,7 +100,7 @@ class CallRecorder:
     def _profiled(self, step: Step, optimizer: Optimizer | None) -> Profile:
         if optimizer is not None:
             try:
-                return profile_step(step, optimizer, fake=True)
+                return profile_step(step, optimizer, True, self._device)
             except OptionError as error:  # LBFGS steps with a closure alone.
                 self.not_foreseen = str(error)
-        return profile_step(step, fake=True)
+        return profile_step(step, None, True, self._device)

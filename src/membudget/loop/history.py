@@ -24,8 +24,8 @@ class History:
         plans: How many plans were made.
         most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
         measured: Largest measured peak under each plan; `None` for no plan.
-        basis: What the plan stands on: the tail's version, and whether its own size was
-            recorded.
+        basis: What the plan stands on: the tail's version, whether its own size was
+            recorded, and how often the host's memory was halved.
     """
 
     text: str
@@ -39,7 +39,7 @@ class History:
     plans: int = 0
     most_bytes: int | None = None
     measured: dict[Decisions | None, int] = field(default_factory=dict)
-    basis: tuple[int, bool] | None = None
+    basis: tuple[int, bool, int | None] | None = None
 
     @property
     def decisions(self) -> Decisions | None:

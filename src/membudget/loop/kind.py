@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from membudget.errors import BudgetError
+from membudget.loop.host_room import HostRoom
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.point import Decisions, Predicted, RecordedSize
 from membudget.loop.situation import Sizes
 from membudget.modes import schedule_of_mode
+from membudget.planner.planner import Planner
 from membudget.planner.schedule import Schedule
 from membudget.planning import overheads_of
 
@@ -89,11 +91,13 @@ class CallKind:
         tail: The tail of all kinds.
         recordings: Recorded micro-batches, by their sizes.
         schedules: The latest schedules, each with the recorded size that it is of.
+        host: What plans may use of the host.
     """
 
     tail: Tail
     recordings: dict[Sizes, RecordedBatch] = field(default_factory=dict)
     schedules: dict[Decisions, tuple[Schedule, Sizes]] = field(default_factory=dict)
+    host: HostRoom | None = None
     _points: dict[Sizes, RecordedSize] = field(default_factory=dict)
     _version: int = 0
 
@@ -114,14 +118,14 @@ class CallKind:
     def _point(self, sizes: Sizes, recording: RecordedBatch) -> RecordedSize:
         holds_casts = self.tail.holds_casts is not False
         return RecordedSize(
-            sizes, recording, self.tail.bytes_of(recording), holds_casts
+            sizes, recording, self.tail.bytes_of(recording), holds_casts, self.host
         )
 
     # Planning for a recorded size.
 
-    def smallest(self, point: RecordedSize) -> Predicted:
+    def smallest(self, point: RecordedSize, halvings: int | None) -> Predicted:
         """Return what is predicted under the schedule with the smallest peak."""
-        return self._noted(point, point.planner.smallest())
+        return self._noted(point, point.planner(halvings).smallest())
 
     def plain(self, point: RecordedSize) -> Predicted:
         """Return what is predicted without a plan."""
@@ -133,7 +137,11 @@ class CallKind:
         return self._noted(point, schedule_of_mode("full", graph, overheads))
 
     def fastest(
-        self, point: RecordedSize, target_bytes: int, beyond_bytes: int
+        self,
+        point: RecordedSize,
+        target_bytes: int,
+        beyond_bytes: int,
+        halvings: int | None = None,
     ) -> Predicted | None:
         """Return the fastest schedule that fits a recorded size; `None` if none does.
 
@@ -141,15 +149,16 @@ class CallKind:
             point: The recorded size.
             target_bytes: Bytes that a micro-batch may allocate.
             beyond_bytes: What it is known to take beyond any prediction.
+            halvings: How often the memory of the host is halved for it.
         """
         target_bytes -= beyond_bytes
         if point.profile.peak_bytes <= target_bytes:
             return self.plain(point)
-        beside_bytes = 0
+        beside_bytes, planner = 0, point.planner(halvings)
         found: Schedule | None = None
         for _ in range(ATTEMPTS):
             try:
-                found = point.planner.candidates(target_bytes - beside_bytes, True)[0]
+                found = planner.candidates(target_bytes - beside_bytes, True)[0]
             except BudgetError:
                 return None
             beside_bytes = max(beside_bytes, point.beside_bytes(found))
@@ -158,15 +167,17 @@ class CallKind:
         else:
             return None
         if len(self.points) > 1:
-            self._add_ladder(point, found)
+            self._add_ladder(point, planner, found)
         return self._noted(point, found)
 
-    def _add_ladder(self, point: RecordedSize, found: Schedule) -> None:
+    def _add_ladder(
+        self, point: RecordedSize, planner: Planner, found: Schedule
+    ) -> None:
         """Note schedules with peaks between one that was found and the plain one."""
-        most, least = point.planner.plain_peak_bytes, max(1, found.peak_bytes)
+        most, least = planner.plain_peak_bytes, max(1, found.peak_bytes)
         for rung in range(1, LADDER + 2):
             target_bytes = int(least * (most / least) ** (rung / (LADDER + 1)))
-            between = point.planner.candidates(max(target_bytes, least), quickly=True)
+            between = planner.candidates(max(target_bytes, least), quickly=True)
             self.note(point, between[0])
 
     def _noted(self, point: RecordedSize, schedule: Schedule) -> Predicted:
@@ -175,7 +186,7 @@ class CallKind:
 
     def note(self, point: RecordedSize, schedule: Schedule) -> None:
         """Keep a schedule, among the latest, for other sizes."""
-        key = Decisions(schedule.calls, schedule.choices)
+        key = Decisions.of(schedule)
         self.schedules.pop(key, None)
         self.schedules[key] = schedule, point.sizes
         if len(self.schedules) > MOST_SCHEDULES:
@@ -220,7 +231,9 @@ class CallKind:
         for schedule, of in self.schedules.values():
             if self.points[of].structure != low.structure:
                 continue  # Its operators have other numbers.
-            one, other = low.predicted(schedule), high.predicted(schedule)
+            one, other = low.bound(schedule), high.bound(schedule)
+            if one is None or other is None:
+                continue
             predicted.append(
                 Predicted(
                     schedule,

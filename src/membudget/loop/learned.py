@@ -14,6 +14,7 @@ from typing import Any
 from membudget.errors import OptionError, PlanError
 from membudget.graph import ModuleCall
 from membudget.loop.history import History
+from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.point import Decisions
@@ -60,8 +61,12 @@ class Learned:
         except (KeyError, TypeError, ValueError) as error:
             raise _not_whole(error) from error
 
-    def kind(self, of: Hashable) -> CallKind | None:
+    def kind(self, of: Hashable, host: HostRoom | None = None) -> CallKind | None:
         """Return what was recorded of a kind; `None` if nothing was.
+
+        Args:
+            of: The kind.
+            host: What plans may use of the host in this run.
 
         Raises:
             PlanError: If it is not whole.
@@ -71,7 +76,7 @@ class Learned:
         if data is None:
             return None
         try:
-            kind = _kind_of(data, self.tail)
+            kind = _kind_of(data, self.tail, host)
         except (LookupError, TypeError, ValueError, OptionError) as error:
             raise _not_whole(error) from error
         self._schedules[key] = [schedule for schedule, _ in kind.schedules.values()]
@@ -79,6 +84,7 @@ class Learned:
 
     def recall(self, situation: Situation, kind: CallKind, history: History) -> None:
         """Note what is known of a situation in its history."""
+        host = kind.host
         if not self.situations:
             return
         key = key_of(situation.kind)
@@ -91,7 +97,7 @@ class Learned:
         if point is None or not 0 <= known.schedule < len(schedules):
             return
         history.predicted = point.predicted(schedules[known.schedule])
-        history.basis = self.tail.version, True
+        history.basis = self.tail.version, True, None if host is None else 0
         history.wanted_bytes = known.wanted_bytes
         if known.took_bytes:
             history.measured[history.decisions] = known.took_bytes
@@ -130,18 +136,22 @@ def kind_data(kind: CallKind) -> dict[str, Any]:
     }
 
 
-def _kind_of(data: Any, tail: Tail) -> CallKind:
-    kind = CallKind(tail)
+def _kind_of(data: Any, tail: Tail, host: HostRoom | None) -> CallKind:
+    kind = CallKind(tail, host=host)
     for recorded in data["recorded"]:
         profile = Profile.from_dict(recorded["profile"])
         recording = RecordedBatch(profile, frozenset(recorded["cached"]))
         kind.add(tuple(recorded["sizes"]), recording)
-    for calls, choices, is_smallest, sizes in data["schedules"]:
+    for calls, choices, is_smallest, sizes, *where in data["schedules"]:
+        point = kind.points[tuple(sizes)]
+        used = None if host is None or not where else host.again(*map(int, where))
         decisions = Decisions(
             tuple(ModuleCall(p, s, e, tuple(inputs)) for p, s, e, inputs in calls),
             tuple(map(_choice_of, choices)),
+            used,
         )
-        point = kind.points[tuple(sizes)]
+        if where and used is None:  # There is less of the host's memory now.
+            decisions = Decisions.of(point.plain.schedule)
         found = point.simulated_as(decisions)
         kind.note(point, replace(found, is_smallest=bool(is_smallest)))
     return kind
@@ -149,11 +159,16 @@ def _kind_of(data: Any, tail: Tail) -> CallKind:
 
 def _schedule_data(schedule: Schedule, sizes: Sizes) -> list[Any]:
     calls = [[c.path, c.start, c.end, c.inputs] for c in schedule.calls]
-    choices = [
-        [c.start, c.end, sorted(c.kept), _stages_data(c.stages), c.engine]
-        for c in schedule.choices
-    ]
-    return [calls, choices, schedule.is_smallest, sizes]
+    choices = [_choice_data(c) for c in schedule.choices]
+    host = Decisions.of(schedule).host
+    where = [] if host is None else [host.memory_bytes, host.window_bytes]
+    return [calls, choices, schedule.is_smallest, sizes, *where]
+
+
+def _choice_data(choice: Choice) -> list[Any]:
+    where, kept = [choice.start, choice.end], sorted(choice.kept)
+    stages = _stages_data(choice.stages)
+    return [*where, kept, stages, choice.engine, sorted(choice.offloaded)]
 
 
 def _stages_data(stages: Iterable[Stage]) -> list[Any]:
@@ -161,9 +176,10 @@ def _stages_data(stages: Iterable[Stage]) -> list[Any]:
 
 
 def _choice_of(data: Any) -> Choice:
-    start, end, kept, stages, engine = data
+    start, end, kept, stages, engine, *offloaded = data
     found = (Stage(first, frozenset(retained)) for first, retained in stages)
-    return Choice(start, end, frozenset(kept), tuple(found), engine)
+    moved: frozenset[int] = frozenset(*offloaded)  # Older files have none.
+    return Choice(start, end, frozenset(kept), tuple(found), engine, moved)
 
 
 def tail_data(tail: Tail) -> list[Any]:

@@ -55,9 +55,7 @@ class PlanFile:
             return
         known, self._known = self._known, []
         try:
-            self._conditions = tuple(
-                conditions_of(root.model, root.given) for root in self._roots
-            )
+            self._conditions = tuple(_conditions(root) for root in self._roots)
         except IndescribableError as error:
             self._why_not = str(error)
         if self._conditions == tuple(loop.conditions for loop in self._loops):
@@ -68,8 +66,9 @@ class PlanFile:
         elif known:
             warnings.warn(
                 "the plan was saved with other code or attributes of the model, "
-                "another optimizer, other settings or versions, or on another "
-                "machine: it is left aside, and every situation is recorded anew",
+                "another optimizer, other settings or versions, with a host's memory "
+                "or without, or on another machine: it is left aside, and every "
+                "situation is recorded anew",
                 BudgetWarning,
                 stacklevel=4,
             )
@@ -87,6 +86,12 @@ class PlanFile:
         pairs = zip(self._roots, self._conditions, strict=True)
         loops = tuple(_loop_plan(root, conditions) for root, conditions in pairs)
         return replace(found[0], loops=loops)
+
+
+def _conditions(root: Root) -> str:
+    """Return a digest of what decides the operators, and by what they are timed."""
+    found = conditions_of(root.model, root.given)
+    return found if root.host is None else f"{found} with a host"
 
 
 def _checked(plan: Plan, roots: Sequence[Root]) -> tuple[LoopPlan, ...]:

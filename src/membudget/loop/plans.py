@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from membudget.allowance import Share
 from membudget.loop.history import History
+from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.learned import Learned
 from membudget.loop.meter import Measured
@@ -54,10 +55,12 @@ class Left(NamedTuple):
     Attributes:
         wanted_bytes: Its part of them.
         limit_bytes: All of them.
+        parts: How many micro-batches share what no other holds.
     """
 
     wanted_bytes: int
     limit_bytes: int
+    parts: int = 1
 
 
 class Plans:
@@ -71,9 +74,11 @@ class Plans:
         known: What an earlier run learned of situations that have yet to come.
     """
 
-    def __init__(self, record: Callable[[], RecordedBatch]):
+    def __init__(
+        self, record: Callable[[], RecordedBatch], host: HostRoom | None = None
+    ):
         """Start without plans; `record()` records the micro-batch that is to run."""
-        self._record = record
+        self._record, self._host = record, host
         self.kinds: dict[Hashable, CallKind] = {}
         self.tail = Tail()
         self.histories: dict[Situation, History] = {}
@@ -90,7 +95,9 @@ class Plans:
         """Return the kind of a situation."""
         of = situation.kind
         if of not in self.kinds:
-            self.kinds[of] = self.known.kind(of) or CallKind(self.tail)
+            self.kinds[of] = self.known.kind(of, self._host) or CallKind(
+                self.tail, host=self._host
+            )
         return self.kinds[of]
 
     def begin(self, situation: Situation, text: str) -> History:
@@ -140,7 +147,8 @@ class Plans:
         self.newest = history
         wanted_bytes = min(left.wanted_bytes, history.most_bytes or left.wanted_bytes)
         is_own = situation.sizes in self.kind(situation).points
-        basis = self.tail.version, is_own
+        halvings = None if self._host is None else self._host.halvings(left.parts)
+        basis = self.tail.version, is_own, halvings
         known = history.predicted
         if (
             known is None
@@ -148,14 +156,20 @@ class Plans:
             or not history.fits(known, wanted_bytes)
             or wanted_bytes > WORTH * history.wanted_bytes
         ):
-            known = history.predicted = self._chosen(situation, history, wanted_bytes)
+            known = history.predicted = self._chosen(
+                situation, history, wanted_bytes, halvings
+            )
             history.basis, history.wanted_bytes = basis, wanted_bytes
             history.plans += 1
         history.limit_bytes = left.limit_bytes
         return known
 
     def _chosen(
-        self, situation: Situation, history: History, wanted_bytes: int
+        self,
+        situation: Situation,
+        history: History,
+        wanted_bytes: int,
+        halvings: int | None,
     ) -> Predicted:
         kind = self.kind(situation)
         if situation.sizes not in kind.points:
@@ -164,6 +178,8 @@ class Plans:
                 for p in kind.between(situation.sizes)
             ]
             fitting = [p for p in fitting if history.fits(p, wanted_bytes)]
+            if self._host is not None:
+                fitting = [p for p in fitting if self._host.holds(p.host, halvings)]
             if fitting:
                 return min(fitting, key=attrgetter("slowdown"))
         point = self.point(situation)
@@ -174,17 +190,21 @@ class Plans:
             if history.fits(found, int(UNKNOWN_SHARE * wanted_bytes)):
                 return found
         else:
-            fastest = kind.fastest(point, wanted_bytes, history.correction_bytes)
+            fastest = kind.fastest(
+                point, wanted_bytes, history.correction_bytes, halvings
+            )
             if fastest is not None:
                 return fastest
-        return kind.smallest(point)
+        return kind.smallest(point, halvings)
 
     def spare_bytes(self, situation: Situation) -> int:
         """Return by how much the smallest plan lowers the peak of a micro-batch."""
-        predicted = self.histories[situation].predicted
+        history = self.histories[situation]
+        predicted = history.predicted
         if predicted is None:
             return 0
-        least_bytes = self.reference(situation).planner.least_bytes()
+        halvings = None if history.basis is None else history.basis[2]
+        least_bytes = self.reference(situation).planner(halvings).least_bytes()
         return max(0, predicted.peak_bytes - least_bytes)
 
     def tighten(self) -> bool:

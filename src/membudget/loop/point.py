@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from membudget.allowance import gradient_bytes
 from membudget.graph import ModuleCall, StepGraph
+from membudget.loop.host_room import HostRoom
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.situation import Sizes
 from membudget.planner.choice import Choice, made_in
+from membudget.planner.moved import Host
 from membudget.planner.planner import Planner, plain_schedule, smoothed
 from membudget.planner.schedule import Schedule, Simulator
 from membudget.planning import overheads_of, planner_of
@@ -28,6 +30,14 @@ class Decisions(NamedTuple):
 
     calls: tuple[ModuleCall, ...]
     choices: tuple[Choice, ...]
+    host: Host | None = None  # Where some is moved to.
+
+    @classmethod
+    def of(cls, schedule: Schedule) -> Decisions:
+        """Return what a schedule decides."""
+        moves = any(choice.offloaded for choice in schedule.choices)
+        host = schedule.host if moves else None
+        return cls(schedule.calls, schedule.choices, host)
 
 
 class Predicted(NamedTuple):
@@ -53,9 +63,14 @@ class Predicted(NamedTuple):
         return self.peak_bytes + self.beside_bytes
 
     @property
+    def host(self) -> Host | None:
+        """What the plan uses of the host; `None` if it moves nothing."""
+        return self.decisions.host
+
+    @property
     def decisions(self) -> Decisions:
         """What the schedule decides."""
-        return Decisions(self.schedule.calls, self.schedule.choices)
+        return Decisions.of(self.schedule)
 
 
 @dataclass
@@ -68,12 +83,15 @@ class RecordedSize:
         tail_bytes: Bytes of its tail.
         holds_casts: Whether the casts that autocast caches live until the loop calls
             the model again, and not until the backward pass begins.
+        host: What plans may use of the host.
     """
 
     sizes: Sizes
     recording: RecordedBatch
     tail_bytes: int
     holds_casts: bool = True
+    host: HostRoom | None = None
+    _planners: dict[int | None, Planner] = field(default_factory=dict)
     _known: dict[Decisions, Schedule] = field(default_factory=dict)
 
     @cached_property
@@ -96,10 +114,17 @@ class RecordedSize:
         """Bytes of gradients that no plan lowers."""
         return gradient_bytes(self.profile.graph)
 
-    @cached_property
-    def planner(self) -> Planner:
-        """Finds schedules; its tables take a second to make."""
-        return planner_of(self.profile)
+    def planner(self, halvings: int | None) -> Planner:
+        """Return what finds schedules; its tables take a second to make.
+
+        Args:
+            halvings: How often the memory of the host is halved; `None` for none of it.
+        """
+        if halvings not in self._planners:
+            graph, room = self.profile.graph, self.host
+            host = None if room is None else room.serving(graph, halvings)
+            self._planners[halvings] = planner_of(self.profile, host)
+        return self._planners[halvings]
 
     @cached_property
     def structure(self) -> Hashable:
@@ -116,7 +141,8 @@ class RecordedSize:
     def beside_bytes(self, schedule: Schedule) -> int:
         """Return what a plan needs beside what it keeps.
 
-        That is for verification, states of generators, and cached casts. No more than
+        That is for verification, states of generators, cached casts, and copies back
+        from the host in an order that is not known yet. No more than
         one state is held for each region, and for each operator in it that draws random
         numbers.
         """
@@ -127,7 +153,8 @@ class RecordedSize:
             inside = graph.operators[choice.start : choice.end]
             draws += sum(operator.is_random for operator in inside)
         casts_bytes = self._cached_bytes(schedule)
-        return self.verified_bytes + draws * STATE_BYTES + casts_bytes
+        moved_bytes = self._out_of_order_bytes(schedule)
+        return self.verified_bytes + draws * STATE_BYTES + casts_bytes + moved_bytes
 
     def _cached_bytes(self, schedule: Schedule) -> int:
         """Return what the peak gains by casts that regions drop, but autocast caches.
@@ -153,14 +180,51 @@ class RecordedSize:
 
     def simulated(self, schedule: Schedule) -> Schedule:
         """Return a schedule as it is predicted for this size."""
-        return self.simulated_as(Decisions(schedule.calls, schedule.choices))
+        return self.simulated_as(Decisions.of(schedule))
 
     def simulated_as(self, key: Decisions) -> Schedule:
         """Return the schedule of some decisions as it is predicted for this size."""
         if key not in self._known:
-            found = self.simulator.schedule(*key)
-            self._known[key] = self.simulator.with_plain_times(found)
+            simulator = self.simulator
+            if key.host is not None:
+                simulator = simulator.with_host(key.host)
+            found = simulator.schedule(key.calls, key.choices)
+            self._known[key] = simulator.with_plain_times(found)
         return self._known[key]
+
+    def bound(self, schedule: Schedule) -> Predicted | None:
+        """Return a bound that is convex in the size; `None` if there is none.
+
+        Copies do not keep step with sizes. But no more is live beside what is live
+        without a window, where each copy is waited for, than the window. That holds if
+        all that is to be moved finds room.
+        """
+        found = self.predicted(schedule)
+        host = found.decisions.host
+        if host is None:
+            return found
+        moved = [s for choice in schedule.choices for s in choice.offloaded]
+        wanted = sum(self.profile.graph.storages[s].bytes for s in moved)
+        if self.simulated(schedule).simulation.moves.out_bytes < wanted:
+            return None
+        alone = self._without_window(schedule, host)
+        return found._replace(
+            peak_bytes=alone.peak_bytes + host.window_bytes,
+            held_bytes=self._held_bytes(alone) + host.window_bytes,
+        )
+
+    def _without_window(self, schedule: Schedule, host: Host) -> Schedule:
+        key = Decisions.of(replace(schedule, host=replace(host, window_bytes=0)))
+        return self.simulated_as(key)
+
+    def _out_of_order_bytes(self, schedule: Schedule) -> int:
+        """Return what a plan takes if it copies back in another order than foreseen."""
+        host = Decisions.of(schedule).host
+        if host is None:
+            return 0
+        alone = self._without_window(schedule, host)
+        most_bytes = alone.peak_bytes + host.window_bytes
+        return max(0, most_bytes - self.simulated(schedule).peak_bytes)
 
     def predicted(self, schedule: Schedule) -> Predicted:
         """Return what is predicted of this size under a schedule."""

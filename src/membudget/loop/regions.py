@@ -14,6 +14,7 @@ from membudget.allocation import note_shortage
 from membudget.attach import Carried, ModuleRegion, put, remove_region
 from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
+from membudget.loop.host_room import HostRoom
 from membudget.loop.point import Decisions, RecordedSize
 from membudget.planned import PlanRegions, carried_of_plan
 from membudget.planner.plan import RegionPlan
@@ -46,8 +47,15 @@ class RegionSets:
         inner: What the model itself would carry under the plan in force.
     """
 
-    def __init__(self, model: Module, verify: float):
-        """Start without regions; `verify` is the share of calls that they verify."""
+    def __init__(self, model: Module, verify: float, host: HostRoom | None = None):
+        """Start without regions.
+
+        Args:
+            model: The model.
+            verify: The share of calls that they verify.
+            host: What moves tensors to the host; `None` if nothing does.
+        """
+        self._host = host
         self.inner: Carried | None = None
         self._model = model
         self._options = {"verify": verify}
@@ -59,12 +67,15 @@ class RegionSets:
 
     def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
         """Put the regions of a schedule on the model, in place of those there."""
-        decisions = Decisions(schedule.calls, schedule.choices)
+        decisions = Decisions.of(schedule)
         if decisions not in self._plans:
             plan = make_plan(point.profile, point.simulated(schedule), self._model, 0)
             self._plans[decisions] = plan.regions
             if plan.regions not in self._sets:
-                carried = carried_of_plan(self._model, plan, self._options)
+                carried = carried_of_plan(
+                    *(self._model, plan, self._options),
+                    None if self._host is None else self._host.offload,
+                )
                 self._sets[plan.regions] = self._noted(carried)
         self._put(self._sets[self._plans[decisions]])
         self._kept = partial(_kept_under, point, schedule, limit_bytes)

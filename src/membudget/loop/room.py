@@ -62,7 +62,7 @@ class Room:
             limit_bytes -= absent_bytes(static, optimizer, self.counted.device)
             limit_bytes -= 0 if self.counted.is_exact else held
         parts = max(1, most_awaited - len(awaited))
-        return Left(limit_bytes // parts, limit_bytes)
+        return Left(limit_bytes // parts, limit_bytes, parts)
 
     def without_plan(self) -> Budget | None:
         """Return the budget of a call without a plan; `None` if that is a share."""

@@ -28,12 +28,12 @@ from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.casts import CachedCasts
 from membudget.loop.evaluation import Evaluations
 from membudget.loop.history import History
+from membudget.loop.host_room import HostRoom
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
 from membudget.loop.notes import OUT_OF_REACH, exceeded, unrecordable
 from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
-from membudget.loop.report import SituationStatus
 from membudget.loop.room import Room
 from membudget.loop.situation import (
     Situation,
@@ -59,6 +59,7 @@ class Root:
         casts: The casts of its parameters that autocast caches.
         meter: Measures its micro-batches.
         sets: The regions of the model.
+        host: What its plans may use of the host.
         has_run: Whether a forward was planned.
         is_retried: Whether `step` runs the micro-batch again if memory runs out.
     """
@@ -67,18 +68,25 @@ class Root:
     kept = ""
 
     def __init__(
-        self, model: Module, room: Room, optimizer: Optimizer | None, verify: float
+        self,
+        model: Module,
+        room: Room,
+        optimizer: Optimizer | None,
+        verify: float,
+        host: HostRoom | None = None,
     ):
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
         self.optimizer = optimizer
         self.given = optimizer
-        self.sets = RegionSets(model, verify)
+        self.host = host
+        self.sets = RegionSets(model, verify, host)
         self.has_run = self.is_retried = False
         self._room = room
         self.casts = CachedCasts(model)
-        self._recorder = CallRecorder(model, optimizer, self.sets, self.casts)
-        self.plans = Plans(self._recorder.record)
+        on = None if host is None else host.device
+        self._recorder = CallRecorder(model, optimizer, self.sets, self.casts, on)
+        self.plans = Plans(self._recorder.record, host)
         self.meter = BatchMeter(room.counted)
         self.awaited = Awaited()
         self._evaluations = Evaluations(model, self._recorder, room)
@@ -204,6 +212,8 @@ class Root:
             self._warned.add(situation)  # Once is enough.
         self._twice.check(history, point.recording.output_bytes)
         self.sets.switch(point, predicted.schedule, history.limit_bytes)
+        if self.host is not None:
+            self.host.begin(predicted.host, is_alone=not awaited)
         return Forward(predicted.held_bytes, point.plain.held_bytes)
 
     def _give_up(self, why: str) -> None:
@@ -268,12 +278,6 @@ class Root:
             warnings.warn(text, BudgetWarning, stacklevel=2)
 
     # For people.
-
-    def situations(self) -> Iterator[SituationStatus]:
-        """Yield what is known of each situation."""
-        name = type(self.model).__name__
-        for history in self.plans.histories.values():
-            yield SituationStatus.of(name, history)
 
     def notes(self) -> Iterator[str]:
         """Yield what a user should know, in sentences."""

@@ -9,6 +9,7 @@ full host, and `lane` moves the storages of one device by them.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from threading import Lock
@@ -72,6 +73,7 @@ class Offload:
     def __init__(self, limits: Limits):
         """Store the limits; memory is allocated on first use."""
         self._limits = limits
+        self._window_bytes = limits.window_bytes
         self._slab: Slab | None = None
         self._disk: Disk | None = None
         self._lanes: dict[torch.device, Lane] = {}
@@ -121,6 +123,24 @@ class Offload:
         for lane in self._lanes.values():
             lane.tidy()
 
+    @property
+    def window_bytes(self) -> int:
+        """Bytes on each device for what is on its way; a change counts from now on."""
+        return self._window_bytes
+
+    @window_bytes.setter
+    def window_bytes(self, window_bytes: int) -> None:
+        with self._lock:
+            self._window_bytes = window_bytes
+            for lane in self._lanes.values():
+                lane.window.limit_bytes = window_bytes
+
+    def used_bytes(self) -> int:
+        """Return the bytes of host memory that hold something now."""
+        for lane in self._lanes.values():
+            lane.tidy()
+        return self._slab.used_bytes if self._slab else 0
+
     def status(self) -> OffloadStatus:
         """Return what was offloaded so far, printable."""
         moved = {
@@ -169,6 +189,7 @@ class Offload:
         places, limits = self.open(), self._limits
         with self._lock:
             if device not in self._lanes:
+                limits = replace(limits, window_bytes=self._window_bytes)
                 self._lanes[device] = Lane(device, places, limits)
             return self._lanes[device]
 

@@ -58,6 +58,7 @@ class Lane:
             because they are asked for first), `"living"`, `"full"` (kept because the
             host's memory is full), `"spilled"` (from the host to the disk), `"ahead"`
             (loaded before they were asked for) and `"late"` (loaded when they were).
+        window: Bytes of the device that moving takes.
     """
 
     def __init__(
@@ -69,14 +70,13 @@ class Lane:
         """Use a slab, and a file, that other devices may use, too."""
         self.moved_bytes: Counter[str] = Counter()
         self._spill = Spill(*places, self.moved_bytes)
-        self._window = Window(limits.window_bytes)
+        self.window = Window(limits.window_bytes)
         self._link = Link(device, places[0].links)
         self._steps = Steps(limits.first_bytes)
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
-        self._task = -1  # The backward pass that has asked last.
-        self._unsent = Unsent()
+        self._task, self._unsent = -1, Unsent()  # The pass that has asked last.
         self._lock = Lock()
 
     def save(self, tensor: Tensor) -> View:
@@ -221,7 +221,7 @@ class Lane:
             return entry, True
         self._note(fate, entry)
         if fate == "first":
-            self._window.count(entry)
+            self.window.count(entry)
         return entry, False
 
     def _send(self, entry: SavedStorage, source: UntypedStorage) -> None:
@@ -232,12 +232,12 @@ class Lane:
         self._note("out", entry)
         content, made_on = entry.block.content, entry.saved_on
         entry.copied = self._link.copy_out(bytes_of(source), content, made_on)
-        self._window.send(entry)
+        self.window.send(entry)
         self._release()
 
     def _release(self) -> None:
         """Let go of what has been copied; wait for that where it is over the window."""
-        for entry in self._window.left():
+        for entry in self.window.left():
             if not entry.stays:
                 entry.source = None
 
@@ -263,7 +263,7 @@ class Lane:
         for entry in self._steps.coming() if is_backward() else ():
             if entry.is_on_device():
                 continue
-            if not self._window.has_room(entry):
+            if not self.window.has_room(entry):
                 break
             try:
                 self._load(entry)
@@ -280,7 +280,7 @@ class Lane:
             block, copied = entry.block.content, entry.copied
             made, entry.arrived = self._link.copy_in(block, copied)
         entry.loaded, entry.loaded_on = made, self._link.now()
-        self._window.count(entry)
+        self.window.count(entry)
         return made
 
     # The end.
@@ -291,7 +291,7 @@ class Lane:
             if entry.arrived is not None:
                 entry.loaded_on.wait_event(entry.arrived)
             entry.loaded = None
-        self._window.drop(entry)
+        self.window.drop(entry)
         entry.source = None
         self._spill.forget(entry)
 

@@ -133,6 +133,18 @@ class Slab:
             self._extents.give_back(block.place, block.size)
 
 
+def growing_pieces(bound_bytes: int) -> list[int]:
+    """Return the pieces of a slab that has grown to its bound, of small blocks."""
+    pieces: list[int] = []
+    size = 0
+    while left := bound_bytes - size:
+        wanted = max(size, SMALLEST_PIECE)
+        piece = min(1 << (wanted - 1).bit_length(), 1 << (left.bit_length() - 1))
+        pieces.append(piece)
+        size += piece
+    return pieces
+
+
 def _powers_of_two(size: int) -> Iterator[int]:
     """Yield powers of two that add up to a size, largest first."""
     while size:

@@ -100,12 +100,11 @@ class Moving:
 
     Attributes:
         ledger: The running totals of the step.
-        asked: The storages that were asked for so far, in order.
         wait_s: Time for which the device has waited for a copy so far.
     """
 
     def __init__(
-        self, ledger: Ledger, plain: PlainStep, host: Host, order: Sequence[int] = ()
+        self, ledger: Ledger, plain: PlainStep, host: Host, order: Sequence[int]
     ):
         """Begin with no copies.
 
@@ -113,10 +112,10 @@ class Moving:
             ledger: The running totals of the step.
             plain: The step without recomputation.
             host: The host and its link.
-            order: The order in which storages will be asked for, if it is known.
+            order: The order in which storages will be asked for.
         """
-        self.asked: dict[int, None] = {}  # An ordered set.
         self.wait_s = 0.0
+        self._asked: set[int] = set()
         self._storages = ledger.graph.storages
         self.ledger, self._plain, self._host = ledger, plain, host
         self._coming = iter(order)
@@ -173,13 +172,13 @@ class Moving:
 
     def ask(self, storage: int) -> None:
         """Wait until a storage is on the device; copy back what is asked for next."""
-        self.asked.setdefault(storage)
+        self._asked.add(storage)
         if storage in self._away:
             self._load(storage)
         if storage not in self._leaving:
             self._wait_for(storage)
         while self._next is not None:
-            if self._next in self._away and self._next not in self.asked:
+            if self._next in self._away and self._next not in self._asked:
                 size = self._bytes(self._next)
                 if self._window_bytes + size > self._host.window_bytes:
                     break

@@ -19,6 +19,7 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import BlockEngine
 from membudget.planner.knapsack import by_block, by_rerun
 from membudget.planner.moved import Host
+from membudget.planner.mover import Mover
 from membudget.planner.nested import nested
 from membudget.planner.prices import priced
 from membudget.planner.schedule import (
@@ -27,7 +28,7 @@ from membudget.planner.schedule import (
     Schedule,
     Simulator,
 )
-from membudget.planner.search import improved, moving_all, never
+from membudget.planner.search import improved, never
 from membudget.planner.second_run import communicates
 from membudget.planner.solver import Solver
 from membudget.planner.timeline import timeline
@@ -37,6 +38,9 @@ SolverMaker = Callable[[Simulator], list[Solver]]
 _seconds, _peak_bytes = attrgetter("seconds"), attrgetter("peak_bytes")
 
 SOLVERS: tuple[SolverMaker, ...] = (by_block, nested, priced)
+
+MOST_STARTS = 2
+"""Schedules that move nothing from which those that move something begin."""
 
 
 class Planner:
@@ -59,6 +63,7 @@ class Planner:
         """Cut the step into blocks and compute their Pareto fronts.
 
         With a `host`, storages may be moved there, besides being kept or recomputed.
+        Its window is one of those that are tried.
 
         Raises:
             OptionError: If the time of an operator is negative or not finite.
@@ -67,12 +72,12 @@ class Planner:
         self.graph = smoothed(graph)
         self.plain_peak_bytes = timeline(graph).peak_bytes
         self._overheads = overheads
-        self.simulator = Simulator(self.graph, overheads, host)
+        self.simulator = Simulator(self.graph, overheads)
         self._solvers = solvers_of(graph) if solvers is None else solvers
         self._kinds = [make(self.simulator) for make in self._solvers]
         self._found: list[Schedule] = []
-        # What is found without a host may be faster.
-        self._without = None if host is None else Planner(graph, overheads, solvers)
+        may_move = host is not None and priced in self._solvers
+        self._mover = Mover(self.simulator, host) if host and may_move else None
 
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
         """Return the fastest schedule found whose simulated peak fits the budget.
@@ -134,9 +139,11 @@ class Planner:
         if all(s.peak_bytes > budget_bytes for of in kinds for s in of):
             kinds.append(self._least)  # To anneal until they fit.
         found = improved(self.simulator, kinds, budget_bytes, quickly, is_late)
-        if self._without is not None:
-            found += self._without._fitting(budget_bytes, quickly, is_late)
-        return found
+        if self._mover is None:
+            return found
+        best = sorted(found, key=_seconds)[:MOST_STARTS] or self._least_moving
+        moving = self._mover.schedules(best, budget_bytes, quickly, is_late)
+        return [*found, *moving]
 
     @cached_property
     def _least(self) -> list[Schedule]:
@@ -149,14 +156,17 @@ class Planner:
         timeless = Simulator(replace(self.graph, operators=operators))
         solvers = (solver for make in self._solvers for solver in make(timeless))
         found = (schedule for solver in solvers for schedule in solver.least)
-        least = [self.simulator.schedule(s.calls, s.choices) for s in found]
-        if self.simulator.host is None:
-            return least
-        return [*least, *(moving_all(self.simulator, s) for s in least)]
+        return [self.simulator.schedule(s.calls, s.choices) for s in found]
+
+    @cached_property
+    def _least_moving(self) -> list[Schedule]:
+        """The same with all that they keep moved; empty without a host."""
+        return [] if self._mover is None else [*self._mover.least(self._least)]
 
     def smallest(self) -> Schedule:
         """Return the schedule with the smallest peak that is found from bytes alone."""
-        found = min(self._least, key=_peak_bytes, default=None)
+        least = [*self._least, *self._least_moving]
+        found = min(least, key=_peak_bytes, default=None)
         if found is None or found.peak_bytes >= self.plain_peak_bytes:
             return replace(plain_schedule(self.graph), is_smallest=True)
         return replace(self.simulator.with_plain_times(found), is_smallest=True)

@@ -7,6 +7,7 @@ blocks with their simulation, and a `Plan` is a schedule stored as a file.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 from membudget.graph import ModuleCall, Operator, StepGraph
@@ -14,7 +15,7 @@ from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
 from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.moved import Host
 from membudget.planner.second_run import rerun_operators
-from membudget.planner.simulate import Simulation, simulate
+from membudget.planner.simulate import AskedOrders, Simulation, simulate
 from membudget.planner.timeline import PlainStep
 
 RERUN_FORWARD = 0.4
@@ -204,15 +205,23 @@ class Simulator:
         self.known = KnownBlocks(self.graph)
         self.candidates = self.operators = 0
         self._plain = PlainStep(self.graph)
+        self._orders = AskedOrders(self.graph)
         self._known: dict[tuple[Choice, ...], Simulation] = {}
         self._region_s: dict[tuple[int, int, BlockEngine], float] = {}
+
+    def with_host(self, host: Host) -> Simulator:
+        """Return a simulator of the same step with another host."""
+        other = copy(self)
+        other.host, other._known = host, {}
+        other.candidates = other.operators = 0
+        return other
 
     def simulate(self, choices: Iterable[Choice]) -> Simulation:
         """Return the simulated timeline and duration for a given set of choices."""
         key = tuple(choices)
         found = self._known.get(key)
         if found is None:
-            found = simulate(self.graph, key, self._plain, self.host)
+            found = simulate(self.graph, key, self._plain, self.host, self._orders)
             # A rerun runs operators without the overhead that the graph adds to them.
             saved_s = self._overheads.again_s(self.graph, found.reran)
             found = replace(found, seconds=found.seconds - saved_s)
@@ -240,7 +249,7 @@ class Simulator:
         overhead_s = schedule.overhead_s + replayed_s
         plain_s = self.plain.seconds
         if found.moves.out_bytes:  # What hides copies is what the device computes.
-            found = simulate(self.plain, schedule.choices, host=self.host)
+            found = simulate(self.plain, schedule.choices, host=schedule.host)
         seconds = plain_s + again_s + found.moves.wait_s
         simulation = replace(found, seconds=seconds)
         return replace(

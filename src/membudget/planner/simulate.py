@@ -25,7 +25,7 @@ What a block keeps may be moved to the host, and back before it is read: see `mo
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -87,11 +87,13 @@ def simulate(
     choices: Iterable[Choice],
     plain: PlainStep | None = None,
     host: Host | None = None,
+    orders: AskedOrders | None = None,
 ) -> Simulation:
     """Simulate a step for given choices of disjoint blocks.
 
     Many simulations of one step are faster if they share what is known of the `plain`
-    one. If a choice moves storages, `host` says where to.
+    one, and the `orders` in which it asks for what it keeps. If a choice moves
+    storages, `host` says where to.
 
     Raises:
         OptionError: If blocks overlap or extend beyond the forward, or a block moves
@@ -100,7 +102,7 @@ def simulate(
     ordered = sorted(choices, key=lambda choice: choice.start)
     _check(graph, ordered)
     plain = plain or PlainStep(graph)
-    return _run(graph, ordered, plain, host, Ledger(graph))
+    return _run(graph, ordered, plain, host, Ledger(graph), orders)
 
 
 class LiveAtPeak(NamedTuple):
@@ -180,16 +182,41 @@ def _run(
     plain: PlainStep,
     host: Host | None,
     ledger: Ledger,
+    orders: AskedOrders | None = None,
 ) -> Simulation:
     if not any(choice.offloaded for choice in ordered):
         return _through(StepEvents(ledger, ordered), plain, None)
     if host is None:
         raise OptionError("a choice moves storages to a host, and none is given")
-    # As on a device, the first step shows in which order storages are asked for.
-    first = Moving(Ledger(graph), plain, host)
-    _through(StepEvents(first.ledger, ordered, first), plain, first)
-    moving = Moving(ledger, plain, host, [*first.asked])
+    moved = {storage for choice in ordered for storage in choice.offloaded}
+    order = _order(graph, ordered) if orders is None else orders.of(ordered)
+    moving = Moving(ledger, plain, host, [s for s in order if s in moved])
     return _through(StepEvents(ledger, ordered, moving), plain, moving)
+
+
+class AskedOrders:
+    """The orders in which steps ask for what they keep, which copies do not change."""
+
+    def __init__(self, graph: StepGraph):
+        """Know no order yet."""
+        self._graph = graph
+        self._known: dict[tuple[Choice, ...], list[int]] = {}
+
+    def of(self, ordered: Sequence[Choice]) -> list[int]:
+        """Return the kept storages in the order in which they are asked for first."""
+        key = tuple(_unmoved(choice) for choice in ordered)
+        if key not in self._known:
+            self._known[key] = _order(self._graph, key)
+        return self._known[key]
+
+
+def _unmoved(choice: Choice) -> Choice:
+    return replace(choice, offloaded=frozenset()) if choice.offloaded else choice
+
+
+def _order(graph: StepGraph, ordered: Sequence[Choice]) -> list[int]:
+    kept = {s for c in ordered for s in c.kept if s in graph.saved_on}
+    return StepEvents(Ledger(graph), ordered).asked(kept)
 
 
 def _through(events: StepEvents, plain: PlainStep, moving: Moving | None) -> Simulation:

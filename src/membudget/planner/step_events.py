@@ -7,7 +7,7 @@ moved to the host leaves and is asked for.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 
 from membudget.graph import Saved
@@ -17,7 +17,7 @@ from membudget.planner.ledger import Ledger
 from membudget.planner.moved import Moving
 from membudget.planner.second_run import RerunBackward
 
-Event = Callable[[int], None]
+Event = Callable[[int], object]
 
 _BlockBackward = ReplayBackward | RerunBackward
 
@@ -54,7 +54,7 @@ class StepEvents:
             self._add(block)
         if moving is not None:
             self._moved = frozenset(s for choice in choices for s in choice.offloaded)
-            ledger.before_read = self._asking(moving)
+            ledger.before_read = _asking(moving.ask, self._moved)
             for storage in sorted(self._moved):
                 self._move(moving, storage)
             order: list[Event] = [moving.free, moving.release, moving.leave]
@@ -104,15 +104,21 @@ class StepEvents:
         for moment, event in events:
             self._moves.setdefault(moment, []).append((event, storage))
 
-    def _asking(self, moving: Moving) -> Callable[[Iterable[int]], None]:
-        """Return what asks for those of some storages that are moved."""
-
-        def ask(storages: Iterable[int]) -> None:
-            for storage in storages:
-                if storage in self._moved:
-                    moving.ask(storage)
-
-        return ask
+    def asked(self, storages: Collection[int]) -> list[int]:
+        """Return some storages in the order in which the step asks for them first."""
+        found: dict[int, None] = {}  # An ordered set.
+        graph = self.ledger.graph
+        self.ledger.before_read = _asking(found.setdefault, storages)
+        for storage in sorted(storages):
+            for saved in (graph.saved[index] for index in graph.saved_on[storage]):
+                for moment in saved.asked:
+                    event = found.setdefault, storage
+                    self._moves.setdefault(moment, []).append(event)
+        tables = self._frees, self._unpacks, self._returns, self._moves
+        for moment in sorted(set().union(*tables)):
+            if moment < len(graph.operators):
+                self.happen(moment)
+        return [*found]
 
     def begin(self, storage: int) -> None:
         """Let a storage be allocated by the forward."""
@@ -149,3 +155,14 @@ class StepEvents:
         for storage in (*self._births.get(moment, ()), *born):
             ledger.allocate(storage)
         ledger.update_peak(moment)
+
+
+def _asking(ask: Event, storages: Collection[int]) -> Callable[[Iterable[int]], None]:
+    """Return what asks for those that are read of some storages."""
+
+    def read(found: Iterable[int]) -> None:
+        for storage in found:
+            if storage in storages:
+                ask(storage)
+
+    return read

@@ -1,0 +1,200 @@
+"""A training loop under a budget: begin, end, and what a user asks in between."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from membudget.errors import BudgetWarning
+from membudget.fittable import check_apart, check_model, check_not_compiled
+from membudget.loop.closure import followed
+from membudget.loop.host_room import notes_on
+from membudget.loop.plan_file import PlanFile
+from membudget.loop.regions import OUTSIDE, explain
+from membudget.loop.report import LoopStatus, SituationStatus
+from membudget.loop.root import Root
+from membudget.loop.undo import run_until_done
+from membudget.planner.plan import Plan
+
+R = TypeVar("R")
+
+
+class Budgeted:
+    """A training loop under a budget, from `start()` to `stop()`.
+
+    As a context manager, it is started on entry, and stopped on exit.
+    """
+
+    def __init__(self, asked: int | str, roots: Sequence[Root], file: PlanFile):
+        """Store what each model carries; called by `budget`."""
+        self._asked = asked
+        self._roots = tuple(roots)
+        self._file = file
+        self._hooks: list[Any] = []
+        self._retries = 0
+
+    def start(self) -> Budgeted:
+        """Put the budget on the models; nothing runs.
+
+        Raises:
+            OptionError: If a model carries regions or another budget, is compiled, is
+                part of another one, or is trained by several processes together.
+        """
+        if self._hooks:
+            return self
+        check_apart([root.model for root in self._roots])
+        for root in self._roots:
+            check_model(root.model)
+            check_not_compiled(root.model)
+        self._file.begin()
+        try:
+            for root in self._roots:
+                root.meter.peers = [peer.meter for peer in self._roots]
+                root.attach()
+        except BaseException:
+            self.stop()
+            raise
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        return self
+
+    def stop(self) -> None:
+        """Remove everything from the models; idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for root in self._roots:
+            root.detach()
+        for root in self._roots:
+            root.meter.peers = ()  # They refer to each other.
+
+    def step(self, function: Callable[[], R]) -> R:
+        """Run forward and backward of a micro-batch, again if memory runs out.
+
+        If an allocation fails, gradients, buffers and random streams become what they
+        were, the plan is tightened, and the function runs again; likewise if a tensor
+        was recomputed with other bits, which is kept from then on. For that, the
+        gradients and buffers that there are before are copied to the host.
+
+        Args:
+            function: Calls the model and runs the backward pass, and changes nothing
+                else; it returns the loss, for example.
+
+        Returns:
+            What the function returns.
+
+        Raises:
+            torch.OutOfMemoryError: If the smallest plan finds no memory twice.
+            RecomputeMismatchError: If recomputed tensors differ in every attempt.
+
+        Example:
+            >>> import membudget as mb, torch
+            >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+            >>> def loss():
+            ...     loss = model(torch.ones(2, 8)).sum()
+            ...     loss.backward()
+            ...     return loss.detach()
+            >>> with mb.budget(model, "1GiB") as fitted:
+            ...     fitted.step(loss).shape
+            torch.Size([])
+        """
+        result, retries = run_until_done(function, self._roots)
+        self._retries += retries
+        return result
+
+    @property
+    def plan(self) -> Plan:
+        """What was learned so far, as `budget(..., plan=...)` takes it.
+
+        It has the recorded micro-batches and the plan of each situation.
+        `membudget.apply` takes it, too, for the situation that came most often.
+
+        Raises:
+            OptionError: If no micro-batch was planned, or the model cannot be
+                described.
+        """
+        return self._file.made()
+
+    def save(self, path: str | Path) -> None:
+        """Write `plan` to a file, which is replaced once the new one is complete.
+
+        Raises:
+            OptionError: If there is no plan, or the file cannot be written.
+        """
+        self.plan.to_json(path)
+
+    def status(self) -> LoopStatus:
+        """Return what the budget did so far, printable as a table."""
+        regions: dict[str, tuple[int, int]] = {}
+        for root in self._roots:
+            regions |= root.sets.counted()
+        notes = tuple(note for root in self._roots for note in root.notes())
+        notes += notes_on({root.host for root in self._roots})
+        found = tuple(
+            SituationStatus.of(type(root.model).__name__, history)
+            for root in self._roots
+            for history in root.plans.histories.values()
+        )
+        return LoopStatus(str(self._asked), found, regions, self._retries, notes)
+
+    def report(self) -> str:
+        """Return the status as text."""
+        return str(self.status())
+
+    __str__ = report
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        def begin() -> None:
+            for root in self._roots_of(optimizer):
+                root.begin_step(optimizer)
+
+        begin()
+        return followed(args, kwargs, begin)  # A closure runs micro-batches.
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for root in self._roots_of(optimizer):
+            root.end_measurement()
+            if not root.has_run:
+                root.has_run = True  # To warn once.
+                name = type(root.model).__name__
+                warnings.warn(
+                    f"an optimizer stepped, but the forward of {name} was never "
+                    "called, so the budget holds nothing: give budget() the module "
+                    "that the loop calls",
+                    BudgetWarning,
+                    stacklevel=2,
+                )
+
+    def _roots_of(self, optimizer: Optimizer) -> list[Root]:
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        return [
+            root
+            for root in self._roots
+            if any(id(parameter) in held for parameter in root.model.parameters())
+        ]
+
+    def __enter__(self) -> Budgeted:
+        """Start."""
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Stop; say what plans keep if memory ran out."""
+        if error is not None:
+            explain(error, (root.sets for root in self._roots), OUTSIDE)
+        self.stop()
