@@ -21,7 +21,7 @@ from tests import shares
 
 # Of each test function, one in so many of its cases runs on a device each time, by the
 # case's name; all of them under `run.py test --all`.
-SHARE = 8
+SHARE = 10
 
 
 def default_generators() -> list[torch.Generator]:

@@ -89,7 +89,13 @@ def gradients(model: nn.Module, batch: Tensor) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("changes", ["loss", "gradient", "buffer"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "buffer",
+        *(pytest.param(x, marks=pytest.mark.slow) for x in ("loss", "gradient")),
+    ],
+)
 def test_a_module_that_computes_otherwise_under_a_region_gets_none(changes):
     model, batch = telling({2: changes, 5: changes})
     plain, before = gradients(model, batch), state_of(model)

@@ -73,7 +73,7 @@ def refused_or_outcome(
     return found
 
 
-@pytest.mark.parametrize("made", [blocks, chain])
+@pytest.mark.parametrize("made", [pytest.param(blocks, marks=pytest.mark.slow), chain])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_g6_a_plan_from_the_cpu_applies_whole_or_is_refused(
     made: Callable[[], tuple[nn.Module, Tensor]], kernel: emu.Attention

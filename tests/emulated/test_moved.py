@@ -245,7 +245,12 @@ def pure_offload_s(rig: Rig, limit_bytes: int) -> float:
 
 
 @pytest.mark.parametrize(
-    ("name", "budget"), [("mlp", 0.3), ("gpt", 0.3), ("cnn", 0.35)]
+    ("name", "budget"),
+    [
+        ("mlp", 0.3),
+        pytest.param("gpt", 0.3, marks=pytest.mark.slow),
+        pytest.param("cnn", 0.35, marks=pytest.mark.slow),
+    ],
 )
 def test_the_mix_is_faster_than_both_ways_alone(name, budget):
     rig = Rig.of(name)

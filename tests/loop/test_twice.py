@@ -45,7 +45,7 @@ def penalised(model: nn.Module, inputs: Tensor, targets: Tensor) -> None:
 
 CASES = [
     pytest.param("language", adapted, marks=pytest.mark.slow),
-    ("recurrent", adapted),
+    pytest.param("recurrent", adapted, marks=pytest.mark.slow),
     pytest.param("images", penalised, marks=pytest.mark.slow),
     ("mixed", penalised),
 ]

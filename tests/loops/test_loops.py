@@ -16,7 +16,7 @@ from tests.field.counting_allocator import NoCompilerError, peak_bytes
 from tests.loops.held import check
 from tests.loops.loop import drawn
 
-FIRST, FEW, MANY = 100, 7, 1000
+FIRST, FEW, MANY = 100, 4, 1000
 
 
 def others_bytes() -> int:
