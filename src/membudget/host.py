@@ -114,29 +114,40 @@ def _window_bytes(graph: StepGraph) -> int:
 
 @cache
 def measured_device(device: torch.device) -> Device:
-    """Measure how fast an accelerator computes; once for each process.
-
-    Matrix products grow until one takes long enough to be told from its launch, or
-    there is no memory for larger ones.
-    """
-    rates = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        side = FIRST_SIDE
-        with suppress(RuntimeError):  # Not every device has every type, or much memory.
-            while side <= LAST_SIDE:
-                begin_s = time.perf_counter()
-                product_s = _product_s(device, dtype, side)
-                took_s = time.perf_counter() - begin_s  # A device may be emulated.
-                name = str(dtype).removeprefix("torch.")
-                rates[name] = 2 * side**3 / max(_LEAST_S, product_s)
-                if product_s > LONG_S or took_s > PATIENCE_S:
-                    break
-                side *= 2
-    rates.setdefault("float32", 1.0)
+    """Measure how fast an accelerator computes; once for each process."""
+    rates = {"float32": _flops_per_s(device, torch.float32)}
+    for dtype in (torch.bfloat16, torch.float16):
+        with suppress(RuntimeError):  # Not every device has every type.
+            name = str(dtype).removeprefix("torch.")
+            rates[name] = _flops_per_s(device, dtype)
     large_s, small_s = (_copy_within_s(device, size) for size in (LARGE, SMALL))
     bytes_per_s = 2 * (LARGE - SMALL) / max(_LEAST_S, large_s - small_s)
     link = measured_rates(device).out_bytes_per_s
     return Device(f"this {device.type}, measured", rates, bytes_per_s, link)
+
+
+def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the rate of matrix products, of which the last is the largest.
+
+    They grow until one takes long enough to be told from its launch, or there is no
+    memory for larger ones.
+    """
+    found = 0.0
+    side = FIRST_SIDE
+    while side <= LAST_SIDE:
+        begin_s = time.perf_counter()
+        try:
+            product_s = _product_s(device, dtype, side)
+        except torch.OutOfMemoryError:
+            if side == FIRST_SIDE:
+                raise
+            break
+        took_s = time.perf_counter() - begin_s  # A device may be emulated.
+        found = 2 * side**3 / max(_LEAST_S, product_s)
+        if product_s > LONG_S or took_s > PATIENCE_S:
+            break
+        side *= 2
+    return found
 
 
 def _product_s(device: torch.device, dtype: torch.dtype, side: int) -> float:
