@@ -81,7 +81,11 @@ def settled_bytes() -> int:
 
 
 def trained(
-    train: Train, batches: Batches, budget: int = 0, plan: Path | None = None
+    train: Train,
+    batches: Batches,
+    budget: int = 0,
+    plan: Path | None = None,
+    host_bytes: int = HOST_BYTES,
 ) -> tuple[list[Tensor], int, mb.Budgeted | None]:
     """Train; return the weights, the peak beside what lived before, and the budget."""
     emu.configure(segment_bytes=0, launch_s=0, link_bytes_per_s=1e8)
@@ -89,7 +93,7 @@ def trained(
     model, fitted = mlp(), None
     if budget:
         known = plan if plan and plan.exists() else None
-        fitted = mb.budget(model, budget + before, host=HOST_BYTES, plan=known)
+        fitted = mb.budget(model, budget + before, host=host_bytes, plan=known)
         with fitted:
             train(model, batches)
         if plan is not None:
@@ -101,13 +105,13 @@ def trained(
     return [p.detach().cpu() for p in model.parameters()], peak_bytes, fitted
 
 
-def moved(fitted: mb.Budgeted | None) -> bool:
+def moved(fitted: mb.Budgeted | None, host_bytes: int = HOST_BYTES) -> bool:
     """Check the bound of the host; return whether anything was moved there."""
     assert fitted is not None
     (room,) = {root.host for root in fitted._roots}
     assert room is not None
     status = room.offload.status()
-    assert status.most_host_bytes <= status.host_bytes <= HOST_BYTES
+    assert status.most_host_bytes <= status.host_bytes <= host_bytes
     return status.out_bytes > 0
 
 
@@ -144,6 +148,20 @@ def test_a_saved_plan_moves_tensors_from_the_first_micro_batch_on(tmp_path):
         assert moved(fitted)
     assert fitted is not None
     assert all(situation.plans == 0 for situation in fitted.status().situations)
+
+
+def test_where_the_host_has_less_than_a_saved_plan_needs_another_is_made(tmp_path):
+    batches, plan = SAME, tmp_path / "plan.json"
+    plain, plain_bytes, _ = trained(accumulating, batches)
+    budget = int(0.6 * plain_bytes)
+    trained(accumulating, batches, budget, plan)
+    less = (accumulating, batches, budget, plan, HOST_BYTES // 8)
+    found, peak_bytes, fitted = trained(*less)
+    assert all(map(torch.equal, found, plain))
+    assert peak_bytes <= budget
+    moved(fitted, HOST_BYTES // 8)  # Checks the bound; whether it moves is its choice.
+    assert fitted is not None
+    assert any(situation.plans > 0 for situation in fitted.status().situations)
 
 
 def test_without_the_host_a_plan_that_was_saved_with_it_is_left_aside(tmp_path):

@@ -3,8 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from membudget.loop.point import Decisions, Predicted
+
+
+class Basis(NamedTuple):
+    """What a plan stands on: where one of it differs, the plan is made anew.
+
+    Attributes:
+        tail_version: The version of the tail.
+        is_own: Whether the situation's own size was recorded.
+        halvings: How often the host's memory was halved; `None` if none of it was used.
+    """
+
+    tail_version: int
+    is_own: bool
+    halvings: int | None
 
 
 @dataclass
@@ -24,8 +39,7 @@ class History:
         plans: How many plans were made.
         most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
         measured: Largest measured peak under each plan; `None` for no plan.
-        basis: What the plan stands on: the tail's version, whether its own size was
-            recorded, and how often the host's memory was halved.
+        basis: What the plan in force stands on; `None` before the first.
     """
 
     text: str
@@ -39,7 +53,7 @@ class History:
     plans: int = 0
     most_bytes: int | None = None
     measured: dict[Decisions | None, int] = field(default_factory=dict)
-    basis: tuple[int, bool, int | None] | None = None
+    basis: Basis | None = None
 
     @property
     def decisions(self) -> Decisions | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from membudget.errors import OptionError, PlanError
 from membudget.graph import ModuleCall
-from membudget.loop.history import History
+from membudget.loop.history import Basis, History
 from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.micro_batch import RecordedBatch
@@ -47,7 +47,7 @@ class Learned:
         self.most_awaited, self.direct_reads = 1, 0
         self.kinds: dict[str, Any] = {}
         self.situations: dict[tuple[str, Sizes], SituationPlan] = {}
-        self._schedules: dict[str, list[Schedule]] = {}
+        self._schedules: dict[str, list[Schedule | None]] = {}
         if plan is None:
             return
         self.situations = {(s.kind, s.sizes): s for s in plan.situations}
@@ -77,9 +77,9 @@ class Learned:
             return None
         try:
             kind = _kind_of(data, self.tail, host)
+            self._schedules[key] = [_noted(kind, *noted) for noted in data["schedules"]]
         except (LookupError, TypeError, ValueError, OptionError) as error:
             raise _not_whole(error) from error
-        self._schedules[key] = [schedule for schedule, _ in kind.schedules.values()]
         return kind
 
     def recall(self, situation: Situation, kind: CallKind, history: History) -> None:
@@ -96,8 +96,11 @@ class Learned:
         schedules = self._schedules.get(key, [])
         if point is None or not 0 <= known.schedule < len(schedules):
             return
-        history.predicted = point.predicted(schedules[known.schedule])
-        history.basis = self.tail.version, True, None if host is None else 0
+        schedule = schedules[known.schedule]
+        if schedule is None:
+            return
+        history.predicted = point.predicted(schedule)
+        history.basis = Basis(self.tail.version, True, None if host is None else 0)
         history.wanted_bytes = known.wanted_bytes
         if known.took_bytes:
             history.measured[history.decisions] = known.took_bytes
@@ -142,19 +145,25 @@ def _kind_of(data: Any, tail: Tail, host: HostRoom | None) -> CallKind:
         profile = Profile.from_dict(recorded["profile"])
         recording = RecordedBatch(profile, frozenset(recorded["cached"]))
         kind.add(tuple(recorded["sizes"]), recording)
-    for calls, choices, is_smallest, sizes, *where in data["schedules"]:
-        point = kind.points[tuple(sizes)]
-        used = None if host is None or not where else host.again(*map(int, where))
-        decisions = Decisions(
-            tuple(ModuleCall(p, s, e, tuple(inputs)) for p, s, e, inputs in calls),
-            tuple(map(_choice_of, choices)),
-            used,
-        )
-        if where and used is None:  # There is less of the host's memory now.
-            decisions = Decisions.of(point.plain.schedule)
-        found = point.simulated_as(decisions)
-        kind.note(point, replace(found, is_smallest=bool(is_smallest)))
     return kind
+
+
+def _noted(
+    kind: CallKind, calls: Any, choices: Any, is_smallest: Any, sizes: Any, *where: Any
+) -> Schedule | None:
+    """Note a schedule; return `None` if it needs more of the host than there is now."""
+    point, host = kind.points[tuple(sizes)], kind.host
+    used = None if host is None or not where else host.again(*map(int, where))
+    if where and used is None:
+        return None
+    decisions = Decisions(
+        tuple(ModuleCall(p, s, e, tuple(inputs)) for p, s, e, inputs in calls),
+        tuple(map(_choice_of, choices)),
+        used,
+    )
+    found = replace(point.simulated_as(decisions), is_smallest=bool(is_smallest))
+    kind.note(point, found)
+    return found
 
 
 def _schedule_data(schedule: Schedule, sizes: Sizes) -> list[Any]:

@@ -21,7 +21,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from membudget.allowance import Share
-from membudget.loop.history import History
+from membudget.loop.history import Basis, History
 from membudget.loop.host_room import HostRoom
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.learned import Learned
@@ -148,7 +148,7 @@ class Plans:
         wanted_bytes = min(left.wanted_bytes, history.most_bytes or left.wanted_bytes)
         is_own = situation.sizes in self.kind(situation).points
         halvings = None if self._host is None else self._host.halvings(left.parts)
-        basis = self.tail.version, is_own, halvings
+        basis = Basis(self.tail.version, is_own, halvings)
         known = history.predicted
         if (
             known is None
@@ -203,7 +203,7 @@ class Plans:
         predicted = history.predicted
         if predicted is None:
             return 0
-        halvings = None if history.basis is None else history.basis[2]
+        halvings = None if history.basis is None else history.basis.halvings
         least_bytes = self.reference(situation).planner(halvings).least_bytes()
         return max(0, predicted.peak_bytes - least_bytes)
 
