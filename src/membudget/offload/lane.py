@@ -76,7 +76,8 @@ class Lane:
         self._by_address: WeakValueDictionary[int, SavedStorage] = WeakValueDictionary()
         self._dropped: deque[tuple[SavedStorage, bool]] = deque()
         self._live = 0
-        self._task, self._unsent = -1, Unsent()  # The pass that has asked last.
+        self._task = -1  # The backward pass that has asked last.
+        self._unsent = Unsent()
         self._lock = Lock()
 
     def save(self, tensor: Tensor) -> View:

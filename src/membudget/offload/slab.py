@@ -106,16 +106,11 @@ class Slab:
             return block
 
     def _grow(self, needed: int) -> bool:
-        """Allocate another piece, as many bytes as there are, or as are needed."""
-        wanted = max(needed, self.size, SMALLEST_PIECE)
-        piece = 1 << (wanted - 1).bit_length()
-        left = self._bound_bytes - self.size
-        while piece > left and piece // 2 >= needed:
-            piece //= 2
-        if piece > left:
-            return False
-        self._allocate(piece)
-        return True
+        """Allocate another piece, if there is one in which a block finds room."""
+        piece = _next_piece(self.size, self._bound_bytes, needed)
+        if piece:
+            self._allocate(piece)
+        return piece > 0
 
     def _taken(self, size: int) -> HostBlock | None:
         place = self._extents.take(size)
@@ -136,13 +131,22 @@ class Slab:
 def growing_pieces(bound_bytes: int) -> list[int]:
     """Return the pieces of a slab that has grown to its bound, of small blocks."""
     pieces: list[int] = []
-    size = 0
-    while left := bound_bytes - size:
-        wanted = max(size, SMALLEST_PIECE)
-        piece = min(1 << (wanted - 1).bit_length(), 1 << (left.bit_length() - 1))
+    while piece := _next_piece(sum(pieces), bound_bytes, needed=1):
         pieces.append(piece)
-        size += piece
     return pieces
+
+
+def _next_piece(size: int, bound_bytes: int, needed: int) -> int:
+    """Return by how much a slab grows: as many bytes as it has, or as are needed.
+
+    That is a power of two, and 0 if no such piece is left within the bound.
+    """
+    wanted = max(needed, size, SMALLEST_PIECE)
+    piece = 1 << (wanted - 1).bit_length()
+    left = bound_bytes - size
+    while piece > left and piece // 2 >= needed:
+        piece //= 2
+    return piece if piece <= left else 0
 
 
 def _powers_of_two(size: int) -> Iterator[int]:

@@ -97,15 +97,16 @@ class Mover:
         least, most = (int(share * budget_bytes) for share in (LEAST_SHARE, MOST_SHARE))
         is_large = len(self._simulator.graph.operators) > MOST_OPERATORS
         factor = 4 if is_large or quickly else 2
-        found = [own := self._host.window_bytes]
-        window = own
-        while window // factor > max(0, least):
-            window //= factor
-            found.append(window)
-        while 0 < own * factor <= most:
-            own *= factor
-            if own >= least:
-                found.append(own)
+        found = [self._host.window_bytes]
+        narrower = found[0] // factor
+        while narrower > least:
+            found.append(narrower)
+            narrower //= factor
+        wider = found[0] * factor
+        while 0 < wider <= most:
+            if wider >= least:
+                found.append(wider)
+            wider *= factor
         return found
 
 

@@ -76,8 +76,11 @@ class Planner:
         self._solvers = solvers_of(graph) if solvers is None else solvers
         self._kinds = [make(self.simulator) for make in self._solvers]
         self._found: list[Schedule] = []
-        may_move = host is not None and priced in self._solvers
-        self._mover = Mover(self.simulator, host) if host and may_move else None
+        self._mover = (
+            Mover(self.simulator, host)
+            if host is not None and priced in self._solvers
+            else None
+        )
 
     def fastest(self, budget_bytes: int, quickly: bool = False) -> Schedule:
         """Return the fastest schedule found whose simulated peak fits the budget.

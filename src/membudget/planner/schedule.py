@@ -195,11 +195,10 @@ class Simulator:
         self,
         graph: StepGraph,
         overheads: Overheads = NO_OVERHEADS,
-        host: Host | None = None,
     ):
-        """Create a simulator with an empty cache."""
+        """Create a simulator with an empty cache, whose schedules move nothing."""
         self.plain = graph
-        self.host = host
+        self.host: Host | None = None
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
         self.known = KnownBlocks(self.graph)
