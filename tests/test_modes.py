@@ -239,7 +239,10 @@ def test_the_report_names_the_mode():
 # What does not fit, and what is no mode.
 
 
-@pytest.mark.parametrize("mode", NAMED[::2])
+@pytest.mark.parametrize(
+    "mode",
+    [*NAMED[::2], *(pytest.param(m, marks=pytest.mark.slow) for m in NAMED[1::2])],
+)
 def test_a_mode_that_takes_too_much_says_what_it_takes_and_what_auto_needs(mode):
     model, batch = made("gpt")
     before = copy.deepcopy(model.state_dict())

@@ -129,7 +129,10 @@ def test_the_peak_of_a_plain_chain_is_n_plus_2(layers: int) -> None:
     assert peak_of_a_step(plain(layers)) == layers + 2
 
 
-@pytest.mark.parametrize("segments", [2, 8, 64])
+@pytest.mark.parametrize(
+    "segments",
+    [2, 8, 64, *(pytest.param(k, marks=pytest.mark.slow) for k in (4, 16, 32))],
+)
 def test_the_peak_in_k_segments_of_m_layers_is_k_plus_m_plus_1(segments: int) -> None:
     expected = segments + 64 // segments + 1
 

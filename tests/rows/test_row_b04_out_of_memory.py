@@ -205,8 +205,9 @@ def test_row_b04_a_verifying_step_without_memory_says_what_the_budget_would_allo
 
 
 @pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("tries", [5, pytest.param(16, marks=pytest.mark.slow)])
 def test_row_b04_an_allocation_that_fails_in_fit_leaves_everything_as_it_was(
-    fake: bool,
+    fake: bool, tries: int
 ):
     model, x = layers(), torch.randn(64, 16)
     before, thread = state_of(model), thread_state()
@@ -216,7 +217,7 @@ def test_row_b04_an_allocation_that_fails_in_fit_leaves_everything_as_it_was(
 
     # A fake profile without memory has no numbers yet.
     expected = torch.OutOfMemoryError if fake else mb.OutOfMemoryError
-    for at in range(1, operators.count, operators.count // 5):
+    for at in range(1, operators.count, operators.count // tries):
         with suppress(expected), FailsAtOne(at):
             mb.fit(model, x, "70%", fake=fake).remove()
         assert state_of(model) == before, at

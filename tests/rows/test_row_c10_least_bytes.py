@@ -85,7 +85,7 @@ factors = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(factors)
 def test_the_least_does_not_depend_on_what_was_timed(name, factors):
     found = profiled(name)
