@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from membudget._torch import is_fake
 from membudget._torch_accelerator import FAILURES, is_on_accelerator, memory_stats
 from membudget.engine.native.library import Library, NoExtensionError
 from membudget.memory.peak import storage_bytes
+from membudget.state.bits import living_tensors
 
 COUNTER = Library("counter", Path(__file__).parent / "native", "the memory counter")
 
@@ -124,7 +124,6 @@ def _visible_bytes() -> int:
 
     Tensors that only C++ refers to, such as those that autograd saved, are not found.
     """
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
     return storage_bytes(
-        t for t in tensors if t.device.type == "cpu" and not is_fake(t)
+        t for t in living_tensors() if t.device.type == "cpu" and not is_fake(t)
     )

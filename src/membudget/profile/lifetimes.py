@@ -14,7 +14,6 @@ another one when it is filled.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from membudget._torch_accelerator import HOST, counts_on
 from membudget.graph import Kind, Phase, Value
-from membudget.state.bits import plain_parts, was_freed
+from membudget.state.bits import living_tensors, plain_parts, was_freed
 
 
 @dataclass(slots=True)
@@ -127,10 +126,9 @@ class Lifetimes:
 
     def know_freed(self) -> None:
         """Register the storages of living tensors that are empty now."""
-        for thing in gc.get_objects():
-            if was_freed(thing):
-                storage = thing.untyped_storage()
-                self._resized[storage._cdata] = ref(storage)
+        for tensor in filter(was_freed, living_tensors()):
+            storage = tensor.untyped_storage()
+            self._resized[storage._cdata] = ref(storage)
 
     def know_as(self, tensor: Tensor, other: Tensor) -> None:
         """Register `tensor` as a stand-in that shares the storage of `other`."""

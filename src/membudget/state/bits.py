@@ -6,6 +6,7 @@ never copied as a whole, whatever their strides.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -154,13 +155,19 @@ def has_changed(
     return now != noted and SKIPPED not in (now, noted)
 
 
-def was_freed(thing: object) -> bool:
-    """Return whether an object is a plain or fake tensor whose storage is empty now."""
+def living_tensors() -> list[Tensor]:
+    """Return all tensors that Python's garbage collector knows.
+
+    Those that only C++ refers to, such as what autograd saved, are not found.
+    """
     # Not `isinstance`, which asks a proxy for the class of what it stands for.
-    if not (type(thing) in PLAIN_CLASSES or is_fake(thing)):
-        return False
-    tensor: Any = thing
-    return (is_fake(tensor) or has_bits(tensor)) and is_freed(tensor)
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor)]
+
+
+def was_freed(tensor: Tensor) -> bool:
+    """Return whether a plain or fake tensor's storage is empty now."""
+    is_plain = type(tensor) in PLAIN_CLASSES and has_bits(tensor)
+    return (is_plain or is_fake(tensor)) and is_freed(tensor)
 
 
 def is_freed(tensor: Tensor) -> bool:
