@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from types import SimpleNamespace
 
@@ -85,6 +86,19 @@ def in_thread(act):
     return box.result
 
 
+def in_thread_of_c(act):
+    """Return what a function returns in a thread that Python did not start."""
+    box, over = SimpleNamespace(), threading.Event()
+
+    def run() -> None:
+        box.result = act()
+        over.set()
+
+    _thread.start_new_thread(run, ())
+    assert over.wait(60)
+    return box.result
+
+
 def test_one_thread_alone_counts_and_is_never_shared(registry):
     assert isolation.enter()
     assert isolation.enter()
@@ -152,3 +166,26 @@ def test_as_long_as_the_other_thread_lives_they_are_shared(registry):
     assert isolation.enter()
     assert not isolation.is_shared()
     isolation.leave()
+
+
+def test_a_thread_of_autograd_is_no_other_thread_once_it_has_left(registry):
+    def enter_as_one_that_logs() -> bool:
+        threading.current_thread()  # Python lists the thread from now on.
+        return isolation.enter()
+
+    assert isolation.enter()
+    assert not in_thread_of_c(enter_as_one_that_logs)
+    assert isolation.is_shared()
+    isolation.leave()
+    assert isolation.enter()
+    assert not isolation.is_shared()
+    isolation.leave()
+
+
+def test_threads_of_autograd_that_run_regions_at_once_are_shared(registry):
+    def enter_beside_another() -> bool:
+        assert isolation.enter()
+        return in_thread_of_c(isolation.enter)
+
+    assert not in_thread_of_c(enter_beside_another)
+    assert isolation.is_shared()

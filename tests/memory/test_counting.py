@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from membudget.memory.counting import Counted
+from tests import devices
 from tests.field.counting_allocator import NoCompilerError, restarted
 
 MIB = 1 << 20
@@ -15,6 +16,8 @@ MIB = 1 << 20
 
 @pytest.fixture
 def counts():
+    gc.collect()
+    devices.settle()
     found = Counted(torch.get_default_device())
     found.start()
     if not found.is_exact:

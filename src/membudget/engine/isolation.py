@@ -86,7 +86,7 @@ def _enter_slowly(registry: _Registry, me: int) -> bool:
     """Register this thread; isolate random operators if other threads run regions."""
     with registry.lock:
         idle = not registry.shared and registry.running <= 0
-        if idle or not _others_alive(registry, me):
+        if idle or not _others_may_run(registry, me):
             registry.owner, registry.running, registry.shared = me, 1, False
             registry.threads = {me}
             return True
@@ -107,9 +107,15 @@ def _serves(owner: int) -> bool:
     return current_graph_task_id() >= 0 and waits_in_backward(owner)
 
 
-def _others_alive(registry: _Registry, me: int) -> bool:
-    # A new thread may reuse the identity of one that has ended.
-    alive = {thread.ident for thread in threading.enumerate()}
+def _others_may_run(registry: _Registry, me: int) -> bool:
+    """Return whether another thread runs a region now, or may run one again."""
+    if registry.owner != me and registry.running > 0:
+        return True
+    # A new thread may reuse the identity of one that has ended. Autograd's own threads
+    # run regions for a thread that waits for them; Python lists them for good once code
+    # in them has asked for its thread, as each message that is logged does.
+    listed = threading.enumerate()
+    alive = {t.ident for t in listed if not isinstance(t, threading._DummyThread)}
     return bool((registry.threads - {me}) & alive)
 
 
