@@ -20,8 +20,9 @@ from membudget.memory.allocator import RESERVED, at_rest
 from tests import shares
 
 # Of each test function, one in so many of its cases runs on a device each time, by the
-# case's name; all of them under `run.py test --all`.
-SHARE = 10
+# case's name; all of them under `run.py test --all`. Of the tests of whole fits and
+# plans, which take long, one function in so many runs, by its name.
+SHARE, OF_FITS = 10, 2
 
 
 def default_generators() -> list[torch.Generator]:
@@ -127,6 +128,10 @@ def share_out(items: list[pytest.Item], device: str, own: Path) -> None:
             item.add_marker(pytest.mark.skip(reason=f"not on {device}: {reason}"))
     for cases in shares.by_function(again):
         shares.leave_all_but(cases, SHARE)
+    of_fits = [item for item in again if item.path.parent == own.parent]
+    for cases in shares.by_function(of_fits):
+        if shares.hash_of(cases[0].nodeid.split("[")[0]) % OF_FITS:
+            shares.leave_out(cases)
 
 
 def _cpu_only(item: pytest.Item) -> str:

@@ -1,7 +1,7 @@
 """Which cases of a test run each time, and which with `run.py test --all` alone.
 
 What is chosen follows from names and from their order: it is the same on every machine.
-No test function is left out.
+On the CPU, no test function is left out.
 """
 
 from __future__ import annotations
@@ -48,9 +48,19 @@ def wanted(request: pytest.FixtureRequest) -> list[str]:
 
 def leave_all_but(cases: list[pytest.Item], one_in: int) -> None:
     """Mark all cases of a function as slow, but one in so many, and at least one."""
-    chosen = [case for case in cases if crc32(case.nodeid.encode()) % one_in == 0]
-    for case in set(cases) - set(chosen or cases[:1]):
+    chosen = [case for case in cases if hash_of(case.nodeid) % one_in == 0]
+    leave_out(set(cases) - set(chosen or cases[:1]))
+
+
+def leave_out(cases: Iterable[pytest.Item]) -> None:
+    """Mark cases as slow."""
+    for case in cases:
         case.add_marker("slow")
+
+
+def hash_of(name: str) -> int:
+    """Return a number that follows from a name, the same in every process."""
+    return crc32(name.encode())
 
 
 def by_function(items: Iterable[pytest.Item]) -> list[list[pytest.Item]]:
