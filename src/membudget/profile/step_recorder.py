@@ -85,8 +85,8 @@ class StepRecorder(Observer):
         self._finds_backward = finds_backward
         self.calls: list[ModuleCall] = []
         self.distinct: dict[Any, RecordedCall] = {}
-        alone = computes_alone()
-        self._clock_ns = time.process_time_ns if alone else time.perf_counter_ns
+        clock_ns = time.process_time_ns if computes_alone() else time.perf_counter_ns
+        self._clock_ns = _no_time if is_fake else clock_ns
         self._is_suspended = False
         self._last_node = 0
         self._newest_node = 0
@@ -255,6 +255,11 @@ class StepRecorder(Observer):
             yield
         finally:
             self._is_suspended = before
+
+
+def _no_time() -> int:
+    """Return the time of a step that is fake, whose seconds are computed."""
+    return 0
 
 
 def _spec_of(tensor: Tensor) -> TensorSpec:
