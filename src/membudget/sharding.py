@@ -48,6 +48,14 @@ def replicas_of(model: Module) -> int:
     return max((wrapper.process_group.size() for wrapper in wrappers), default=1)
 
 
+def ranks_of(model: Module) -> int:
+    """Return how many processes train a model together, by DDP or DTensors."""
+    kind = _imported("torch.distributed.tensor", "DTensor")
+    parameters: list[Any] = [p for p in model.parameters() if isinstance(p, kind)]
+    sizes: list[int] = [p.device_mesh.size() for p in parameters]
+    return max(replicas_of(model), *sizes, 1)
+
+
 def unwrapped_model(model: Module) -> Module:
     """Return what a DistributedDataParallel wraps, or else the model itself.
 

@@ -1,4 +1,4 @@
-"""A loop in DistributedDataParallel: each rank plans for itself, and none waits.
+"""A loop in DDP or of shards: each rank plans for itself, and none waits.
 
 All cases run in one pair of processes, see `budget_ranks`.
 """
@@ -54,12 +54,29 @@ def test_each_rank_keeps_its_own_budget(ranks: Reports, case: str) -> None:
     assert other > 1.2 * first
 
 
-def test_a_micro_batch_that_other_ranks_wait_for_is_not_run_again(
-    ranks: Reports,
+@every_case
+def test_a_budget_communicates_nothing(ranks: Reports, case: str) -> None:
+    for report in ranks:
+        plain, planned = report["cases"][case]["collectives"]
+        assert plain == planned
+
+
+@pytest.mark.parametrize(
+    ("name", "refusal"),
+    [
+        ("FSDP1", "FSDP shards the parameters of"),
+        ("tensor parallel", "ranks whose steps differ wait for each other forever"),
+        ("FSDP2 and tensor parallel", "sharded along several dimensions"),
+        ("copied", "sharded along several dimensions"),
+        ("half", "call fully_shard(model), too, after its blocks"),
+        ("step", "2 ranks train the model together, and step()"),
+    ],
+)
+def test_what_would_wait_for_other_ranks_is_refused_on_all(
+    ranks: Reports, name: str, refusal: str
 ) -> None:
     for report in ranks:
-        assert "averages gradients over 2 ranks" in report["step"]
-        assert "call the model in the loop" in report["step"]
+        assert refusal in report["refusals"][name]
 
 
 def test_a_rank_that_is_refused_ends_the_others_with_its_reason(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Budgeted:
         asked: int | str,
         roots: Sequence[Root],
         file: PlanFile,
-        replicas: int = 1,
+        ranks: int = 1,
     ):
         """Store what each model carries; called by `budget`.
 
@@ -48,9 +48,9 @@ class Budgeted:
             asked: The budget, as it was given.
             roots: What each model carries.
             file: What an earlier run learned.
-            replicas: Number of ranks that average their gradients.
+            ranks: How many processes train the models together.
         """
-        self._replicas = replicas
+        self._ranks = ranks
         self._asked = asked
         self._roots = tuple(roots)
         self._file = file
@@ -62,7 +62,7 @@ class Budgeted:
 
         Raises:
             OptionError: If a model carries regions or another budget, is compiled, is
-                part of another one, or is trained by several processes together.
+                part of another one, or its regions would wait for other processes.
         """
         if self._hooks:
             return self
@@ -110,8 +110,8 @@ class Budgeted:
             What the function returns.
 
         Raises:
-            OptionError: If several ranks average their gradients: this one alone would
-                send them again.
+            OptionError: If several ranks train the model, of which this one alone would
+                communicate again.
             torch.OutOfMemoryError: If the smallest plan finds no memory twice.
             RecomputeMismatchError: If recomputed tensors differ in every attempt.
 
@@ -126,11 +126,11 @@ class Budgeted:
             ...     fitted.step(loss).shape
             torch.Size([])
         """
-        if self._replicas > 1:
+        if self._ranks > 1:
             raise OptionError(
-                f"DistributedDataParallel averages gradients over {self._replicas} "
-                "ranks, and step() would run a micro-batch again on one of them alone, "
-                "whose collectives no other rank answers: call the model in the loop"
+                f"{self._ranks} ranks train the model together, and step() would run a "
+                "micro-batch again on one of them alone, whose collectives no other "
+                "rank answers: call the model in the loop"
             )
         result, retries = run_until_done(function, self._roots)
         self._retries += retries
@@ -220,6 +220,6 @@ class Budgeted:
         """Stop; say what plans keep if memory ran out."""
         if error is not None:
             explain(error, (root.sets for root in self._roots), OUTSIDE)
-            if self._replicas > 1:
+            if self._ranks > 1:
                 note_reason(error)
         self.stop()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from membudget._torch_modules import without_gradient_hooks
+from membudget.sharding import is_fully_sharded
 from membudget.state.identity import is_leaf
 
 
@@ -28,6 +29,8 @@ class LeavesOf:
     def __init__(self, model: Module):
         """Make them; what is no leaf itself (`functional_call`) has one, too."""
         named = dict(model.named_parameters(remove_duplicate=False))
+        if is_fully_sharded(model):
+            named = {}  # FSDP puts others in their place; see `shards`.
         self._parameters = {id(p): p for p in named.values()}
         self._leaves = {key: _leaf(p) for key, p in self._parameters.items()}
         self.by_name = {name: self._leaves[id(p)] for name, p in named.items()}
@@ -39,7 +42,7 @@ class LeavesOf:
 
     def of(self, parameter: Tensor) -> Tensor:
         """Return what stands in for a parameter."""
-        return self._leaves[id(parameter)]
+        return self._leaves.get(id(parameter), parameter)
 
     def begin(self) -> None:
         """Give each the gradient that its parameter had when this was made."""
