@@ -22,7 +22,8 @@ Twin = Callable[[Tensor], Tensor]
 def units_replaced(model: Module, twin: Twin) -> Iterator[None]:
     """Let the units of a model hold other tensors, and be as between two steps.
 
-    Nothing is communicated inside. On exit, everything is as it was.
+    Those that are gathered stay so: within its forward, the model itself is. Nothing is
+    communicated inside. On exit, everything is as it was.
 
     Args:
         model: A model whose units `is_replaceable`.
@@ -32,6 +33,7 @@ def units_replaced(model: Module, twin: Twin) -> Iterator[None]:
     kept = [(thing, dict(vars(thing))) for state in states for thing in _parts(state)]
     placed = list(_placed(states))
     gradients = [_unreduced(parameter) for parameter in _parameters(states)]
+    gathered = [unit for unit in _units(model) if is_gathered(unit)]
     try:
         for state in states:
             _begin_anew(state)
@@ -39,6 +41,8 @@ def units_replaced(model: Module, twin: Twin) -> Iterator[None]:
             _replace(parameter, twin)
         if any(map(_is_any, gradients)):
             _give_unreduced(model, states, gradients, twin)
+        for unit in gathered:
+            unit.unshard()
         yield
     finally:
         for thing, attributes in kept:
@@ -62,6 +66,13 @@ def is_replaceable(model: Module) -> bool:
     )
 
 
+def is_gathered(unit: Any) -> bool:
+    """Return whether the parameters of a unit are whole now."""
+    return any(
+        group.is_unsharded for group in unit._get_fsdp_state()._fsdp_param_groups
+    )
+
+
 def units_told(model: Module) -> Hashable:
     """Return what a step of the units depends on beside the parameters.
 
@@ -82,11 +93,14 @@ def _is_special(parameter: Any) -> bool:
 
 def _states(model: Module) -> Iterator[Any]:
     known = set()
-    for module in model.modules():
-        get: Any = getattr(module, "_get_fsdp_state", None)
-        if get is not None and id(state := get()) not in known:
+    for unit in _units(model):
+        if id(state := unit._get_fsdp_state()) not in known:
             known.add(id(state))
             yield state
+
+
+def _units(model: Module) -> Iterator[Any]:
+    return (m for m in model.modules() if hasattr(m, "_get_fsdp_state"))
 
 
 def _groups(states: Iterable[Any]) -> Iterator[Any]:
@@ -184,11 +198,9 @@ def _give_unreduced(
     twin: Twin,
 ) -> None:
     """Give whole parameters, which are made for that, the gradients that they had."""
-    for module in model.modules():
-        unit: Any = module
-        if hasattr(unit, "_get_fsdp_state"):
-            unit.unshard()
-            unit.reshard()
+    for unit in _units(model):
+        unit.unshard()
+        unit.reshard()
     for parameter, (own, cast) in zip(_parameters(states), gradients, strict=True):
         if own is not None:
             parameter._unsharded_param.grad = twin(own)

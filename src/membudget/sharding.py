@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from membudget._torch import is_fake
+from membudget._torch_fsdp import is_gathered
 from membudget.errors import OptionError
 from membudget.state.bits import plain_parts
 
@@ -108,12 +109,13 @@ def prepare_units(model: Module) -> None:
     """Let FSDP2 make what each unit gathers into, which is freed until a step needs it.
 
     FSDP would make it in its first step, which therefore takes other bytes than those
-    that follow.
+    that follow. A unit that is gathered has it.
     """
     for name in units_of(model):
         unit: Any = model.get_submodule(name)
-        unit.unshard()
-        unit.reshard()
+        if not is_gathered(unit):
+            unit.unshard()
+            unit.reshard()
 
 
 def _is_fake(parameter: Any) -> bool:

@@ -30,11 +30,11 @@ from membudget.loop.shards import without_shards
 from membudget.profile import profile_step
 from membudget.profile.optimizer_step import next_step_bytes
 from membudget.state.bits import plain_parts
-from tests.behaviours.sharded_models import HALF, Feeds, batch, fsdp2
+from tests.behaviours.sharded_models import HALF, WIDTH, Feeds, batch, fsdp2
 
 pytestmark = pytest.mark.distributed
 
-RANKS = 3
+RANKS, WIDE = 3, 999
 WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "not resharded": {"reshard_after_forward": False},
@@ -104,6 +104,26 @@ def test_gradients_that_have_yet_to_be_reduced_are_there_in_the_recording(
     predicted = recorded_bytes(model, x)
 
     assert predicted == mb.peak(lambda: model(x).backward()).peak_bytes
+
+
+def test_what_is_gathered_before_is_not_in_the_recorded_peak(mesh: Any) -> None:
+    x = batch(0).repeat(8, 4, 1)
+    model = trained(fsdp2(Wide(), mesh), x)
+    whole_bytes = recorded_bytes(model, x)
+    with torch.no_grad():
+        model(x)  # The model's own parameters stay gathered, as within its forward.
+    predicted = recorded_bytes(model, x)
+
+    assert whole_bytes - predicted > 0.9 * WIDE * WIDTH * 4
+    assert predicted == mb.peak(lambda: model(x).backward()).peak_bytes
+
+
+class Wide(Feeds):
+    """Feeds with a wide head, which is in the model's own unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WIDE)
 
 
 def test_everything_is_as_it_was_after_a_recording(mesh: Any) -> None:
