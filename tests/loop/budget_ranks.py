@@ -24,7 +24,7 @@ from tests.behaviours.sharded_ranks import local
 from tests.faults.ranks import chosen, report_rank
 from tests.loop.training import counted
 
-STEPS, SHARE = 4, 0.75
+STEPS, SHARE = 3, 0.75
 REFUSED = ("FSDP1", "tensor parallel", "FSDP2 and tensor parallel")
 
 Pass = Callable[[Any, list[Tensor], int], None]
