@@ -45,7 +45,7 @@ FLOORS = (
     ("records", "callsite columns operator_names text progress"),
     (
         "torch, errors",
-        "_torch _torch_accelerator _torch_distributed _torch_modules "
+        "_torch _torch_accelerator _torch_distributed _torch_fsdp _torch_modules "
         "_torch_observing _torch_pipelining _torch_settings _torch_stage allocation "
         "errors",
     ),

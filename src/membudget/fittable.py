@@ -7,10 +7,17 @@ from inspect import signature
 
 from torch.nn import Module
 
+from membudget._torch_fsdp import is_replaceable
 from membudget._torch_modules import is_compiled
 from membudget.attach import has_region
 from membudget.errors import OptionError
-from membudget.sharding import flattened_of, replicas_of, sharding_of
+from membudget.sharding import (
+    flattened_of,
+    is_fully_sharded,
+    replicas_of,
+    sharding_of,
+    units_of,
+)
 from membudget.step import Step
 
 
@@ -27,7 +34,7 @@ def check_fittable(step: Step) -> None:
 
 
 def check_model(model: Module) -> None:
-    """Reject a model that waits for other processes, or has regions.
+    """Reject a model whose regions wait for other processes, or that has regions.
 
     Raises:
         OptionError: If it is such a model.
@@ -86,7 +93,10 @@ def _check_wrapper(model: Module) -> None:
 
 
 def _check_processes(model: Module) -> None:
-    """Reject a model whose steps wait for those of other processes."""
+    """Reject a model whose regions may wait for those of other processes."""
+    if is_fully_sharded(model):
+        _check_units(model)
+        return
     sharding, replicas = sharding_of(model), replicas_of(model)
     if sharding is None and replicas > 1:
         sharding = f"DistributedDataParallel averages gradients over {replicas} ranks"
@@ -96,6 +106,22 @@ def _check_processes(model: Module) -> None:
             "plan from what it has met so far, and ranks whose steps differ wait for "
             "each other forever. Make one plan for all: fit(model, batch, budget) on "
             "every rank, with the largest batch of the loop"
+        )
+
+
+def _check_units(model: Module) -> None:
+    """Reject a model whose step cannot be recorded beside the shards of this rank."""
+    if "" not in units_of(model):
+        raise OptionError(
+            f"fully_shard shards parts of {type(model).__name__}, and not what the "
+            "loop calls: call fully_shard(model), too, after its blocks"
+        )
+    if not is_replaceable(model):
+        raise OptionError(
+            f"{type(model).__name__} is sharded along several dimensions, or its "
+            "shards are on the host or no plain tensors, so its calls cannot be "
+            "recorded without memory. Make one plan for all ranks: fit(model, batch, "
+            "budget) on every rank, with the largest batch of the loop"
         )
 
 

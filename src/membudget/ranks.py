@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.nn import Module
 
 from membudget._torch_distributed import common_store
+from membudget.allocation import is_out_of_memory
 from membudget.errors import MembudgetError, RankError
 from membudget.sharding import replicas_of, sharding_of
 
@@ -128,6 +129,35 @@ class Ranks:
             )
             raise error
         raise RankError(int(rank), why, what) from error
+
+
+def note_reason(error: BaseException) -> None:
+    """Tell the other ranks why this one leaves its loop, or note why another has left.
+
+    A reason is an error of membudget, or that memory ran out. Those that wait for a
+    rank whose process has ended get an error that says so, and not why.
+    """
+    if isinstance(error, MembudgetError) or is_out_of_memory(error):
+        first = _first_reason(f"{dist.get_rank()} {_text(error)}")
+        text = "the other ranks wait for this one until its process ends: end it"
+    elif isinstance(error, RuntimeError):
+        first, text = _known_reason(), ""
+    else:
+        return
+    rank, _, why = (first or "").partition(" ")
+    if rank and int(rank) != dist.get_rank():
+        text = f"rank {rank} left before: {why}"
+    if text:
+        error.add_note(f"{text}, and start the processes again")
+
+
+def _known_reason() -> str | None:
+    """Return why the first rank has failed, if one has and the store is still there."""
+    try:
+        store = common_store()
+        return str(store.get(_REASON), "utf-8") if store.check([_REASON]) else None
+    except Exception:
+        return None
 
 
 def _first_reason(mine: str) -> str | None:

@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from membudget._torch import is_fake
+from membudget._torch_fsdp import is_gathered
 from membudget.errors import OptionError
 from membudget.state.bits import plain_parts
 
@@ -46,6 +47,14 @@ def replicas_of(model: Module) -> int:
     """Return over how many processes DDP averages a model's gradients; 1 without it."""
     wrappers = [m for m in model.modules() if isinstance(m, DistributedDataParallel)]
     return max((wrapper.process_group.size() for wrapper in wrappers), default=1)
+
+
+def ranks_of(model: Module) -> int:
+    """Return how many processes train a model together, by DDP or DTensors."""
+    kind = _imported("torch.distributed.tensor", "DTensor")
+    parameters: list[Any] = [p for p in model.parameters() if isinstance(p, kind)]
+    sizes: list[int] = [p.device_mesh.size() for p in parameters]
+    return max(replicas_of(model), *sizes, 1)
 
 
 def unwrapped_model(model: Module) -> Module:
@@ -100,12 +109,13 @@ def prepare_units(model: Module) -> None:
     """Let FSDP2 make what each unit gathers into, which is freed until a step needs it.
 
     FSDP would make it in its first step, which therefore takes other bytes than those
-    that follow.
+    that follow. A unit that is gathered has it.
     """
     for name in units_of(model):
         unit: Any = model.get_submodule(name)
-        unit.unshard()
-        unit.reshard()
+        if not is_gathered(unit):
+            unit.unshard()
+            unit.reshard()
 
 
 def _is_fake(parameter: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -50,6 +52,32 @@ def test_hooks_that_step_an_optimizer_do_not_run():
     assert not stepped
     model(torch.randint(64, (2, 8))).sum().backward()
     assert len(stepped) == len(list(model.parameters()))
+
+
+def test_hooks_that_wait_for_complete_gradients_do_not_run():
+    """DistributedDataParallel and Megatron hang theirs on autograd's own nodes."""
+    model = Language()
+    views: list[Any] = [
+        parameter.view_as(parameter) for parameter in model.parameters()
+    ]
+    accumulators = [view.grad_fn.next_functions[0][0] for view in views]
+    complete: list[str] = []
+    for node in accumulators:
+        node.register_hook(lambda *_: complete.append("accumulated"))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: complete.append("made"))
+    recorded(model, torch.randint(64, (2, 8)))
+    assert not complete
+    model(torch.randint(64, (2, 8))).sum().backward()
+    assert len(complete) == 2 * len(accumulators)
+
+
+def test_gradients_of_a_recording_are_those_of_the_parameters():
+    model = Language()
+    graph = recorded(model, torch.randint(64, (2, 8))).profile.graph
+    found = {s.name: s.bytes for s in graph.storages if s.kind == "gradient"}
+    assert found == {name: p.nbytes for name, p in model.named_parameters()}
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_what_made_the_arguments_is_not_run_backward():

@@ -4,12 +4,12 @@
 apart, `room` says what is left for one, `plans` chooses a plan, `regions` puts it on
 the model, `meter` measures what the call takes, `awaited` knows whose backward pass is
 still to come, `casts` what autocast caches, and `step_needs` what the optimizer will
-take. `micro_batch` records a call without memory, `point` predicts it under a plan, and
-`kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
-without gradients, and `twice` gradients that keep their graph. `host_room`
-says what may be moved to the host. `budgeted` is what a user sees, `undo` and `report`
-serve its `step` and `status`; `learned` and `plan_file` hand what is known to the next
-run.
+take. `micro_batch` records a call without memory, with `leaves` for parameters and FSDP
+without its `shards`, `point` predicts it under a plan, and `kind` predicts calls of
+other sizes from a few points; `evaluation` foresees calls without gradients, and
+`twice` gradients that keep their graph. `host_room` says what may be moved to the host.
+`budgeted` is what a user sees, `undo` and `report` serve its `step` and `status`;
+`learned` and `plan_file` hand what is known to the next run.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from membudget.loop.root import Root
 from membudget.memory.counting import Counted
 from membudget.planner.plan import Plan
 from membudget.profile.optimizer_step import unwrapped
+from membudget.sharding import ranks_of, unwrapped_model
 from membudget.step import check_arguments
 from membudget.text import parse_bytes
 
@@ -59,7 +60,9 @@ def budget(
     recorded. Gradients, buffers and random streams are bitwise those of the plain loop.
 
     Args:
-        model: The module whose forward the loop calls, or several, as for a GAN.
+        model: The module whose forward the loop calls, or several, as for a GAN. In
+            DistributedDataParallel, or sharded by `fully_shard`, each rank plans for
+            its own micro-batches.
         budget: Total bytes, as a number or `"20GiB"`, that live tensors may take on the
             model's device, whoever holds them. `"40%"` means 40 % of what the plain
             micro-batch takes above that, `"40% of activations"` its gradients plus
@@ -120,9 +123,11 @@ def budget(
     if not 0 < verify <= 1:
         raise OptionError(f"verify must be a share above 0, at most 1; got {verify!r}")
     limit = share_of(budget) or parse_bytes(budget)
-    models = [*model] if isinstance(model, Sequence) else [model]
-    for one in models:
+    given = [*model] if isinstance(model, Sequence) else [model]
+    for one in given:
         check_arguments(one)
+    # No region in it communicates, so that each rank may plan for itself.
+    models = [unwrapped_model(one) for one in given]
     devices = [_device_of(one) for one in models]
     hosts = host_rooms(host, offload, devices)
     steps = unwrapped(optimizer)
@@ -130,7 +135,8 @@ def budget(
         Root(one, Room(limit, on_exceed, Counted(on)), steps, float(verify), hosts[on])
         for one, on in zip(models, devices, strict=True)
     ]
-    return Budgeted(budget, roots, PlanFile(roots, plan))
+    ranks = max(map(ranks_of, given), default=1)
+    return Budgeted(budget, roots, PlanFile(roots, plan), ranks)
 
 
 def _device_of(model: Module) -> torch.device:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from membudget.errors import BudgetWarning
+from membudget.errors import BudgetWarning, OptionError
 from membudget.fittable import check_apart, check_model, check_not_compiled
 from membudget.loop.closure import followed
 from membudget.loop.host_room import notes_on
@@ -24,6 +24,7 @@ from membudget.loop.report import LoopStatus, SituationStatus
 from membudget.loop.root import Root
 from membudget.loop.undo import run_until_done
 from membudget.planner.plan import Plan
+from membudget.ranks import note_reason
 
 R = TypeVar("R")
 
@@ -34,8 +35,22 @@ class Budgeted:
     As a context manager, it is started on entry, and stopped on exit.
     """
 
-    def __init__(self, asked: int | str, roots: Sequence[Root], file: PlanFile):
-        """Store what each model carries; called by `budget`."""
+    def __init__(
+        self,
+        asked: int | str,
+        roots: Sequence[Root],
+        file: PlanFile,
+        ranks: int = 1,
+    ):
+        """Store what each model carries; called by `budget`.
+
+        Args:
+            asked: The budget, as it was given.
+            roots: What each model carries.
+            file: What an earlier run learned.
+            ranks: How many processes train the models together.
+        """
+        self._ranks = ranks
         self._asked = asked
         self._roots = tuple(roots)
         self._file = file
@@ -47,7 +62,7 @@ class Budgeted:
 
         Raises:
             OptionError: If a model carries regions or another budget, is compiled, is
-                part of another one, or is trained by several processes together.
+                part of another one, or its regions would wait for other processes.
         """
         if self._hooks:
             return self
@@ -95,6 +110,8 @@ class Budgeted:
             What the function returns.
 
         Raises:
+            OptionError: If several ranks train the model, of which this one alone would
+                communicate again.
             torch.OutOfMemoryError: If the smallest plan finds no memory twice.
             RecomputeMismatchError: If recomputed tensors differ in every attempt.
 
@@ -109,6 +126,12 @@ class Budgeted:
             ...     fitted.step(loss).shape
             torch.Size([])
         """
+        if self._ranks > 1:
+            raise OptionError(
+                f"{self._ranks} ranks train the model together, and step() would run a "
+                "micro-batch again on one of them alone, whose collectives no other "
+                "rank answers: call the model in the loop"
+            )
         result, retries = run_until_done(function, self._roots)
         self._retries += retries
         return result
@@ -197,4 +220,6 @@ class Budgeted:
         """Stop; say what plans keep if memory ran out."""
         if error is not None:
             explain(error, (root.sets for root in self._roots), OUTSIDE)
+            if self._ranks > 1:
+                note_reason(error)
         self.stop()

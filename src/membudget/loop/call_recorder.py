@@ -15,9 +15,12 @@ from membudget.errors import OptionError
 from membudget.loop.casts import CachedCasts
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
 from membudget.loop.regions import RegionSets
+from membudget.loop.shards import without_shards
+from membudget.planning import without_calls
 from membudget.profile import Profile, profile_step
 from membudget.profile.devices import Device
 from membudget.progress import stage
+from membudget.sharding import around_units, is_fully_sharded
 from membudget.state.autocast import casts_kept
 from membudget.step import Step
 
@@ -74,8 +77,9 @@ class CallRecorder:
         Raises:
             UnrecordableError: If the model does not run on fake tensors.
         """
-        step = MicroBatchStep(self._model, *self._call)
-        found = self.recorded(step, self._optimizer)
+        with without_shards(self._model):
+            step = MicroBatchStep(self._model, *self._call)
+            found = self.recorded(step, self._optimizer)
         self._casts.direct_reads = max(self._casts.direct_reads, found.direct_reads)
         return found
 
@@ -89,7 +93,12 @@ class CallRecorder:
         text = "recording a call of the model, without memory"
         try:
             # Modes of the user's would count operators that are not the loop's.
-            with without_dispatch_modes(), casts_kept(), stage(text):
+            with (
+                without_dispatch_modes(),
+                casts_kept(),
+                without_shards(self._model),
+                stage(text),
+            ):
                 profile = self._profiled(step, optimizer)
         except Exception as error:
             if is_out_of_memory(error):
@@ -98,6 +107,10 @@ class CallRecorder:
         return RecordedBatch(profile, self._casts.names())
 
     def _profiled(self, step: Step, optimizer: Optimizer | None) -> Profile:
+        if is_fully_sharded(self._model):
+            self.not_foreseen = "fully_shard shards its parameters"
+            profile = profile_step(step, None, True, self._device)
+            return without_calls(profile, set(around_units(self._model)))
         if optimizer is not None:
             try:
                 return profile_step(step, optimizer, True, self._device)

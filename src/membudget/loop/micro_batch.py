@@ -29,10 +29,10 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from membudget._torch import tree_map_only
-from membudget._torch_modules import without_gradient_hooks
 from membudget.attach import without_wrapper
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, StepGraph, Value
+from membudget.loop.leaves import LeavesOf
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
 from membudget.state.identity import is_leaf
@@ -53,26 +53,18 @@ class MicroBatchStep(Step):
     Attributes:
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
-        gradients: Gradients that were there before the call, by parameter.
+        leaves_of: What stands in for the parameters of the model.
     """
 
     def __init__(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
         """Define the step; nothing runs."""
-        # The backward pass must end where the call begins: what made the arguments, or
-        # parameters that stand in for the model's own (`functional_call`), is not run.
+        # The backward pass must end where the call begins: what made the arguments is
+        # not run.
         args, kwargs = tree_map_only(Tensor, _leaf_of, (args, kwargs))
         super().__init__(model, [args, kwargs], None)
         self.args, self.kwargs = args, kwargs
         self.loss_from = "the model's outputs"
-        named = dict(model.named_parameters(remove_duplicate=False))
-        made = any(not is_leaf(parameter) for parameter in named.values())
-        leaves = {id(p): _leaf_of(p) for p in named.values()} if made else {}
-        self._stand_ins = {n: leaves[id(p)] for n, p in named.items() if made}
-        self.gradients = [
-            (parameter, parameter.grad)
-            for parameter in model.parameters()
-            if is_leaf(parameter) and parameter.grad is not None
-        ]
+        self.leaves_of = LeavesOf(model)
 
     def run(self, before_backward: Callable[[], None] | None = None) -> Any:
         """Run forward and backward; the outputs stay live, as they do in most loops.
@@ -80,14 +72,13 @@ class MicroBatchStep(Step):
         Raises:
             OptionError: If no output requires a gradient.
         """
-        for parameter, gradient in self.gradients:
-            parameter.grad = gradient
+        self.leaves_of.begin()
         clear_casts()
         output = self._called()
         roots = differentiable(output)
         if not roots:
             raise OptionError("no output of the model requires a gradient")
-        with outside_autocast(), without_gradient_hooks(self.model.parameters()):
+        with outside_autocast(), self.leaves_of.gradients_kept():
             if before_backward is not None:
                 before_backward()
             gradients = [torch.empty_like(root) for root in roots]
@@ -96,9 +87,9 @@ class MicroBatchStep(Step):
 
     def _called(self) -> Any:
         with without_wrapper(self.model):
-            if not self._stand_ins:
-                return self.model(*self.args, **self.kwargs)
-            return functional_call(self.model, self._stand_ins, self.args, self.kwargs)
+            return functional_call(
+                self.model, self.leaves_of.by_name, self.args, self.kwargs
+            )
 
 
 def _leaf_of(tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from membudget.planner.schedule import Schedule
 from membudget.planning import make_plan
 from membudget.report.kept_text import kept_text
 from membudget.selection import default_names
+from membudget.sharding import around_units
 
 AGAIN = (
     "The next forward runs under a tighter plan; to run this one again, call it by "
@@ -85,7 +86,8 @@ class RegionSets:
         if None not in self._sets:
             options = checked_options({"engine": "auto", **self._options})
             try:
-                names = default_names(self._model)
+                around = set(around_units(self._model))  # There FSDP gathers.
+                names = [n for n in default_names(self._model) if n not in around]
             except SelectionError:
                 names = [""]
             self._sets[None] = self._noted(

@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import is_fake, may_read_bytes, tree_iter
+from membudget._torch_fsdp import units_told
 from membudget._torch_modules import own_parameters
+from membudget.sharding import is_fully_sharded
 from membudget.state.autocast import autocast_state
 from membudget.state.identity import is_leaf
 
@@ -62,6 +64,7 @@ def situation_of(
     kind = (
         *(told, tuple(kwargs), autocast_state(), pending),
         *(parameters, _training(modules), torch.get_default_dtype()),
+        *((units_told(model),) if is_fully_sharded(model) else ()),
     )
     return Situation(kind, sizes)
 

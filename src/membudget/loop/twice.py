@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from membudget._torch import new_fake_mode, tree_map_only
-from membudget._torch_modules import is_asked, without_gradient_hooks
+from membudget._torch_modules import is_asked
 from membudget.loop.awaited import Forward
 from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.history import History
@@ -99,11 +99,12 @@ class TwiceStep(MicroBatchStep):
         """Run the step; what the inner backward pass has made is live until its end."""
         output = self._called()
         roots = differentiable(output)
-        leaves = [*self.model.parameters(), *tensors_of(self.args, self.kwargs)]
+        parameters = map(self.leaves_of.of, self.model.parameters())
+        leaves = [*parameters, *tensors_of(self.args, self.kwargs)]
         asked = [
             leaf for leaf, is_one in zip(leaves, self._asked, strict=True) if is_one
         ]
-        with outside_autocast(), without_gradient_hooks(self.model.parameters()):
+        with outside_autocast(), self.leaves_of.gradients_kept():
             seeds = [torch.empty_like(root, requires_grad=True) for root in roots]
             inner = torch.autograd.grad(
                 roots, asked, seeds, create_graph=True, allow_unused=True

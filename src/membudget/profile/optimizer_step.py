@@ -77,10 +77,11 @@ def record_optimizer(
                 f"({error}); profile without it"
             ) from error
     recorder.lifetimes.stop()
+    device = step.device  # Which looks through all tensors.
     return storage_bytes(
         state
         for state in _tensors(dict(double.state))
-        if counts_on(step.device, state.device)
+        if counts_on(device, state.device)
     )
 
 

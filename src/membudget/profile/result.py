@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from membudget.errors import OptionError
 from membudget.graph import Operator, Saved, StaticBytes, StepGraph, Storage, Value
 from membudget.ops import decides, facts_of
 from membudget.planner.timeline import Timeline, timeline
+from membudget.profile.in_place import add_in_place
 from membudget.profile.kinds import PeakKind, peak_by_kind
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedStorage
 from membudget.profile.step_recorder import StepRecorder
@@ -124,7 +125,7 @@ class Profile:
 
 def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
     """Assemble the recorded step into a graph with the recorded operator times."""
-    _add_in_place(recorder)
+    add_in_place(recorder)
     count = len(recorder.operators)
     values = recorder.lifetimes.values
     phases = [operator.phase for operator in recorder.operators]
@@ -154,69 +155,6 @@ def assemble(recorder: StepRecorder, optimizer_bytes: int) -> StepGraph:
 
 def _first(phases: Sequence[str], wanted: Sequence[str]) -> int:
     return next((i for i, p in enumerate(phases) if p in wanted), len(phases))
-
-
-def _add_in_place(recorder: StepRecorder) -> None:
-    """Move accumulated gradients to the storages that an unrecorded step would use.
-
-    Without a dispatch mode, autograd works in place in two cases: it adds a gradient to
-    another one whose storage nothing else holds, and it writes the gradient of
-    `x[index]` into new zeros. Under the recorder's dispatch mode, autograd allocates a
-    new tensor instead. The result of an addition or indexed write therefore moves to
-    its first operand's storage, if the operand is not a view and dies at the operator.
-    """
-    values = recorder.lifetimes.values
-    last_sum: dict[int, int] = {}
-    for index, operator in enumerate(recorder.operators):
-        if operator.phase != "backward" or operator.node is None:
-            continue
-        name = str(operator.operator)
-        # Only sums at which two nodes meet are autograd's; others are a formula's own.
-        is_sum = name == "aten.add.Tensor" and len(operator.inputs) == 2
-        if is_sum and not _meets_another_node(recorder, operator):
-            continue
-        if not is_sum and name != "aten.index_put.default":
-            continue
-        made, older = values[operator.outputs[0]], values[operator.inputs[0]]
-        if _can_take(recorder.lifetimes, older, made, index, last_sum):
-            last_sum[older.storage] = index
-            _merge(recorder.lifetimes, older.storage, made.storage)
-
-
-def _meets_another_node(recorder: StepRecorder, operator: RecordedOperator) -> bool:
-    """Return whether an addition sums the gradients from two autograd nodes."""
-    nodes = []
-    for position in operator.inputs:
-        producer = recorder.lifetimes.values[position].operator
-        nodes.append(recorder.operators[producer].node if producer >= 0 else None)
-    return nodes[0] != nodes[1] and operator.node in nodes
-
-
-def _can_take(
-    lifetimes: Lifetimes,
-    older: Value,
-    made: Value,
-    moment: int,
-    last_sum: dict[int, int],
-) -> bool:
-    old, new = lifetimes.storages[older.storage], lifetimes.storages[made.storage]
-    return (
-        # Not a view: made with its storage, or by the last sum moved there.
-        older.operator in (old.birth, last_sum.get(older.storage))
-        and old.birth >= 0
-        and old.death == moment + 1
-        and new.birth == moment
-        and old.bytes == new.bytes
-    )
-
-
-def _merge(lifetimes: Lifetimes, target: int, made: int) -> None:
-    old, new = lifetimes.storages[target], lifetimes.storages[made]
-    old.death, old.kind, old.name = new.death, new.kind, new.name
-    new.bytes, new.kind, new.name = 0, "activation", ""
-    for index, value in enumerate(lifetimes.values):
-        if value.storage == made:
-            lifetimes.values[index] = replace(value, storage=target)
 
 
 def _operator(lifetimes: Lifetimes, index: int, recorded: RecordedOperator) -> Operator:

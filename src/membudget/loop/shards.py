@@ -1,0 +1,34 @@
+"""Take the shards of a model out of the way while a call of it is recorded.
+
+The rank's own shards hold what is trained, and FSDP is about to run, or runs, its real
+forward. The recording gets units of fake tensors that communicate nothing, so that no
+other rank has to record at the same time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from torch.nn import Module
+
+from membudget._torch import is_fake
+from membudget._torch_fsdp import units_replaced
+from membudget.profile.fake import fake_tensors, twin
+from membudget.sharding import is_fully_sharded
+from membudget.state.bits import plain_parts
+
+
+@contextmanager
+def without_shards(model: Module) -> Iterator[None]:
+    """Let a model that `fully_shard` has sharded have fake shards, if it has others."""
+    with ExitStack() as stack:
+        if is_fully_sharded(model) and not _is_fake(model):
+            with fake_tensors([]):  # In whose mode the twins are fake.
+                stack.enter_context(units_replaced(model, twin))
+        yield
+
+
+def _is_fake(model: Module) -> bool:
+    first = next(model.parameters())
+    return any(map(is_fake, plain_parts(first)))
