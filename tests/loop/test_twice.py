@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -148,6 +150,34 @@ def test_the_gradients_that_are_asked_for_are_recorded_alone(monkeypatch):
     assert step._asked == [False] * count + [True]
     (step,) = recorded_by(monkeypatch, adapted, "recurrent")
     assert step._asked == [True] * (len(step._asked) - 1) + [False]
+
+
+def test_a_call_that_is_recorded_is_no_call_of_the_loop():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 4), nn.Tanh())
+    with mb.budget(model, "1GiB") as fitted:
+        weights = list(model.parameters())
+        total = model(torch.arange(8)).square().sum()  # Integers are never fake.
+        slopes = torch.autograd.grad(total, weights, create_graph=True)
+        torch.stack([slope.square().sum() for slope in slopes]).sum().backward()
+    assert [situation.uses for situation in fitted.status().situations] == [1]
+
+
+def test_a_refused_backward_pass_leaves_no_cycle_around_what_it_kept():
+    model, inputs, targets = made("mixed")
+    inputs.requires_grad_()
+    gc.collect()
+    gc.disable()
+    try:
+        with suppress(mb.BudgetError), mb.budget(model, 500_000):
+            total = model(inputs).sum()
+            kept = ref(total)
+            torch.autograd.grad(total, inputs, create_graph=True)
+            raise AssertionError("it was not refused")
+        del total
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_a_sparse_argument_is_trained_with_as_before():

@@ -35,6 +35,7 @@ class CallRecorder:
     Attributes:
         not_foreseen: Why the optimizer's step is in no recording; empty if it is, or if
             no optimizer was given.
+        is_recording: Whether the model is called to be recorded now.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class CallRecorder:
         """
         self._device = device
         self.not_foreseen = ""
+        self.is_recording = False
         self._model = model
         # In each recording or in none, to compare them.
         self._optimizer = optimizer
@@ -91,6 +93,7 @@ class CallRecorder:
         """
         self._sets.clear()
         text = "recording a call of the model, without memory"
+        self.is_recording = True
         try:
             # Modes of the user's would count operators that are not the loop's.
             with (
@@ -104,6 +107,8 @@ class CallRecorder:
             if is_out_of_memory(error):
                 raise
             raise UnrecordableError(f"{type(error).__name__}: {error}") from error
+        finally:
+            self.is_recording = False
         return RecordedBatch(profile, self._casts.names())
 
     def _profiled(self, step: Step, optimizer: Optimizer | None) -> Profile:

@@ -117,7 +117,8 @@ class Root:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
         """Run the model's forward, under a plan if a backward pass may follow."""
-        if self._is_quiet or has_fakes(self.model, args, kwargs):
+        is_ours = self._is_quiet or self._recorder.is_recording
+        if is_ours or has_fakes(self.model, args, kwargs):
             return self._inner(function, args, kwargs)
         self._is_quiet = True  # Calls of the model inside of itself are part of this.
         try:

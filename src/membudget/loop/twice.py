@@ -25,6 +25,8 @@ from torch.nn import Module
 
 from membudget._torch import new_fake_mode, tree_map_only
 from membudget._torch_modules import is_asked
+from membudget.allowance import Budget
+from membudget.errors import BudgetError
 from membudget.loop.awaited import Forward
 from membudget.loop.call_recorder import CallRecorder, UnrecordableError
 from membudget.loop.history import History
@@ -153,15 +155,8 @@ class Twice:
         history.expect(need_bytes)
         budget = self._room.for_micro_batch(history)
         if need_bytes > budget.step_bytes:
-            what = (
-                f"a micro-batch of {history.text} whose backward pass keeps its graph"
-            )
-            error = budget.too_small_for(what, need_bytes)
-            schedule = plain_schedule(profile.graph)
-            name_holders(
-                error, profile.graph, schedule, budget.before_bytes, "plain one"
-            )
-            self._room.refuse(error)
+            # No name of its own: a traceback through this frame would hold it.
+            self._room.refuse(_refusal(profile, history.text, need_bytes, budget))
 
     def check(self, history: History, output_bytes: int) -> None:
         """Refuse a forward beside whose outputs an outer backward pass finds no room.
@@ -181,6 +176,16 @@ class Twice:
         if outer_bytes and outer_bytes + output_bytes > budget.step_bytes:
             what = "a backward pass through one that keeps its graph"
             self._room.refuse(budget.too_small_for(what, outer_bytes + output_bytes))
+
+
+def _refusal(
+    profile: Profile, text: str, need_bytes: int, budget: Budget
+) -> BudgetError:
+    what = f"a micro-batch of {text} whose backward pass keeps its graph"
+    error = budget.too_small_for(what, need_bytes)
+    graph, before_bytes = profile.graph, budget.before_bytes
+    name_holders(error, graph, plain_schedule(graph), before_bytes, "plain one")
+    return error
 
 
 def _outer_bytes(profile: Profile) -> int:
