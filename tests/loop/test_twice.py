@@ -164,7 +164,7 @@ def test_a_call_that_is_recorded_is_no_call_of_the_loop():
 
 
 def test_a_refused_backward_pass_leaves_no_cycle_around_what_it_kept():
-    model, inputs, targets = made("mixed")
+    model, inputs, _ = made("mixed")
     inputs.requires_grad_()
     gc.collect()
     gc.disable()
