@@ -169,7 +169,8 @@ class RecordedBatch:
             if self.cached and operator.name.startswith("aten._to_copy."):
                 of = graph.values[operator.inputs[0]].storage
                 facts = graph.storages[of]
-                if facts.kind == "parameter" and facts.name in self.cached:
+                is_held = facts.kind in ("parameter", "outside")
+                if is_held and facts.name in self.cached:
                     found[graph.values[operator.outputs[0]].storage] = of
         return found
 
