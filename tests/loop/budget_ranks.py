@@ -83,6 +83,15 @@ class Levels(Feeds):
         self.blocks.insert(1, Levelled())
 
 
+class Counting(Feeds):
+    """Feeds that count the rows of all ranks when they are evaluated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            dist.all_reduce(torch.tensor(len(x)))
+        return super().forward(x)
+
+
 class Longest(Feeds):
     """Feeds that know the longest batch of all ranks."""
 
@@ -112,6 +121,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Pass]] = {
     "FSDP2, two forwards for one backward pass": (partial(sharded, "FSDP2"), together),
     "DDP, a block communicates": (lambda: DistributedDataParallel(Levels()), once),
     "FSDP2, a block communicates": (lambda: fsdp2(Levels()), once),
+    "FSDP2, evaluating over ranks": (lambda: fsdp2(Counting()), evaluating),
 }
 
 

@@ -47,8 +47,8 @@ def nothing_sent(model: Module) -> Iterator[None]:
         raise SendingError(
             f"{type(model).__name__} waits for other ranks in its forward, or sends "
             f"them integers ({found.refused}), and no rank can record that alone. Give "
-            "budget() a list of those parts of the model that do not; or leave it out, "
-            "and give every rank the same rule, as in apply(model, blocks=Block)"
+            "regions by a rule to those of its blocks that do not, as in "
+            "apply(model, blocks=Block)"
         ) from error
 
 
