@@ -37,7 +37,7 @@ def nothing_sent(model: Module) -> Iterator[None]:
     if not (dist.is_available() and dist.is_initialized()):
         yield
         return
-    found = _Unsent()
+    found = _Sending()
     try:
         with found:
             yield
@@ -52,7 +52,7 @@ def nothing_sent(model: Module) -> Iterator[None]:
         ) from error
 
 
-class _Unsent(DispatchMode):
+class _Sending(DispatchMode):
     """Refuses collectives of real tensors.
 
     Attributes:
