@@ -30,6 +30,16 @@ def forget_meshes() -> None:
     debug._clear_sharding_prop_cache()
 
 
+def wrapper_in_forward() -> Any:
+    """Return the DistributedDataParallel whose forward is running; `None` without one.
+
+    Nothing in a module tells that DDP wraps it.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    return DistributedDataParallel._active_ddp_module
+
+
 def common_store() -> Any:
     """Return the store through which the ranks of the default group have met.
 

@@ -66,6 +66,11 @@ def is_replaceable(model: Module) -> bool:
     )
 
 
+def is_part_of_unit(model: Any) -> bool:
+    """Return whether FSDP has found another unit around this one in a forward."""
+    return model._get_fsdp_state()._is_root is False
+
+
 def is_gathered(unit: Any) -> bool:
     """Return whether the parameters of a unit are whole now."""
     return any(

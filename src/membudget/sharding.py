@@ -14,6 +14,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from membudget._torch import is_fake
+from membudget._torch_distributed import wrapper_in_forward
 from membudget._torch_fsdp import is_gathered
 from membudget.errors import OptionError
 from membudget.state.bits import plain_parts
@@ -55,6 +56,15 @@ def ranks_of(model: Module) -> int:
     parameters: list[Any] = [p for p in model.parameters() if isinstance(p, kind)]
     sizes: list[int] = [p.device_mesh.size() for p in parameters]
     return max(replicas_of(model), *sizes, 1)
+
+
+def ranks_around(model: Module) -> int:
+    """Return how many processes train a model together, which is in its forward.
+
+    The model may be part of what a DistributedDataParallel wraps.
+    """
+    wrapper = wrapper_in_forward()
+    return max(ranks_of(model), 1 if wrapper is None else replicas_of(wrapper))
 
 
 def unwrapped_model(model: Module) -> Module:

@@ -12,14 +12,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import membudget as mb
+from membudget._torch import is_fake
 from tests.behaviours.one_plan_ranks import Collectives
-from tests.behaviours.sharded_models import Feeds, batch, sharded
+from tests.behaviours.sharded_models import Feed, Feeds, batch, fsdp2, sharded
 from tests.behaviours.sharded_ranks import local
 from tests.faults.ranks import chosen, report_rank
 from tests.loop.training import counted
@@ -63,6 +65,42 @@ def evaluating(model: Any, given: list[Tensor], rank: int) -> None:
     model(given[2]).backward()
 
 
+class Levelled(Feed):
+    """A block that asks for the level of all ranks, as synchronised norms do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        level = x.detach().mean()
+        dist.all_reduce(level)
+        return x * torch.sigmoid(level)
+
+
+class Levels(Feeds):
+    """Four blocks, of which one communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.insert(1, Levelled())
+
+
+class Counting(Feeds):
+    """Feeds that count the rows of all ranks when they are evaluated."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            dist.all_reduce(torch.tensor(len(x)))
+        return super().forward(x)
+
+
+class Longest(Feeds):
+    """Feeds that know the longest batch of all ranks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        longest = torch.tensor(x.shape[1])
+        dist.all_reduce(longest, dist.ReduceOp.MAX)
+        return super().forward(x) * x.shape[1] / int(longest)
+
+
 def ddp(**options: Any) -> Callable[[], nn.Module]:
     return lambda: DistributedDataParallel(Feeds(), **options)
 
@@ -81,6 +119,9 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Pass]] = {
     "FSDP2, not resharded": (partial(sharded, "FSDP2, not resharded"), once),
     "FSDP2 in bfloat16": (partial(sharded, "FSDP2 in bfloat16"), once),
     "FSDP2, two forwards for one backward pass": (partial(sharded, "FSDP2"), together),
+    "DDP, a block communicates": (lambda: DistributedDataParallel(Levels()), once),
+    "FSDP2, a block communicates": (lambda: fsdp2(Levels()), once),
+    "FSDP2, evaluating over ranks": (lambda: fsdp2(Counting()), evaluating),
 }
 
 
@@ -156,7 +197,50 @@ def copied() -> nn.Module:
     return model
 
 
+def called(model: nn.Module, held: nn.Module | None = None) -> Callable[[], object]:
+    """Return a function that opens a budget on a model or its part, and calls it."""
+
+    def call() -> None:
+        with mb.budget(held or model, "1GiB"):
+            model(batch(0))
+
+    return call
+
+
+def out_of_memory(rank: int) -> dict[str, Any]:
+    """Report what is said, and how often `step` runs, where memory runs out.
+
+    The budget is on what DDP wraps, so that nothing tells before of the other rank.
+    """
+    model, runs = DistributedDataParallel(Feeds()), []
+
+    def fail(_: nn.Module, given: tuple[Tensor]) -> None:
+        if not is_fake(*given):
+            raise torch.OutOfMemoryError("none left")
+
+    def run() -> None:
+        runs.append(model.module.blocks[1].register_forward_pre_hook(fail))
+        model(batch(rank))
+
+    try:
+        with mb.budget(model.module, "1GiB") as fitted:
+            fitted.step(run)
+    except torch.OutOfMemoryError as error:
+        return {"runs": len(runs), "notes": "\n".join(error.__notes__)}
+    return {"runs": len(runs), "notes": "no error"}
+
+
 def refusals() -> dict[str, str]:
+    part: Any = sharded("FSDP2")
+    calls = {
+        "integers": called(DistributedDataParallel(Longest())),
+        "part": called(part, part.blocks[0]),
+    }
+    found = {name: refusal(call) for name, call in calls.items()}
+    return {**found, **not_begun()}
+
+
+def not_begun() -> dict[str, str]:
     ways = {way: partial(sharded, way) for way in REFUSED}
     models: dict[str, Callable[[], nn.Module]]
     models = {**ways, "half": half_sharded, "copied": copied}
@@ -170,6 +254,7 @@ def all_reports(rank: int) -> dict[str, Any]:
     step = mb.budget(DistributedDataParallel(Feeds()), "1GiB").step
     return {
         "cases": {name: compared(name, rank) for name in chosen(CASES)},
+        "out of memory": out_of_memory(rank),
         "refusals": {**refusals(), "step": refusal(lambda: step(lambda: None))},
     }
 

@@ -69,6 +69,11 @@ def test_a_budget_communicates_nothing(ranks: Reports, case: str) -> None:
         ("FSDP2 and tensor parallel", "sharded along several dimensions"),
         ("copied", "sharded along several dimensions"),
         ("half", "call fully_shard(model), too, after its blocks"),
+        (
+            "integers",
+            "Longest waits for other ranks in its forward, or sends them integers",
+        ),
+        ("part", "is part of a model that fully_shard shards"),
         ("step", "2 ranks train the model together, and step()"),
     ],
 )
@@ -77,6 +82,15 @@ def test_what_would_wait_for_other_ranks_is_refused_on_all(
 ) -> None:
     for report in ranks:
         assert refusal in report["refusals"][name]
+
+
+def test_no_rank_alone_runs_a_micro_batch_again_for_which_memory_ran_out(
+    ranks: Reports,
+) -> None:
+    for report in ranks:
+        assert report["out of memory"]["runs"] == 1
+        assert "2 ranks train the model together" in report["out of memory"]["notes"]
+        assert "step()" not in report["out of memory"]["notes"]
 
 
 def test_a_rank_that_is_refused_ends_the_others_with_its_reason(tmp_path: Path) -> None:

@@ -25,7 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from membudget._torch_distributed import fake_store, forget_meshes
 from membudget._torch_fsdp import is_replaceable, units_told
+from membudget.loop.call_recorder import CallRecorder
+from membudget.loop.casts import CachedCasts
 from membudget.loop.micro_batch import MicroBatchStep
+from membudget.loop.regions import RegionSets
 from membudget.loop.shards import without_shards
 from membudget.profile import profile_step
 from membudget.profile.optimizer_step import next_step_bytes
@@ -172,6 +175,22 @@ def test_the_state_that_an_optimizer_makes_is_foreseen_of_the_shards(mesh: Any) 
     states = [s for of in optimizer.state.values() for s in of.values()]
 
     assert foreseen == sum(part.nbytes for part in parts(states))
+
+
+def test_casts_of_gathered_parameters_that_autocast_caches_are_known(
+    mesh: Any,
+) -> None:
+    x = batch(0)
+    model = trained(fsdp2(Feeds(), mesh), x)
+    sets, casts = RegionSets(model, 0.01), CachedCasts(model)
+    recorder = CallRecorder(model, None, sets, casts)
+    with torch.autocast("cpu", torch.bfloat16), recorder.about((x,), {}):
+        found = recorder.record()
+    storages = found.profile.graph.storages
+    linear = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    numbers = sum(p.numel() for module in linear for p in module.parameters())
+
+    assert sum(storages[cast].bytes for cast in found.casts) == 2 * numbers
 
 
 def test_shards_that_are_not_plain_are_told_from_others(mesh: Any) -> None:

@@ -4,10 +4,11 @@
 apart, `room` says what is left for one, `plans` chooses a plan, `regions` puts it on
 the model, `meter` measures what the call takes, `awaited` knows whose backward pass is
 still to come, `casts` what autocast caches, and `step_needs` what the optimizer will
-take. `micro_batch` records a call without memory, with `leaves` for parameters and FSDP
-without its `shards`, `point` predicts it under a plan, and `kind` predicts calls of
-other sizes from a few points; `evaluation` foresees calls without gradients, and
-`twice` gradients that keep their graph. `host_room` says what may be moved to the host.
+take. `micro_batch` records a call without memory, with `leaves` for parameters, FSDP
+without its `shards`, and no `collectives` sent. `point` predicts it under a plan, and
+`kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
+without gradients, and `twice` gradients that keep their graph. `host_room` says what
+may be moved to the host.
 `budgeted` is what a user sees, `undo` and `report` serve its `step` and `status`;
 `learned` and `plan_file` hand what is known to the next run.
 """

@@ -50,9 +50,10 @@ class Budgeted:
             file: What an earlier run learned.
             ranks: How many processes train the models together.
         """
-        self._ranks = ranks
         self._asked = asked
         self._roots = tuple(roots)
+        for root in roots:
+            root.sets.ranks = ranks
         self._file = file
         self._hooks: list[Any] = []
         self._retries = 0
@@ -135,6 +136,10 @@ class Budgeted:
         result, retries = run_until_done(function, self._roots)
         self._retries += retries
         return result
+
+    @property
+    def _ranks(self) -> int:
+        return max(root.sets.ranks for root in self._roots)
 
     @property
     def plan(self) -> Plan:

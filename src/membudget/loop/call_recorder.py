@@ -13,6 +13,7 @@ from membudget._torch import without_dispatch_modes
 from membudget.allocation import is_out_of_memory
 from membudget.errors import OptionError
 from membudget.loop.casts import CachedCasts
+from membudget.loop.collectives import SendingError, nothing_sent
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
 from membudget.loop.regions import RegionSets
 from membudget.loop.shards import without_shards
@@ -98,13 +99,14 @@ class CallRecorder:
             # Modes of the user's would count operators that are not the loop's.
             with (
                 without_dispatch_modes(),
+                nothing_sent(self._model),
                 casts_kept(),
                 without_shards(self._model),
                 stage(text),
             ):
                 profile = self._profiled(step, optimizer)
         except Exception as error:
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) or isinstance(error, SendingError):
                 raise
             raise UnrecordableError(f"{type(error).__name__}: {error}") from error
         finally:

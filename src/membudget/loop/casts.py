@@ -11,8 +11,12 @@ from torch.nn import Module
 
 from membudget._torch import is_any_autocast_enabled
 from membudget._torch_modules import own_parameters
+from membudget.sharding import is_fully_sharded
 from membudget.state.autocast import clear_casts
 from membudget.state.identity import is_leaf, version_of
+
+GATHERED = ""
+"""The name, in recordings, of parameters that FSDP gathers."""
 
 
 class CachedCasts:
@@ -56,4 +60,7 @@ class CachedCasts:
         if not (is_any_autocast_enabled() and torch.is_autocast_cache_enabled()):
             return frozenset()
         named = self._model.named_parameters()
-        return frozenset(n for n, p in named if p.requires_grad and is_leaf(p))
+        found = {n for n, p in named if p.requires_grad and is_leaf(p)}
+        return frozenset(
+            found | ({GATHERED} if is_fully_sharded(self._model) else set())
+        )

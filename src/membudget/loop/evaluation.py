@@ -24,6 +24,7 @@ from membudget.attach import without_wrapper
 from membudget.errors import BudgetError
 from membudget.graph import StepGraph
 from membudget.loop.call_recorder import CallRecorder, UnrecordableError
+from membudget.loop.collectives import SendingError
 from membudget.loop.micro_batch import RecordedBatch
 from membudget.loop.room import Room
 from membudget.loop.situation import Sizes, evaluation_of, sizes_text
@@ -155,7 +156,7 @@ class Evaluations:
             return
         try:
             found = self._recorded(args, kwargs)
-        except UnrecordableError as error:
+        except (UnrecordableError, SendingError) as error:
             self.why_not = str(error)
             return
         needs[situation.sizes] = found.need_bytes

@@ -31,7 +31,8 @@ from torch.nn import Module
 from membudget._torch import tree_map_only
 from membudget.attach import without_wrapper
 from membudget.errors import OptionError
-from membudget.graph import ModuleCall, StepGraph, Value
+from membudget.graph import ModuleCall, Operator, StepGraph, Value
+from membudget.loop.collectives import COLLECTIVES
 from membudget.loop.leaves import LeavesOf
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
@@ -168,7 +169,8 @@ class RecordedBatch:
             if self.cached and operator.name.startswith("aten._to_copy."):
                 of = graph.values[operator.inputs[0]].storage
                 facts = graph.storages[of]
-                if facts.kind == "parameter" and facts.name in self.cached:
+                is_held = facts.kind in ("parameter", "outside")
+                if is_held and facts.name in self.cached:
                     found[graph.values[operator.outputs[0]].storage] = of
         return found
 
@@ -201,22 +203,29 @@ class RecordedBatch:
 
 
 def _steady(graph: StepGraph) -> tuple[ModuleCall, ...]:
-    """Return the module calls, those empty that may skip a part of themselves.
+    """Return the module calls, those empty that no region may run again as a whole.
 
-    They draw single random numbers, by which models drop layers: another draw runs
-    other operators, for which a plan of the whole call would not hold.
+    Some draw single random numbers, by which models drop layers: another draw runs
+    other operators, for which a plan of the whole call would not hold. Others
+    communicate, as SyncBatchNorm does: the other ranks would not answer a second time.
     """
-    draws = [
+    unsteady = [
         index
         for index, operator in enumerate(graph.operators[: graph.backward_start])
-        if operator.name.startswith("aten.rand.")
-        and all(math.prod(graph.values[v].shape) == 1 for v in operator.outputs)
+        if operator.name.startswith(COLLECTIVES) or _draws_one(graph, operator)
     ]
     return tuple(
         replace(call, end=call.start)
-        if any(call.start <= index < call.end for index in draws)
+        if any(call.start <= index < call.end for index in unsteady)
         else call
         for call in graph.calls
+    )
+
+
+def _draws_one(graph: StepGraph, operator: Operator) -> bool:
+    is_uniform = operator.name.startswith("aten.rand.")
+    return is_uniform and all(
+        math.prod(graph.values[v].shape) == 1 for v in operator.outputs
     )
 
 

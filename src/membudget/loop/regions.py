@@ -22,7 +22,7 @@ from membudget.planner.schedule import Schedule
 from membudget.planning import make_plan
 from membudget.report.kept_text import kept_text
 from membudget.selection import default_names
-from membudget.sharding import around_units
+from membudget.sharding import around_units, ranks_around
 
 AGAIN = (
     "The next forward runs under a tighter plan; to run this one again, call it by "
@@ -38,6 +38,11 @@ NEVER = (
     "smaller one"
 )
 
+ON_RANKS = (
+    "{} ranks train the model together, and none of them can run a micro-batch again "
+    "alone: start them again with a smaller budget or smaller micro-batches"
+)
+
 _RegionPlans = tuple[RegionPlan, ...]
 
 
@@ -46,6 +51,7 @@ class RegionSets:
 
     Attributes:
         inner: What the model itself would carry under the plan in force.
+        ranks: How many processes train the model together, as far as is known.
     """
 
     def __init__(self, model: Module, verify: float, host: HostRoom | None = None):
@@ -57,6 +63,7 @@ class RegionSets:
             host: What moves tensors to the host; `None` if nothing does.
         """
         self._host = host
+        self.ranks = 1
         self.inner: Carried | None = None
         self._model = model
         self._options = {"verify": verify}
@@ -129,6 +136,8 @@ class RegionSets:
                 put(module, carried, name)
 
     def _noted(self, carried: dict[str, Carried]) -> PlanRegions:
+        # Now, in its forward: it may have been wrapped or sharded after the budget.
+        self.ranks = max(self.ranks, ranks_around(self._model))
         modules = dict(self._model.named_modules())
         found = (of.statistics for of in carried.values())
         self._statistics += [statistics for statistics in found if statistics]
@@ -137,6 +146,10 @@ class RegionSets:
 
 def explain(error: BaseException, sets: Iterable[RegionSets], remedy: str) -> None:
     """Say what the plans in force keep, and what helps, if memory ran out."""
+    sets = tuple(sets)
+    ranks = max(of.ranks for of in sets)
+    if ranks > 1 and remedy in (AGAIN, OUTSIDE):
+        remedy = ON_RANKS.format(ranks)
 
     def text() -> str:
         return ". ".join([*filter(None, (of.kept_text() for of in sets)), remedy])

@@ -50,6 +50,8 @@ def run_until_done(function: Callable[[], R], roots: Sequence[Root]) -> tuple[R,
                 is_inexact = isinstance(error, RecomputeMismatchError)
                 if not is_inexact and not is_out_of_memory(error):
                     raise
+                if any(root.sets.ranks > 1 for root in roots):
+                    raise  # Its collectives would find no other rank.
                 let_go(error)
                 before.undo()
                 for root in roots:
