@@ -1,4 +1,4 @@
-"""Offloading where several streams compute: each waits for what it reads."""
+"""Offloading where several streams or devices compute: each waits for what it reads."""
 
 from __future__ import annotations
 
@@ -63,3 +63,27 @@ def test_a_region_writes_to_what_it_offloads_once_that_was_copied(
     assert x.grad is not None
     assert torch.equal(found.cpu(), x.grad.cpu())
     assert off.status().full_bytes == (4096 if host == "64" else 0)
+
+
+def test_a_block_of_the_host_is_not_written_before_another_device_has_read_it():
+    emu.configure(link_bytes_per_s=1e6)
+    off = mb.offload("4KiB", window=0, smallest=1)  # All that one graph saves.
+
+    def slopes(i: int, around: Any) -> Tensor:
+        numbers = torch.linspace(-1, 1, 256, device=f"emu:{i % 2}")
+        x = (numbers * (i + 1)).requires_grad_()
+        with around:
+            y = x
+            for _ in range(4):
+                y = y.tanh()
+            loss = y.sum()
+        loss.item()  # The copies out are made, and nobody waits for those back.
+        loss.backward()
+        assert x.grad is not None
+        return x.grad
+
+    expected = [slopes(i, nullcontext()).cpu() for i in range(6)]
+    for _ in range(2):
+        found = [slopes(i, off) for i in range(6)]
+        for i in reversed(range(6)):
+            assert torch.equal(found[i].cpu(), expected[i])
