@@ -6,20 +6,15 @@ its report, as that of a script does with the error.
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import warnings
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import membudget as mb
 from tests.behaviours.sharded_models import batch, sharded
-from tests.faults.ranks import WORLD_SIZE
+from tests.faults.ranks import report_end, told
 
 FAILING = 1
 PASSES = {"forward": 1, "backward": 7}
@@ -46,31 +41,16 @@ def fails_in(model: Any, name: str) -> None:
 
 def outcome(rank: int, folder: Path) -> dict[str, Any]:
     """Fit, and report how that ends."""
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder / 'meeting-point'}",
-        rank=rank,
-        world_size=WORLD_SIZE,
-        timeout=timedelta(seconds=300),
-    )
     model = sharded("FSDP2")
     if rank == FAILING:
         fails_in(model, folder.name)
     try:
         mb.fit(model, batch(rank), "70%")
     except RuntimeError as error:
-        return {
-            "kind": type(error).__name__,
-            "text": "\n".join([str(error), *getattr(error, "__notes__", ())]),
-            "rank": getattr(error, "rank", None),
-        }
+        return {**told(error), "rank": getattr(error, "rank", None)}
     return {"kind": "no error"}
 
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    own_rank, place = int(sys.argv[1]), Path(sys.argv[2])
-    found = outcome(own_rank, place)
-    (place / f"report-{own_rank}.json").write_text(json.dumps(found))
-    os._exit(0)  # As in `report_rank`.
+    report_end(outcome)

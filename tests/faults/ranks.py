@@ -113,6 +113,32 @@ def report_rank(body: Callable[[int], Any]) -> None:
 
     The rank, the folder and the number of ranks are the script's arguments.
     """
+    rank, folder = _joined(_DEADLINE_S / 2)
+    try:
+        _write(rank, folder, body(rank))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    _leave()
+
+
+def report_end(body: Callable[[int, Path], Any]) -> None:
+    """Join the group, run `body` with the rank and the folder, and leave the others.
+
+    They hear that this process has ended, and nothing else.
+    """
+    rank, folder = _joined(_DEADLINE_S / 3)
+    _write(rank, folder, body(rank, folder))
+    _leave()
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """Return what a rank reports of an error."""
+    text = "\n".join([str(error), *getattr(error, "__notes__", ())])
+    return {"kind": type(error).__name__, "text": text}
+
+
+def _joined(timeout_s: float) -> tuple[int, Path]:
     rank, folder, world_size = int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group(
@@ -120,17 +146,19 @@ def report_rank(body: Callable[[int], Any]) -> None:
         init_method=f"file://{folder / 'meeting-point'}",
         rank=rank,
         world_size=world_size,
-        timeout=timedelta(seconds=_DEADLINE_S / 2),
+        timeout=timedelta(seconds=timeout_s),
     )
-    try:
-        report = body(rank)
-        (folder / f"report-{rank}.json").write_text(json.dumps(report))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+    return rank, folder
+
+
+def _write(rank: int, folder: Path, report: Any) -> None:
+    (folder / f"report-{rank}.json").write_text(json.dumps(report))
+
+
+def _leave() -> None:
     # Past the interpreter's teardown, which races with gloo's threads: about one run in
     # twelve aborts there ("terminate called without an active exception"), also where
-    # only torch's own checkpoint ran. The report is written, the group is destroyed.
+    # only torch's own checkpoint ran. The report is written.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
