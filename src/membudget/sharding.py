@@ -81,7 +81,7 @@ def check_replaceable(model: Module) -> None:
     Raises:
         OptionError: If a wrapper (DDP, FSDP) holds the parameters in its own tensors.
     """
-    if is_fully_sharded(model) and all(map(_is_fake, model.parameters())):
+    if has_fake_shards(model):
         return
     for module in model.modules():
         if isinstance(module, (DistributedDataParallel, *_fsdp_classes())):
@@ -96,7 +96,14 @@ def check_replaceable(model: Module) -> None:
 
 def is_fully_sharded(model: Module) -> bool:
     """Return whether FSDP2's `fully_shard` has sharded any of a model's modules."""
-    return any(True for _ in units_of(model))
+    kind = _imported("torch.distributed.fsdp", "FSDPModule")
+    return bool(kind) and any(isinstance(m, kind) for m in model.modules())
+
+
+def has_fake_shards(model: Module) -> bool:
+    """Return whether FSDP2's shards of a model are fake tensors, all of them."""
+    parts = (part for p in model.parameters() for part in plain_parts(p))
+    return is_fully_sharded(model) and all(map(is_fake, parts))
 
 
 def units_of(model: Module) -> Iterator[str]:
@@ -126,10 +133,6 @@ def prepare_units(model: Module) -> None:
         if not is_gathered(unit):
             unit.unshard()
             unit.reshard()
-
-
-def _is_fake(parameter: Any) -> bool:
-    return all(map(is_fake, plain_parts(parameter)))
 
 
 def _fsdp_classes() -> tuple[type, ...]:

@@ -12,35 +12,27 @@ from contextlib import ExitStack, contextmanager
 
 from torch.nn import Module
 
-from membudget._torch import is_fake
 from membudget._torch_fsdp import is_part_of_unit, units_replaced
 from membudget.errors import OptionError
 from membudget.profile.fake import fake_tensors, twin
-from membudget.sharding import is_fully_sharded
-from membudget.state.bits import plain_parts
+from membudget.sharding import has_fake_shards, is_fully_sharded
 
 
 @contextmanager
 def without_shards(model: Module) -> Iterator[None]:
     """Let a model that `fully_shard` has sharded have fake shards, if it has others."""
     with ExitStack() as stack:
-        if is_fully_sharded(model) and not _is_fake(model):
+        if is_fully_sharded(model) and not has_fake_shards(model):
             if is_part_of_unit(model):
-                raise part_of_unit(model)
+                raise _part_of_unit(model)
             with fake_tensors([]):  # In whose mode the twins are fake.
                 stack.enter_context(units_replaced(model, twin))
         yield
 
 
-def part_of_unit(model: Module) -> OptionError:
-    """Return the error about a model whose step is part of another unit's step."""
+def _part_of_unit(model: Module) -> OptionError:
     return OptionError(
         f"{type(model).__name__} is part of a model that fully_shard shards, whose "
         "other parameters FSDP gathers and frees together with those of this part: "
         "give budget() the module that the loop calls"
     )
-
-
-def _is_fake(model: Module) -> bool:
-    first = next(model.parameters())
-    return any(map(is_fake, plain_parts(first)))
