@@ -8,9 +8,8 @@ take. `micro_batch` records a call without memory, with `leaves` for parameters,
 without its `shards`, and no `collectives` sent. `point` predicts it under a plan, and
 `kind` predicts calls of other sizes from a few points; `evaluation` foresees calls
 without gradients, and `twice` gradients that keep their graph. `host_room` says what
-may be moved to the host.
-`budgeted` is what a user sees, `undo` and `report` serve its `step` and `status`;
-`learned` and `plan_file` hand what is known to the next run.
+may be moved to the host. `budgeted` is what a user sees, `undo` and `report` serve its
+`step` and `status`; `learned` and `plan_file` hand what is known to the next run.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from torch.nn import Module
 from membudget._torch import DispatchMode, is_fake, tree_iter
 from membudget.errors import OptionError
 
-COLLECTIVES = ("c10d.", "_c10d_functional.")
-"""How the names of the operators begin that a module's own code communicates by."""
+OWN_COLLECTIVES = ("c10d.", "_c10d_functional.")
+"""How the names of the operators begin by which a module's own code communicates."""
 
 
 class SendingError(OptionError):
@@ -65,7 +65,7 @@ class _Sending(DispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = str(func)
-        if name.startswith(COLLECTIVES) and _is_real(args, kwargs):
+        if name.startswith(OWN_COLLECTIVES) and _is_real(args, kwargs):
             self.refused = name
             raise OptionError(f"{name} would be sent")
         return func(*args, **(kwargs or {}))

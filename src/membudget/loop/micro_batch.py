@@ -32,7 +32,7 @@ from membudget._torch import tree_map_only
 from membudget.attach import without_wrapper
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, Operator, StepGraph, Value
-from membudget.loop.collectives import COLLECTIVES
+from membudget.loop.collectives import OWN_COLLECTIVES
 from membudget.loop.leaves import LeavesOf
 from membudget.profile import Profile
 from membudget.state.autocast import clear_casts, outside_autocast
@@ -212,7 +212,7 @@ def _steady(graph: StepGraph) -> tuple[ModuleCall, ...]:
     unsteady = [
         index
         for index, operator in enumerate(graph.operators[: graph.backward_start])
-        if operator.name.startswith(COLLECTIVES) or _draws_one(graph, operator)
+        if operator.name.startswith(OWN_COLLECTIVES) or _draws_one(graph, operator)
     ]
     return tuple(
         replace(call, end=call.start)
