@@ -14,6 +14,7 @@ import sys
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import torch
 from membudget.engine import isolation, native
 from membudget.engine.calls import forget_calls
 from tests import devices, seconds, shares
+from tests.faults.ranks import WORLD_SIZE, RunWanted, run_ranks
 
 EMULATED = Path(__file__).parent / "emulated"
 
@@ -123,6 +125,19 @@ def on_device(config: pytest.Config, path: Path) -> Iterator[None]:
     with torch.device(device):
         yield
     torch.accelerator.synchronize()
+
+
+@pytest.fixture(scope="module")
+def run_wanted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> RunWanted:
+    """Run a script beside the test file, with the cases of the tests that run."""
+
+    def run(script: str, world_size: int = WORLD_SIZE) -> list[Any]:
+        place, folder = request.path.with_name(script), tmp_path_factory.mktemp("ranks")
+        return run_ranks(place, folder, world_size, shares.wanted(request))
+
+    return run
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed
 
-from tests import shares
-from tests.faults.ranks import ROOT, run_ranks
+from tests.faults.ranks import ROOT, RunWanted
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -32,12 +31,8 @@ every_sharded_way = pytest.mark.parametrize("way", [way for way in WAYS if way !
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Report]:
-    script = Path(__file__).with_name("sharded_ranks.py")
-    folder = tmp_path_factory.mktemp("sharded")
-    return run_ranks(script, folder, only=shares.wanted(request))
+def ranks(run_wanted: RunWanted) -> list[Report]:
+    return run_wanted("sharded_ranks.py")
 
 
 @pytest.fixture(scope="module")

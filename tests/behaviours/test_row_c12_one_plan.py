@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from tests import shares
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import RunWanted, run_ranks
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -33,12 +32,8 @@ every_case = pytest.mark.parametrize("case", CASES)
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
-    script = Path(__file__).with_name("one_plan_ranks.py")
-    folder = tmp_path_factory.mktemp("one-plan")
-    return run_ranks(script, folder, only=shares.wanted(request))
+def ranks(run_wanted: RunWanted) -> list[dict[str, Any]]:
+    return run_wanted("one_plan_ranks.py")
 
 
 def of_ranks(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:

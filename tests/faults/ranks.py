@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,13 @@ import torch.distributed as dist
 WORLD_SIZE = 2
 ROOT = Path(__file__).parents[2]
 _DEADLINE_S = 900  # Met by a deadlock alone, however busy the machine is.
+
+
+class RunWanted(Protocol):
+    """Runs what the tests of a file need of a script beside it, on every rank."""
+
+    def __call__(self, script: str, world_size: int = WORLD_SIZE) -> list[Any]:
+        """Return each rank's report."""
 
 
 def run_ranks(

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed
 
-from tests import shares
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import RunWanted, run_ranks
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -27,12 +26,8 @@ Reports = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Reports:
-    script = Path(__file__).with_name("budget_ranks.py")
-    folder = tmp_path_factory.mktemp("budget")
-    return run_ranks(script, folder, only=shares.wanted(request))
+def ranks(run_wanted: RunWanted) -> Reports:
+    return run_wanted("budget_ranks.py")
 
 
 @every_case

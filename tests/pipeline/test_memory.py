@@ -5,14 +5,12 @@ All cases run in one group of three processes; see `memory_ranks`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
-from tests import shares
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import RunWanted
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -25,12 +23,8 @@ Reports = list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Reports:
-    script = Path(__file__).with_name("memory_ranks.py")
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(script, folder, RANKS, shares.wanted(request))
+def ranks(run_wanted: RunWanted) -> Reports:
+    return run_wanted("memory_ranks.py", RANKS)
 
 
 @pytest.mark.parametrize("rank", range(RANKS))

@@ -5,14 +5,12 @@ All cases run in one pair of processes; see `schedule_ranks`.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed
 
-from tests import shares
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import RunWanted
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -30,12 +28,8 @@ ways = pytest.mark.parametrize("way", WAYS)
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Reports:
-    script = Path(__file__).with_name("schedule_ranks.py")
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(script, folder, only=shares.wanted(request))
+def ranks(run_wanted: RunWanted) -> Reports:
+    return run_wanted("schedule_ranks.py")
 
 
 @schedules

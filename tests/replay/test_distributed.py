@@ -8,13 +8,10 @@ DTensors that communicate. All cases run in one pair of processes; see
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch.distributed
 
-from tests import shares
-from tests.faults.ranks import run_ranks
+from tests.faults.ranks import RunWanted
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without distributed", allow_module_level=True)
@@ -28,12 +25,8 @@ Outcomes = dict[str, dict[str, str]]
 
 
 @pytest.fixture(scope="module")
-def ranks(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> list[Outcomes]:
-    script = Path(__file__).with_name("distributed_ranks.py")
-    folder = tmp_path_factory.mktemp("ranks")
-    return run_ranks(script, folder, only=shares.wanted(request))
+def ranks(run_wanted: RunWanted) -> list[Outcomes]:
+    return run_wanted("distributed_ranks.py")
 
 
 def cases(is_count: bool) -> pytest.MarkDecorator:
