@@ -127,10 +127,9 @@ def measured_device(device: torch.device) -> Device:
 
 
 def _flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
-    """Return the rate of matrix products, of which the last is the largest.
+    """Return the rate of the largest matrix product that was timed.
 
-    They grow until one takes long enough to be told from its launch, or there is no
-    memory for larger ones.
+    Products grow until one takes much longer than its launch, or memory runs out.
     """
     found = 0.0
     side = FIRST_SIDE

@@ -101,7 +101,7 @@ def is_fully_sharded(model: Module) -> bool:
 
 
 def has_fake_shards(model: Module) -> bool:
-    """Return whether FSDP2's shards of a model are fake tensors, all of them."""
+    """Return whether FSDP2 has sharded a model, and all its shards are fake."""
     parts = (part for p in model.parameters() for part in plain_parts(p))
     return is_fully_sharded(model) and all(map(is_fake, parts))
 
