@@ -56,6 +56,20 @@ inline void check(int status) {
   }
 }
 
+// Hides an object that is in no cycle from Python's garbage collector.
+//
+// A recorded operator takes a dozen of objects, which live until the backward pass. A
+// value knows its operation, and that its inputs, but neither knows who reads it: no
+// collection can free them, and each would visit them all.
+inline Ref unvisited(Ref object) {
+  PyObject_GC_UnTrack(object);
+  return object;
+}
+
+inline Ref new_list() {
+  return unvisited(Ref::made(PyList_New(0)));
+}
+
 // Calls a method; for the rare paths, which Python implements.
 template <typename... Arguments>
 Ref call(PyObject* object, PyObject* name, Arguments... arguments) {
@@ -129,8 +143,8 @@ class Class {
     }
   }
 
-  // An instance with no attribute set, made without `__init__`.
-  Ref make() const { return Ref::made(type_->tp_alloc(type_, 0)); }
+  // An instance with no attribute set, made without `__init__`; it is in no cycle.
+  Ref make() const { return unvisited(Ref::made(type_->tp_alloc(type_, 0))); }
 
   bool is_type_of(PyObject* object) const { return Py_TYPE(object) == type_; }
   PyObject* type() const { return reinterpret_cast<PyObject*>(type_); }

@@ -120,7 +120,7 @@ inline void note_argument(
 
 // As `ForwardRecord.record_tensors`; a view reads nothing, a write is noted apart.
 inline void record_arguments(Observed& call) {
-  call.inputs = Ref::made(PyList_New(0));
+  call.inputs = new_list();
   auto visit = [&](const at::Tensor& tensor, Place place) {
     Ref object = wrapped(tensor);
     Ref entry = entry_of(call.tracker, tensor, object);

@@ -57,7 +57,7 @@ inline Ref number(long value) {
 }
 
 inline Ref weak(PyObject* object) {
-  return Ref::made(PyWeakref_NewRef(object, nullptr));
+  return unvisited(Ref::made(PyWeakref_NewRef(object, nullptr)));
 }
 
 inline Ref wrapped(const at::Tensor& tensor) {
@@ -97,7 +97,7 @@ inline Ref new_value(PyObject* made_by, long index, PyObject* root) {
   value::is_carried.set(made, Py_False);
   value::is_input.set(made, Py_False);
   value::is_state.set(made, Py_False);
-  value::views.set(made, Ref::made(PyList_New(0)));
+  value::views.set(made, new_list());
   value::sharing.set(made, Py_None);
   value::plan.set(made, zero);
   return made;
@@ -138,7 +138,7 @@ inline Ref new_operation(
   operation::is_foreign.set(made, Py_False);
   operation::drawn.set(made, Py_None);
   operation::stream.set(made, Py_None);
-  operation::outputs.set(made, Ref::made(PyList_New(0)));
+  operation::outputs.set(made, new_list());
   operation::targets.set(made, no_targets);
   operation::plan.set(made, zero);
   operation::is_view.set(made, Py_True);
@@ -152,7 +152,8 @@ inline Ref new_output(PyObject* made_by, long index, PyObject* root) {
   }
   Ref made = new_value(made_by, index, root);
   Ref reference = weak(made);
-  Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)number(index), (PyObject*)reference));
+  Ref pair = unvisited(
+      Ref::made(PyTuple_Pack(2, (PyObject*)number(index), (PyObject*)reference)));
   check(PyList_Append(operation::outputs.of(made_by), pair));
   if (root != Py_None) {
     check(PyList_Append(value::views.of(root), reference));
@@ -168,7 +169,7 @@ inline Ref new_memory(PyObject* root, PyObject* dtype) {
   memory::epoch.set(made, zero);
   memory::is_external.set(made, root == Py_None ? Py_True : Py_False);
   memory::is_state.set(made, Py_False);
-  memory::sources.set(made, Ref::made(PyList_New(0)));
+  memory::sources.set(made, new_list());
   return made;
 }
 

@@ -73,7 +73,7 @@ inline Ref empty_call(const at::Tensor& output) {
 // As `Recorder._run_empty`, for a plain output that is new.
 inline void observe_empty(Observed& call, c10::DispatchKeySet below) {
   run_below(call, below);
-  call.inputs = Ref::made(PyList_New(0));
+  call.inputs = new_list();
   const at::Tensor& output = call.stack.back().toTensor();
   if (!is_plain(output)) {
     membudget::call(call.recorder, note_empty_name, (PyObject*)wrapped(output));
