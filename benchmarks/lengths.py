@@ -12,10 +12,11 @@ a sample of the lengths.
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median, quantiles
 from typing import Any
 from unittest.mock import patch
@@ -30,6 +31,8 @@ from membudget.loop.root import Root
 
 LONGEST, SHORTEST = 128, 16
 SHARE = 0.6
+
+Way = Callable[[Sequence[int]], list[float]]
 
 
 def made() -> nn.Module:
@@ -96,23 +99,37 @@ def new_lengths(count: int) -> tuple[list[float], list[float]]:
 
 
 def random_lengths() -> float:
-    """Return the seconds of 200 random lengths ÷ those under the longest one's plan."""
+    """Return the seconds of 200 random lengths ÷ those under the longest one's plan.
+
+    Each way runs twice, there and back, with a new model; of the two times of a length
+    the smaller counts, because other load only adds to it.
+    """
     lengths = [random.randint(SHORTEST, LONGEST) for _ in range(200)]
-    ways = []
-    for has_one_plan in (False, True):
-        model = made()
-        limit = limit_of(model)
-        if has_one_plan:
-            fitted = mb.fit(model, batch(LONGEST), limit, measure="none")
-            fitted.remove()
-            mb.apply(model, fitted.plan, verify=0.01)
-            warmed(model)
-            ways.append(sum(step(model, length) for length in lengths))
-        else:
-            with mb.budget(model, limit):
-                warmed(model)
-                ways.append(sum(step(model, length) for length in lengths))
-    return ways[0] / ways[1]
+    own, one = under_own_plans, under_one_plan
+    times: dict[Way, list[list[float]]] = {own: [], one: []}
+    for way in (own, one, one, own):
+        gc.collect()  # What is alive counts.
+        times[way].append(way(lengths))
+    own_s, one_s = (sum(map(min, *times[way])) for way in (own, one))
+    return own_s / one_s
+
+
+def under_own_plans(lengths: Sequence[int]) -> list[float]:
+    """Return the seconds of steps that a budget plans for."""
+    model = made()
+    with mb.budget(model, limit_of(model)):
+        warmed(model)
+        return [step(model, length) for length in lengths]
+
+
+def under_one_plan(lengths: Sequence[int]) -> list[float]:
+    """Return the seconds of steps under the plan of the longest one."""
+    model = made()
+    fitted = mb.fit(model, batch(LONGEST), limit_of(model), measure="none")
+    fitted.remove()
+    mb.apply(model, fitted.plan, verify=0.01)
+    warmed(model)
+    return [step(model, length) for length in lengths]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

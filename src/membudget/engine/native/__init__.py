@@ -11,7 +11,7 @@ Python code, so that each rule of the engine has one home.
     tracking.h    Tracker                       record.h, observe.h, write.h, draws.h
     replay.h      plans                         hooks.h      saved-tensor hooks
     execute.h     operators run again           rerun.h      the hooks of rerun regions
-    module.cpp    what Python sees
+    sums.h        fingerprints                  module.cpp   what Python sees
 
 Replay regions use it where it has been built, or a compiler is found; rerun regions
 where it has been built. `MEMBUDGET_NATIVE=0` turns it off, `python -m membudget native`
@@ -27,6 +27,7 @@ import os
 from typing import Any
 
 from membudget.engine.native.library import RECORDER, NoExtensionError
+from membudget.state.bits import accelerate
 
 RERUN: list[Any] = []
 """The extension module, once it has been bound to the classes of the rerun engine."""
@@ -51,6 +52,7 @@ def extension() -> Any:
     if not _LOADED and not _WHY_NOT:
         try:
             _LOADED.append(RECORDER.imported("_recorder"))
+            accelerate(_LOADED[0].sums)
         except (NoExtensionError, ImportError) as error:
             _WHY_NOT.append(str(error))
     return _LOADED[0] if _LOADED else None

@@ -2,6 +2,7 @@
 
 #include "kernel.h"
 #include "rerun.h"
+#include "sums.h"
 
 namespace membudget {
 namespace {
@@ -173,6 +174,7 @@ PyMethodDef functions[] = {
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
     {"rerun_hooks", (PyCFunction)(void*)rerun_hooks, METH_FASTCALL, "Of a forward."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
+    {"sums", sums, METH_O, "Return the fingerprint of integers on the CPU."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
     {nullptr, nullptr, 0, nullptr},
 };
