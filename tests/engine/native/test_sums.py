@@ -41,7 +41,7 @@ def test_a_fingerprint_in_cpp_is_the_same_for_all_strides(name: str) -> None:
 def test_a_fingerprint_in_cpp_is_the_same_for_all_bits(
     words: list[int], dtype: torch.dtype
 ) -> None:
-    tensor = torch.tensor(words).repeat(2).view(dtype).view(2, -1)
+    tensor = torch.tensor(words).repeat(4).view(dtype).view(2, -1)
     in_cpp, in_python = both_ways(tensor)
     turned_in_cpp, turned_in_python = both_ways(tensor.t())
 
