@@ -38,7 +38,7 @@ from typing import Any
 import others
 import torch
 from harness import keep_heap, machine, rounds_in_turns, save, show
-from peers_models import SUBJECTS, Subject
+from peers_models import LAYERS, SUBJECTS, Subject
 from peers_verdicts import fastest, interval, verdicts
 from rich.console import Console
 from rich.table import Table
@@ -230,7 +230,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=480, help="for all models")
     parser.add_argument("--rounds", type=int, default=30, help="at least, each")
-    parser.add_argument("--model", choices=SUBJECTS, help="only this one")
+    chosen = {**SUBJECTS, **LAYERS}
+    parser.add_argument("--model", choices=chosen, help="only this one")
     options = parser.parse_args(arguments)
     names = [options.model] if options.model else list(SUBJECTS)
     torch.set_num_threads(1)
@@ -243,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results: dict[str, Any] = {}
     for name in names:
         seconds = options.seconds / len(names)
-        results[name] = measure(SUBJECTS[name], seconds, options.rounds)
+        results[name] = measure(chosen[name], seconds, options.rounds)
         show(console, table(name, results[name]))
     said = verdicts(results)
     for line in said:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,29 @@ def gpt() -> Made:
     return models.gpt(blocks=4, width=256, heads=4, batch=4, length=128)
 
 
+class Encoder(nn.Module):
+    """Six layers of torch's own transformer encoder, which return a loss."""
+
+    def __init__(self, width: int) -> None:
+        """Create the layers, with four heads and dropout 0.1."""
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 4, 4 * width, batch_first=True)
+            for _ in range(6)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean square of what the last layer returns."""
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+def encoder(width: int) -> Made:
+    """Return an encoder of this width, and a batch of 4 sequences of 64."""
+    return Encoder(width), (torch.randn(4, 64, width),)
+
+
 SUBJECTS = {
     "Qwen3": Subject(qwen3, ("model.layers",)),
     "Llama, LoRA": Subject(llama_lora, ("base_model.model.model.layers",)),
@@ -175,4 +199,12 @@ SUBJECTS = {
     "ViT": Subject(vit, ("vit.layers",)),
     "GPT, width 256": Subject(gpt, ("blocks",), switches=False),
     "ResNet, BatchNorm": Subject(models.resnet, ("blocks",), switches=False),
+}
+
+# Measured where they are named: layers of torch, which are small.
+LAYERS = {
+    f"encoder, width {width}": Subject(
+        partial(encoder, width), ("layers",), switches=False
+    )
+    for width in (64, 128, 256)
 }
