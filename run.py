@@ -41,6 +41,7 @@ EXTRAS = {
     "mutants": "mutants",
     "peaks": "hf",
     "peers": "field",
+    "predicted": "field",
     "planners": "hf",
 }
 # The tests that run over both recorders of the replay engine, in C++ and in Python: of
