@@ -2,7 +2,7 @@
 
     python3 run.py demo              train a small GPT plain and under regions, compare
     python3 run.py test [--all] ...  lint, types, a share of the tests; or all of them
-    python3 run.py test --field ...  models of other libraries, which it installs first
+    python3 run.py test --field ...  other libraries' models (it installs them), loops
     python3 run.py check             lint and types only
     python3 run.py bench NAME ...    one benchmark, such as region_cost
     python3 run.py gpu               on a machine with a GPU: its tests, its figures
@@ -149,10 +149,13 @@ def on_device(options: Sequence[str]) -> dict[str, int]:
 
 
 def field(arguments: Sequence[str]) -> int:
-    """Train models of other libraries; all tests of one share what it cost to make."""
+    """Train models of other libraries, and loops drawn at random.
+
+    All tests of one model share what it cost to make.
+    """
     install_for("field")
     os.environ["HF_HUB_OFFLINE"] = "1"  # Every weight is random: nothing to download.
-    options = ["-q", "-m", "field", "--dist", "loadgroup", "tests/field"]
+    options = ["-q", "-m", "field", "--dist", "loadgroup", "tests/field", "tests/loops"]
     return run_python("-m", "pytest", *options, *arguments)
 
 

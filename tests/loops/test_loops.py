@@ -16,7 +16,7 @@ from tests.field.counting_allocator import NoCompilerError, peak_bytes
 from tests.loops.held import check
 from tests.loops.loop import drawn
 
-FIRST, FEW, MANY = 100, 4, 1000
+FIRST, FEW, SOME, MANY = 100, 4, 60, 1000
 
 
 def others_bytes() -> int:
@@ -35,8 +35,16 @@ def test_a_random_loop_keeps_its_budget_and_its_bits(seed):
         pytest.skip(str(error))
 
 
+@pytest.mark.field  # They take minutes, as models of other libraries do.
+@pytest.mark.cpu_only("the peak is counted by an allocator of the CPU")
+@pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
+@pytest.mark.parametrize("seed", range(FIRST + FEW, FIRST + SOME))
+def test_more_random_loops_keep_their_budgets_and_their_bits(seed):
+    check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.cpu_only("the peak is counted by an allocator of the CPU")
-@pytest.mark.parametrize("seed", range(FIRST + FEW, FIRST + MANY))
+@pytest.mark.parametrize("seed", range(FIRST + SOME, FIRST + MANY))
 def test_many_random_loops_keep_their_budgets_and_their_bits(seed):
     check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)
