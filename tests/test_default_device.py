@@ -92,4 +92,4 @@ def test_the_rates_of_this_processor_are_measured_on_it(monkeypatch):
     monkeypatch.setattr(devices, "_seconds_of", note)
     with torch.device("meta"):
         this_processor.__wrapped__()
-    assert [tensor.device.type for tensor in made] == ["cpu", "cpu"]
+    assert [tensor.device.type for tensor in made] == ["cpu", "cpu", "cpu"]

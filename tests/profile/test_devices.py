@@ -5,10 +5,22 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget.profile import DEVICES, Device, devices, profile
 from membudget.profile.devices import device_of, optimizer_named, this_processor
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
 
 MINE = Device("mine", {"float32": 100.0, "bfloat16": 400.0}, 10.0, 1.0)
 
@@ -142,6 +154,22 @@ def test_this_processor_s_rates_are_those_of_a_product_and_a_copy(monkeypatch):
     assert found.flops_per_s == {"float32": 2 * 512**3 / 0.5}
     # 32 MiB are read, and 32 MiB written.
     assert found.bytes_per_s == found.link_bytes_per_s == (64 << 20) / 0.5
+    assert found.launch_s == 0.5 / 14
+
+
+def test_the_small_step_runs_so_many_operators():
+    step = devices.small_step()
+    with Operators() as operators:
+        step()
+
+    assert operators.count == devices.SMALL_OPERATORS
+
+
+def test_an_operator_takes_its_launch_and_its_kernel():
+    device = Device("mine", {"float32": 100.0}, 10.0, 1.0, launch_s=0.25)
+
+    assert device.seconds(200, 10, "float32") == 0.25 + 2.0
+    assert device.seconds(0, 0, "float32") == 0.25
 
 
 def test_a_rate_is_the_median_of_seven_runs():

@@ -28,6 +28,7 @@ from mmap import mmap
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from membudget.errors import OptionError
@@ -44,6 +45,8 @@ class Device:
         bytes_per_s: Memory bandwidth in bytes per second.
         link_bytes_per_s: Bandwidth to the host in bytes per second, in one direction.
         memory_bytes: Size of the device's memory in bytes; 0 if unknown.
+        launch_s: Seconds that each operator takes beside its kernel; 0 where kernels
+            hide them, as on an accelerator.
 
     Raises:
         OptionError: If a rate is not positive, or `"float32"` has no rate.
@@ -54,6 +57,7 @@ class Device:
     bytes_per_s: float
     link_bytes_per_s: float
     memory_bytes: int = 0
+    launch_s: float = 0.0
 
     def __post_init__(self) -> None:
         """Reject rates that are missing or not positive."""
@@ -72,13 +76,13 @@ class Device:
                 )
 
     def seconds(self, flops: int, moved_bytes: int, dtype: str) -> float:
-        """Return a lower bound on the duration of one operator in seconds.
+        """Return the duration of one operator in seconds: its launch, and its kernel.
 
-        The roofline (Williams, Waterman and Patterson 2009) is the larger of compute
-        time and memory time, without launch overhead.
+        The kernel's is a lower bound, the roofline (Williams, Waterman and Patterson
+        2009): the larger of compute time and memory time.
         """
         rate = self.flops_per_s.get(dtype, self.flops_per_s["float32"])
-        return max(flops / rate, moved_bytes / self.bytes_per_s)
+        return self.launch_s + max(flops / rate, moved_bytes / self.bytes_per_s)
 
 
 _TERA, _GIGA, _GIB = 1e12, 1e9, 1 << 30
@@ -148,18 +152,41 @@ def device_of(device: str | Device) -> Device:
 
 @cache
 def this_processor() -> Device:
-    """Measure this CPU's rates with a matrix product and a copy of 32 MiB.
+    """Measure this CPU: a matrix product, a copy of 32 MiB, and a step of small layers.
 
-    Their memory is not of torch's allocator: training under a budget may have begun.
+    Their memory is not of torch's allocator, but for some hundred bytes: training under
+    a budget may have begun.
     """
     size = 512
-    with torch.no_grad(), torch.device("cpu"):
+    with torch.device("cpu"), torch.autocast("cpu", enabled=False), torch.no_grad():
         a, b, product = (_floats(size * size).view(size, size) for _ in range(3))
         rate = 2 * size**3 / _seconds_of(lambda: torch.mm(a, b, out=product))
         block, target = _floats(1 << 23), _floats(1 << 23)
         speed = 2 * block.nbytes / _seconds_of(lambda: target.copy_(block))
+        launch_s = _seconds_of(small_step()) / SMALL_OPERATORS
     # The CPU's memory is the host's, so a copy to the host is a copy in memory.
-    return Device("this CPU, measured", {"float32": rate}, speed, speed)
+    rates = {"float32": rate}
+    return Device("this CPU, measured", rates, speed, speed, launch_s=launch_s)
+
+
+SMALL_OPERATORS = 14
+"""Operators of `small_step`."""
+
+
+def small_step() -> Callable[[], Tensor]:
+    """Return a step of small layers, whose kernels compute next to nothing.
+
+    What they take is what launching operators takes: the dispatcher, autograd, Python.
+    """
+    x, weight, bias = _floats(32).view(4, 8), _floats(64).view(8, 8), _floats(8)
+    read = weight.requires_grad_(), bias.requires_grad_()
+
+    @torch.enable_grad()
+    def step() -> Tensor:
+        y = F.gelu(F.layer_norm(F.linear(x, *read), (8,), bias, bias))
+        return torch.autograd.grad(y, read, x)[0]
+
+    return step
 
 
 def _floats(count: int) -> Tensor:
