@@ -111,7 +111,7 @@ def random_lengths() -> float:
         gc.collect()  # What is alive counts.
         times[way].append(way(lengths))
     own_s, one_s = (sum(map(min, *times[way])) for way in (own, one))
-    return own_s / one_s
+    return float(own_s / one_s)
 
 
 def under_own_plans(lengths: Sequence[int]) -> list[float]:

@@ -60,12 +60,13 @@ def measure(subject: Subject, seconds: float) -> dict[str, Any]:
     gradient_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     arms = Arms(model, batch)
     above_bytes = arms.plain_peak_bytes - gradient_bytes
-    rows, names = {}, {}
-    for share in SHARES:
-        step_bytes = gradient_bytes + int(share * above_bytes)
-        row = arms.add_ours(step_bytes)
+    rows: dict[str, dict[str, Any]] = {}
+    names: dict[str, str] = {}
+    for part in SHARES:
+        step_bytes = gradient_bytes + int(part * above_bytes)
+        row, share = arms.add_ours(step_bytes), f"{part:.0%}"
         if "error" not in row:
-            rows[f"{share:.0%}"], names[f"{share:.0%}"] = row, ours(step_bytes)
+            rows[share], names[share] = row, ours(step_bytes)
     cases = {name: partial(others.run_step, step) for name, step in arms.steps.items()}
     rounds = rounds_in_turns(cases, seconds=seconds, least_rounds=30)
     for share, name in names.items():
