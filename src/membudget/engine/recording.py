@@ -170,11 +170,11 @@ class Recording:
         lock: The lock to hold while handles are filled or emptied.
     """
 
-    # No slots: class attributes cost nothing in the calls that leave them unchanged.
-    finished = holds = is_new = nested_backward = False
-    contexts: ContextPair | None = None
-    fingerprints: Fingerprints | None = None
-    trace: Trace | None = None
+    __slots__ = (
+        *("__weakref__", "calls", "contexts", "fingerprints", "finished", "function"),
+        *("handles", "holds", "is_new", "lock", "metadata", "nested_backward"),
+        *("options", "statistics", "surroundings", "trace"),
+    )
 
     def __init__(
         self,
@@ -194,6 +194,10 @@ class Recording:
         self.metadata: list[Metadata] = []
         self.calls = calls
         self.lock = _Lock()
+        self.finished = self.holds = self.is_new = self.nested_backward = False
+        self.contexts: ContextPair | None = None
+        self.fingerprints: Fingerprints | None = None
+        self.trace: Trace | None = None
 
     @property
     def has_saved(self) -> bool:

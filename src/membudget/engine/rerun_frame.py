@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Parameter
 
+from membudget import _torch_settings
 from membudget._torch import (
     hide_from_dynamo,
     may_read_bytes,
@@ -23,22 +24,27 @@ from membudget._torch import (
 )
 from membudget.callsite import fills_what_it_saved
 from membudget.engine import isolation, native
-from membudget.engine.arguments import packed_arguments
+from membudget.engine.arguments import HeldArguments, packed_arguments
 from membudget.engine.comparison import Fingerprints, Metadata
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
+from membudget.engine.held import HeldTensor
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
 from membudget.engine.recording import Recording, RerunHandle, Trace
-from membudget.engine.rerun import Rerun, StopRecompute
+from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
+from membudget.engine.surroundings import Ambient, Surroundings
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
+from membudget.state.rng import bring_all_back
 
 _NOTHING: list[Metadata] = []
 
 
 class RerunFrame(Recording):
     """A recorded call with the hooks that autograd calls to pack and unpack tensors."""
+
+    __slots__ = ()
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop the tensors that autograd would save."""
@@ -176,15 +182,17 @@ class RerunFrame(Recording):
     def _recompute(self) -> None:
         if self.statistics is not None:
             self.statistics.recomputes += 1
-        run = Rerun(self).run
         counted = self.options.guards and isolation.enter()
         me = get_ident()
         RECOMPUTING.append(me)
         try:
-            self.surroundings.run_in_context(run)
-        except BaseException:
+            if not (RERUN and RERUN[0].rerun(self)):
+                self.surroundings.run_in_context(Rerun(self).run)
+        except BaseException as error:
             # A retry must not mix tensors of two recomputes.
             self.empty()
+            if isinstance(error, CheckpointError):
+                self.blame(error)
             raise
         finally:
             RECOMPUTING.remove(me)
@@ -208,10 +216,16 @@ def _accelerated() -> Any:
     """Bind the extension to the classes of this engine, if there is one."""
     extension = native.built_extension()
     if extension is not None:
-        names = (Parameter, Rerun, RerunHandle, StopRecompute, fills_what_it_saved)
-        bound = SimpleNamespace(**{item.__name__: item for item in names})
-        bound.OPEN_GROUPS = OPEN_GROUPS
+        named: tuple[Any, ...] = (
+            *(Ambient, HeldArguments, HeldTensor, Parameter, Rerun, RerunFrame),
+            *(RerunHandle, Scope, StopRecompute, Surroundings),
+            *(as_it_is, bring_all_back, fills_what_it_saved),
+        )
+        bound = SimpleNamespace(**{item.__name__: item for item in named})
+        bound.OPEN_GROUPS, bound.is_shared = OPEN_GROUPS, isolation.is_shared
+        bound.read_settings = _torch_settings.read
         extension.bind_rerun(bound)
+        extension.bind_again(bound)
         # In a thread that is compiling, a function called from C++ would be traced.
         called: tuple[Any, ...] = (
             *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),

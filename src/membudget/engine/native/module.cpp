@@ -1,7 +1,7 @@
 // The recorder of the replay engine in C++, an optional accelerator.
 
+#include "again.h"
 #include "kernel.h"
-#include "rerun.h"
 
 namespace membudget {
 namespace {
@@ -124,6 +124,8 @@ void bind_replay(PyObject* names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
+    {"close", &close_name}, {"end", &end_name}, {"enter_ambient", &enter_ambient_name},
+    {"enter_state", &enter_state_name}, {"note", &note_name}, {"rebuild", &rebuild_name},
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
     {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
@@ -163,6 +165,7 @@ PyObject* bind(PyObject*, PyObject* names) {
 
 PyMethodDef functions[] = {
     {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
+    {"bind_again", bind_again, METH_O, "Meet the classes that a recompute reads."},
     {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
@@ -171,6 +174,7 @@ PyMethodDef functions[] = {
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
+    {"rerun", rerun_frame, METH_O, "Run a region again."},
     {"rerun_hooks", (PyCFunction)(void*)rerun_hooks, METH_FASTCALL, "Of a forward."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},

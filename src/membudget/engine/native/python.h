@@ -97,6 +97,10 @@ class Slot {
     Py_XDECREF(before);
   }
 
+  void clear(PyObject* object) const {
+    Py_XDECREF(std::exchange(place(object), nullptr));
+  }
+
   bool is_none(PyObject* object) const { return place(object) == Py_None; }
   bool is_true(PyObject* object) const { return place(object) == Py_True; }
   long number(PyObject* object) const { return PyLong_AsLong(place(object)); }

@@ -19,8 +19,15 @@ inline Slot address, tensor, version;
 
 inline Class rerun_class;
 namespace rerun {
-inline Slot cursor, externals, handles, is_guarded, last_needed, may_stop, metadata,
-    stopped;
+inline Slot cursor, externals, failure, fingerprints, handles, is_guarded, last_needed, may_stop,
+    metadata, recording, stopped;
+
+// As `Rerun._release`.
+inline void release(PyObject* of) {
+  for (Slot* slot : {&fingerprints, &handles, &metadata, &recording}) {
+    slot->clear(of);
+  }
+}
 }
 
 inline PyObject *shape_name, *check_external_name, *fills_what_it_saved, *stop_recompute;
@@ -201,9 +208,11 @@ inline PyObject* bind_rerun(PyObject*, PyObject* names) {
   rerun_class.bind(
       attribute("Rerun"),
       {{"_cursor", &rerun::cursor}, {"_externals", &rerun::externals},
-       {"_handles", &rerun::handles}, {"_is_guarded", &rerun::is_guarded},
-       {"_last_needed", &rerun::last_needed}, {"_may_stop", &rerun::may_stop},
-       {"_metadata", &rerun::metadata}, {"_stopped", &rerun::stopped}});
+       {"_failure", &rerun::failure}, {"_fingerprints", &rerun::fingerprints},
+       {"_handles", &rerun::handles},
+       {"_is_guarded", &rerun::is_guarded}, {"_last_needed", &rerun::last_needed},
+       {"_may_stop", &rerun::may_stop}, {"_metadata", &rerun::metadata},
+       {"_recording", &rerun::recording}, {"_stopped", &rerun::stopped}});
   fills_what_it_saved = attribute("fills_what_it_saved");
   stop_recompute = attribute("StopRecompute");
   open_groups = attribute("OPEN_GROUPS");

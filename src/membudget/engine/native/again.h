@@ -1,0 +1,316 @@
+// One recompute of a rerun region: as `Surroundings.run_in_context` of `Rerun.run`, but
+// without what only some calls need (fingerprints, traces, contexts, gradients inside).
+
+#pragma once
+
+#include "rerun.h"
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/PyInterpreter.h>
+
+namespace membudget {
+
+inline Class region_frame;
+namespace region {
+inline Slot contexts, fingerprints, function, is_new, nested_backward, surroundings,
+    trace;
+}
+
+inline Class surroundings_class;
+namespace around {
+inline Slot ambient, arguments, autocast, noted, private_, random_log, reads, sources,
+    stream;
+}
+
+inline Class ambient_class;
+namespace ambient {
+inline Slot context, dispatch_modes, function_modes, settings;
+}
+
+inline Class held_arguments;
+namespace given {
+inline Slot args, is_nested, kwargs, tensors;
+}
+
+inline Class held_tensor;
+namespace one_held {
+inline Slot alias, changed_by_region, version;
+}
+
+inline PyObject *as_it_is, *bring_all_back, *is_shared, *read_settings;
+inline PyObject *close_name, *end_name, *enter_ambient_name, *enter_state_name, *note_name,
+    *rebuild_name;
+
+// Puts an error aside while this lives, unless it is replaced by a later one.
+class ErrorAside {
+ public:
+  ErrorAside() { PyErr_Fetch(&type_, &error_, &trace_); }
+  ~ErrorAside() {
+    if (type_ != nullptr) {
+      PyErr_Restore(type_, error_, trace_);
+    }
+  }
+  ErrorAside(const ErrorAside&) = delete;
+
+ private:
+  PyObject *type_, *error_, *trace_;
+};
+
+inline bool is_autocast_on() {
+  const auto& types = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
+  return std::any_of(types.begin(), types.end(), at::autocast::is_autocast_enabled);
+}
+
+// Whether modes and settings are those of the forward.
+inline bool has_ambient(PyObject* of) {
+  if (of == Py_None) {
+    return true;
+  }
+  if (PyTuple_GET_SIZE(ambient::function_modes.of(of)) != 0 ||
+      PyTuple_GET_SIZE(ambient::dispatch_modes.of(of)) != 0 ||
+      at::impl::PythonTorchFunctionTLS::stack_len() != 0 ||
+      Ref::made(PyObject_CallNoArgs(is_shared)) == Py_True) {
+    return false;
+  }
+  Ref now = Ref::made(PyObject_CallNoArgs(read_settings));
+  int same = PyObject_RichCompareBool(ambient::settings.of(of), now, Py_EQ);
+  check(same);
+  return same == 1;
+}
+
+// Whether `Surroundings.enter_ambient` would restore nothing but generators.
+inline bool is_as_noted(PyObject* of) {
+  return around::stream.is_none(of) && around::random_log.is_none(of) &&
+      around::private_.is_none(of) && around::autocast.is_none(of) &&
+      !is_autocast_on() && has_ambient(around::ambient.of(of));
+}
+
+// As `HeldTensor.rebuild`.
+inline Ref rebuilt(PyObject* value) {
+  if (!held_tensor.is_type_of(value)) {
+    return PyObject_HasAttr(value, rebuild_name) ? call(value, rebuild_name)
+                                                 : Ref::to(value);
+  }
+  at::Tensor made = THPVariable_Unpack(one_held::alias.of(value)).detach();
+  made.set_requires_grad(true);
+  return wrapped(made);
+}
+
+// As `HeldTensor.has_changed`, of each argument.
+inline bool are_unchanged(PyObject* tensors) {
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
+    PyObject* of = PyList_GET_ITEM(tensors, i);
+    if (!held_tensor.is_type_of(of) || one_held::changed_by_region.is_true(of) ||
+        one_held::version.number(of) != THPVariable_Unpack(one_held::alias.of(of))._version()) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// As `HeldArguments.rebuild`, without keywords and containers.
+inline Ref rebuilt_arguments(PyObject* of) {
+  PyObject* values = given::args.of(of);
+  Ref made = Ref::made(PyTuple_New(PyList_GET_SIZE(values)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); ++i) {
+    PyTuple_SET_ITEM((PyObject*)made, i, rebuilt(PyList_GET_ITEM(values, i)).release());
+  }
+  return made;
+}
+
+// Enters a copy of a forward's context, because one cannot be entered twice.
+class InContext {
+ public:
+  explicit InContext(PyObject* noted) {
+    if (noted != Py_None) {
+      context_ = Ref::made(PyContext_Copy(ambient::context.of(noted)));
+      check(PyContext_Enter(context_));
+    }
+  }
+  ~InContext() {
+    if (context_ != nullptr) {
+      ErrorAside error;
+      PyContext_Exit(context_);
+    }
+  }
+  InContext(const InContext&) = delete;
+
+ private:
+  Ref context_;
+};
+
+// What is restored for one recompute, until it ends.
+class Restored {
+ public:
+  explicit Restored(PyObject* of) : of_(of) {}
+  Restored(const Restored&) = delete;
+
+  // As `Surroundings.enter_ambient`.
+  void enter_ambient() {
+    if (!is_as_noted(of_)) {
+      call(of_, enter_ambient_name, scope());
+    } else if (!around::sources.is_none(of_)) {
+      now_ = call(around::sources.of(of_), note_name);
+      if (now_ != around::noted.of(of_)) {
+        Ref::made(PyObject_CallOneArg(bring_all_back, around::noted.of(of_)));
+      }
+    }
+  }
+
+  // As `Surroundings.enter_state`.
+  Ref enter_state() {
+    bool is_same = around::reads.is_none(of_) &&
+        (around::ambient.is_none(of_) ||
+         are_unchanged(given::tensors.of(around::arguments.of(of_))));
+    return is_same ? Ref::to(Py_None) : call(of_, enter_state_name, scope());
+  }
+
+  // An error that is set stays set.
+  void close() {
+    ErrorAside error;
+    if (scope_ != nullptr) {
+      call(scope_, close_name);
+    }
+    if (now_ != nullptr) {
+      Ref::made(PyObject_CallOneArg(bring_all_back, now_));
+    }
+  }
+
+ private:
+  PyObject* scope() {
+    if (scope_ == nullptr) {
+      scope_ = Ref::made(PyObject_CallNoArgs(scope_class));
+    }
+    return scope_;
+  }
+
+  PyObject* of_;
+  Ref now_, scope_;
+};
+
+inline c10::SafePyObject safe(PyObject* object) {
+  return {Py_NewRef(object), getPyInterpreter()};
+}
+
+// Calls a function that fills handles; an error that it ends with stays set.
+inline void call_filling(PyObject* rerun, PyObject* function, PyObject* args) {
+  Ref fill = Ref::made(PyCFunction_New(&fill_method, rerun));
+  at::SavedTensorDefaultHooks::lazy_initialize();
+  at::SavedTensorDefaultHooks::push_hooks(safe(fill), safe(as_it_is));
+  Py_XDECREF(PyObject_CallObject(function, args));
+  ErrorAside error;
+  at::SavedTensorDefaultHooks::pop_hooks();
+}
+
+// As `Rerun.run` up to the end of the function.
+inline void run_again(PyObject* frame, PyObject* rerun) {
+  PyObject* around = region::surroundings.of(frame);
+  at::AutoGradMode gradients(true);
+  InContext context(around::ambient.of(around));
+  Restored restored(around);
+  try {
+    Ref args = rebuilt_arguments(around::arguments.of(around));
+    restored.enter_ambient();
+    rerun::externals.set(rerun, restored.enter_state());
+    call_filling(rerun, region::function.of(frame), args);
+  } catch (...) {
+    restored.close();
+    throw;
+  }
+  restored.close();
+}
+
+// Whether a recompute needs nothing but what is done here.
+inline bool is_usual_rerun(PyObject* frame) {
+  PyObject* held = around::arguments.of(region::surroundings.of(frame));
+  return region::fingerprints.is_none(frame) && region::trace.is_none(frame) &&
+      region::contexts.is_none(frame) && !region::is_new.is_true(frame) &&
+      !region::nested_backward.is_true(frame) &&
+      !given::is_nested.is_true(held) &&
+      PyDict_GET_SIZE(given::kwargs.of(held)) == 0;
+}
+
+// Lets `Rerun.end` raise what a run that was not stopped has to raise.
+inline void end(PyObject* rerun) {
+  PyObject *type, *error, *trace;
+  PyErr_Fetch(&type, &error, &trace);
+  PyErr_NormalizeException(&type, &error, &trace);
+  if (trace != nullptr) {
+    PyException_SetTraceback(error, trace);
+  }
+  Py_XDECREF(type);
+  Py_XDECREF(trace);
+  PyObject* ended = PyObject_CallMethodOneArg(rerun, end_name, error ? error : Py_None);
+  Py_XDECREF(error);
+  Ref::made(ended);
+}
+
+// rerun(frame): run a region again, and return whether that could be done here.
+inline PyObject* rerun_frame(PyObject*, PyObject* frame) {
+  HANDLE_TH_ERRORS
+  if (!region_frame.is_type_of(frame) || !is_usual_rerun(frame)) {
+    Py_RETURN_FALSE;
+  }
+  Ref rerun = Ref::made(PyObject_CallOneArg(rerun_class.type(), frame));
+  run_again(frame, rerun);
+  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+    if (!PyErr_ExceptionMatches(stop_recompute) || !rerun::stopped.is_true(rerun)) {
+      rerun::release(rerun);
+      return nullptr;  // Such as what ends an outer recompute.
+    }
+    PyErr_Clear();
+  }
+  if (!PyErr_Occurred() && rerun::stopped.is_true(rerun) && rerun::failure.is_none(rerun)) {
+    rerun::release(rerun);
+  } else {
+    end(rerun);
+  }
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+// bind_again(names): meet the classes that a recompute reads, once.
+inline PyObject* bind_again(PyObject*, PyObject* names) {
+  HANDLE_TH_ERRORS
+  auto attribute = [names](const char* name) {
+    return Ref::made(PyObject_GetAttrString(names, name)).release();
+  };
+  region_frame.bind(
+      attribute("RerunFrame"),
+      {{"contexts", &region::contexts}, {"fingerprints", &region::fingerprints},
+       {"function", &region::function}, {"is_new", &region::is_new},
+       {"nested_backward", &region::nested_backward},
+       {"surroundings", &region::surroundings}, {"trace", &region::trace}});
+  surroundings_class.bind(
+      attribute("Surroundings"),
+      {{"_ambient", &around::ambient}, {"arguments", &around::arguments},
+       {"_autocast", &around::autocast}, {"_noted", &around::noted},
+       {"_private", &around::private_}, {"random_log", &around::random_log},
+       {"reads", &around::reads}, {"_sources", &around::sources},
+       {"_stream", &around::stream}});
+  ambient_class.bind(
+      attribute("Ambient"),
+      {{"context", &ambient::context}, {"dispatch_modes", &ambient::dispatch_modes},
+       {"function_modes", &ambient::function_modes},
+       {"settings", &ambient::settings}});
+  held_arguments.bind(
+      attribute("HeldArguments"),
+      {{"_args", &given::args}, {"is_nested", &given::is_nested},
+       {"_kwargs", &given::kwargs}, {"tensors", &given::tensors}});
+  held_tensor.bind(
+      attribute("HeldTensor"),
+      {{"alias", &one_held::alias}, {"changed_by_region", &one_held::changed_by_region},
+       {"version", &one_held::version}});
+  as_it_is = attribute("as_it_is");
+  bring_all_back = attribute("bring_all_back");
+  is_shared = attribute("is_shared");
+  read_settings = attribute("read_settings");
+  scope_class = attribute("Scope");
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget
