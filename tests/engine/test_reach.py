@@ -64,7 +64,7 @@ class Derived(Holder):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_CODE_SLOTS", {})
+    monkeypatch.setattr(slots, "CODE_SLOTS", {})
     slots.class_slots.cache_clear()
 
 

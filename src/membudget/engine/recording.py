@@ -35,7 +35,7 @@ _STATEFUL = (
 
 
 # `RLock` is a function, whose call takes as long as making the lock.
-_Lock = type(RLock())
+Lock = type(RLock())
 
 
 class RerunHandle:
@@ -193,7 +193,7 @@ class Recording:
         self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
-        self.lock = _Lock()
+        self.lock = Lock()
         self.finished = self.holds = self.is_new = self.nested_backward = False
         self.contexts: ContextPair | None = None
         self.fingerprints: Fingerprints | None = None

@@ -7,11 +7,13 @@ handle, a `Rerun` fills all live handles. The module `region` lists the engine's
 
 from __future__ import annotations
 
+import sys
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from membudget import _torch_settings
@@ -24,19 +26,24 @@ from membudget._torch import (
 )
 from membudget.callsite import fills_what_it_saved
 from membudget.engine import isolation, native
-from membudget.engine.arguments import HeldArguments, packed_arguments
+from membudget.engine.arguments import FIRST, HeldArguments, packed_arguments
 from membudget.engine.comparison import Fingerprints, Metadata
 from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
+from membudget.engine.families import INERT
 from membudget.engine.held import HeldTensor
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
-from membudget.engine.recording import Recording, RerunHandle, Trace
+from membudget.engine.options import RegionOptions
+from membudget.engine.reach import NOTHING, reach
+from membudget.engine.recording import Lock, Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
+from membudget.engine.slots import CODE_SLOTS
 from membudget.engine.surroundings import Ambient, Surroundings
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
-from membudget.state.rng import bring_all_back
+from membudget.state.autocast import Autocast
+from membudget.state.rng import Source, bring_all_back, global_sources, torch_sources
 
 _NOTHING: list[Metadata] = []
 
@@ -216,16 +223,7 @@ def _accelerated() -> Any:
     """Bind the extension to the classes of this engine, if there is one."""
     extension = native.built_extension()
     if extension is not None:
-        named: tuple[Any, ...] = (
-            *(Ambient, HeldArguments, HeldTensor, Parameter, Rerun, RerunFrame),
-            *(RerunHandle, Scope, StopRecompute, Surroundings),
-            *(as_it_is, bring_all_back, fills_what_it_saved),
-        )
-        bound = SimpleNamespace(**{item.__name__: item for item in named})
-        bound.OPEN_GROUPS, bound.is_shared = OPEN_GROUPS, isolation.is_shared
-        bound.read_settings = _torch_settings.read
-        extension.bind_rerun(bound)
-        extension.bind_again(bound)
+        extension.bind_rerun(_names())
         # In a thread that is compiling, a function called from C++ would be traced.
         called: tuple[Any, ...] = (
             *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),
@@ -235,3 +233,32 @@ def _accelerated() -> Any:
             hide_from_dynamo(function)
         RERUN.append(extension)
     return extension
+
+
+def _names() -> SimpleNamespace:
+    """Return what the extension calls, and the classes that it makes instances of."""
+    named: tuple[Any, ...] = (
+        *(Ambient, Autocast, HeldArguments, HeldTensor, Parameter, RegionOptions, Rerun),
+        *(RerunFrame, RerunHandle, Scope, Source, StopRecompute, Surroundings),
+        *(as_it_is, bring_all_back, fills_what_it_saved, global_sources, reach),
+        *(isolation.is_shared, torch_sources),
+    )
+    return SimpleNamespace(
+        **{item.__name__: item for item in named},
+        CODE_SLOTS=CODE_SLOTS,
+        FIRST=FIRST,
+        INERT=INERT,
+        Lock=Lock,
+        NOTHING=NOTHING,
+        OPEN_GROUPS=OPEN_GROUPS,
+        forward_ad=forward_ad,
+        modules=sys.modules,
+        read_settings=_torch_settings.read,
+    )
+
+
+def new_frame(*given: Any) -> RerunFrame:
+    """Return `RerunFrame(*given)`, made in C++ where that has been built."""
+    extension = RERUN[0] if RERUN else _accelerated()
+    frame: RerunFrame = RerunFrame(*given) if extension is None else extension.begun(*given)
+    return frame

@@ -32,16 +32,16 @@ MAX_DEPTH = 3
 
 _ANY = 1_000_000
 
-_CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
+CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
 
 
 def global_slots(function: types.FunctionType) -> Slots:
     """Return the slots that a function's code refers to."""
     code = function.__code__
-    known = _CODE_SLOTS.get(id(code))
+    known = CODE_SLOTS.get(id(code))
     if known is None:
         # Keep the code object alive, so that its `id` is not reused.
-        known = _CODE_SLOTS[id(code)] = (code, _followed([function]))
+        known = CODE_SLOTS[id(code)] = (code, _followed([function]))
     return known[1]
 
 

@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "generators.h"
 #include "rerun.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
@@ -15,14 +16,19 @@ namespace membudget {
 
 inline Class region_frame;
 namespace region {
-inline Slot contexts, fingerprints, function, is_new, nested_backward, surroundings,
-    trace;
+inline Slot calls, contexts, fingerprints, finished, function, handles, holds, is_new,
+    lock, metadata, nested_backward, options, statistics, surroundings, trace;
+}
+
+inline Class region_options;
+namespace options {
+inline Slot guards, preserve_rng_state, use_reentrant;
 }
 
 inline Class surroundings_class;
 namespace around {
-inline Slot ambient, arguments, autocast, noted, private_, random_log, reads, sources,
-    stream;
+inline Slot ambient, arguments, autocast, function, is_checked, is_lazy, needs_repair,
+    noted, private_, random_log, reads, runs_torchscript, sources, stream, trainable;
 }
 
 inline Class ambient_class;
@@ -32,16 +38,16 @@ inline Slot context, dispatch_modes, function_modes, settings;
 
 inline Class held_arguments;
 namespace given {
-inline Slot args, is_nested, kwargs, tensors;
+inline Slot alone, args, is_nested, kwargs, others, tensors;
 }
 
 inline Class held_tensor;
 namespace one_held {
-inline Slot alias, changed_by_region, version;
+inline Slot alias, changed_by_region, place, version;
 }
 
-inline PyObject *as_it_is, *bring_all_back, *is_shared, *read_settings;
-inline PyObject *close_name, *end_name, *enter_ambient_name, *enter_state_name, *note_name,
+inline PyObject *as_it_is, *is_shared, *read_settings;
+inline PyObject *close_name, *end_name, *enter_ambient_name, *enter_state_name,
     *rebuild_name;
 
 // Puts an error aside while this lives, unless it is replaced by a later one.
@@ -64,6 +70,10 @@ inline bool is_autocast_on() {
   return std::any_of(types.begin(), types.end(), at::autocast::is_autocast_enabled);
 }
 
+inline bool is_shared_now() {
+  return Ref::made(PyObject_CallNoArgs(is_shared)) == Py_True;
+}
+
 // Whether modes and settings are those of the forward.
 inline bool has_ambient(PyObject* of) {
   if (of == Py_None) {
@@ -72,7 +82,7 @@ inline bool has_ambient(PyObject* of) {
   if (PyTuple_GET_SIZE(ambient::function_modes.of(of)) != 0 ||
       PyTuple_GET_SIZE(ambient::dispatch_modes.of(of)) != 0 ||
       at::impl::PythonTorchFunctionTLS::stack_len() != 0 ||
-      Ref::made(PyObject_CallNoArgs(is_shared)) == Py_True) {
+      is_shared_now()) {
     return false;
   }
   Ref now = Ref::made(PyObject_CallNoArgs(read_settings));
@@ -153,9 +163,9 @@ class Restored {
     if (!is_as_noted(of_)) {
       call(of_, enter_ambient_name, scope());
     } else if (!around::sources.is_none(of_)) {
-      now_ = call(around::sources.of(of_), note_name);
+      now_ = note_generators(around::sources.of(of_));
       if (now_ != around::noted.of(of_)) {
-        Ref::made(PyObject_CallOneArg(bring_all_back, around::noted.of(of_)));
+        restore_generators(around::noted.of(of_));
       }
     }
   }
@@ -175,7 +185,7 @@ class Restored {
       call(scope_, close_name);
     }
     if (now_ != nullptr) {
-      Ref::made(PyObject_CallOneArg(bring_all_back, now_));
+      restore_generators(now_);
     }
   }
 
@@ -269,47 +279,6 @@ inline PyObject* rerun_frame(PyObject*, PyObject* frame) {
     end(rerun);
   }
   Py_RETURN_TRUE;
-  END_HANDLE_TH_ERRORS
-}
-
-// bind_again(names): meet the classes that a recompute reads, once.
-inline PyObject* bind_again(PyObject*, PyObject* names) {
-  HANDLE_TH_ERRORS
-  auto attribute = [names](const char* name) {
-    return Ref::made(PyObject_GetAttrString(names, name)).release();
-  };
-  region_frame.bind(
-      attribute("RerunFrame"),
-      {{"contexts", &region::contexts}, {"fingerprints", &region::fingerprints},
-       {"function", &region::function}, {"is_new", &region::is_new},
-       {"nested_backward", &region::nested_backward},
-       {"surroundings", &region::surroundings}, {"trace", &region::trace}});
-  surroundings_class.bind(
-      attribute("Surroundings"),
-      {{"_ambient", &around::ambient}, {"arguments", &around::arguments},
-       {"_autocast", &around::autocast}, {"_noted", &around::noted},
-       {"_private", &around::private_}, {"random_log", &around::random_log},
-       {"reads", &around::reads}, {"_sources", &around::sources},
-       {"_stream", &around::stream}});
-  ambient_class.bind(
-      attribute("Ambient"),
-      {{"context", &ambient::context}, {"dispatch_modes", &ambient::dispatch_modes},
-       {"function_modes", &ambient::function_modes},
-       {"settings", &ambient::settings}});
-  held_arguments.bind(
-      attribute("HeldArguments"),
-      {{"_args", &given::args}, {"is_nested", &given::is_nested},
-       {"_kwargs", &given::kwargs}, {"tensors", &given::tensors}});
-  held_tensor.bind(
-      attribute("HeldTensor"),
-      {{"alias", &one_held::alias}, {"changed_by_region", &one_held::changed_by_region},
-       {"version", &one_held::version}});
-  as_it_is = attribute("as_it_is");
-  bring_all_back = attribute("bring_all_back");
-  is_shared = attribute("is_shared");
-  read_settings = attribute("read_settings");
-  scope_class = attribute("Scope");
-  Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 

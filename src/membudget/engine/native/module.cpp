@@ -1,7 +1,7 @@
 // The recorder of the replay engine in C++, an optional accelerator.
 
-#include "again.h"
 #include "kernel.h"
+#include "regions.h"
 
 namespace membudget {
 namespace {
@@ -124,8 +124,10 @@ void bind_replay(PyObject* names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
-    {"close", &close_name}, {"end", &end_name}, {"enter_ambient", &enter_ambient_name},
-    {"enter_state", &enter_state_name}, {"note", &note_name}, {"rebuild", &rebuild_name},
+    {"_current_level", &current_level_name}, {"_note_reached", &note_reached_name},
+    {"numpy.random", &numpy_random_name}, {"close", &close_name}, {"end", &end_name}, {"enter_ambient", &enter_ambient_name},
+    {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
+    {"places", &places_name}, {"rebuild", &rebuild_name},
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
     {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
@@ -165,7 +167,7 @@ PyObject* bind(PyObject*, PyObject* names) {
 
 PyMethodDef functions[] = {
     {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
-    {"bind_again", bind_again, METH_O, "Meet the classes that a recompute reads."},
+    {"begun", (PyCFunction)(void*)begun, METH_FASTCALL, "Return a new `RerunFrame`."},
     {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},

@@ -143,6 +143,19 @@ class Class {
   PyTypeObject* type_ = nullptr;
 };
 
+// The attributes of an object, each held for as long as the process lives.
+class Names {
+ public:
+  explicit Names(PyObject* of) : of_(of) {}
+
+  PyObject* operator()(const char* name) const {
+    return Ref::made(PyObject_GetAttrString(of_, name)).release();
+  }
+
+ private:
+  PyObject* of_;
+};
+
 // Holds the interpreter's lock, wherever the dispatcher calls from.
 class WithGil {
  public:

@@ -195,30 +195,23 @@ inline PyObject* fill_hook(PyObject*, PyObject* of) {
   return PyCFunction_New(&fill_method, of);
 }
 
-// bind_rerun(names): meet the classes of the rerun engine, once.
-inline PyObject* bind_rerun(PyObject*, PyObject* names) {
-  HANDLE_TH_ERRORS
-  auto attribute = [names](const char* name) {
-    return Ref::made(PyObject_GetAttrString(names, name)).release();
-  };
+inline void bind_hooks(const Names& names) {
   rerun_handle.bind(
-      attribute("RerunHandle"),
+      names("RerunHandle"),
       {{"address", &saved::address}, {"tensor", &saved::tensor},
        {"version", &saved::version}});
   rerun_class.bind(
-      attribute("Rerun"),
+      names("Rerun"),
       {{"_cursor", &rerun::cursor}, {"_externals", &rerun::externals},
        {"_failure", &rerun::failure}, {"_fingerprints", &rerun::fingerprints},
-       {"_handles", &rerun::handles},
-       {"_is_guarded", &rerun::is_guarded}, {"_last_needed", &rerun::last_needed},
-       {"_may_stop", &rerun::may_stop}, {"_metadata", &rerun::metadata},
-       {"_recording", &rerun::recording}, {"_stopped", &rerun::stopped}});
-  fills_what_it_saved = attribute("fills_what_it_saved");
-  stop_recompute = attribute("StopRecompute");
-  open_groups = attribute("OPEN_GROUPS");
-  parameter_type = reinterpret_cast<PyTypeObject*>(attribute("Parameter"));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+       {"_handles", &rerun::handles}, {"_is_guarded", &rerun::is_guarded},
+       {"_last_needed", &rerun::last_needed}, {"_may_stop", &rerun::may_stop},
+       {"_metadata", &rerun::metadata}, {"_recording", &rerun::recording},
+       {"_stopped", &rerun::stopped}});
+  fills_what_it_saved = names("fills_what_it_saved");
+  stop_recompute = names("StopRecompute");
+  open_groups = names("OPEN_GROUPS");
+  parameter_type = reinterpret_cast<PyTypeObject*>(names("Parameter"));
 }
 
 } // namespace membudget
