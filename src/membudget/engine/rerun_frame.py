@@ -10,11 +10,11 @@ from __future__ import annotations
 import sys
 from threading import get_ident
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from membudget import _torch_settings
 from membudget._torch import (
@@ -27,14 +27,20 @@ from membudget._torch import (
 from membudget.callsite import fills_what_it_saved
 from membudget.engine import isolation, native
 from membudget.engine.arguments import FIRST, HeldArguments, packed_arguments
-from membudget.engine.comparison import Fingerprints, Metadata
-from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
+from membudget.engine.calls import Calls, Owner
+from membudget.engine.comparison import Fingerprints
+from membudget.engine.controls import (
+    BY_BACKWARD,
+    OPEN_GROUPS,
+    RECOMPUTING,
+    release_in_time,
+)
 from membudget.engine.families import INERT
 from membudget.engine.held import HeldTensor
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
-from membudget.engine.options import RegionOptions
+from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import NOTHING, reach
 from membudget.engine.recording import Lock, Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
@@ -42,11 +48,8 @@ from membudget.engine.slots import CODE_SLOTS
 from membudget.engine.surroundings import Ambient, Surroundings
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
-from membudget.state.autocast import Autocast
+from membudget.state.autocast import Autocast, autocast_state
 from membudget.state.rng import Source, bring_all_back, global_sources, torch_sources
-
-_NOTHING: list[Metadata] = []
-
 
 class RerunFrame(Recording):
     """A recorded call with the hooks that autograd calls to pack and unpack tensors."""
@@ -55,12 +58,21 @@ class RerunFrame(Recording):
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop the tensors that autograd would save."""
+        if RERUN:
+            return RERUN[0].run(self, args, kwargs)
+        calls = self.calls
+        is_due = calls is not None and calls.begin(self.options.verify is True)
+        return self._run_begun(args, kwargs, is_due)
+
+    def _run_begun(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_due: bool
+    ) -> Any:
         calls, surroundings = self.calls, self.surroundings
         if self.options.offload is not None:
             hooks = self.options.offload.hooks
             surroundings.arguments = packed_arguments(args, kwargs, hooks)
         if calls is not None:
-            if calls.begin(self.options.verify is True) and self._may_verify():
+            if is_due and self._may_verify():
                 self.fingerprints = Fingerprints()
                 surroundings.begin_check()
             self.holds = self.fingerprints is not None or calls.owner.differentiates
@@ -71,22 +83,22 @@ class RerunFrame(Recording):
         ):
             result = self._run_in_contexts(args, kwargs)
         else:
-            push_saved_tensors_hooks(*_hooks_of(self))
-            try:
-                result = self.function(*args, **kwargs)
-            finally:
-                pop_saved_tensors_hooks()
+            result = self._run_hooked(args, kwargs)
         if self.handles:
             surroundings.finish(calls)
             if calls is not None:
                 self.nested_backward |= calls.owner.adds_gradients
-                path = self.metadata
-                if calls.paths.get(len(path)) != path and calls.end(path):
-                    self.is_new = self.fingerprints is None and self._may_verify()
+                if calls.paths.get(len(self.metadata)) != self.metadata:
+                    self._note_new()
         if self.holds:
             self.empty()
         self.finished = True
         return result
+
+    def _note_new(self) -> None:
+        """Note that the last call of as many saved tensors had others."""
+        if self.calls is not None and self.calls.end(self.metadata):
+            self.is_new = self.fingerprints is None and self._may_verify()
 
     def _may_verify(self) -> bool:
         """Return whether this call of the region can be verified.
@@ -162,14 +174,17 @@ class RerunFrame(Recording):
                 if len(self.handles) > 1 and not release_in_time(self):
                     self.empty()
         if tensor is None:
-            raise mismatch_error(
-                None,
-                None,
-                f"{len(self.handles)} tensors",
-                "fewer tensors, and not the one that is needed",
-                ["determinism_check='none' hides where the runs diverge"],
-            )
+            self._missing()
         return tensor
+
+    def _missing(self) -> NoReturn:
+        raise mismatch_error(
+            None,
+            None,
+            f"{len(self.handles)} tensors",
+            "fewer tensors, and not the one that is needed",
+            ["determinism_check='none' hides where the runs diverge"],
+        )
 
     def release(self) -> None:
         """Free the recomputed tensors that autograd has not unpacked (Rule 4).
@@ -193,30 +208,20 @@ class RerunFrame(Recording):
         me = get_ident()
         RECOMPUTING.append(me)
         try:
-            if not (RERUN and RERUN[0].rerun(self)):
-                self.surroundings.run_in_context(Rerun(self).run)
+            self.surroundings.run_in_context(Rerun(self).run)
         except BaseException as error:
-            # A retry must not mix tensors of two recomputes.
-            self.empty()
-            if isinstance(error, CheckpointError):
-                self.blame(error)
+            self._give_up(error)
             raise
         finally:
             RECOMPUTING.remove(me)
             if counted:
                 isolation.leave()
 
-
-def _hooks_of(frame: RerunFrame) -> tuple[Any, Any]:
-    """Return the saved-tensor hooks of a call; in C++ where that has been built."""
-    extension = RERUN[0] if RERUN else _accelerated()
-    if extension is None:
-        return frame.pack, frame._unpack
-    expected = _NOTHING if frame.calls is None else frame.calls.expected
-    hooks: tuple[Any, Any] = extension.rerun_hooks(
-        frame.pack, frame._unpack, frame.handles, frame.metadata, expected
-    )
-    return hooks
+    def _give_up(self, error: BaseException) -> None:
+        # A retry must not mix tensors of two recomputes.
+        self.empty()
+        if isinstance(error, CheckpointError):
+            self.blame(error)
 
 
 def _accelerated() -> Any:
@@ -238,19 +243,22 @@ def _accelerated() -> Any:
 def _names() -> SimpleNamespace:
     """Return what the extension calls, and the classes that it makes instances of."""
     named: tuple[Any, ...] = (
-        *(Ambient, Autocast, HeldArguments, HeldTensor, Parameter, RegionOptions, Rerun),
-        *(RerunFrame, RerunHandle, Scope, Source, StopRecompute, Surroundings),
-        *(as_it_is, bring_all_back, fills_what_it_saved, global_sources, reach),
-        *(isolation.is_shared, torch_sources),
+        *(Ambient, Autocast, Calls, HeldArguments, HeldTensor, Module, Owner, Parameter),
+        *(RegionOptions, Rerun, RerunFrame, RerunHandle, Scope, Source, StopRecompute, Surroundings),
+        *(as_it_is, autocast_state, bring_all_back, fills_what_it_saved, global_sources, reach),
+        *(isolation.enter, isolation.is_shared, isolation.leave, release_in_time),
+        *(Statistics, torch_sources),
     )
     return SimpleNamespace(
         **{item.__name__: item for item in named},
+        BY_BACKWARD=BY_BACKWARD,
         CODE_SLOTS=CODE_SLOTS,
         FIRST=FIRST,
         INERT=INERT,
         Lock=Lock,
         NOTHING=NOTHING,
         OPEN_GROUPS=OPEN_GROUPS,
+        RECOMPUTING=RECOMPUTING,
         forward_ad=forward_ad,
         modules=sys.modules,
         read_settings=_torch_settings.read,

@@ -14,42 +14,6 @@
 
 namespace membudget {
 
-inline Class region_frame;
-namespace region {
-inline Slot calls, contexts, fingerprints, finished, function, handles, holds, is_new,
-    lock, metadata, nested_backward, options, statistics, surroundings, trace;
-}
-
-inline Class region_options;
-namespace options {
-inline Slot guards, preserve_rng_state, use_reentrant;
-}
-
-inline Class surroundings_class;
-namespace around {
-inline Slot ambient, arguments, autocast, function, is_checked, is_lazy, needs_repair,
-    noted, private_, random_log, reads, runs_torchscript, sources, stream, trainable;
-}
-
-inline Class ambient_class;
-namespace ambient {
-inline Slot context, dispatch_modes, function_modes, settings;
-}
-
-inline Class held_arguments;
-namespace given {
-inline Slot alone, args, is_nested, kwargs, others, tensors;
-}
-
-inline Class held_tensor;
-namespace one_held {
-inline Slot alias, changed_by_region, place, version;
-}
-
-inline PyObject *as_it_is, *is_shared, *read_settings;
-inline PyObject *close_name, *end_name, *enter_ambient_name, *enter_state_name,
-    *rebuild_name;
-
 // Puts an error aside while this lives, unless it is replaced by a later one.
 class ErrorAside {
  public:
@@ -109,12 +73,17 @@ inline Ref rebuilt(PyObject* value) {
   return wrapped(made);
 }
 
-// As `HeldTensor.has_changed`, of each argument.
-inline bool are_unchanged(PyObject* tensors) {
+// As `HeldTensor.has_changed`, of a held tensor of that very class.
+inline bool is_as_held(PyObject* of) {
+  return !one_held::changed_by_region.is_true(of) &&
+      one_held::version.number(of) ==
+      THPVariable_Unpack(one_held::alias.of(of))._version();
+}
+
+inline bool are_as_held(PyObject* tensors) {
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(tensors); ++i) {
     PyObject* of = PyList_GET_ITEM(tensors, i);
-    if (!held_tensor.is_type_of(of) || one_held::changed_by_region.is_true(of) ||
-        one_held::version.number(of) != THPVariable_Unpack(one_held::alias.of(of))._version()) {
+    if (!held_tensor.is_type_of(of) || !is_as_held(of)) {
       return false;
     }
   }
@@ -174,7 +143,7 @@ class Restored {
   Ref enter_state() {
     bool is_same = around::reads.is_none(of_) &&
         (around::ambient.is_none(of_) ||
-         are_unchanged(given::tensors.of(around::arguments.of(of_))));
+         are_as_held(given::tensors.of(around::arguments.of(of_))));
     return is_same ? Ref::to(Py_None) : call(of_, enter_state_name, scope());
   }
 
@@ -258,18 +227,46 @@ inline void end(PyObject* rerun) {
   Ref::made(ended);
 }
 
-// rerun(frame): run a region again, and return whether that could be done here.
-inline PyObject* rerun_frame(PyObject*, PyObject* frame) {
-  HANDLE_TH_ERRORS
-  if (!region_frame.is_type_of(frame) || !is_usual_rerun(frame)) {
-    Py_RETURN_FALSE;
+// As `Recording.last_needed`.
+inline long last_needed(PyObject* handles) {
+  for (Py_ssize_t i = PyList_GET_SIZE(handles) - 1; i >= 0; --i) {
+    PyObject* handle = PyWeakref_GET_OBJECT(PyList_GET_ITEM(handles, i));
+    if (handle != Py_None && saved::tensor.is_none(handle)) {
+      return i;
+    }
   }
-  Ref rerun = Ref::made(PyObject_CallOneArg(rerun_class.type(), frame));
+  return -1;
+}
+
+// As `Rerun.__init__`.
+inline Ref new_rerun(PyObject* frame) {
+  Ref made = rerun_class.make();
+  for (Slot* slot : {&rerun::externals, &rerun::failure, &rerun::fingerprints, &rerun::site,
+                     &rerun::trace}) {
+    slot->set(made, Py_None);
+  }
+  PyObject *calls = region::calls.of(frame), *options = region::options.of(frame);
+  bool fills_late = calls != Py_None && calls::fills_late.is_true(calls);
+  bool may_stop = options::early_stop.is_true(options) && !fills_late;
+  rerun::cursor.set_number(made, 0);
+  rerun::handles.set(made, region::handles.of(frame));
+  rerun::is_guarded.set(made, options::guards.of(options));
+  rerun::last_needed.set_number(made, last_needed(region::handles.of(frame)));
+  rerun::may_stop.set(made, may_stop ? Py_True : Py_False);
+  rerun::metadata.set(made, region::metadata.of(frame));
+  rerun::recording.set(made, frame);
+  rerun::stopped.set(made, Py_False);
+  return made;
+}
+
+// Runs a region again; false with an error set if that failed.
+inline bool rerun_frame(PyObject* frame) {
+  Ref rerun = new_rerun(frame);
   run_again(frame, rerun);
   if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
     if (!PyErr_ExceptionMatches(stop_recompute) || !rerun::stopped.is_true(rerun)) {
       rerun::release(rerun);
-      return nullptr;  // Such as what ends an outer recompute.
+      return false;  // Such as what ends an outer recompute.
     }
     PyErr_Clear();
   }
@@ -278,8 +275,102 @@ inline PyObject* rerun_frame(PyObject*, PyObject* frame) {
   } else {
     end(rerun);
   }
-  Py_RETURN_TRUE;
+  return true;
+}
+
+// Counts this thread among those that recompute, and in a region, while this lives.
+class Counted {
+ public:
+  explicit Counted(bool is_guarded) : thread_(Ref::made(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
+    is_counted_ = is_guarded && Ref::made(PyObject_CallNoArgs(isolation_enter)) == Py_True;
+    check(PyList_Append(recomputing, thread_));
+  }
+  ~Counted() {
+    ErrorAside error;
+    Py_ssize_t place = PySequence_Index(recomputing, thread_);
+    if (place >= 0) {
+      PySequence_DelItem(recomputing, place);
+    }
+    if (is_counted_) {
+      Py_XDECREF(PyObject_CallNoArgs(isolation_leave));
+    }
+  }
+  Counted(const Counted&) = delete;
+
+ private:
+  Ref thread_;
+  bool is_counted_;
+};
+
+// As `RerunFrame._recompute`.
+inline void recompute(PyObject* frame) {
+  PyObject* statistics = region::statistics.of(frame);
+  if (statistics != Py_None) {
+    add(statistics::recomputes, statistics, 1);
+  }
+  Counted counted(options::guards.is_true(region::options.of(frame)));
+  try {
+    if (!rerun_frame(frame)) {
+      throw_python_error();
+    }
+  } catch (python_error& error) {
+    error.restore();
+    PyObject *type, *raised, *trace;
+    PyErr_Fetch(&type, &raised, &trace);
+    PyErr_NormalizeException(&type, &raised, &trace);
+    call(frame, give_up_name, raised);
+    PyErr_Restore(type, raised, trace);
+    throw_python_error();
+  }
+}
+
+// As `release_in_time`, outside of execution groups.
+inline bool is_released_in_time(PyObject* frame) {
+  Ref task = number(torch::autograd::get_current_graph_task_id());
+  PyObject* frames = PyDict_GetItemWithError(by_backward, task);
+  if (frames == nullptr) {
+    return Ref::made(PyObject_CallOneArg(release_in_time, frame)) == Py_True;
+  }
+  check(PyList_Append(frames, weak(frame)));
+  return true;
+}
+
+// As `RerunFrame._recomputed`, up to the tensor; does nothing if Python must.
+inline void fill_all(PyObject* frame, PyObject* handle) {
+  if (!region::finished.is_true(frame) || !is_usual_rerun(frame)) {
+    return;
+  }
+  Locked lock(region::lock.of(frame));
+  if (!lock.taken() || !saved::tensor.is_none(handle)) {
+    return;
+  }
+  recompute(frame);
+  Ref tensor = Ref::to(saved::tensor.of(handle));
+  if (PyList_GET_SIZE(region::handles.of(frame)) > 1 && !is_released_in_time(frame)) {
+    call(frame, empty_name);
+    saved::tensor.set(handle, tensor);
+  }
+  if (tensor == Py_None) {
+    call(frame, missing_name);
+  }
+}
+
+// unpack(handle), a method of the frame.
+inline PyObject* give(PyObject* frame, PyObject* handle) {
+  HANDLE_TH_ERRORS
+  bool is_usual = rerun_handle.is_type_of(handle) && PyList_GET_SIZE(open_groups) == 0;
+  if (is_usual && saved::tensor.is_none(handle)) {
+    fill_all(frame, handle);
+  }
+  if (!is_usual || !is_filled(handle)) {
+    return PyObject_CallMethodOneArg(frame, unpack_name, handle);
+  }
+  Ref tensor = Ref::to(saved::tensor.of(handle));
+  saved::tensor.set(handle, Py_None);
+  return tensor.release();
   END_HANDLE_TH_ERRORS
 }
+
+inline PyMethodDef give_method = {"give", give, METH_O, nullptr};
 
 } // namespace membudget

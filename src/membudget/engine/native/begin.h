@@ -9,11 +9,6 @@
 
 namespace membudget {
 
-inline PyObject *autocast_class, *code_slots, *first_place, *forward_ad, *global_sources,
-    *inert_types, *lock_class, *nothing_reached, *reach, *sys_modules, *torch_sources;
-inline PyObject *current_level_name, *note_private_name, *note_reached_name,
-    *numpy_random_name;
-
 // As `nothing_surrounds`.
 inline bool is_alone() {
   return !at::SavedTensorDefaultHooks::get_hooks().has_value() &&

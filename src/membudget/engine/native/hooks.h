@@ -21,6 +21,7 @@ namespace checks {
 inline Slot is_strict, originals, verified;
 }
 
+inline PyObject *empty_name;
 inline PyObject *pack_name, *unpack_name, *explained_name, *open_groups;
 
 // Packing.

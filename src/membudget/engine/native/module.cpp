@@ -1,7 +1,7 @@
 // The recorder of the replay engine in C++, an optional accelerator.
 
+#include "binding.h"
 #include "kernel.h"
-#include "regions.h"
 
 namespace membudget {
 namespace {
@@ -124,6 +124,11 @@ void bind_replay(PyObject* names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
+    {"_note_new", &note_new_name}, {"_run_begun", &run_begun_name}, {"begin", &begin_name},
+    {"dtype", &dtype_name}, {"finish", &finish_name}, {"pack", &drop_name},
+    {"note_forward_end", &note_forward_end_name}, {"training", &training_name},
+    {"_give_up", &give_up_name}, {"_missing", &missing_name}, {"rrelu", &rrelu_name},
+    {"__torch_function__", &torch_function_name}, {"empty", &empty_name},
     {"_current_level", &current_level_name}, {"_note_reached", &note_reached_name},
     {"numpy.random", &numpy_random_name}, {"close", &close_name}, {"end", &end_name}, {"enter_ambient", &enter_ambient_name},
     {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
@@ -176,9 +181,9 @@ PyMethodDef functions[] = {
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
-    {"rerun", rerun_frame, METH_O, "Run a region again."},
-    {"rerun_hooks", (PyCFunction)(void*)rerun_hooks, METH_FASTCALL, "Of a forward."},
+    {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
+    {"signature", (PyCFunction)(void*)signature, METH_FASTCALL, "As `signature_of`."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -1,82 +1,87 @@
-// The classes and functions of the rerun engine that C++ meets.
+// The Python classes of the rerun engine, whose docstrings explain every attribute.
 
 #pragma once
 
-#include "begin.h"
+#include "hooks.h"
 
 namespace membudget {
 
-// What a region notes, and what it restores.
-inline void bind_surroundings(const Names& names) {
-  surroundings_class.bind(
-      names("Surroundings"),
-      {{"_ambient", &around::ambient}, {"_autocast", &around::autocast},
-       {"_function", &around::function}, {"_is_checked", &around::is_checked},
-       {"_noted", &around::noted}, {"_private", &around::private_},
-       {"_sources", &around::sources}, {"_stream", &around::stream},
-       {"arguments", &around::arguments}, {"is_lazy", &around::is_lazy},
-       {"needs_repair", &around::needs_repair}, {"random_log", &around::random_log},
-       {"reads", &around::reads}, {"runs_torchscript", &around::runs_torchscript},
-       {"trainable", &around::trainable}});
-  ambient_class.bind(
-      names("Ambient"),
-      {{"context", &ambient::context}, {"dispatch_modes", &ambient::dispatch_modes},
-       {"function_modes", &ambient::function_modes},
-       {"settings", &ambient::settings}});
-  held_arguments.bind(
-      names("HeldArguments"),
-      {{"_alone", &given::alone}, {"_args", &given::args}, {"_kwargs", &given::kwargs},
-       {"is_nested", &given::is_nested}, {"others", &given::others},
-       {"tensors", &given::tensors}});
-  held_tensor.bind(
-      names("HeldTensor"),
-      {{"alias", &one_held::alias}, {"changed_by_region", &one_held::changed_by_region},
-       {"place", &one_held::place}, {"version", &one_held::version}});
-  source_class.bind(names("Source"), {{"mark", &source::mark}});
+inline Class rerun_handle;
+namespace saved {
+inline Slot address, tensor, version;
 }
 
-inline void bind_frames(const Names& names) {
-  region_frame.bind(
-      names("RerunFrame"),
-      {{"calls", &region::calls}, {"contexts", &region::contexts},
-       {"fingerprints", &region::fingerprints}, {"finished", &region::finished},
-       {"function", &region::function}, {"handles", &region::handles},
-       {"holds", &region::holds}, {"is_new", &region::is_new}, {"lock", &region::lock},
-       {"metadata", &region::metadata}, {"nested_backward", &region::nested_backward},
-       {"options", &region::options}, {"statistics", &region::statistics},
-       {"surroundings", &region::surroundings}, {"trace", &region::trace}});
-  region_options.bind(
-      names("RegionOptions"),
-      {{"guards", &options::guards}, {"preserve_rng_state", &options::preserve_rng_state},
-       {"use_reentrant", &options::use_reentrant}});
+inline Class rerun_class;
+namespace rerun {
+inline Slot cursor, externals, failure, fingerprints, handles, is_guarded, last_needed,
+    may_stop, metadata, recording, site, stopped, trace;
+
+// As `Rerun._release`.
+inline void release(PyObject* of) {
+  for (Slot* slot : {&fingerprints, &handles, &metadata, &recording}) {
+    slot->clear(of);
+  }
+}
 }
 
-// bind_rerun(names): meet the classes of the rerun engine, once.
-inline PyObject* bind_rerun(PyObject*, PyObject* object) {
-  HANDLE_TH_ERRORS
-  Names names(object);
-  bind_hooks(names);
-  bind_surroundings(names);
-  bind_frames(names);
-  as_it_is = names("as_it_is");
-  autocast_class = names("Autocast");
-  bring_all_back = names("bring_all_back");
-  code_slots = names("CODE_SLOTS");
-  first_place = names("FIRST");
-  forward_ad = names("forward_ad");
-  global_sources = names("global_sources");
-  inert_types = names("INERT");
-  is_shared = names("is_shared");
-  lock_class = names("Lock");
-  nothing_reached = names("NOTHING");
-  reach = names("reach");
-  read_settings = names("read_settings");
-  scope_class = names("Scope");
-  sys_modules = names("modules");
-  torch_sources = names("torch_sources");
-  no_targets = Ref::made(PyTuple_New(0)).release();
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
+inline Class region_frame;
+namespace region {
+inline Slot calls, contexts, fingerprints, finished, function, handles, holds, is_new,
+    lock, metadata, nested_backward, options, statistics, surroundings, trace;
 }
+
+inline Class region_options;
+namespace options {
+inline Slot early_stop, guards, is_instrumented, offload, preserve_rng_state, use_reentrant, verify;
+}
+
+inline Class surroundings_class;
+namespace around {
+inline Slot ambient, arguments, autocast, function, is_checked, is_lazy, needs_repair,
+    noted, private_, random_log, reads, runs_torchscript, sources, stream, trainable;
+}
+
+inline Class ambient_class;
+namespace ambient {
+inline Slot context, dispatch_modes, function_modes, settings;
+}
+
+inline Class held_arguments;
+namespace given {
+inline Slot alone, args, is_nested, kwargs, others, tensors;
+}
+
+inline Class held_tensor;
+namespace one_held {
+inline Slot alias, changed_by_region, place, version;
+}
+
+inline Class region_calls;
+namespace calls {
+inline Slot count, fills_late, is_settled, owner, paths, sampling;
+}
+
+inline Class region_statistics;
+namespace statistics {
+inline Slot recomputes;
+}
+
+inline Class calls_owner;
+namespace owner {
+inline Slot adds_gradients, differentiates;
+}
+
+inline PyObject *by_backward, *recomputing, *release_in_time;
+inline PyObject *as_it_is, *autocast_class, *autocast_state, *code_slots, *fills_what_it_saved,
+    *first_place, *forward_ad, *global_sources, *inert_types, *is_shared, *lock_class,
+    *module_type, *nothing_reached, *reach, *read_settings, *stop_recompute, *sys_modules,
+    *torch_sources;
+
+// Names of methods and attributes.
+inline PyObject *begin_name, *check_external_name, *close_name, *current_level_name,
+    *drop_name, *dtype_name, *end_name, *give_up_name, *missing_name, *enter_ambient_name, *enter_state_name, *finish_name,
+    *note_forward_end_name, *note_new_name, *note_reached_name, *numpy_random_name,
+    *rebuild_name, *rrelu_name, *run_begun_name, *shape_name, *torch_function_name,
+    *training_name;
 
 } // namespace membudget
