@@ -31,6 +31,7 @@ from membudget.engine.families import (
     Uninitialised,
     family_of,
 )
+from membudget.engine.native import RERUN
 from membudget.engine.slots import (
     MAX_DEPTH,
     Slots,
@@ -72,11 +73,17 @@ class Reached:
         module_names: Paths of modules by `id`, recorded only on request.
     """
 
-    # Rarely set, so the defaults are class attributes, which cost a walk nothing.
-    writes_statistics = runs_torchscript = is_lazy = is_cut = False
+    __slots__ = (
+        *("_seen", "attributes", "buffers", "containers", "functions", "generators"),
+        *("is_cut", "is_lazy", "module_names", "modules", "names", "objects"),
+        *("runs_torchscript", "silent", "slots", "stateful_modules", "tensors"),
+        "writes_statistics",
+    )
 
     def __init__(self, names: bool = False):
         """Create an empty result; object names are recorded only if `names` is set."""
+        self.writes_statistics = self.runs_torchscript = False
+        self.is_lazy = self.is_cut = False
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
@@ -110,7 +117,7 @@ class Reached:
         kind = type(value)
         if kind in INERT:
             return
-        visitor = _VISITORS.get(kind) or _visitor_of(kind)
+        visitor = VISITORS.get(kind) or _visitor_of(kind)
         if id(value) in self._seen and visitor is not Reached._tensor:
             if visitor is Reached._module:
                 self.modules.append(value)
@@ -215,6 +222,9 @@ class Reached:
             self.writes_statistics |= value.training
 
     def _module(self, value: Module, name: str, depth: int) -> None:
+        if RERUN and self.names is None:
+            RERUN[0].walk(self, value, depth)
+            return
         self.modules.append(value)
         if self._class(type(value)):
             self.stateful_modules.append(value)
@@ -263,12 +273,12 @@ _BY_FAMILY: dict[type, Visitor] = {
     object: Reached._object,
     Opaque: Reached._skip,
 }
-_VISITORS: dict[type, Visitor] = {}
+VISITORS: dict[type, Visitor] = {}
 
 
 def _visitor_of(kind: type) -> Visitor:
     """Select and cache the method that visits instances of a class."""
-    visitor = _VISITORS[kind] = _BY_FAMILY[family_of(kind)]
+    visitor = VISITORS[kind] = _BY_FAMILY[family_of(kind)]
     return visitor
 
 

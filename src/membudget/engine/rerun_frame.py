@@ -41,10 +41,16 @@ from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
 from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.reach import NOTHING, reach
+from membudget.engine.reach import NOTHING, VISITORS, Reached, reach
 from membudget.engine.recording import Lock, Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
-from membudget.engine.slots import CODE_SLOTS
+from membudget.engine.slots import (
+    ATTRIBUTES,
+    CODE_SLOTS,
+    MAX_DEPTH,
+    attribute_names,
+    class_slots,
+)
 from membudget.engine.surroundings import Ambient, Surroundings
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
@@ -247,19 +253,23 @@ def _names() -> SimpleNamespace:
         *(RegionOptions, Rerun, RerunFrame, RerunHandle, Scope, Source, StopRecompute, Surroundings),
         *(as_it_is, autocast_state, bring_all_back, fills_what_it_saved, global_sources, reach),
         *(isolation.enter, isolation.is_shared, isolation.leave, release_in_time),
-        *(Statistics, torch_sources),
+        *(Reached, Statistics, attribute_names, class_slots, torch_sources),
     )
     return SimpleNamespace(
         **{item.__name__: item for item in named},
+        ATTRIBUTES=ATTRIBUTES,
         BY_BACKWARD=BY_BACKWARD,
         CODE_SLOTS=CODE_SLOTS,
         FIRST=FIRST,
         INERT=INERT,
         Lock=Lock,
+        MAX_DEPTH=MAX_DEPTH,
         NOTHING=NOTHING,
         OPEN_GROUPS=OPEN_GROUPS,
         RECOMPUTING=RECOMPUTING,
+        VISITORS=VISITORS,
         forward_ad=forward_ad,
+        module_visitor=Reached._module,
         modules=sys.modules,
         read_settings=_torch_settings.read,
     )

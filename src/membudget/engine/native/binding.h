@@ -3,6 +3,7 @@
 #pragma once
 
 #include "forward.h"
+#include "reach.h"
 
 namespace membudget {
 
@@ -85,6 +86,24 @@ inline void bind_frames(const Names& names) {
        {"differentiates", &owner::differentiates}});
 }
 
+inline void bind_reach(const Names& names) {
+  reached_class.bind(
+      names("Reached"),
+      {{"_seen", &reached::seen}, {"attributes", &reached::attributes},
+       {"buffers", &reached::buffers}, {"containers", &reached::containers},
+       {"functions", &reached::functions}, {"modules", &reached::modules},
+       {"names", &reached::names}, {"objects", &reached::objects},
+       {"slots", &reached::slots}, {"stateful_modules", &reached::stateful_modules},
+       {"tensors", &reached::tensors}});
+  attribute_names = names("attribute_names");
+  class_slots = names("class_slots");
+  known_attributes = names("ATTRIBUTES");
+  module_visitor = names("module_visitor");
+  most_depth = PyLong_AsLong(names("MAX_DEPTH"));
+  no_text = PyUnicode_New(0, 0);
+  visitors = names("VISITORS");
+}
+
 // bind_rerun(names): meet the classes of the rerun engine, once.
 inline PyObject* bind_rerun(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
@@ -92,6 +111,7 @@ inline PyObject* bind_rerun(PyObject*, PyObject* object) {
   bind_hooks(names);
   bind_surroundings(names);
   bind_frames(names);
+  bind_reach(names);
   as_it_is = names("as_it_is");
   autocast_class = names("Autocast");
   autocast_state = names("autocast_state");

@@ -129,6 +129,9 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"note_forward_end", &note_forward_end_name}, {"training", &training_name},
     {"_give_up", &give_up_name}, {"_missing", &missing_name}, {"rrelu", &rrelu_name},
     {"__torch_function__", &torch_function_name}, {"empty", &empty_name},
+    {"__dict__", &dict_name}, {"_buffers", &buffers_name}, {"_class", &class_name},
+    {"_modules", &modules_name}, {"_note_buffers", &note_buffers_name},
+    {"_parameters", &parameters_name}, {"values", &values_name}, {"visit", &visit_name},
     {"_current_level", &current_level_name}, {"_note_reached", &note_reached_name},
     {"numpy.random", &numpy_random_name}, {"close", &close_name}, {"end", &end_name}, {"enter_ambient", &enter_ambient_name},
     {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
@@ -172,8 +175,11 @@ PyObject* bind(PyObject*, PyObject* names) {
 
 PyMethodDef functions[] = {
     {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
+    {"are_same", (PyCFunction)(void*)are_same_lists, METH_FASTCALL, "Compare identities."},
+    {"are_same_names", (PyCFunction)(void*)are_same_names, METH_FASTCALL, "Compare dicts."},
     {"begun", (PyCFunction)(void*)begun, METH_FASTCALL, "Return a new `RerunFrame`."},
     {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
+    {"bound_now", bound_now, METH_O, "As `_bound_now`."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
     {"count_path", count_path, METH_O, "As `UseCounter._count_path`."},
@@ -184,6 +190,7 @@ PyMethodDef functions[] = {
     {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
     {"signature", (PyCFunction)(void*)signature, METH_FASTCALL, "As `signature_of`."},
+    {"walk", (PyCFunction)(void*)walk_module, METH_FASTCALL, "As `Reached._module`."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
     {nullptr, nullptr, 0, nullptr},
 };
