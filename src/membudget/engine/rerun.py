@@ -133,6 +133,7 @@ class Rerun:
                 self._judge(error)
             self._check_end()
         finally:
+            del error  # Its traceback leads here.
             self._release()
 
     def _check_end(self) -> None:
@@ -170,9 +171,12 @@ class Rerun:
         # TorchScript's interpreter replaces an exception of a hook by its own.
         if self._failure is not None:
             raise self._failure from None
-        if not self._stopped:
-            self._recording.blame_state(error)
-            raise error
+        try:
+            if not self._stopped:
+                self._recording.blame_state(error)
+                raise error
+        finally:
+            del error  # Its traceback leads here.
 
     def _pack_hook(self) -> Callable[[Tensor], Tensor | None]:
         if self._recording.nested_backward:

@@ -42,6 +42,7 @@ from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import NOTHING, VISITORS, Reached, reach
+from membudget.engine.reads import Reads
 from membudget.engine.recording import Lock, Recording, RerunHandle, Trace
 from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
 from membudget.engine.slots import (
@@ -55,6 +56,7 @@ from membudget.engine.surroundings import Ambient, Surroundings
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
 from membudget.state.autocast import Autocast, autocast_state
+from membudget.state.identity import address_of, version_of
 from membudget.state.rng import Source, bring_all_back, global_sources, torch_sources
 
 class RerunFrame(Recording):
@@ -253,7 +255,8 @@ def _names() -> SimpleNamespace:
         *(RegionOptions, Rerun, RerunFrame, RerunHandle, Scope, Source, StopRecompute, Surroundings),
         *(as_it_is, autocast_state, bring_all_back, fills_what_it_saved, global_sources, reach),
         *(isolation.enter, isolation.is_shared, isolation.leave, release_in_time),
-        *(Reached, Statistics, attribute_names, class_slots, torch_sources),
+        *(Reached, Reads, Statistics, address_of, attribute_names, class_slots),
+        *(torch_sources, version_of),
     )
     return SimpleNamespace(
         **{item.__name__: item for item in named},

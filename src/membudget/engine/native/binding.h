@@ -3,7 +3,7 @@
 #pragma once
 
 #include "forward.h"
-#include "reach.h"
+#include "reads.h"
 
 namespace membudget {
 
@@ -95,6 +95,14 @@ inline void bind_reach(const Names& names) {
        {"names", &reached::names}, {"objects", &reached::objects},
        {"slots", &reached::slots}, {"stateful_modules", &reached::stateful_modules},
        {"tensors", &reached::tensors}});
+  reads_class.bind(
+      names("Reads"),
+      {{"_addresses", &reads::addresses}, {"_modules", &reads::modules},
+       {"_namespaces", &reads::namespaces}, {"_parameters", &reads::parameters},
+       {"_tensors", &reads::tensors}, {"_training", &reads::training},
+       {"_versions", &reads::versions}});
+  address_of_python = names("address_of");
+  version_of_python = names("version_of");
   attribute_names = names("attribute_names");
   class_slots = names("class_slots");
   known_attributes = names("ATTRIBUTES");

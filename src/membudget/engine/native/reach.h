@@ -180,7 +180,10 @@ inline void walk_held(PyObject* of, PyObject* held, long depth) {
     return;
   }
   // Copied, as a visit may run code of the user.
-  Ref items = Ref::made(PySequence_List(Ref::made(PyObject_CallMethodNoArgs(held, values_name))));
+  Ref items = Ref::made(
+      PyDict_CheckExact(held)
+          ? PyDict_Values(held)
+          : PySequence_List(Ref::made(PyObject_CallMethodNoArgs(held, values_name))));
   each(items, [&](PyObject* item) {
     if (Py_TYPE(item) == parameter_type) {
       append(reached::tensors.of(of), item);
