@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
-from membudget.engine import calls, native, rerun, rerun_frame
+from membudget.engine import calls, native, rerun, rerun_extension, rerun_frame
 from membudget.engine.recording import Recording
 from membudget.engine.rerun_frame import RerunFrame
 
@@ -20,7 +20,8 @@ def hooks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     if request.param == "Python":
         monkeypatch.setattr(rerun, "RERUN", [])
         monkeypatch.setattr(rerun_frame, "RERUN", [])
-        monkeypatch.setattr(calls, "RERUN", [])
+        for module in (calls, rerun_extension):
+            monkeypatch.setattr(module, "RERUN", [])
         monkeypatch.setattr(native, "built_extension", lambda: None)
     elif native.built_extension() is None:
         pytest.skip("the extension has not been built")

@@ -195,10 +195,9 @@ class Bindings:
 
 def _bound_now(reached: Reached) -> list[Any]:
     """Return what each name that a walk has followed is bound to now, in its order."""
-    found: list[Any] = []
     if RERUN:
-        found = RERUN[0].bound_now(reached)
-        return found
+        return list(RERUN[0].bound_now(reached))
+    found: list[Any] = []
     for module in reached.modules:
         held = module.__dict__
         for key in ("_parameters", "_buffers", "_modules"):

@@ -105,12 +105,8 @@ class Reached:
 
     def needs_repair(self) -> bool:
         """Return whether a rerun would repeat side effects that must be undone."""
-        return (
-            self.writes_statistics
-            or self.runs_torchscript
-            or self.is_lazy
-            or bool(self.generators)
-        )
+        is_stateful = self.writes_statistics or self.runs_torchscript or self.is_lazy
+        return is_stateful or bool(self.generators)
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Visit a value and all objects it references."""
@@ -153,8 +149,7 @@ class Reached:
         if len(value) > _MAX_ITEMS:
             return
         self.containers.append((value, list(map(id, value))))
-        if self.names is not None:
-            self._note(value, name)
+        self._note(value, name)
         is_dict = isinstance(value, dict)
         if INERT.issuperset(map(type, value.values() if is_dict else value)):
             return
@@ -185,10 +180,9 @@ class Reached:
 
     def _function(self, value: types.FunctionType, name: str, depth: int) -> None:
         self.functions.append(value)
-        if value.__closure__ is not None:
-            for cell_name, content in closed_over(value).items():
-                if type(content) not in INERT:
-                    self.visit(content, cell_name, depth)
+        for cell_name, content in closed_over(value).items():
+            if type(content) not in INERT:
+                self.visit(content, cell_name, depth)
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
@@ -211,11 +205,8 @@ class Reached:
         return is_by_user
 
     def _note_buffers(self, value: Module) -> None:
-        buffers = [
-            b
-            for b in value.__dict__["_buffers"].values()
-            if b is not None and not is_lazy(b)
-        ]
+        held = value.__dict__["_buffers"].values()
+        buffers = [b for b in held if b is not None and not is_lazy(b)]
         self.buffers += buffers
         if isinstance(value, NormalizationWithStatistics):
             self.silent.update(map(id, buffers))
@@ -224,7 +215,10 @@ class Reached:
     def _module(self, value: Module, name: str, depth: int) -> None:
         if RERUN and self.names is None:
             RERUN[0].walk(self, value, depth)
-            return
+        else:
+            self._walk(value, name, depth)
+
+    def _walk(self, value: Module, name: str, depth: int) -> None:
         self.modules.append(value)
         if self._class(type(value)):
             self.stateful_modules.append(value)
@@ -232,8 +226,7 @@ class Reached:
             self.module_names[id(value)] = name
         attributes = value.__dict__
         for held in ("_parameters", "_buffers", "_modules"):
-            if attributes[held]:
-                self._named(attributes[held], name, depth)
+            self._named(attributes[held], name, depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
         keys = attribute_names(value, attributes)

@@ -118,8 +118,10 @@ def _user_stack() -> str:
     return " < ".join(lines)
 
 
-def side_by_side(forward: Trace, recompute: Trace) -> str:
+def side_by_side(forward: Trace | None, recompute: Trace | None) -> str:
     """Return excerpts of two operator traces around the first operator that differs."""
+    if forward is None or recompute is None:
+        return ""
     first = _first_difference(forward.operators, recompute.operators)
     return "\n".join(
         [

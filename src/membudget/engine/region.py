@@ -73,7 +73,8 @@ from membudget.engine.options import (
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.accelerated import replay_frame
 from membudget.engine.replay.frame import ReplayFrame
-from membudget.engine.rerun_frame import RerunFrame, new_frame
+from membudget.engine.rerun_extension import new_frame
+from membudget.engine.rerun_frame import RerunFrame
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.torch_form import (
     checkpoint_in_compiled_code,

@@ -106,9 +106,8 @@ class Rerun:
             try:  # A `with` statement would take longer.
                 args, kwargs = surroundings.arguments.rebuild()
                 surroundings.enter_ambient(scope)
-                self._externals = surroundings.enter_state(
-                    scope, recording.nested_backward
-                )
+                nested = recording.nested_backward
+                self._externals = surroundings.enter_state(scope, nested)
                 if recording.trace is not None:
                     self._trace = Trace()
                     scope.enter_context(self._trace)
@@ -124,16 +123,6 @@ class Rerun:
             self._check_end()
         finally:
             set_grad_enabled(gradients_were_on)
-            self._release()
-
-    def end(self, error: Exception | None) -> None:
-        """Raise what a run in C++ that has not ended early has to raise."""
-        try:
-            if error is not None:
-                self._judge(error)
-            self._check_end()
-        finally:
-            del error  # Its traceback leads here.
             self._release()
 
     def _check_end(self) -> None:
@@ -290,15 +279,9 @@ class Rerun:
         if not recording.finished or recording.options.determinism_check == "none":
             return
         if self._cursor != len(recording.handles):
-            saved, made = len(recording.handles), self._cursor
-            raise mismatch_error(
-                None,
-                None,
-                f"{saved} tensors",
-                f"{made} tensors",
-                self._causes(None, None),
-                self._traces(),
-            )
+            saved, made = f"{len(recording.handles)} tensors", f"{self._cursor} tensors"
+            causes = self._causes(None, None)
+            raise mismatch_error(None, None, saved, made, causes, self._traces())
 
     def _causes(self, saved: Metadata | None, made: Metadata | None) -> list[str]:
         recording = self._recording
@@ -307,8 +290,6 @@ class Rerun:
         return likely_causes(recording.function, grown, recording.options, saved, made)
 
     def _traces(self) -> str:
-        if self._recording.trace is None or self._trace is None:
-            return ""
         return side_by_side(self._recording.trace, self._trace)
 
 

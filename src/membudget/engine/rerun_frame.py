@@ -7,57 +7,33 @@ handle, a `Rerun` fills all live handles. The module `region` lists the engine's
 
 from __future__ import annotations
 
-import sys
 from threading import get_ident
-from types import SimpleNamespace
 from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn import Module, Parameter
 
-from membudget import _torch_settings
 from membudget._torch import (
-    hide_from_dynamo,
     may_read_bytes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
 )
-from membudget.callsite import fills_what_it_saved
-from membudget.engine import isolation, native
-from membudget.engine.arguments import FIRST, HeldArguments, packed_arguments
-from membudget.engine.calls import Calls, Owner
+from membudget.engine import isolation
+from membudget.engine.arguments import packed_arguments
 from membudget.engine.comparison import Fingerprints
 from membudget.engine.controls import (
-    BY_BACKWARD,
     OPEN_GROUPS,
     RECOMPUTING,
     release_in_time,
 )
-from membudget.engine.families import INERT
-from membudget.engine.held import HeldTensor
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
-from membudget.engine.options import RegionOptions, Statistics
-from membudget.engine.reach import NOTHING, VISITORS, Reached, reach
-from membudget.engine.reads import Reads
-from membudget.engine.recording import Lock, Recording, RerunHandle, Trace
-from membudget.engine.rerun import Rerun, StopRecompute, as_it_is
-from membudget.engine.slots import (
-    ATTRIBUTES,
-    CODE_SLOTS,
-    MAX_DEPTH,
-    attribute_names,
-    class_slots,
-)
-from membudget.engine.surroundings import Ambient, Surroundings
+from membudget.engine.recording import Recording, RerunHandle, Trace
+from membudget.engine.rerun import Rerun
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
-from membudget.state.autocast import Autocast, autocast_state
-from membudget.state.identity import address_of, version_of
-from membudget.state.rng import Source, bring_all_back, global_sources, torch_sources
+
 
 class RerunFrame(Recording):
     """A recorded call with the hooks that autograd calls to pack and unpack tensors."""
@@ -230,56 +206,3 @@ class RerunFrame(Recording):
         self.empty()
         if isinstance(error, CheckpointError):
             self.blame(error)
-
-
-def _accelerated() -> Any:
-    """Bind the extension to the classes of this engine, if there is one."""
-    extension = native.built_extension()
-    if extension is not None:
-        extension.bind_rerun(_names())
-        # In a thread that is compiling, a function called from C++ would be traced.
-        called: tuple[Any, ...] = (
-            *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),
-            fills_what_it_saved,
-        )
-        for function in called:
-            hide_from_dynamo(function)
-        RERUN.append(extension)
-    return extension
-
-
-def _names() -> SimpleNamespace:
-    """Return what the extension calls, and the classes that it makes instances of."""
-    named: tuple[Any, ...] = (
-        *(Ambient, Autocast, Calls, HeldArguments, HeldTensor, Module, Owner, Parameter),
-        *(RegionOptions, Rerun, RerunFrame, RerunHandle, Scope, Source, StopRecompute, Surroundings),
-        *(as_it_is, autocast_state, bring_all_back, fills_what_it_saved, global_sources, reach),
-        *(isolation.enter, isolation.is_shared, isolation.leave, release_in_time),
-        *(Reached, Reads, Statistics, address_of, attribute_names, class_slots),
-        *(torch_sources, version_of),
-    )
-    return SimpleNamespace(
-        **{item.__name__: item for item in named},
-        ATTRIBUTES=ATTRIBUTES,
-        BY_BACKWARD=BY_BACKWARD,
-        CODE_SLOTS=CODE_SLOTS,
-        FIRST=FIRST,
-        INERT=INERT,
-        Lock=Lock,
-        MAX_DEPTH=MAX_DEPTH,
-        NOTHING=NOTHING,
-        OPEN_GROUPS=OPEN_GROUPS,
-        RECOMPUTING=RECOMPUTING,
-        VISITORS=VISITORS,
-        forward_ad=forward_ad,
-        module_visitor=Reached._module,
-        modules=sys.modules,
-        read_settings=_torch_settings.read,
-    )
-
-
-def new_frame(*given: Any) -> RerunFrame:
-    """Return `RerunFrame(*given)`, made in C++ where that has been built."""
-    extension = RERUN[0] if RERUN else _accelerated()
-    frame: RerunFrame = RerunFrame(*given) if extension is None else extension.begun(*given)
-    return frame

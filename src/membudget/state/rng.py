@@ -86,8 +86,13 @@ class Sources(tuple[Source, ...]):
     def note(self) -> Noted:
         """Return all states; the same list as long as no state has changed."""
         last = self._last
-        if last is None or not all(s.mark() == mark for s, (mark, _) in last):
-            last = self._last = note(self)
+        if last is not None:
+            for source, (mark, _) in last:
+                if source.mark() != mark:
+                    break
+            else:
+                return last
+        last = self._last = note(self)
         return last
 
     def enter(self, noted: Noted, scope: Scope) -> None:

@@ -28,7 +28,7 @@ from torch import Generator
 
 Reader = Callable[[], Any]
 
-Place = tuple[Any, Any]
+RawPlace = tuple[Any, Any]
 """Of a part of a raw state: its address and size, or an object and its attribute."""
 
 
@@ -39,10 +39,10 @@ class RawReader(partial[Any]):
         places: Where each part lies, for who compares it without a copy.
     """
 
-    places: tuple[Place, ...]
+    places: tuple[RawPlace, ...]
 
 
-def _reader(read: Reader, *places: Place) -> Reader:
+def _reader(read: Reader, *places: RawPlace) -> Reader:
     reader = RawReader(read)
     reader.places = places
     return reader
@@ -125,7 +125,10 @@ def _is_mersenne_twister(generator: Any) -> bool:
 
 
 def _numpy_reader(generator: Any) -> Reader:
-    of_spare = id(generator) + _HEADER_BYTES, type(generator).__basicsize__ - _HEADER_BYTES
+    of_spare = (
+        id(generator) + _HEADER_BYTES,
+        type(generator).__basicsize__ - _HEADER_BYTES,
+    )
     bits = generator._bit_generator
     # NumPy documents this struct: the 624 words, then the position.
     of_words = bits.ctypes.state_address, _WORDS * 4 + 4

@@ -212,19 +212,22 @@ inline bool is_usual_rerun(PyObject* frame) {
       PyDict_GET_SIZE(given::kwargs.of(held)) == 0;
 }
 
-// Lets `Rerun.end` raise what a run that was not stopped has to raise.
-inline void end(PyObject* rerun) {
+// Lets Python raise what a run that was not stopped has to raise.
+inline void check_end(PyObject* rerun) {
   PyObject *type, *error, *trace;
   PyErr_Fetch(&type, &error, &trace);
-  PyErr_NormalizeException(&type, &error, &trace);
-  if (trace != nullptr) {
-    PyException_SetTraceback(error, trace);
+  if (type != nullptr) {
+    PyErr_NormalizeException(&type, &error, &trace);
+    if (trace != nullptr) {
+      PyException_SetTraceback(error, trace);
+    }
+    PyObject* judged = PyObject_CallMethodOneArg(rerun, judge_name, error);
+    Py_DECREF(type);
+    Py_XDECREF(error);
+    Py_XDECREF(trace);
+    Ref::made(judged);
   }
-  Py_XDECREF(type);
-  Py_XDECREF(trace);
-  PyObject* ended = PyObject_CallMethodOneArg(rerun, end_name, error ? error : Py_None);
-  Py_XDECREF(error);
-  Ref::made(ended);
+  call(rerun, check_end_name);
 }
 
 // As `Recording.last_needed`.
@@ -259,118 +262,32 @@ inline Ref new_rerun(PyObject* frame) {
   return made;
 }
 
-// Runs a region again; false with an error set if that failed.
-inline bool rerun_frame(PyObject* frame) {
-  Ref rerun = new_rerun(frame);
-  run_again(frame, rerun);
-  if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
-    if (!PyErr_ExceptionMatches(stop_recompute) || !rerun::stopped.is_true(rerun)) {
-      rerun::release(rerun);
-      return false;  // Such as what ends an outer recompute.
-    }
+// Whether a run has ended because all that was needed is back; its exception is cleared.
+inline bool has_stopped(PyObject* rerun) {
+  if (PyErr_Occurred() && PyErr_ExceptionMatches(stop_recompute) &&
+      rerun::stopped.is_true(rerun)) {
     PyErr_Clear();
   }
-  if (!PyErr_Occurred() && rerun::stopped.is_true(rerun) && rerun::failure.is_none(rerun)) {
-    rerun::release(rerun);
-  } else {
-    end(rerun);
-  }
-  return true;
+  return !PyErr_Occurred() && rerun::stopped.is_true(rerun) &&
+      rerun::failure.is_none(rerun);
 }
 
-// Counts this thread among those that recompute, and in a region, while this lives.
-class Counted {
- public:
-  explicit Counted(bool is_guarded) : thread_(Ref::made(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
-    is_counted_ = is_guarded && Ref::made(PyObject_CallNoArgs(isolation_enter)) == Py_True;
-    check(PyList_Append(recomputing, thread_));
-  }
-  ~Counted() {
-    ErrorAside error;
-    Py_ssize_t place = PySequence_Index(recomputing, thread_);
-    if (place >= 0) {
-      PySequence_DelItem(recomputing, place);
-    }
-    if (is_counted_) {
-      Py_XDECREF(PyObject_CallNoArgs(isolation_leave));
-    }
-  }
-  Counted(const Counted&) = delete;
-
- private:
-  Ref thread_;
-  bool is_counted_;
-};
-
-// As `RerunFrame._recompute`.
-inline void recompute(PyObject* frame) {
-  PyObject* statistics = region::statistics.of(frame);
-  if (statistics != Py_None) {
-    add(statistics::recomputes, statistics, 1);
-  }
-  Counted counted(options::guards.is_true(region::options.of(frame)));
+// As `Rerun.run`.
+inline void rerun_frame(PyObject* frame) {
+  Ref rerun = new_rerun(frame);
   try {
-    if (!rerun_frame(frame)) {
-      throw_python_error();
+    run_again(frame, rerun);
+    if (!has_stopped(rerun)) {
+      if (PyErr_Occurred() && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        throw_python_error();  // Such as what ends an outer recompute.
+      }
+      check_end(rerun);
     }
-  } catch (python_error& error) {
-    error.restore();
-    PyObject *type, *raised, *trace;
-    PyErr_Fetch(&type, &raised, &trace);
-    PyErr_NormalizeException(&type, &raised, &trace);
-    call(frame, give_up_name, raised);
-    PyErr_Restore(type, raised, trace);
-    throw_python_error();
+  } catch (...) {
+    rerun::release(rerun);
+    throw;
   }
+  rerun::release(rerun);
 }
-
-// As `release_in_time`, outside of execution groups.
-inline bool is_released_in_time(PyObject* frame) {
-  Ref task = number(torch::autograd::get_current_graph_task_id());
-  PyObject* frames = PyDict_GetItemWithError(by_backward, task);
-  if (frames == nullptr) {
-    return Ref::made(PyObject_CallOneArg(release_in_time, frame)) == Py_True;
-  }
-  check(PyList_Append(frames, weak(frame)));
-  return true;
-}
-
-// As `RerunFrame._recomputed`, up to the tensor; does nothing if Python must.
-inline void fill_all(PyObject* frame, PyObject* handle) {
-  if (!region::finished.is_true(frame) || !is_usual_rerun(frame)) {
-    return;
-  }
-  Locked lock(region::lock.of(frame));
-  if (!lock.taken() || !saved::tensor.is_none(handle)) {
-    return;
-  }
-  recompute(frame);
-  Ref tensor = Ref::to(saved::tensor.of(handle));
-  if (PyList_GET_SIZE(region::handles.of(frame)) > 1 && !is_released_in_time(frame)) {
-    call(frame, empty_name);
-    saved::tensor.set(handle, tensor);
-  }
-  if (tensor == Py_None) {
-    call(frame, missing_name);
-  }
-}
-
-// unpack(handle), a method of the frame.
-inline PyObject* give(PyObject* frame, PyObject* handle) {
-  HANDLE_TH_ERRORS
-  bool is_usual = rerun_handle.is_type_of(handle) && PyList_GET_SIZE(open_groups) == 0;
-  if (is_usual && saved::tensor.is_none(handle)) {
-    fill_all(frame, handle);
-  }
-  if (!is_usual || !is_filled(handle)) {
-    return PyObject_CallMethodOneArg(frame, unpack_name, handle);
-  }
-  Ref tensor = Ref::to(saved::tensor.of(handle));
-  saved::tensor.set(handle, Py_None);
-  return tensor.release();
-  END_HANDLE_TH_ERRORS
-}
-
-inline PyMethodDef give_method = {"give", give, METH_O, nullptr};
 
 } // namespace membudget

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "again.h"
+#include "unpack.h"
 
 #include <ATen/DeviceAccelerator.h>
 

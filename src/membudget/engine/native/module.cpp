@@ -133,7 +133,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_modules", &modules_name}, {"_note_buffers", &note_buffers_name},
     {"_parameters", &parameters_name}, {"values", &values_name}, {"visit", &visit_name},
     {"_current_level", &current_level_name}, {"_note_reached", &note_reached_name},
-    {"numpy.random", &numpy_random_name}, {"close", &close_name}, {"end", &end_name}, {"enter_ambient", &enter_ambient_name},
+    {"numpy.random", &numpy_random_name}, {"close", &close_name}, {"_check_end", &check_end_name}, {"_judge", &judge_name}, {"enter_ambient", &enter_ambient_name},
     {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
     {"places", &places_name}, {"rebuild", &rebuild_name},
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},

@@ -81,6 +81,8 @@ inline PyObject* drop(PyObject* of, PyObject* object) {
   }
   Ref handle = rerun_handle.make();
   saved::tensor.set(handle, Py_None);
+  // What refers to it is C++: the collector of cycles could not free it.
+  PyObject_GC_UnTrack((PyObject*)handle);
   check(PyList_Append(region::handles.of(of), weak(handle)));
   check(PyList_Append(region::metadata.of(of), noted_metadata(object)));
   return handle.release();
