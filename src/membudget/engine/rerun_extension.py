@@ -41,7 +41,13 @@ from membudget.engine.surroundings import Ambient, Surroundings
 from membudget.scope import Scope
 from membudget.state.autocast import Autocast, autocast_state
 from membudget.state.identity import address_of, version_of
-from membudget.state.rng import Source, bring_all_back, global_sources, torch_sources
+from membudget.state.rng import (
+    Source,
+    Sources,
+    bring_all_back,
+    global_sources,
+    torch_sources,
+)
 
 _CLASSES: tuple[Any, ...] = (
     *(Ambient, Autocast, Calls, HeldArguments, HeldTensor, Module, Owner, Parameter),
@@ -54,6 +60,14 @@ _FUNCTIONS: tuple[Any, ...] = (
     *(class_slots, fills_what_it_saved, global_sources, isolation.enter),
     *(isolation.is_shared, isolation.leave, reach, release_in_time, torch_sources),
     version_of,
+)
+
+_HIDDEN: tuple[Any, ...] = (
+    *(Recording.pack, Rerun._check_end, Rerun._check_external, Rerun._judge),
+    *(Rerun._pack, RerunFrame._give_up, RerunFrame._missing, RerunFrame._unpack),
+    *(Sources.note, Surroundings.enter_ambient, Surroundings.enter_state),
+    *(bring_all_back, fills_what_it_saved, isolation.enter, isolation.is_shared),
+    *(isolation.leave, release_in_time),
 )
 
 
@@ -71,11 +85,7 @@ def _bound() -> Any:
     if extension is not None:
         extension.bind_rerun(_names())
         # In a thread that is compiling, a function called from C++ would be traced.
-        called: tuple[Any, ...] = (
-            *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),
-            fills_what_it_saved,
-        )
-        for function in called:
+        for function in _HIDDEN:
             hide_from_dynamo(function)
         RERUN.append(extension)
     return extension

@@ -65,8 +65,7 @@ inline bool is_as_noted(PyObject* of) {
 // As `HeldTensor.rebuild`.
 inline Ref rebuilt(PyObject* value) {
   if (!held_tensor.is_type_of(value)) {
-    return PyObject_HasAttr(value, rebuild_name) ? call(value, rebuild_name)
-                                                 : Ref::to(value);
+    return held_tensor.is_base_of(value) ? call(value, rebuild_name) : Ref::to(value);
   }
   at::Tensor made = THPVariable_Unpack(one_held::alias.of(value)).detach();
   made.set_requires_grad(true);
@@ -202,10 +201,16 @@ inline void run_again(PyObject* frame, PyObject* rerun) {
   restored.close();
 }
 
+// Whether a function is Python, so that hooks find a frame that calls an operator, even in
+// a thread of autograd's own.
+inline bool is_python(PyObject* function) {
+  return PyFunction_Check(function) || PyMethod_Check(function) || is_module(function);
+}
+
 // Whether a recompute needs nothing but what is done here.
 inline bool is_usual_rerun(PyObject* frame) {
   PyObject* held = around::arguments.of(region::surroundings.of(frame));
-  return region::fingerprints.is_none(frame) && region::trace.is_none(frame) &&
+  return is_python(region::function.of(frame)) && region::fingerprints.is_none(frame) && region::trace.is_none(frame) &&
       region::contexts.is_none(frame) && !region::is_new.is_true(frame) &&
       !region::nested_backward.is_true(frame) &&
       !given::is_nested.is_true(held) &&

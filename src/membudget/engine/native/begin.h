@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "reads.h"
 #include "unpack.h"
 
 #include <ATen/DeviceAccelerator.h>
@@ -94,27 +95,25 @@ inline PyObject* sources_of(bool is_guarded) {
   return known;
 }
 
-inline void note_guarded(PyObject* made, PyObject* function) {
-  around::ambient.set(made, new_ambient());
-  if (!reaches_nothing(function) ||
-      PyList_GET_SIZE(given::others.of(around::arguments.of(made))) != 0) {
-    PyObject* others = given::others.of(around::arguments.of(made));
-    Ref reached =
-        Ref::made(PyObject_CallFunctionObjArgs(reach, function, others, nullptr));
-    if (reached != nothing_reached) {
-      call(made, note_reached_name, (PyObject*)reached);
-    }
+// Notes what a function reaches; false if there are generators among it.
+inline bool note_reached(PyObject* made, PyObject* function) {
+  PyObject* others = given::others.of(around::arguments.of(made));
+  if (PyList_GET_SIZE(others) == 0 && reaches_nothing(function)) {
+    return true;
   }
+  Ref found = Ref::made(PyObject_CallFunctionObjArgs(reach, function, others, nullptr));
+  if (found != nothing_reached) {
+    call(made, note_reached_name, (PyObject*)found);
+  }
+  return PyList_GET_SIZE(reached::generators.of(found)) == 0;
 }
 
-// As `Surroundings.__init__`.
-inline Ref new_surroundings(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* of) {
-  bool is_guarded = options::guards.is_true(of);
-  if (options::use_reentrant.is_true(of) || !options::preserve_rng_state.is_true(of) ||
-      at::getAccelerator().has_value() || (is_guarded && is_shared_now())) {
-    return Ref::made(PyObject_CallFunctionObjArgs(
-        surroundings_class.type(), function, args, kwargs, of, nullptr));
-  }
+inline Ref noted_by_python(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* of) {
+  return Ref::made(PyObject_CallFunctionObjArgs(
+      surroundings_class.type(), function, args, kwargs, of, nullptr));
+}
+
+inline Ref bare_surroundings(PyObject* function) {
   Ref made = surroundings_class.make();
   for (Slot* slot : {&around::ambient, &around::autocast, &around::private_, &around::random_log,
                      &around::reads, &around::stream}) {
@@ -126,12 +125,26 @@ inline Ref new_surroundings(PyObject* function, PyObject* args, PyObject* kwargs
   }
   around::trainable.set(made, Py_True);
   around::function.set(made, function);
+  return made;
+}
+
+// As `Surroundings.__init__`.
+inline Ref new_surroundings(PyObject* function, PyObject* args, PyObject* kwargs, PyObject* of) {
+  bool is_guarded = options::guards.is_true(of);
+  if (options::use_reentrant.is_true(of) || !options::preserve_rng_state.is_true(of) ||
+      at::getAccelerator().has_value() || (is_guarded && is_shared_now())) {
+    return noted_by_python(function, args, kwargs, of);
+  }
+  Ref made = bare_surroundings(function);
   if (is_autocast_on()) {
     around::autocast.set(made, Ref::made(PyObject_CallNoArgs(autocast_class)));
   }
-  around::arguments.set(made, new_arguments(args, kwargs));
   if (is_guarded) {
-    note_guarded(made, function);
+    around::ambient.set(made, new_ambient());
+  }
+  around::arguments.set(made, new_arguments(args, kwargs));
+  if (is_guarded && !note_reached(made, function)) {
+    return noted_by_python(function, args, kwargs, of);
   }
   PyObject* sources = sources_of(is_guarded);
   around::sources.set(made, sources);

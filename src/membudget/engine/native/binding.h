@@ -3,7 +3,6 @@
 #pragma once
 
 #include "forward.h"
-#include "reads.h"
 
 namespace membudget {
 
@@ -91,7 +90,8 @@ inline void bind_reach(const Names& names) {
       names("Reached"),
       {{"_seen", &reached::seen}, {"attributes", &reached::attributes},
        {"buffers", &reached::buffers}, {"containers", &reached::containers},
-       {"functions", &reached::functions}, {"modules", &reached::modules},
+       {"functions", &reached::functions}, {"generators", &reached::generators},
+       {"modules", &reached::modules},
        {"names", &reached::names}, {"objects", &reached::objects},
        {"slots", &reached::slots}, {"stateful_modules", &reached::stateful_modules},
        {"tensors", &reached::tensors}});

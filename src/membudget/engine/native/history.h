@@ -13,10 +13,6 @@ inline void note_identity(PyObject* value, Entries& key) {
   key.push_back(Ref::made(PyLong_FromVoidPtr(value)));
 }
 
-inline bool is_module(PyObject* value) {
-  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(module_type));
-}
-
 // Adds a value to a signature; false if Python must.
 inline bool describe(PyObject* value, Entries& key) {
   if (is_usual_class(value)) {

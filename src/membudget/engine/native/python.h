@@ -137,6 +137,7 @@ class Class {
   Ref make() const { return Ref::made(type_->tp_alloc(type_, 0)); }
 
   bool is_type_of(PyObject* object) const { return Py_TYPE(object) == type_; }
+  bool is_base_of(PyObject* object) const { return PyObject_TypeCheck(object, type_); }
   PyObject* type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:

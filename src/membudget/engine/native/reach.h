@@ -2,13 +2,13 @@
 
 #pragma once
 
-#include "regions.h"
+#include "rerun.h"
 
 namespace membudget {
 
 inline Class reached_class;
 namespace reached {
-inline Slot attributes, buffers, containers, functions, modules, names, objects, seen, slots,
+inline Slot attributes, buffers, containers, functions, generators, modules, names, objects, seen, slots,
     stateful_modules, tensors;
 }
 

@@ -21,6 +21,7 @@ inline void release(PyObject* of) {
   for (Slot* slot : {&fingerprints, &handles, &metadata, &recording}) {
     slot->clear(of);
   }
+  failure.set(of, Py_None);
 }
 }
 
@@ -82,5 +83,9 @@ inline PyObject *begin_name, *check_end_name, *check_external_name, *close_name,
     *note_forward_end_name, *note_new_name, *note_reached_name, *numpy_random_name,
     *rebuild_name, *rrelu_name, *run_begun_name, *shape_name, *torch_function_name,
     *training_name;
+
+inline bool is_module(PyObject* value) {
+  return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(module_type));
+}
 
 } // namespace membudget
