@@ -157,10 +157,10 @@ class Rerun:
 
     def _judge(self, error: Exception) -> None:
         """Raise an exception of the function, unless it is what stopped it."""
-        # TorchScript's interpreter replaces an exception of a hook by its own.
-        if self._failure is not None:
-            raise self._failure from None
         try:
+            # TorchScript's interpreter replaces an exception of a hook by its own.
+            if self._failure is not None:
+                raise self._failure from None
             if not self._stopped:
                 self._recording.blame_state(error)
                 raise error
