@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch.autograd import forward_ad
 from torch.nn import Module, Parameter
 
@@ -98,15 +99,18 @@ def _names() -> SimpleNamespace:
         ATTRIBUTES=ATTRIBUTES,
         BY_BACKWARD=BY_BACKWARD,
         CODE_SLOTS=CODE_SLOTS,
+        EINSUM=_torch_settings.EINSUM,
         FIRST=FIRST,
         INERT=INERT,
         Lock=Lock,
         MAX_DEPTH=MAX_DEPTH,
+        MHA=_torch_settings.MHA,
         NOTHING=NOTHING,
         OPEN_GROUPS=OPEN_GROUPS,
         RECOMPUTING=RECOMPUTING,
         VISITORS=VISITORS,
         forward_ad=forward_ad,
+        has_cuda_settings=torch.backends.cuda.is_built(),
         module_visitor=Reached._module,
         modules=sys.modules,
         read_settings=_torch_settings.read,

@@ -18,7 +18,7 @@ Of rerun regions:
     rerun.h       hooks that drop and fill      unpack.h     the hook that recomputes
     again.h       a recompute                   forward.h    a call
     begin.h       what a call notes             history.h    calls like it
-    generators.h  states that are unchanged     reach.h, reads.h  what modules hold
+    generators.h, settings.h  what is unchanged reach.h, reads.h  what modules hold
 
 Replay regions use it where it has been built, or a compiler is found; rerun regions
 where it has been built. `MEMBUDGET_NATIVE=0` turns it off, `python -m membudget native`

@@ -5,6 +5,7 @@
 
 #include "generators.h"
 #include "rerun.h"
+#include "settings.h"
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
@@ -49,8 +50,7 @@ inline bool has_ambient(PyObject* of) {
       is_shared_now()) {
     return false;
   }
-  Ref now = Ref::made(PyObject_CallNoArgs(read_settings));
-  int same = PyObject_RichCompareBool(ambient::settings.of(of), now, Py_EQ);
+  int same = PyObject_RichCompareBool(ambient::settings.of(of), settings_now(), Py_EQ);
   check(same);
   return same == 1;
 }

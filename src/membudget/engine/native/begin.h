@@ -76,7 +76,7 @@ inline Ref new_ambient() {
   Ref made = ambient_class.make();
   ambient::function_modes.set(made, no_targets);
   ambient::dispatch_modes.set(made, no_targets);
-  ambient::settings.set(made, Ref::made(PyObject_CallNoArgs(read_settings)));
+  ambient::settings.set(made, settings_now());
   ambient::context.set(made, Ref::made(PyContext_CopyCurrent()));
   return made;
 }

@@ -139,6 +139,9 @@ inline PyObject* bind_rerun(PyObject*, PyObject* object) {
   lock_class = names("Lock");
   nothing_reached = names("NOTHING");
   reach = names("reach");
+  einsum_settings = names("EINSUM");
+  mha_settings = names("MHA");
+  has_cuda_settings = names("has_cuda_settings") == Py_True;
   read_settings = names("read_settings");
   scope_class = names("Scope");
   sys_modules = names("modules");

@@ -74,8 +74,8 @@ inline Slot adds_gradients, differentiates;
 
 inline PyObject *as_it_is, *autocast_class, *autocast_state, *by_backward, *code_slots,
     *fills_what_it_saved, *first_place, *forward_ad, *global_sources, *inert_types,
-    *is_shared, *lock_class, *module_type, *nothing_reached, *reach, *read_settings,
-    *recomputing, *release_in_time, *stop_recompute, *sys_modules, *torch_sources;
+    *is_shared, *lock_class, *module_type, *nothing_reached, *reach, *recomputing,
+     *release_in_time, *stop_recompute, *sys_modules, *torch_sources;
 
 // Names of methods and attributes.
 inline PyObject *begin_name, *check_end_name, *check_external_name, *close_name, *current_level_name,
