@@ -56,8 +56,7 @@ class Reached:
         tensors: Parameters, buffers, attributes, closure variables.
         buffers: What a forward may update as state: buffers and attributes of modules.
         modules: All modules found.
-        stateful_modules: Modules of user-defined classes, whose forward may set
-            attributes.
+        stateful_modules: Modules of user-defined classes, which may set attributes.
         writes_statistics: Whether a normalisation layer in training mode was found.
         runs_torchscript: Whether traced or scripted code was found.
         is_lazy: Whether a lazy module with uninitialised parameters was found.
@@ -225,8 +224,9 @@ class Reached:
         if self.names is not None:
             self.module_names[id(value)] = name
         attributes = value.__dict__
-        for held in ("_parameters", "_buffers", "_modules"):
-            self._named(attributes[held], name, depth)
+        held = [attributes[key] for key in ("_parameters", "_buffers", "_modules")]
+        for names in filter(None, held):
+            self._named(names, name, depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
         keys = attribute_names(value, attributes)
