@@ -29,8 +29,9 @@ inline Ref new_held(const at::Tensor& tensor) {
 // As `HeldArguments.__init__`.
 inline Ref new_arguments(PyObject* args, PyObject* kwargs) {
   PyObject* only = PyTuple_GET_SIZE(args) == 1 ? PyTuple_GET_ITEM(args, 0) : Py_None;
-  bool is_usual = THPVariable_CheckExact(only) && PyDict_GET_SIZE(kwargs) == 0 &&
-      is_plain(THPVariable_Unpack(only)) && THPVariable_Unpack(only).requires_grad();
+  // Exact, to torch, is a parameter as well.
+  bool is_usual = THPVariable_CheckExact(only) && Py_TYPE(only) != parameter_type &&
+      PyDict_GET_SIZE(kwargs) == 0 && is_plain(THPVariable_Unpack(only)) && THPVariable_Unpack(only).requires_grad();
   if (!is_usual || !is_alone()) {
     return Ref::made(PyObject_CallFunctionObjArgs(held_arguments.type(), args, kwargs, nullptr));
   }

@@ -75,14 +75,14 @@ inline Slot adds_gradients, differentiates;
 inline PyObject *as_it_is, *autocast_class, *autocast_state, *by_backward, *code_slots,
     *fills_what_it_saved, *first_place, *forward_ad, *global_sources, *inert_types,
     *is_shared, *lock_class, *module_type, *nothing_reached, *reach, *recomputing,
-     *release_in_time, *stop_recompute, *sys_modules, *torch_sources;
+    *release_in_time, *stop_recompute, *sys_modules, *torch_sources;
 
 // Names of methods and attributes.
-inline PyObject *begin_name, *check_end_name, *check_external_name, *close_name, *current_level_name,
-    *drop_name, *dtype_name, *give_up_name, *judge_name, *missing_name, *enter_ambient_name, *enter_state_name, *finish_name,
-    *note_forward_end_name, *note_new_name, *note_reached_name, *numpy_random_name,
-    *rebuild_name, *rrelu_name, *run_begun_name, *shape_name, *torch_function_name,
-    *training_name;
+inline PyObject *begin_name, *check_end_name, *check_external_name, *close_name,
+    *current_level_name, *drop_name, *dtype_name, *enter_ambient_name, *enter_state_name,
+    *finish_name, *give_up_name, *judge_name, *missing_name, *note_forward_end_name,
+    *note_new_name, *note_reached_name, *numpy_random_name, *rebuild_name, *rrelu_name,
+    *run_begun_name, *shape_name, *torch_function_name, *training_name;
 
 inline bool is_module(PyObject* value) {
   return PyObject_TypeCheck(value, reinterpret_cast<PyTypeObject*>(module_type));
