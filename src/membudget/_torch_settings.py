@@ -132,8 +132,8 @@ def _unset(keys: tuple[Key, ...]) -> Iterator[None]:
             _set_precision(*key, value)
 
 
-_EINSUM: dict[str, Any] = vars(vars(torch.backends.opt_einsum)["m"])
-_MHA: dict[str, Any] = vars(torch.backends.mha)
+EINSUM: dict[str, Any] = vars(vars(torch.backends.opt_einsum)["m"])
+MHA: dict[str, Any] = vars(torch.backends.mha)
 
 _FLAGS = (
     *("mkldnn_enabled", "mkldnn_deterministic", "nnpack_enabled", "qengine"),
@@ -175,8 +175,8 @@ def _writers() -> dict[str, Callable[[Any], Any]]:
         # Half of it is subnormal, so a thread that flushes subnormals reads zero, even
         # for Python floats. Torch has no getter.
         "SMALLEST_NORMAL * 0.5 == 0.0": torch.set_flush_denormal,
-        "EINSUM['enabled']": lambda value: _EINSUM.update(enabled=value),
-        "EINSUM['strategy']": lambda value: _EINSUM.update(strategy=value),
+        "EINSUM['enabled']": lambda value: EINSUM.update(enabled=value),
+        "EINSUM['strategy']": lambda value: EINSUM.update(strategy=value),
         "MHA['_is_fastpath_enabled']": torch.backends.mha.set_fastpath_enabled,
         "_get_deterministic_algorithms()": _set_deterministic,
         "_get_deterministic_algorithms_warn_only()": _set_warn_only,
@@ -203,8 +203,8 @@ def _unrolled(expressions: Iterable[str]) -> Callable[[], Settings]:
     names = {
         **vars(_C),
         "SMALLEST_NORMAL": 2.2250738585072014e-308,
-        "EINSUM": _EINSUM,
-        "MHA": _MHA,
+        "EINSUM": EINSUM,
+        "MHA": MHA,
     }
     source = f"lambda: ({', '.join(expressions)},)"
     reader: Callable[[], Settings] = eval(source, names)

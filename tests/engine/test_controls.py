@@ -21,7 +21,7 @@ ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
 @pytest.fixture(autouse=True)
 def no_backwards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forget backwards of other tests that failed."""
-    monkeypatch.setattr(controls, "_BY_BACKWARD", {})
+    monkeypatch.setattr(controls, "BY_BACKWARD", {})
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_what_a_backward_recomputed_and_did_not_use_is_recomputed_by_the_next(en
     backward(x, second)
     backward(x, first)
     assert statistics.recomputes == 2
-    assert controls._BY_BACKWARD == {}
+    assert controls.BY_BACKWARD == {}
 
 
 class Frame:
@@ -172,11 +172,11 @@ def test_backwards_that_failed_are_forgotten_in_the_end(monkeypatch):
     for _ in range(5):
         with pytest.raises(ValueError, match="in the backward"):
             in_backward(fail)
-    left = sorted(controls._BY_BACKWARD)
+    left = sorted(controls.BY_BACKWARD)
     assert len(left) == 3
     in_backward(lambda: controls.release_in_time(frame))
     # The oldest had to go; the one that ended did by itself.
-    assert sorted(controls._BY_BACKWARD) == left[1:]
+    assert sorted(controls.BY_BACKWARD) == left[1:]
 
 
 def test_a_backward_that_is_forgotten_among_too_many_ends_in_peace(monkeypatch):

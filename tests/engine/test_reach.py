@@ -64,7 +64,7 @@ class Derived(Holder):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slots, "_CODE_SLOTS", {})
+    monkeypatch.setattr(slots, "CODE_SLOTS", {})
     slots.class_slots.cache_clear()
 
 
@@ -351,9 +351,9 @@ def test_the_attributes_of_a_module_are_forgotten_with_it():
     model = nn.Tanh()
     reach(model)
     number = id(model)
-    assert number in slots._ATTRIBUTES
+    assert number in slots.ATTRIBUTES
     del model
-    assert number not in slots._ATTRIBUTES
+    assert number not in slots.ATTRIBUTES
 
 
 def test_objects_of_a_library_are_not_walked():

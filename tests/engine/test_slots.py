@@ -62,7 +62,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made.__file__ = str(tmp_path / "site-packages" / "package_of_slots.py")
     monkeypatch.setitem(sys.modules, made.__name__, made)
     exec(TEXT, vars(made))
-    monkeypatch.setattr(slots, "_CODE_SLOTS", {})
+    monkeypatch.setattr(slots, "CODE_SLOTS", {})
     yield made
     packages.is_installed.cache_clear()
 

@@ -105,7 +105,7 @@ class HeldArguments:
         self._alone = nothing_surrounds()
         if len(args) == 1 and type(args[0]) is Tensor and not kwargs:
             # A block's usual call; 1 µs cheaper than with the search below.
-            held = kind_of(args[0], self._alone)(args[0], _FIRST)
+            held = kind_of(args[0], self._alone)(args[0], FIRST)
             self._args = self.tensors = [held]
             self._kwargs = kwargs
             return
@@ -185,7 +185,7 @@ class HeldArguments:
 
 _DONE: Memo = {}  # Nothing more is held after __init__.
 
-_FIRST: ArgumentPlace = (None, 0)
+FIRST: ArgumentPlace = (None, 0)
 
 _LEAVES = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
 

@@ -20,6 +20,7 @@ from torch.nn import Module, ModuleList, Parameter, Sequential
 
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.comparison import metadata
+from membudget.engine.native import RERUN
 from membudget.engine.reach import Reached, reach
 from membudget.engine.slots import attributes_of, closed_over
 from membudget.scope import Scope
@@ -36,6 +37,8 @@ Sequences = list[tuple[Any, list[int]]]
 
 def rebind(namespace: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Make the dict `namespace` equal to `wanted`, in place."""
+    if RERUN and RERUN[0].are_same_names(namespace, wanted):
+        return
     for key in namespace.keys() - wanted.keys():
         del namespace[key]
     for key, value in wanted.items():
@@ -192,6 +195,8 @@ class Bindings:
 
 def _bound_now(reached: Reached) -> list[Any]:
     """Return what each name that a walk has followed is bound to now, in its order."""
+    if RERUN:
+        return list(RERUN[0].bound_now(reached))
     found: list[Any] = []
     for module in reached.modules:
         held = module.__dict__
@@ -218,6 +223,8 @@ def place_of(tensor: Tensor) -> Place:
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:
+    if RERUN:
+        return bool(RERUN[0].are_same(some, others))
     return len(some) == len(others) and all(map(operator.is_, some, others))
 
 

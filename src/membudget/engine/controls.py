@@ -137,7 +137,7 @@ _Frames = list["ReferenceType[Recomputable]"]
 
 # Frames that recomputed in a backward pass, keyed by graph task id. A failed backward
 # never calls back; its entry holds only weak references, and later entries evict it.
-_BY_BACKWARD: dict[int, _Frames] = {}
+BY_BACKWARD: dict[int, _Frames] = {}
 
 _MOST_BACKWARDS = 64
 
@@ -188,12 +188,12 @@ def release_in_time(frame: Recomputable) -> bool:
     task = current_graph_task_id()
     if task == _OUTSIDE_BACKWARD:
         return False
-    frames = _BY_BACKWARD.get(task)
+    frames = BY_BACKWARD.get(task)
     if frames is None:
-        frames = _BY_BACKWARD[task] = []
-        at_end_of_backward(lambda: _release(_BY_BACKWARD.pop(task, [])))
-        if len(_BY_BACKWARD) > _MOST_BACKWARDS:  # Task ids increase: drop the oldest.
-            del _BY_BACKWARD[min(_BY_BACKWARD)]
+        frames = BY_BACKWARD[task] = []
+        at_end_of_backward(lambda: _release(BY_BACKWARD.pop(task, [])))
+        if len(BY_BACKWARD) > _MOST_BACKWARDS:  # Task ids increase: drop the oldest.
+            del BY_BACKWARD[min(BY_BACKWARD)]
     frames.append(ref(frame))
     return True
 

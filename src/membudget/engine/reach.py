@@ -31,6 +31,7 @@ from membudget.engine.families import (
     Uninitialised,
     family_of,
 )
+from membudget.engine.native import RERUN
 from membudget.engine.slots import (
     MAX_DEPTH,
     Slots,
@@ -55,8 +56,7 @@ class Reached:
         tensors: Parameters, buffers, attributes, closure variables.
         buffers: What a forward may update as state: buffers and attributes of modules.
         modules: All modules found.
-        stateful_modules: Modules of user-defined classes, whose forward may set
-            attributes.
+        stateful_modules: Modules of user-defined classes, which may set attributes.
         writes_statistics: Whether a normalisation layer in training mode was found.
         runs_torchscript: Whether traced or scripted code was found.
         is_lazy: Whether a lazy module with uninitialised parameters was found.
@@ -72,11 +72,17 @@ class Reached:
         module_names: Paths of modules by `id`, recorded only on request.
     """
 
-    # Rarely set, so the defaults are class attributes, which cost a walk nothing.
-    writes_statistics = runs_torchscript = is_lazy = is_cut = False
+    __slots__ = (
+        *("_seen", "attributes", "buffers", "containers", "functions", "generators"),
+        *("is_cut", "is_lazy", "module_names", "modules", "names", "objects"),
+        *("runs_torchscript", "silent", "slots", "stateful_modules", "tensors"),
+        "writes_statistics",
+    )
 
     def __init__(self, names: bool = False):
         """Create an empty result; object names are recorded only if `names` is set."""
+        self.writes_statistics = self.runs_torchscript = False
+        self.is_lazy = self.is_cut = False
         self.tensors: list[Tensor] = []
         self.buffers: list[Tensor] = []
         self.silent: set[int] = set()
@@ -98,19 +104,15 @@ class Reached:
 
     def needs_repair(self) -> bool:
         """Return whether a rerun would repeat side effects that must be undone."""
-        return (
-            self.writes_statistics
-            or self.runs_torchscript
-            or self.is_lazy
-            or bool(self.generators)
-        )
+        is_stateful = self.writes_statistics or self.runs_torchscript or self.is_lazy
+        return is_stateful or bool(self.generators)
 
     def visit(self, value: Any, name: str = "", depth: int = 0) -> None:
         """Visit a value and all objects it references."""
         kind = type(value)
         if kind in INERT:
             return
-        visitor = _VISITORS.get(kind) or _visitor_of(kind)
+        visitor = VISITORS.get(kind) or _visitor_of(kind)
         if id(value) in self._seen and visitor is not Reached._tensor:
             if visitor is Reached._module:
                 self.modules.append(value)
@@ -146,8 +148,7 @@ class Reached:
         if len(value) > _MAX_ITEMS:
             return
         self.containers.append((value, list(map(id, value))))
-        if self.names is not None:
-            self._note(value, name)
+        self._note(value, name)
         is_dict = isinstance(value, dict)
         if INERT.issuperset(map(type, value.values() if is_dict else value)):
             return
@@ -178,10 +179,9 @@ class Reached:
 
     def _function(self, value: types.FunctionType, name: str, depth: int) -> None:
         self.functions.append(value)
-        if value.__closure__ is not None:
-            for cell_name, content in closed_over(value).items():
-                if type(content) not in INERT:
-                    self.visit(content, cell_name, depth)
+        for cell_name, content in closed_over(value).items():
+            if type(content) not in INERT:
+                self.visit(content, cell_name, depth)
         if value.__defaults__ or value.__kwdefaults__:
             self.visit(value.__defaults__, f"{value.__name__}'s default", depth)
             self.visit(value.__kwdefaults__, f"{value.__name__}'s default", depth)
@@ -204,26 +204,29 @@ class Reached:
         return is_by_user
 
     def _note_buffers(self, value: Module) -> None:
-        buffers = [
-            b
-            for b in value.__dict__["_buffers"].values()
-            if b is not None and not is_lazy(b)
-        ]
+        held = value.__dict__["_buffers"].values()
+        buffers = [b for b in held if b is not None and not is_lazy(b)]
         self.buffers += buffers
         if isinstance(value, NormalizationWithStatistics):
             self.silent.update(map(id, buffers))
             self.writes_statistics |= value.training
 
     def _module(self, value: Module, name: str, depth: int) -> None:
+        if RERUN and self.names is None:
+            RERUN[0].walk(self, value, depth)
+        else:
+            self._walk(value, name, depth)
+
+    def _walk(self, value: Module, name: str, depth: int) -> None:
         self.modules.append(value)
         if self._class(type(value)):
             self.stateful_modules.append(value)
         if self.names is not None:
             self.module_names[id(value)] = name
         attributes = value.__dict__
-        for held in ("_parameters", "_buffers", "_modules"):
-            if attributes[held]:
-                self._named(attributes[held], name, depth)
+        held = [attributes[key] for key in ("_parameters", "_buffers", "_modules")]
+        for names in filter(None, held):
+            self._named(names, name, depth)
         if attributes["_buffers"]:
             self._note_buffers(value)
         keys = attribute_names(value, attributes)
@@ -263,12 +266,12 @@ _BY_FAMILY: dict[type, Visitor] = {
     object: Reached._object,
     Opaque: Reached._skip,
 }
-_VISITORS: dict[type, Visitor] = {}
+VISITORS: dict[type, Visitor] = {}
 
 
 def _visitor_of(kind: type) -> Visitor:
     """Select and cache the method that visits instances of a class."""
-    visitor = _VISITORS[kind] = _BY_FAMILY[family_of(kind)]
+    visitor = VISITORS[kind] = _BY_FAMILY[family_of(kind)]
     return visitor
 
 

@@ -51,6 +51,7 @@ from membudget.engine.messages import (
     rewritten_error,
     silently_written_error,
 )
+from membudget.engine.native import RERUN
 from membudget.engine.reach import Reached
 from membudget.scope import Scope
 from membudget.state.bits import Fingerprint, content_of
@@ -90,6 +91,20 @@ class Reads:
 
     def __init__(self, reached: Reached):
         """Record the state that a region can read, before the function runs."""
+        if RERUN:
+            RERUN[0].note_reads(self, reached)
+        else:
+            self._note(reached)
+        self._bindings = Bindings(reached, self._tensors)
+        self._silent = reached.silent
+        self.grown: list[tuple[Any, int, int]] = []
+        self._rewritten: dict[int, Fingerprint | None] = {}
+        self._contents: Contents | None = None
+        self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
+        self._written: list[Tensor] = []
+        self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
+
+    def _note(self, reached: Reached) -> None:
         # Detached, so that an activation stored on a module does not keep its graph
         # alive.
         self._tensors = [
@@ -101,14 +116,6 @@ class Reads:
         self._training = [module.training for module in reached.modules]
         self._namespaces = namespaces_of(reached)
         self._parameters = parameters_of(reached)
-        self._bindings = Bindings(reached, self._tensors)
-        self._silent = reached.silent
-        self.grown: list[tuple[Any, int, int]] = []
-        self._rewritten: dict[int, Fingerprint | None] = {}
-        self._contents: Contents | None = None
-        self._gradients: list[tuple[Tensor, Tensor | None, int]] = []
-        self._written: list[Tensor] = []
-        self._snapshots = take_snapshots(reached.buffers) if reached.buffers else []
 
     def begin_check(self) -> None:
         """Fingerprint all reachable tensors, and note their gradients."""
@@ -139,9 +146,10 @@ class Reads:
         written = set(map(id, contents.silently_written())) if contents else None
         if contents is not None and calls is not None:
             calls.owner.adds_gradients |= self._has_added_gradients()
-        versions = versions_of(self._tensors)
-        if versions != self._versions:
-            self._note_rewritten(versions)
+        if not (RERUN and RERUN[0].has_versions(self)):
+            versions = versions_of(self._tensors)
+            if versions != self._versions:
+                self._note_rewritten(versions)
         self.grown = self._bindings.grown()
         if self.grown or contents or (calls and calls.owner.binds):
             binds = self._bindings.note_end(function, others)
@@ -212,11 +220,12 @@ class Reads:
         return Externals({} if watch is None else watch.changed, restored)
 
     def _enter_attributes(self, scope: Scope) -> None:
-        for module, training in zip(self._modules, self._training, strict=True):
-            if module.training != training:
-                scope.callback(setattr, module, "training", module.training)
-                module.training = training
-        enter_parameters(scope, self._parameters)
+        if not (RERUN and RERUN[0].has_names(self)):
+            for module, training in zip(self._modules, self._training, strict=True):
+                if module.training != training:
+                    scope.callback(setattr, module, "training", module.training)
+                    module.training = training
+            enter_parameters(scope, self._parameters)
         for namespace, before in self._namespaces:
             now = namespace.copy()
             # Names that the recompute binds are unbound afterwards, even if nothing had
@@ -252,6 +261,8 @@ class Reads:
 
     def _changed(self) -> list[Tensor]:
         """Return the tensors that other code changed after the forward ended."""
+        if RERUN and RERUN[0].has_versions(self):
+            return []
         versions = versions_of(self._tensors)
         addresses = addresses_of(self._tensors)
         if versions == self._versions and addresses == self._addresses:

@@ -35,7 +35,7 @@ _STATEFUL = (
 
 
 # `RLock` is a function, whose call takes as long as making the lock.
-_Lock = type(RLock())
+Lock = type(RLock())
 
 
 class RerunHandle:
@@ -118,8 +118,10 @@ def _user_stack() -> str:
     return " < ".join(lines)
 
 
-def side_by_side(forward: Trace, recompute: Trace) -> str:
+def side_by_side(forward: Trace | None, recompute: Trace | None) -> str:
     """Return excerpts of two operator traces around the first operator that differs."""
+    if forward is None or recompute is None:
+        return ""
     first = _first_difference(forward.operators, recompute.operators)
     return "\n".join(
         [
@@ -170,11 +172,11 @@ class Recording:
         lock: The lock to hold while handles are filled or emptied.
     """
 
-    # No slots: class attributes cost nothing in the calls that leave them unchanged.
-    finished = holds = is_new = nested_backward = False
-    contexts: ContextPair | None = None
-    fingerprints: Fingerprints | None = None
-    trace: Trace | None = None
+    __slots__ = (
+        *("__weakref__", "calls", "contexts", "fingerprints", "finished", "function"),
+        *("handles", "holds", "is_new", "lock", "metadata", "nested_backward"),
+        *("options", "statistics", "surroundings", "trace"),
+    )
 
     def __init__(
         self,
@@ -193,7 +195,11 @@ class Recording:
         self.handles: list[ReferenceType[RerunHandle]] = []
         self.metadata: list[Metadata] = []
         self.calls = calls
-        self.lock = _Lock()
+        self.lock = Lock()
+        self.finished = self.holds = self.is_new = self.nested_backward = False
+        self.contexts: ContextPair | None = None
+        self.fingerprints: Fingerprints | None = None
+        self.trace: Trace | None = None
 
     @property
     def has_saved(self) -> bool:

@@ -73,6 +73,7 @@ from membudget.engine.options import (
 from membudget.engine.reentrant import run_reentrant
 from membudget.engine.replay.accelerated import replay_frame
 from membudget.engine.replay.frame import ReplayFrame
+from membudget.engine.rerun_extension import new_frame
 from membudget.engine.rerun_frame import RerunFrame
 from membudget.engine.surroundings import Surroundings
 from membudget.engine.torch_form import (
@@ -201,7 +202,7 @@ def _frame(
         if options.verifies:
             calls = calls_of(function, args, kwargs, options.share)
         if calls is None or not (calls.owner.replays and options.may_replay):
-            frame = RerunFrame(function, args, kwargs, options, statistics, calls)
+            frame = new_frame(function, args, kwargs, options, statistics, calls)
             # Replay runs the Python once, so it has no side effects to undo.
             if not frame.surroundings.needs_repair:
                 return frame

@@ -106,9 +106,8 @@ class Rerun:
             try:  # A `with` statement would take longer.
                 args, kwargs = surroundings.arguments.rebuild()
                 surroundings.enter_ambient(scope)
-                self._externals = surroundings.enter_state(
-                    scope, recording.nested_backward
-                )
+                nested = recording.nested_backward
+                self._externals = surroundings.enter_state(scope, nested)
                 if recording.trace is not None:
                     self._trace = Trace()
                     scope.enter_context(self._trace)
@@ -121,26 +120,28 @@ class Rerun:
                     self._call(args, kwargs)
             finally:
                 scope.close()
-            if self._failure is not None:
-                # Raised again, in case the function caught it. A local variable would
-                # tie its traceback into a reference cycle.
-                raise self._failure
-            if not self._stopped:
-                self._check_count()
-            if self._fingerprints is not None and recording.finished:
-                recording.note_verified(self._fingerprints.waited)
-        except CheckpointError as error:
-            recording.blame(error)
-            raise
+            self._check_end()
         finally:
             set_grad_enabled(gradients_were_on)
-            self._failure = None
-            del self._recording, self._handles, self._metadata, self._fingerprints
-            self._trace = None
+            self._release()
+
+    def _check_end(self) -> None:
+        if self._failure is not None:
+            # Raised again, in case the function caught it. A local variable would tie
+            # its traceback into a reference cycle.
+            raise self._failure
+        if not self._stopped:
+            self._check_count()
+        if self._fingerprints is not None and self._recording.finished:
+            self._recording.note_verified(self._fingerprints.waited)
+
+    def _release(self) -> None:
+        self._failure = self._trace = None
+        del self._recording, self._handles, self._metadata, self._fingerprints
 
     def _call(self, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Run the function once; stop early when every needed tensor is available."""
-        push_saved_tensors_hooks(self._pack_hook(), _as_it_is)
+        push_saved_tensors_hooks(self._pack_hook(), as_it_is)
         try:
             self._recording.function(*args, **kwargs)
             if self._fingerprints is not None:
@@ -150,14 +151,21 @@ class Rerun:
             if not self._stopped:
                 raise  # It ends an outer recompute.
         except Exception as error:
+            self._judge(error)
+        finally:
+            pop_saved_tensors_hooks()
+
+    def _judge(self, error: Exception) -> None:
+        """Raise an exception of the function, unless it is what stopped it."""
+        try:
             # TorchScript's interpreter replaces an exception of a hook by its own.
             if self._failure is not None:
                 raise self._failure from None
             if not self._stopped:
                 self._recording.blame_state(error)
-                raise
+                raise error
         finally:
-            pop_saved_tensors_hooks()
+            del error  # Its traceback leads here.
 
     def _pack_hook(self) -> Callable[[Tensor], Tensor | None]:
         if self._recording.nested_backward:
@@ -271,15 +279,9 @@ class Rerun:
         if not recording.finished or recording.options.determinism_check == "none":
             return
         if self._cursor != len(recording.handles):
-            saved, made = len(recording.handles), self._cursor
-            raise mismatch_error(
-                None,
-                None,
-                f"{saved} tensors",
-                f"{made} tensors",
-                self._causes(None, None),
-                self._traces(),
-            )
+            saved, made = f"{len(recording.handles)} tensors", f"{self._cursor} tensors"
+            causes = self._causes(None, None)
+            raise mismatch_error(None, None, saved, made, causes, self._traces())
 
     def _causes(self, saved: Metadata | None, made: Metadata | None) -> list[str]:
         recording = self._recording
@@ -288,10 +290,9 @@ class Rerun:
         return likely_causes(recording.function, grown, recording.options, saved, made)
 
     def _traces(self) -> str:
-        if self._recording.trace is None or self._trace is None:
-            return ""
         return side_by_side(self._recording.trace, self._trace)
 
 
-def _as_it_is(tensor: Tensor) -> Tensor:
+def as_it_is(tensor: Tensor) -> Tensor:
+    """Return what autograd was given: the unpack hook of a recompute."""
     return tensor

@@ -8,46 +8,55 @@ handle, a `Rerun` fills all live handles. The module `region` lists the engine's
 from __future__ import annotations
 
 from threading import get_ident
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
-from torch.nn import Parameter
 
 from membudget._torch import (
-    hide_from_dynamo,
     may_read_bytes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
 )
-from membudget.callsite import fills_what_it_saved
-from membudget.engine import isolation, native
+from membudget.engine import isolation
 from membudget.engine.arguments import packed_arguments
-from membudget.engine.comparison import Fingerprints, Metadata
-from membudget.engine.controls import OPEN_GROUPS, RECOMPUTING, release_in_time
+from membudget.engine.comparison import Fingerprints
+from membudget.engine.controls import (
+    OPEN_GROUPS,
+    RECOMPUTING,
+    release_in_time,
+)
 from membudget.engine.isolation import DrawRecorder
 from membudget.engine.messages import mismatch_error, overwritten_error
 from membudget.engine.native import RERUN
 from membudget.engine.recording import Recording, RerunHandle, Trace
-from membudget.engine.rerun import Rerun, StopRecompute
+from membudget.engine.rerun import Rerun
 from membudget.errors import CheckpointError
 from membudget.scope import Scope
-
-_NOTHING: list[Metadata] = []
 
 
 class RerunFrame(Recording):
     """A recorded call with the hooks that autograd calls to pack and unpack tensors."""
 
+    __slots__ = ()
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the function and drop the tensors that autograd would save."""
+        if RERUN:
+            return RERUN[0].run(self, args, kwargs)
+        calls = self.calls
+        is_due = calls is not None and calls.begin(self.options.verify is True)
+        return self._run_begun(args, kwargs, is_due)
+
+    def _run_begun(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], is_due: bool
+    ) -> Any:
         calls, surroundings = self.calls, self.surroundings
         if self.options.offload is not None:
             hooks = self.options.offload.hooks
             surroundings.arguments = packed_arguments(args, kwargs, hooks)
         if calls is not None:
-            if calls.begin(self.options.verify is True) and self._may_verify():
+            if is_due and self._may_verify():
                 self.fingerprints = Fingerprints()
                 surroundings.begin_check()
             self.holds = self.fingerprints is not None or calls.owner.differentiates
@@ -58,22 +67,22 @@ class RerunFrame(Recording):
         ):
             result = self._run_in_contexts(args, kwargs)
         else:
-            push_saved_tensors_hooks(*_hooks_of(self))
-            try:
-                result = self.function(*args, **kwargs)
-            finally:
-                pop_saved_tensors_hooks()
+            result = self._run_hooked(args, kwargs)
         if self.handles:
             surroundings.finish(calls)
             if calls is not None:
                 self.nested_backward |= calls.owner.adds_gradients
-                path = self.metadata
-                if calls.paths.get(len(path)) != path and calls.end(path):
-                    self.is_new = self.fingerprints is None and self._may_verify()
+                if calls.paths.get(len(self.metadata)) != self.metadata:
+                    self._note_new()
         if self.holds:
             self.empty()
         self.finished = True
         return result
+
+    def _note_new(self) -> None:
+        """Note that the last call of as many saved tensors had others."""
+        if self.calls is not None and self.calls.end(self.metadata):
+            self.is_new = self.fingerprints is None and self._may_verify()
 
     def _may_verify(self) -> bool:
         """Return whether this call of the region can be verified.
@@ -149,14 +158,17 @@ class RerunFrame(Recording):
                 if len(self.handles) > 1 and not release_in_time(self):
                     self.empty()
         if tensor is None:
-            raise mismatch_error(
-                None,
-                None,
-                f"{len(self.handles)} tensors",
-                "fewer tensors, and not the one that is needed",
-                ["determinism_check='none' hides where the runs diverge"],
-            )
+            self._missing()
         return tensor
+
+    def _missing(self) -> NoReturn:
+        raise mismatch_error(
+            None,
+            None,
+            f"{len(self.handles)} tensors",
+            "fewer tensors, and not the one that is needed",
+            ["determinism_check='none' hides where the runs diverge"],
+        )
 
     def release(self) -> None:
         """Free the recomputed tensors that autograd has not unpacked (Rule 4).
@@ -176,48 +188,21 @@ class RerunFrame(Recording):
     def _recompute(self) -> None:
         if self.statistics is not None:
             self.statistics.recomputes += 1
-        run = Rerun(self).run
         counted = self.options.guards and isolation.enter()
         me = get_ident()
         RECOMPUTING.append(me)
         try:
-            self.surroundings.run_in_context(run)
-        except BaseException:
-            # A retry must not mix tensors of two recomputes.
-            self.empty()
+            self.surroundings.run_in_context(Rerun(self).run)
+        except BaseException as error:
+            self._give_up(error)
             raise
         finally:
             RECOMPUTING.remove(me)
             if counted:
                 isolation.leave()
 
-
-def _hooks_of(frame: RerunFrame) -> tuple[Any, Any]:
-    """Return the saved-tensor hooks of a call; in C++ where that has been built."""
-    extension = RERUN[0] if RERUN else _accelerated()
-    if extension is None:
-        return frame.pack, frame._unpack
-    expected = _NOTHING if frame.calls is None else frame.calls.expected
-    hooks: tuple[Any, Any] = extension.rerun_hooks(
-        frame.pack, frame._unpack, frame.handles, frame.metadata, expected
-    )
-    return hooks
-
-
-def _accelerated() -> Any:
-    """Bind the extension to the classes of this engine, if there is one."""
-    extension = native.built_extension()
-    if extension is not None:
-        names = (Parameter, Rerun, RerunHandle, StopRecompute, fills_what_it_saved)
-        bound = SimpleNamespace(**{item.__name__: item for item in names})
-        bound.OPEN_GROUPS = OPEN_GROUPS
-        extension.bind_rerun(bound)
-        # In a thread that is compiling, a function called from C++ would be traced.
-        called: tuple[Any, ...] = (
-            *(Recording.pack, Rerun._check_external, Rerun._pack, RerunFrame._unpack),
-            fills_what_it_saved,
-        )
-        for function in called:
-            hide_from_dynamo(function)
-        RERUN.append(extension)
-    return extension
+    def _give_up(self, error: BaseException) -> None:
+        # A retry must not mix tensors of two recomputes.
+        self.empty()
+        if isinstance(error, CheckpointError):
+            self.blame(error)

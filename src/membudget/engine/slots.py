@@ -32,16 +32,16 @@ MAX_DEPTH = 3
 
 _ANY = 1_000_000
 
-_CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
+CODE_SLOTS: dict[int, tuple[types.CodeType, Slots]] = {}
 
 
 def global_slots(function: types.FunctionType) -> Slots:
     """Return the slots that a function's code refers to."""
     code = function.__code__
-    known = _CODE_SLOTS.get(id(code))
+    known = CODE_SLOTS.get(id(code))
     if known is None:
         # Keep the code object alive, so that its `id` is not reused.
-        known = _CODE_SLOTS[id(code)] = (code, _followed([function]))
+        known = CODE_SLOTS[id(code)] = (code, _followed([function]))
     return known[1]
 
 
@@ -167,7 +167,7 @@ def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
     """
     # Not a WeakKeyDictionary, which takes 0.6 µs to look up a module.
     number = id(module)
-    known = _ATTRIBUTES.get(number)
+    known = ATTRIBUTES.get(number)
     if known is not None and known[0] == len(attributes):
         return known[1]
     names = [
@@ -175,13 +175,13 @@ def attribute_names(module: Module, attributes: dict[str, Any]) -> list[str]:
         for key, item in attributes.items()
         if key not in _MODULE_INTERNALS and (item is None or type(item) not in INERT)
     ]
-    forget = _ATTRIBUTES.pop  # At interpreter exit the global name may be gone.
+    forget = ATTRIBUTES.pop  # At interpreter exit the global name may be gone.
     death = ref(module, lambda _: forget(number, None))
-    _ATTRIBUTES[number] = (len(attributes), names, death)
+    ATTRIBUTES[number] = (len(attributes), names, death)
     return names
 
 
 _MODULE_INTERNALS = frozenset(Module().__dict__)
 
 # By `id`; an entry is deleted when its module dies.
-_ATTRIBUTES: dict[int, tuple[int, list[str], ReferenceType[Module]]] = {}
+ATTRIBUTES: dict[int, tuple[int, list[str], ReferenceType[Module]]] = {}

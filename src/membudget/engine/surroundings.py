@@ -151,19 +151,11 @@ class Surroundings:
             several threads run regions.
     """
 
-    reads: Reads | None = None
-    trainable = True
-    random_log: list[Tensor] | None = None
-    needs_repair = runs_torchscript = is_lazy = False
-    _ambient: Ambient | None = None  # Only with guards.
-    _autocast: Autocast | None = None
-    _stream: Any  # On which the forward began; `None` without an accelerator.
-    _is_checked = False
-    # The global generators with their states, and the states of generators that users
-    # created.
-    _sources: Sources | None = None
-    _noted: Noted
-    _private: Noted | None = None
+    __slots__ = (
+        *("_ambient", "_autocast", "_function", "_is_checked", "_noted", "_private"),
+        *("_sources", "_stream", "arguments", "is_lazy", "needs_repair", "random_log"),
+        *("reads", "runs_torchscript", "trainable"),
+    )
 
     def __init__(
         self,
@@ -173,8 +165,19 @@ class Surroundings:
         options: RegionOptions,
     ):
         """Record the state before the function runs."""
-        if is_any_autocast_enabled():
-            self._autocast = Autocast()
+        self.reads: Reads | None = None
+        self.trainable = True
+        self.random_log: list[Tensor] | None = None
+        self.needs_repair = self.runs_torchscript = self.is_lazy = False
+        self._is_checked = False
+        self._ambient: Ambient | None = None  # Only with guards.
+        # The global generators with their states, and the states of generators that
+        # users created.
+        self._sources: Sources | None = None
+        self._noted: Noted = []
+        self._private: Noted | None = None
+        self._autocast = Autocast() if is_any_autocast_enabled() else None
+        # On which the forward begins; `None` without an accelerator.
         self._stream = current_stream()
         if not options.guards:
             self.arguments = arguments = HeldArguments(args, kwargs)

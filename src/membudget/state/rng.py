@@ -99,9 +99,9 @@ class Sources(tuple[Source, ...]):
         """Restore the states `noted`; return to the current ones after `scope`."""
         now = self.note()
         # Even if nothing needs restoring now: the code in `scope` may draw or reseed.
-        scope.append((_bring_all_back, (now,)))
+        scope.append((bring_all_back, (now,)))
         if now is not noted:
-            _bring_all_back(noted)
+            bring_all_back(noted)
 
 
 def note(sources: Iterable[Source]) -> Noted:
@@ -109,7 +109,8 @@ def note(sources: Iterable[Source]) -> Noted:
     return [(source, source.note()) for source in sources]
 
 
-def _bring_all_back(noted: Noted) -> None:
+def bring_all_back(noted: Noted) -> None:
+    """Restore recorded generator states."""
     for source, state in noted:
         source.bring_back(state)
 

@@ -28,6 +28,26 @@ from torch import Generator
 
 Reader = Callable[[], Any]
 
+RawPlace = tuple[Any, Any]
+"""Of a part of a raw state: its address and size, or an object and its attribute."""
+
+
+class RawReader(partial[Any]):
+    """A function that reads a raw state: a tuple of its parts, or the only part.
+
+    Attributes:
+        places: Where each part lies, for who compares it without a copy.
+    """
+
+    places: tuple[RawPlace, ...]
+
+
+def _reader(read: Reader, *places: RawPlace) -> Reader:
+    reader = RawReader(read)
+    reader.places = places
+    return reader
+
+
 _HEADER_BYTES = object.__basicsize__  # Skipped: the reference count changes freely.
 _RAW = attrgetter("raw")  # Implemented in C: 60 ns a call.
 _WORDS = 624  # Of a Mersenne twister.
@@ -85,10 +105,12 @@ def _memory(address: int, size_bytes: int) -> Any:
 
 
 def _python_reader(generator: Any) -> Reader:
-    size_bytes = random.Random.__basicsize__ - _HEADER_BYTES
-    memory = _memory(id(generator) + _HEADER_BYTES, size_bytes)
+    place = id(generator) + _HEADER_BYTES, random.Random.__basicsize__ - _HEADER_BYTES
+    memory = _memory(*place)
     # The spare Gaussian is a Python attribute, outside the C struct.
-    return lambda: (memory.raw, generator.gauss_next)
+    return _reader(
+        lambda: (memory.raw, generator.gauss_next), place, (generator, "gauss_next")
+    )
 
 
 def _python_probe(owner: Any) -> Any:
@@ -103,19 +125,22 @@ def _is_mersenne_twister(generator: Any) -> bool:
 
 
 def _numpy_reader(generator: Any) -> Reader:
-    size_bytes = type(generator).__basicsize__ - _HEADER_BYTES
-    spare = _memory(id(generator) + _HEADER_BYTES, size_bytes)
+    of_spare = (
+        id(generator) + _HEADER_BYTES,
+        type(generator).__basicsize__ - _HEADER_BYTES,
+    )
     bits = generator._bit_generator
     # NumPy documents this struct: the 624 words, then the position.
-    words = _memory(bits.ctypes.state_address, _WORDS * 4 + 4)
+    of_words = bits.ctypes.state_address, _WORDS * 4 + 4
+    spare, words = _memory(*of_spare), _memory(*of_words)
 
     def read() -> Any:
         # `numpy.random.set_bit_generator` may have replaced the bit generator.
         if generator._bit_generator is not bits:
             return repr(generator.get_state(legacy=False))
-        return spare.raw, words.raw
+        return bits, spare.raw, words.raw
 
-    return read
+    return _reader(read, (generator, "_bit_generator"), of_spare, of_words)
 
 
 def _numpy_probe(owner: Any) -> Any:
@@ -126,8 +151,8 @@ def _numpy_probe(owner: Any) -> Any:
 
 def _torch_reader(generator: Any) -> Reader:
     start, size_bytes = _torch_engine()
-    memory = _memory(_torch_address(generator) + start, size_bytes)
-    return partial(_RAW, memory)
+    place = _torch_address(generator) + start, size_bytes
+    return _reader(partial(_RAW, _memory(*place)), place)
 
 
 def _torch_address(generator: Generator) -> int:

@@ -10,8 +10,16 @@ Python code, so that each rule of the engine has one home.
     call.h        arguments as they were passed recorder.h   Recorder.observe
     tracking.h    Tracker                       record.h, observe.h, write.h, draws.h
     replay.h      plans                         hooks.h      saved-tensor hooks
-    execute.h     operators run again           rerun.h      the hooks of rerun regions
-    sums.h        fingerprints                  module.cpp   what Python sees
+    execute.h     operators run again           sums.h       fingerprints
+    module.cpp    what Python sees
+
+Of rerun regions:
+
+    regions.h     the classes of the engine     binding.h    where their attributes are
+    rerun.h       hooks that drop and fill      unpack.h     the hook that recomputes
+    again.h       a recompute                   forward.h    a call
+    begin.h       what a call notes             history.h    calls like it
+    generators.h, settings.h  what is unchanged reach.h, reads.h  what modules hold
 
 Replay regions use it where it has been built, or a compiler is found; rerun regions
 where it has been built. `MEMBUDGET_NATIVE=0` turns it off, `python -m membudget native`

@@ -21,6 +21,7 @@ namespace checks {
 inline Slot is_strict, originals, verified;
 }
 
+inline PyObject *empty_name;
 inline PyObject *pack_name, *unpack_name, *explained_name, *open_groups;
 
 // Packing.
@@ -38,7 +39,7 @@ inline bool is_common_save(PyObject* of, PyObject* recorder, PyObject* object) {
 }
 
 inline Ref new_handle(Ref value) {
-  Ref made = handle_class.make();
+  Ref made = unvisited(handle_class.make());
   handle::value.set(made, std::move(value));
   handle::served.set(made, zero);
   handle::stage.set_number(made, -1);

@@ -1,7 +1,7 @@
 // The recorder of the replay engine in C++, an optional accelerator.
 
+#include "binding.h"
 #include "kernel.h"
-#include "rerun.h"
 #include "sums.h"
 
 namespace membudget {
@@ -125,6 +125,19 @@ void bind_replay(PyObject* names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
+    {"_note_new", &note_new_name}, {"_run_begun", &run_begun_name}, {"begin", &begin_name},
+    {"dtype", &dtype_name}, {"finish", &finish_name}, {"pack", &drop_name},
+    {"note_forward_end", &note_forward_end_name}, {"training", &training_name},
+    {"_give_up", &give_up_name}, {"_missing", &missing_name}, {"rrelu", &rrelu_name},
+    {"__torch_function__", &torch_function_name}, {"empty", &empty_name},
+    {"__dict__", &dict_name}, {"_buffers", &buffers_name}, {"_class", &class_name},
+    {"_modules", &modules_name}, {"_note_buffers", &note_buffers_name},
+    {"_parameters", &parameters_name}, {"values", &values_name}, {"visit", &visit_name},
+    {"enabled", &enabled_name}, {"strategy", &strategy_name},
+    {"_is_fastpath_enabled", &fastpath_name}, {"_current_level", &current_level_name}, {"_note_reached", &note_reached_name},
+    {"numpy.random", &numpy_random_name}, {"close", &close_name}, {"_check_end", &check_end_name}, {"_judge", &judge_name}, {"enter_ambient", &enter_ambient_name},
+    {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
+    {"places", &places_name}, {"rebuild", &rebuild_name},
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
     {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
@@ -164,17 +177,27 @@ PyObject* bind(PyObject*, PyObject* names) {
 
 PyMethodDef functions[] = {
     {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
+    {"are_same", (PyCFunction)(void*)are_same_lists, METH_FASTCALL, "Compare identities."},
+    {"are_same_names", (PyCFunction)(void*)are_same_names, METH_FASTCALL, "Compare dicts."},
+    {"begun", (PyCFunction)(void*)begun, METH_FASTCALL, "Return a new `RerunFrame`."},
     {"bind_rerun", bind_rerun, METH_O, "Meet the classes of the rerun engine."},
+    {"bound_now", bound_now, METH_O, "As `_bound_now`."},
     {"cover", cover_all, METH_O, "Cover the Python kernels of the named operators."},
     {"callbacks", callbacks, METH_O, "Return the callbacks of a tracker's references."},
     {"count_path", count_path, METH_O, "As `UseCounter._count_path`."},
     {"fill_hook", fill_hook, METH_O, "Return the hook that fills handles again."},
+    {"has_names", has_names, METH_O, "Whether a module's names are as noted."},
+    {"has_versions", has_versions, METH_O, "Whether tensors are as noted."},
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},
+    {"note_reads", (PyCFunction)(void*)note_reads, METH_FASTCALL, "As `Reads._note`."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
-    {"rerun_hooks", (PyCFunction)(void*)rerun_hooks, METH_FASTCALL, "Of a forward."},
+    {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
+    {"settings", settings, METH_NOARGS, "As `_torch_settings.read`."},
+    {"signature", (PyCFunction)(void*)signature, METH_FASTCALL, "As `signature_of`."},
     {"sums", sums, METH_O, "Return the fingerprint of integers on the CPU."},
+    {"walk", (PyCFunction)(void*)walk_module, METH_FASTCALL, "As `Reached._module`."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -111,6 +111,10 @@ class Slot {
     Py_XDECREF(before);
   }
 
+  void clear(PyObject* object) const {
+    Py_XDECREF(std::exchange(place(object), nullptr));
+  }
+
   bool is_none(PyObject* object) const { return place(object) == Py_None; }
   bool is_true(PyObject* object) const { return place(object) == Py_True; }
   long number(PyObject* object) const { return PyLong_AsLong(place(object)); }
@@ -143,14 +147,28 @@ class Class {
     }
   }
 
-  // An instance with no attribute set, made without `__init__`; it is in no cycle.
-  Ref make() const { return unvisited(Ref::made(type_->tp_alloc(type_, 0))); }
+  // An instance with no attribute set, made without `__init__`.
+  Ref make() const { return Ref::made(type_->tp_alloc(type_, 0)); }
 
   bool is_type_of(PyObject* object) const { return Py_TYPE(object) == type_; }
+  bool is_base_of(PyObject* object) const { return PyObject_TypeCheck(object, type_); }
   PyObject* type() const { return reinterpret_cast<PyObject*>(type_); }
 
  private:
   PyTypeObject* type_ = nullptr;
+};
+
+// The attributes of an object, each held for as long as the process lives.
+class Names {
+ public:
+  explicit Names(PyObject* of) : of_(of) {}
+
+  PyObject* operator()(const char* name) const {
+    return Ref::made(PyObject_GetAttrString(of_, name)).release();
+  }
+
+ private:
+  PyObject* of_;
 };
 
 // Holds the interpreter's lock, wherever the dispatcher calls from.

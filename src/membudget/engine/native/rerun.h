@@ -3,27 +3,15 @@
 
 #pragma once
 
-#include "hooks.h"
+#include "regions.h"
 
 #include <torch/csrc/Device.h>
 #include <torch/csrc/DynamicTypes.h>
 
 #include <algorithm>
+#include <array>
 
 namespace membudget {
-
-inline Class rerun_handle;
-namespace saved {
-inline Slot address, tensor, version;
-}
-
-inline Class rerun_class;
-namespace rerun {
-inline Slot cursor, externals, handles, is_guarded, last_needed, may_stop, metadata,
-    stopped;
-}
-
-inline PyObject *shape_name, *check_external_name, *fills_what_it_saved, *stop_recompute;
 
 inline bool is_common(PyObject* object) {
   return is_usual_class(object) && is_plain(THPVariable_Unpack(object));
@@ -70,31 +58,31 @@ inline bool has_metadata(const at::Tensor& tensor, PyObject* noted) {
       are_same(strides, tensor.strides());
 }
 
-// The metadata to note for the next tensor: the expected tuple, if it has the same.
-inline Ref noted_metadata(PyObject* object, Py_ssize_t index, PyObject* expected) {
-  if (index < PyList_GET_SIZE(expected)) {
-    PyObject* likely = PyList_GET_ITEM(expected, index);
-    if (has_metadata(THPVariable_Unpack(object), likely)) {
-      return Ref::to(likely);
-    }
+// The metadata to note for a tensor: the tuple of an earlier one that has the same.
+inline Ref noted_metadata(PyObject* object) {
+  static auto& known = *new std::array<Ref, 1024>;  // Never freed.
+  const at::Tensor& tensor = THPVariable_Unpack(object);
+  size_t hash = static_cast<size_t>(tensor.scalar_type());
+  for (int64_t i = 0; i < tensor.dim(); ++i) {
+    hash = hash * 31 + static_cast<size_t>(tensor.size(i) * 7 + tensor.stride(i));
   }
-  return metadata_of(object);
+  Ref& found = known[(hash ^ hash >> 10) % known.size()];
+  if (found == nullptr || !has_metadata(tensor, found)) {
+    found = metadata_of(object);
+  }
+  return found;
 }
 
-// pack(tensor) of the forward, bound to the handles, the metadata, the metadata that is
-// expected, and `pack` in Python.
+// pack(tensor) of the forward, a method of the frame.
 inline PyObject* drop(PyObject* of, PyObject* object) {
   HANDLE_TH_ERRORS
   if (!is_common(object)) {
-    return PyObject_CallOneArg(PyTuple_GET_ITEM(of, 3), object);
+    return PyObject_CallMethodOneArg(of, drop_name, object);
   }
-  Ref handle = rerun_handle.make();
+  Ref handle = unvisited(rerun_handle.make());
   saved::tensor.set(handle, Py_None);
-  PyObject* metadata = PyTuple_GET_ITEM(of, 1);
-  check(PyList_Append(PyTuple_GET_ITEM(of, 0), weak(handle)));
-  check(PyList_Append(
-      metadata,
-      noted_metadata(object, PyList_GET_SIZE(metadata), PyTuple_GET_ITEM(of, 2))));
+  check(PyList_Append(region::handles.of(of), weak(handle)));
+  check(PyList_Append(region::metadata.of(of), noted_metadata(object)));
   return handle.release();
   END_HANDLE_TH_ERRORS
 }
@@ -111,18 +99,6 @@ inline bool is_filled(PyObject* handle) {
        saved::address.number(handle) == address_of(tensor));
 }
 
-// unpack(handle), bound to `_unpack` in Python.
-inline PyObject* give(PyObject* of, PyObject* handle) {
-  HANDLE_TH_ERRORS
-  if (!is_filled(handle) || PyList_GET_SIZE(open_groups) != 0) {
-    return PyObject_CallOneArg(of, handle);
-  }
-  Ref tensor = Ref::to(saved::tensor.of(handle));
-  saved::tensor.set(handle, Py_None);
-  return tensor.release();
-  END_HANDLE_TH_ERRORS
-}
-
 // Fills a handle of the forward with a tensor that was computed again.
 inline void fill_one(PyObject* of, PyObject* handle, PyObject* object) {
   const at::Tensor& tensor = THPVariable_Unpack(object);
@@ -136,10 +112,16 @@ inline void fill_one(PyObject* of, PyObject* handle, PyObject* object) {
   }
 }
 
-// Whether the operator that saves now has yet to fill what it saved.
+// As `fills_what_it_saved`, of the operator that saves now.
 inline bool is_filled_late() {
-  auto* frame = reinterpret_cast<PyObject*>(PyEval_GetFrame());
-  return Ref::made(PyObject_CallOneArg(fills_what_it_saved, frame)) == Py_True;
+  PyFrameObject* frame = PyEval_GetFrame();
+  Ref object = Ref::made(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
+  auto* code = reinterpret_cast<PyCodeObject*>((PyObject*)object);
+  if (code->co_name == torch_function_name) {  // It stands for its caller.
+    auto* caller = reinterpret_cast<PyObject*>(frame);
+    return Ref::made(PyObject_CallOneArg(fills_what_it_saved, caller)) == Py_True;
+  }
+  return PySequence_Contains(code->co_names, rrelu_name) == 1;
 }
 
 // pack(tensor) of the second forward, a method of the `Rerun`.
@@ -170,46 +152,11 @@ inline PyObject* fill(PyObject* of, PyObject* object) {
 }
 
 inline PyMethodDef drop_method = {"drop", drop, METH_O, nullptr};
-inline PyMethodDef give_method = {"give", give, METH_O, nullptr};
 inline PyMethodDef fill_method = {"fill", fill, METH_O, nullptr};
-
-// rerun_hooks(pack, unpack, handles, metadata, expected): the hooks of a forward.
-inline PyObject* rerun_hooks(PyObject*, PyObject* const* given, Py_ssize_t) {
-  HANDLE_TH_ERRORS
-  Ref noted = Ref::made(PyTuple_Pack(4, given[2], given[3], given[4], given[0]));
-  Ref pack = Ref::made(PyCFunction_New(&drop_method, noted));
-  Ref unpack = Ref::made(PyCFunction_New(&give_method, given[1]));
-  return PyTuple_Pack(2, (PyObject*)pack, (PyObject*)unpack);
-  END_HANDLE_TH_ERRORS
-}
 
 // fill_hook(rerun): the hook that fills the handles.
 inline PyObject* fill_hook(PyObject*, PyObject* of) {
   return PyCFunction_New(&fill_method, of);
-}
-
-// bind_rerun(names): meet the classes of the rerun engine, once.
-inline PyObject* bind_rerun(PyObject*, PyObject* names) {
-  HANDLE_TH_ERRORS
-  auto attribute = [names](const char* name) {
-    return Ref::made(PyObject_GetAttrString(names, name)).release();
-  };
-  rerun_handle.bind(
-      attribute("RerunHandle"),
-      {{"address", &saved::address}, {"tensor", &saved::tensor},
-       {"version", &saved::version}});
-  rerun_class.bind(
-      attribute("Rerun"),
-      {{"_cursor", &rerun::cursor}, {"_externals", &rerun::externals},
-       {"_handles", &rerun::handles}, {"_is_guarded", &rerun::is_guarded},
-       {"_last_needed", &rerun::last_needed}, {"_may_stop", &rerun::may_stop},
-       {"_metadata", &rerun::metadata}, {"_stopped", &rerun::stopped}});
-  fills_what_it_saved = attribute("fills_what_it_saved");
-  stop_recompute = attribute("StopRecompute");
-  open_groups = attribute("OPEN_GROUPS");
-  parameter_type = reinterpret_cast<PyTypeObject*>(attribute("Parameter"));
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
 }
 
 } // namespace membudget

@@ -86,7 +86,7 @@ inline bool is_held(PyObject* of) {
 
 // As `TapeValue.__init__`.
 inline Ref new_value(PyObject* made_by, long index, PyObject* root) {
-  Ref made = tape_value.make();
+  Ref made = unvisited(tape_value.make());
   value::operation.set(made, made_by);
   value::index.set_number(made, index);
   value::root.set(made, root);
@@ -122,7 +122,7 @@ inline at::Tensor detached(const at::Tensor& tensor) {
 // As `Operation.__init__`, for a call that C++ keeps on a stack of its own.
 inline Ref new_operation(
     PyObject* overload, const Ref& inputs, Ref kept_call, PyObject* clock, PyObject* number) {
-  Ref made = tape_operation.make();
+  Ref made = unvisited(tape_operation.make());
   operation::overload.set(made, overload);
   operation::args.set(made, Py_None);
   operation::kwargs.set(made, Py_None);
@@ -163,7 +163,7 @@ inline Ref new_output(PyObject* made_by, long index, PyObject* root) {
 
 // As `RecordedMemory.__init__`.
 inline Ref new_memory(PyObject* root, PyObject* dtype) {
-  Ref made = recorded_memory.make();
+  Ref made = unvisited(recorded_memory.make());
   memory::root.set(made, root);
   memory::dtype.set(made, dtype);
   memory::epoch.set(made, zero);
