@@ -13,11 +13,14 @@ writer of a needed storage to the slice, and marks the writer's inputs as needed
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from functools import wraps
+from typing import Literal, NamedTuple, TypeVar
 
 from membudget.graph import Saved, StepGraph
+
+T = TypeVar("T")
 
 BlockEngine = Literal["replay", "rerun"]
 
@@ -76,6 +79,23 @@ class Choice(Block):
     offloaded: frozenset[int] = frozenset()
 
 
+def once(find: Callable[[StepGraph, Block], T]) -> Callable[[StepGraph, Block], T]:
+    """Let a function find once what depends on a block alone; nobody may change it."""
+    name = f"{find.__module__}.{find.__name__}"
+
+    @wraps(find)
+    def known(graph: StepGraph, block: Block) -> T:
+        table = graph.known.setdefault(name, {})
+        where = block.start, block.end
+        if where not in table:
+            table[where] = find(graph, block)
+        found: T = table[where]
+        return found
+
+    return known
+
+
+@once
 def made_in(graph: StepGraph, block: Block) -> set[int]:
     """Return the storages that a block allocates."""
     return {
@@ -85,10 +105,18 @@ def made_in(graph: StepGraph, block: Block) -> set[int]:
     }
 
 
+@once
 def saved_in(graph: StepGraph, block: Block) -> range:
     """Return the index range of the tensors that autograd saves in a block."""
     first = bisect_left(graph.saved, block.start, key=_saved_at)
     return range(first, bisect_left(graph.saved, block.end, key=_saved_at))
+
+
+@once
+def storages_saved_in(graph: StepGraph, block: Block) -> dict[int, int]:
+    """Return the storage of each tensor that autograd saves in a block, by index."""
+    saved = saved_in(graph, block)
+    return {index: graph.values[graph.saved[index].value].storage for index in saved}
 
 
 def saved_storages(graph: StepGraph, block: Block) -> list[int]:
@@ -134,10 +162,9 @@ def slice_of_saved(
 ) -> RecomputeSlice:
     """Return the slice that recomputes the dropped saved tensors of a block."""
     targets: dict[int, int] = {}
-    for saved in (graph.saved[index] for index in saved_in(graph, block)):
-        storage = graph.values[saved.value].storage
+    for index, storage in storages_saved_in(graph, block).items():
         if storage in dropped:
-            targets[storage] = max(targets.get(storage, 0), saved.freed)
+            targets[storage] = max(targets.get(storage, 0), graph.saved[index].freed)
     return slice_of(graph, block, dropped, targets)
 
 
@@ -166,7 +193,12 @@ def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
 
     What user code holds is kept: dropping it would free nothing.
     """
-    made = made_in(graph, choice) - choice.kept
+    return _droppable_in(graph, choice) - choice.kept
+
+
+@once
+def _droppable_in(graph: StepGraph, block: Block) -> set[int]:
+    made = made_in(graph, block)
     return {storage for storage in made if not outlives_forward(graph, storage)}
 
 
@@ -211,26 +243,42 @@ def slice_of(
     """
     found = RecomputeSlice(targets, dict(targets))
     until = found.needed_until
-    for index in range(block.end - 1, block.start - 1, -1):
-        operator = graph.operators[index]
-        if operator.is_view:
-            continue
-        writes = graph.writes[index]
+    for index, writes, reads, others in _makers_in(graph, block):
         outputs = [s for s in writes if s in dropped and s in until]
         if not outputs:
             continue
         # Scanned backwards: `insert` at the front restores forward order.
         for storage in outputs:
             found.writers.setdefault(storage, []).insert(0, index)
-        reads = graph.reads[index]
         found.writes[index] = writes
-        found.reads[index] = [s for s in reads if s not in writes]
+        found.reads[index] = others
         # The operator's inputs are needed as long as its outputs.
-        latest = max(until[storage] for storage in outputs)
+        latest = max(map(until.__getitem__, outputs))
         for storage in reads:
             if storage not in outputs:
                 until[storage] = max(until.get(storage, 0), latest)
     return found
+
+
+@once
+def _makers_in(graph: StepGraph, block: Block) -> list[_Maker]:
+    """Return the operators of a block that are no views, last to first."""
+    found = []
+    for index in range(block.end - 1, block.start - 1, -1):
+        if not graph.operators[index].is_view:
+            writes, reads = graph.writes[index], graph.reads[index]
+            others = [s for s in reads if s not in writes]
+            found.append(_Maker(index, writes, reads, others))
+    return found
+
+
+class _Maker(NamedTuple):
+    """An operator, with the storages that it writes, reads, and does not write."""
+
+    index: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+    others: list[int]
 
 
 def writers_of(

@@ -13,6 +13,9 @@ cut that is nearest to the source.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
+
 _EPSILON = 1e-15
 
 
@@ -33,14 +36,23 @@ class Network:
         self._heads: list[int] = []
         self._room: list[float] = []
 
-    def connect(self, start: int, end: int, capacity: float) -> None:
-        """Add an edge with a capacity."""
+    def connect(self, start: int, end: int, capacity: float) -> int:
+        """Add an edge with a capacity; return its number."""
         # An edge and its reverse are numbered 2k and 2k + 1: `edge ^ 1` is the other.
         number = len(self._heads)
         self._edges[start].append(number)
         self._edges[end].append(number + 1)
         self._heads += (end, start)
         self._room += (capacity, 0.0)
+        return number
+
+    def with_capacities(self, capacities: Iterable[tuple[int, float]]) -> Network:
+        """Return a network with the same edges, of which some have other capacities."""
+        other = copy(self)
+        other._room = self._room.copy()
+        for edge, capacity in capacities:
+            other._room[edge] = capacity
+        return other
 
     def source_side(self, source: int, sink: int) -> set[int]:
         """Return the source side of the minimum cut that is nearest to the source."""
