@@ -123,6 +123,18 @@ def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
         assert found.seconds == pytest.approx(min(fitting))
 
 
+@given(chains(), st.randoms())
+@settings(max_examples=20, deadline=None)
+def test_the_answer_does_not_depend_on_what_was_asked_before(graph, generator):
+    plain = timeline(graph).peak_bytes
+    chain = chain_by_operator(graph).chain(plain)
+    budgets = [*range(1, plain + 1)]
+    generator.shuffle(budgets)
+    for budget in budgets:
+        alone = chain_by_operator(graph).chain(plain)
+        assert chain.solve(budget) == alone.solve(budget)
+
+
 def test_six_equal_operators_run_in_two_storages_where_checkpoints_move():
     graph = chain_of([4] * 6, [1.0] * 6)
     links = chain_by_operator(graph)

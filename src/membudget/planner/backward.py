@@ -28,11 +28,11 @@ from membudget.planner.choice import (
     dropped_in,
     once,
     saved_in,
-    slice_of_saved,
     storages_saved_in,
 )
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies
+from membudget.planner.slices import slice_of_saved
 
 
 @dataclass

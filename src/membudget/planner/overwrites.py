@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, RecomputeSlice, kept_from, once
+from membudget.planner.choice import Block, kept_from, once
+from membudget.planner.slices import RecomputeSlice
 
 
 class SourceCopy(NamedTuple):
