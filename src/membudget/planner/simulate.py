@@ -158,7 +158,7 @@ def simulate_block(
     # Every operator of the block is an event: its workspace counts.
     starts = {*events.moments(), *range(choice.start, choice.end), *own.values()}
     moments = np.array(sorted(starts - {count}), int)
-    ends = np.append(moments[1:], count)
+    ends = np.append(moments, count)[1:]
     most = np.maximum(alive + plain.workspaces, peaks)
     return BlockTimeline(moments, ends, alive[moments], most[moments])
 
