@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner import nested as nested_chains
 from membudget.planner.blocks import Segment
-from membudget.planner.chain import COARSEST, FINEST, Checkpoint, SegmentChoice
+from membudget.planner.chain import COARSEST, FINEST, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers, nested
+from membudget.planner.nests import Checkpoint
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import timeline

@@ -100,9 +100,9 @@ def _makers_in(graph: StepGraph, block: Block) -> list[_Maker]:
 
 
 class _Maker(NamedTuple):
-    """An operator, with the storages that it writes, reads, and does not write."""
+    """An operator: its op index, and what it writes, reads, and only reads."""
 
-    index: int
+    number: int
     writes: tuple[int, ...]
     reads: tuple[int, ...]
     others: list[int]
