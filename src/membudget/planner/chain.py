@@ -113,13 +113,14 @@ class Chain:
             room = self._quantum.room(budget_bytes - forward)
             need = self._quantum.need(self._crossing[i][j + 1] + must_keep)
             free = self._quantum.room(budget_bytes - must_keep)
-            if min(free, room) < 0:
+            room = min(room, free, free - int(self._nests.least[i, j]))
+            if room < 0:
                 continue
             # What is left for the nest; the table's last entry is an upper bound.
             seconds = self._nests.table[i, j, : free + 1][::-1]
             if free >= self._size:
                 seconds = np.pad(seconds, (free + 1 - self._size, 0), "edge")
-            prefixes.add(_Part(i, j), need, min(free, room), seconds)
+            prefixes.add(_Part(i, j), need, room, seconds)
 
     def _trace(self, prefixes: _Prefixes, budget_bytes: int) -> list[SegmentChoice]:
         found: list[SegmentChoice] = []

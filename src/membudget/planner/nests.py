@@ -52,8 +52,16 @@ class Checkpoint:
     is_saved_set: bool = False  # Whether it includes the saved tensors of `first`.
 
 
+_NEVER = 1 << 40  # More quanta than there are.
+
+
 class Nests:
-    """Table of the least times D, by first and last segment and free quanta."""
+    """Table of the least times D, by first and last segment and free quanta.
+
+    Attributes:
+        least: The fewest free quanta with which a nest is possible, by its first and
+            last segment.
+    """
 
     def __init__(
         self,
@@ -69,6 +77,9 @@ class Nests:
         self._quantum = quantum
         self._size = size
         self._filled = 0  # Free quanta for which all times are known.
+        needs = (quantum.need(segment.again_peak_bytes) for segment in segments)
+        self.least = np.full((len(segments), len(segments)), _NEVER)
+        np.fill_diagonal(self.least, [*needs])
 
     @cached_property
     def table(self) -> np.ndarray:
@@ -89,8 +100,7 @@ class Nests:
             return
         for i, segment in reversed([*enumerate(self._segments)]):
             table[i, i:, start:] = np.inf
-            least = self._quantum.need(segment.again_peak_bytes)
-            table[i, i, max(least, start) :] = segment.again_s
+            table[i, i, max(self.least[i, i], start) :] = segment.again_s
             # A nest before the split is a shorter one, which no later split changes.
             for split in self._splits(i):
                 self._relax(table, i, split, start)
@@ -98,13 +108,18 @@ class Nests:
 
     def _relax(self, table: np.ndarray, i: int, split: _Split, start: int) -> None:
         """Try a way to split the nests from a segment, from so many free quanta on."""
-        leasts, end = self._leasts(split), table.shape[2]
-        first = max(start, min(leasts, default=end))
+        later, leasts, end = split.later, self._leasts(split), table.shape[2]
+        possible = np.maximum(leasts, self.least[later, later:] + split.retained)
+        if not split.is_saving:
+            possible = np.maximum(possible, self.least[i, later - 1])
+        known = self.least[i, later:]
+        np.minimum(known, possible, out=known)
+        first = max(start, possible.min(initial=end))
         if first >= end:
             return
-        nests = table[i, split.later :, first:]
-        total = _total(table, split, i, slice(split.later, None), first)
-        for row, least in zip(total, leasts, strict=True):
+        nests = table[i, later:, first:]
+        total = _total(table, split, i, slice(later, None), first)
+        for row, least in zip(total, leasts.tolist(), strict=True):
             row[: max(0, least - first)] = np.inf
         np.minimum(nests, total, out=nests)
 
@@ -114,7 +129,8 @@ class Nests:
         saving_s, peak_bytes = np.float32(first.saving_s), first.saving_peak_bytes
         again_bytes = first.again_peak_bytes
         retained = need(first.saved_bytes)
-        yield _Split(i + 1, True, retained, saving_s, peak_bytes, again_bytes)
+        if i + 1 < len(self._segments):
+            yield _Split(i + 1, True, retained, saving_s, peak_bytes, again_bytes)
         passed, peak_bytes = 0.0, 0
         for c in range(i + 1, len(self._segments)):
             passed += self._segments[c - 1].pass_s
@@ -125,13 +141,11 @@ class Nests:
             retained = need(self._crossing[i][c])
             yield _Split(c, False, retained, np.float32(passed), peak_bytes, 0)
 
-    def _leasts(self, split: _Split) -> list[int]:
+    def _leasts(self, split: _Split) -> np.ndarray:
         """Return the fewest free quanta with which nests can be split, by their end."""
         beside_bytes = self._outside[split.later :] + split.peak_bytes
         need_bytes = np.maximum(beside_bytes, split.again_peak_bytes)
-        quanta = -(-need_bytes // self._quantum.bytes)
-        leasts: list[int] = np.maximum(quanta, split.retained).tolist()
-        return leasts
+        return np.maximum(-(-need_bytes // self._quantum.bytes), split.retained)
 
     def _split_at(self, i: int, j: int, m: int) -> _Split:
         """Return the first split of a nest that achieves its least time."""
