@@ -92,7 +92,9 @@ class Network:
             if node == sink:
                 self._push(path)
                 # The next path goes on from before the first edge that is now full.
-                full = next(i for i, e in enumerate(path) if room[e] <= _EPSILON)
+                full = 0
+                while room[path[full]] > _EPSILON:
+                    full += 1
                 node = heads[path[full] ^ 1]
                 del path[full:]
             edges, further = self._edges[node], levels[node] + 1
@@ -112,7 +114,7 @@ class Network:
     def _push(self, path: list[int]) -> None:
         """Push as much flow along a path as it has room for."""
         room = self._room
-        flow = min(room[edge] for edge in path)
+        flow = min(map(room.__getitem__, path))
         for edge in path:
             room[edge] -= flow
             room[edge ^ 1] += flow
