@@ -8,13 +8,11 @@ simulation decides which of them fit.
 
 from __future__ import annotations
 
-import gc
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, wraps
+from functools import cached_property
 from operator import attrgetter
-from typing import Any, TypeVar, cast
 
 from membudget.errors import BudgetError, OptionError
 from membudget.graph import ModuleCall, StepGraph
@@ -45,29 +43,6 @@ MOST_STARTS = 2
 """Schedules that move nothing from which those that move something begin."""
 
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _without_collector(function: F) -> F:
-    """Let a function run without the garbage collector, if that is on.
-
-    Planning makes many small objects, of which none refer to each other in circles;
-    for each few thousand, the collector would go through all objects of the program.
-    """
-
-    @wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if not gc.isenabled():
-            return function(*args, **kwargs)
-        gc.disable()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            gc.enable()
-
-    return cast(F, run)
-
-
 class Planner:
     """Planner for one step, reusable for any number of budgets.
 
@@ -78,7 +53,6 @@ class Planner:
         plain_peak_bytes: Peak of the step without recomputation.
     """
 
-    @_without_collector
     def __init__(
         self,
         graph: StepGraph,
@@ -120,7 +94,6 @@ class Planner:
         """
         return self.candidates(budget_bytes, quickly)[0]
 
-    @_without_collector
     def candidates(
         self,
         budget_bytes: int,
@@ -193,7 +166,6 @@ class Planner:
         """The same with all that they keep moved; empty without a host."""
         return [] if self._mover is None else [*self._mover.least(self._least)]
 
-    @_without_collector
     def smallest(self) -> Schedule:
         """Return the schedule with the smallest peak that is found from bytes alone."""
         least = [*self._least, *self._least_moving]
