@@ -145,7 +145,9 @@ class Nests:
         """Return the fewest free quanta with which nests can be split, by their end."""
         beside_bytes = self._outside[split.later :] + split.peak_bytes
         need_bytes = np.maximum(beside_bytes, split.again_peak_bytes)
-        return np.maximum(-(-need_bytes // self._quantum.bytes), split.retained)
+        quanta = -(-need_bytes // self._quantum.bytes)
+        leasts: np.ndarray = np.maximum(quanta, split.retained)
+        return leasts
 
     def _split_at(self, i: int, j: int, m: int) -> _Split:
         """Return the first split of a nest that achieves its least time."""

@@ -157,7 +157,7 @@ def simulate_block(
     alive += again
     # Every operator of the block is an event: its workspace counts.
     starts = {*events.moments(), *range(choice.start, choice.end), *own.values()}
-    moments = np.array(sorted(starts - {count}), int)
+    moments = np.array(sorted(m for m in starts if m < count), int)
     ends = np.append(moments, count)[1:]
     most = np.maximum(alive + plain.workspaces, peaks)
     return BlockTimeline(moments, ends, alive[moments], most[moments])
