@@ -24,8 +24,8 @@ class Network:
 
     Example:
         >>> network = Network(4)
-        >>> for start, end, capacity in [(0, 2, 3.0), (2, 3, 1.0), (3, 1, 2.0)]:
-        ...     network.connect(start, end, capacity)
+        >>> edges = [(0, 2, 3.0), (2, 3, 1.0), (3, 1, 2.0)]
+        >>> numbers = [network.connect(*edge) for edge in edges]
         >>> sorted(network.source_side(0, 1))
         [0, 2]
     """
