@@ -14,7 +14,7 @@ The records contain no torch objects, so that they can be stored in files.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -246,6 +246,11 @@ class StepGraph:
         """Op index of the last write to each storage in the forward."""
         forward = enumerate(self.operators[: self.backward_start])
         return {s: i for i, o in forward if not o.is_view for s in self.writes[i]}
+
+    @cached_property
+    def known(self) -> dict[str, dict[Hashable, Any]]:
+        """What was found of the step's blocks, by function; see `planner.choice`."""
+        return {}
 
     def _storages(self, values: Iterable[int]) -> tuple[int, ...]:
         return tuple(dict.fromkeys(self.values[value].storage for value in values))

@@ -6,13 +6,19 @@ are views. Properties that schemas omit are listed in this module, each with the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from membudget._torch import OperatorOverload, is_random_operator, is_view_operator
+from membudget._torch import (
+    OperatorOverload,
+    is_random_operator,
+    is_view_operator,
+    tree_iter,
+)
 from membudget.operator_names import common_name
 
 # Uninitialised memory. It is recorded by shape and stride alone: `empty_like(x)` must
@@ -251,6 +257,15 @@ def facts_of(operator: Any) -> OperatorFacts | None:
         known = (OperatorFacts(operator) if is_usual else None, operator)
         _FACTS[id(operator)] = known
     return known[0]
+
+
+def flat_arguments(args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the leaves of an operator's arguments, in the order of `tree_iter`."""
+    for value in chain(args, kwargs.values()):
+        if isinstance(value, Tensor | int | float | None):
+            yield value  # Most are, and trees are walked slowly.
+        else:
+            yield from tree_iter(value)
 
 
 def flat_outputs(output: Any) -> list[Any]:

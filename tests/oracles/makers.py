@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Choice, made_in, slice_of_saved
+from membudget.planner.choice import Choice, made_in
+from membudget.planner.slices import slice_of_saved
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner import nested as nested_chains
 from membudget.planner.blocks import Segment
-from membudget.planner.chain import COARSEST, FINEST, Checkpoint, SegmentChoice
+from membudget.planner.chain import COARSEST, FINEST, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers, nested
+from membudget.planner.nests import Checkpoint
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import timeline
@@ -121,6 +122,18 @@ def test_the_answer_is_the_best_nested_schedule_that_fits(graph):
         found = simulate(graph, [links.choice(answer)])
         assert found.peak_bytes <= budget
         assert found.seconds == pytest.approx(min(fitting))
+
+
+@given(chains(), st.randoms())
+@settings(max_examples=20, deadline=None)
+def test_the_answer_does_not_depend_on_what_was_asked_before(graph, generator):
+    plain = timeline(graph).peak_bytes
+    chain = chain_by_operator(graph).chain(plain)
+    budgets = [*range(1, plain + 1)]
+    generator.shuffle(budgets)
+    for budget in budgets:
+        alone = chain_by_operator(graph).chain(plain)
+        assert chain.solve(budget) == alone.solve(budget)
 
 
 def test_six_equal_operators_run_in_two_storages_where_checkpoints_move():
@@ -232,7 +245,7 @@ def test_a_solver_leaves_no_large_tables_behind():
     solver: Any = nested(Simulator(in_one_module(6)))[0]
     for budget in (5, 8, 5):
         found = list(solver.schedules(budget))
-        assert "_nests" not in vars(solver._chain)
+        assert "table" not in vars(solver._chain._nests)
         again = list(nested(Simulator(in_one_module(6)))[0].schedules(budget))
         assert [s.choices for s in found] == [s.choices for s in again]
 

@@ -1,48 +1,41 @@
-"""The recompute slice: what leads to the targets runs again, and nothing else."""
+"""What is found of a block: who writes in it, what it makes and saves."""
 
 from __future__ import annotations
 
-from membudget.planner.choice import Block, run_together, slice_of_saved, writers_of
-from tests.planner.drafts import Draft
+from dataclasses import replace
+
+from membudget.planner.choice import (
+    Block,
+    Choice,
+    made_in,
+    run_together,
+    storages_saved_in,
+    writers_of,
+)
+from tests.planner.drafts import Draft, chain_of
 
 
-def test_only_operators_that_lead_to_a_saved_tensor_are_in_its_slice():
-    draft = Draft()
-    (a,) = draft.run(draft.outside(), makes=[1])
-    (b,) = draft.run(a, makes=[1])
-    draft.run(a, makes=[1])
-    (c,) = draft.run(b, makes=[1])
-    draft.save(c)
-    graph = draft.finish()
-    a_s, b_s, c_s = (graph.values[v].storage for v in (a, b, c))
-    found = slice_of_saved(graph, Block(0, 4), {a_s, b_s, c_s})
-    assert sorted(found.writes) == [0, 1, 3]
-    assert found.targets == {c_s: graph.saved[0].freed}
-    assert found.writers == {a_s: [0], b_s: [1], c_s: [3]}
-
-
-def test_what_is_not_dropped_is_a_source_and_needed_until_its_targets_are():
-    draft = Draft()
-    (a,) = draft.run(draft.outside(), makes=[1])
-    (b,) = draft.run(a, makes=[1])
-    draft.save(b)
-    graph = draft.finish()
-    source, target = (graph.values[v].storage for v in (a, b))
-    found = slice_of_saved(graph, Block(0, 2), {target})
-    assert sorted(found.writes) == [1]
-    assert found.needed_until[source] == graph.saved[0].freed
-
-
-def test_all_writers_of_a_storage_are_in_the_slice_in_order():
+def test_the_writers_of_a_storage_are_listed_in_order():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[1])
     draft.run(writes=[a])
-    draft.save(a)
     graph = draft.finish()
     storage = graph.values[a].storage
-    assert slice_of_saved(graph, Block(0, 2), {storage}).writers == {storage: [0, 1]}
     assert writers_of(graph, Block(0, 2), {storage}) == {storage: [0, 1]}
 
 
 def test_operators_that_share_a_storage_through_others_run_together():
     assert run_together([[0, 4], [1, 2], [4, 2], [3]]) == [[0, 1, 2, 4], [3]]
+
+
+def test_what_is_found_of_a_block_once_is_that_of_its_operators_and_its_graph():
+    graph = chain_of([4] * 3, [1.0] * 3)
+    made = [made_in(graph, Block(0, end)) for end in (1, 2, 1)]
+    assert made[0] is made[2]
+    assert made[0] < made[1]
+    # What a choice keeps has no part in it.
+    assert made_in(graph, Choice(0, 1, frozenset(made[0]))) is made[0]
+    # Another function finds its own.
+    assert storages_saved_in(graph, Block(0, 1)).keys() == {0}
+    without = replace(graph, storages=())
+    assert made_in(without, Block(0, 1)) == set()

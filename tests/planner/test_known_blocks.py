@@ -93,9 +93,9 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> list[Choice]:
     """Return the choices that are simulated from now on."""
     choices: list[Choice] = []
 
-    def noted(graph, choice):
+    def noted(graph, choice, plain):
         choices.append(choice)
-        return simulate_block(graph, choice)
+        return simulate_block(graph, choice, plain)
 
     monkeypatch.setattr(known_blocks, "simulate_block", noted)
     return choices

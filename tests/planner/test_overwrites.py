@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from membudget.planner.choice import Choice, made_in, slice_of_saved
+from membudget.planner.choice import Choice, made_in
 from membudget.planner.overwrites import SourceCopy, source_copies
 from membudget.planner.simulate import simulate
+from membudget.planner.slices import slice_of_saved
 from tests.planner.drafts import Draft
 
 

@@ -17,12 +17,22 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
-from membudget.planner.choice import Choice, dropped_in, saved_in, slice_of_saved
+from membudget.graph import StepGraph
+from membudget.planner.choice import (
+    Block,
+    Choice,
+    dropped_in,
+    once,
+    saved_in,
+    storages_saved_in,
+)
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies
+from membudget.planner.slices import slice_of_saved
 
 
 @dataclass
@@ -39,32 +49,22 @@ class ReplayBackward:
         """Find the saved tensors that a block drops, and their recompute slice."""
         self._graph = graph = ledger.graph
         self._ledger, self._choice = ledger, choice
-        self._starts = [stage.start for stage in choice.stages]
         self._retained = [s.retained for s in choice.stages] or [frozenset[int]()]
         dropped = dropped_in(graph, choice)
+        self._storage = storages_saved_in(graph, choice)
         # Indices of the saved tensors that the backward pass has to recompute.
-        self.dropped_saved = [
-            index
-            for index in saved_in(graph, choice)
-            if graph.values[graph.saved[index].value].storage in dropped
-        ]
+        self.dropped_saved = [i for i, s in self._storage.items() if s in dropped]
+        self._stage_of = _stages(graph, choice, self.dropped_saved)
         self._slice = slice_of_saved(graph, choice, dropped)
         self._writers, self._reads = self._slice.writers, self._slice.reads
         self._by_stage: dict[int, list[int]] = {}
         for index in self.dropped_saved:
-            self._by_stage.setdefault(self._stage_of(index), []).append(index)
+            self._by_stage.setdefault(self._stage_of[index], []).append(index)
         self._freed: set[int] = set()
         self._live: dict[int, _Copy] = {}
         self._lent: dict[int, _Copy] = {}  # Held by autograd, by saved tensor.
         self._moment = self._asked = -1  # Of the last tensor that was unpacked.
         self._begin(-1)  # No stage yet.
-
-    def _storage(self, saved: int) -> int:
-        return self._graph.values[self._graph.saved[saved].value].storage
-
-    def _stage_of(self, saved: int) -> int:
-        moment = self._graph.saved[saved].moment
-        return max(0, bisect_right(self._starts, moment) - 1)
 
     def move_ends(self) -> None:
         """Record in the ledger the live ranges that dropping tensors changes.
@@ -73,17 +73,8 @@ class ReplayBackward:
         storage from which dropped tensors are recomputed stays live until autograd has
         freed the last of these tensors.
         """
-        graph, ends = self._graph, self._ledger.ends
-        saved_here: dict[int, list[int]] = {}
-        for index in self.dropped_saved:
-            saved_here.setdefault(self._storage(index), []).append(index)
-        for storage, indices in saved_here.items():
-            released = graph.storages[storage].released
-            if released is not None:
-                others = [i for i in graph.saved_on[storage] if i not in indices]
-                ends[storage] = max(
-                    [released, *(graph.saved[index].freed for index in others)]
-                )
+        ends = _ends_if_dropped(self._graph, self._choice)
+        self._ledger.ends.update((s, ends[s]) for s in self._slice.targets if s in ends)
         for storage, moment in self._slice.needed_until.items():
             if storage not in self._writers:
                 self._ledger.hold(storage, moment)
@@ -99,9 +90,9 @@ class ReplayBackward:
             # The end of a pass frees what the pass recomputed and did not use up.
             self._uses.clear()
             self._free_unused(list(self._live))
-        if is_other_pass or self._stage_of(saved) != self._stage:
-            self._begin(self._stage_of(saved))
-        storage = self._storage(saved)
+        if is_other_pass or self._stage_of[saved] != self._stage:
+            self._begin(self._stage_of[saved])
+        storage = self._storage[saved]
         if self._is_missing(storage):
             missing = self._missing_slice([storage])
             if not (missing <= self._planned and self._ran.isdisjoint(missing)):
@@ -114,7 +105,10 @@ class ReplayBackward:
         self._uses[storage] -= 1
         copy = self._live.get(storage)
         if copy is not None:
-            if self._reads_to_come[storage] or self._is_read_in_other_stage(storage):
+            is_retained = storage in self._retained[self._stage]
+            if self._reads_to_come[storage] or (
+                is_retained and self._is_read_in_other_stage(storage)
+            ):
                 # Autograd may overwrite the tensor it unpacks, so it gets a copy.
                 copy = _Copy()
                 self._ledger.allocate(storage)
@@ -134,11 +128,11 @@ class ReplayBackward:
 
     def free(self, saved: int) -> None:
         """Simulate the release of a saved tensor by autograd."""
-        storage = self._storage(saved)
+        storage = self._storage[saved]
         self._freed.add(saved)
         if saved not in self._served:
             self._served.add(saved)
-            if self._stage_of(saved) == self._stage:
+            if self._stage_of[saved] == self._stage:
                 self._uses[storage] -= 1
                 self._free_unused([storage])
         self.take_back(saved)
@@ -147,7 +141,7 @@ class ReplayBackward:
         """Simulate the end of the backward operators that unpacked a saved tensor."""
         copy = self._lent.pop(saved, None)
         if copy is not None:
-            self._drop(self._storage(saved), copy)
+            self._drop(self._storage[saved], copy)
 
     def _begin(self, stage: int) -> None:
         """Begin a stage: count its remaining uses of each storage."""
@@ -155,10 +149,12 @@ class ReplayBackward:
         self._ran: set[int] = set()
         self._served: set[int] = set()
         unfreed = [i for i in self._by_stage.get(stage, ()) if i not in self._freed]
-        wanted = [self._storage(index) for index in unfreed]
+        wanted = [self._storage[index] for index in unfreed]
         self._planned = self._missing_slice(wanted)
-        self._reads_to_come = Counter(r for o in self._planned for r in self._reads[o])
-        self._uses = Counter(wanted) + self._reads_to_come
+        reads = map(self._reads.__getitem__, self._planned)
+        self._reads_to_come = Counter(chain.from_iterable(reads))
+        self._uses = self._reads_to_come.copy()
+        self._uses.update(wanted)
         if stage >= 0:
             for storage in self._retained[stage]:
                 self._uses[storage] += 1
@@ -167,10 +163,8 @@ class ReplayBackward:
     def _is_read_in_other_stage(self, storage: int) -> bool:
         """Return whether another stage will read a storage that this stage retains."""
         retained = self._retained[self._stage]
-        if storage not in retained:
-            return False
         pending = [
-            self._storage(index)
+            self._storage[index]
             for stage, indices in self._by_stage.items()
             if stage != self._stage
             for index in indices
@@ -200,41 +194,72 @@ class ReplayBackward:
     def _missing_slice(self, storages: Iterable[int]) -> set[int]:
         """Return the operators that must run now to recompute the given storages."""
         found: set[int] = set()
-        pending = [s for s in storages if self._is_missing(s)]
+        writers, reads, pending = self._writers, self._reads, [*storages]
+        seen = self._live.keys() | pending
+        pending = [s for s in pending if self._is_missing(s)]
         while pending:
-            for index in self._writers[pending.pop()]:
+            for index in writers[pending.pop()]:
                 if index not in found:
                     found.add(index)
-                    pending += [s for s in self._reads[index] if self._is_missing(s)]
+                    for storage in reads[index]:
+                        if storage not in seen:
+                            seen.add(storage)
+                            if self._is_missing(storage):
+                                pending.append(storage)
         return found
 
     def _run(self, operator: int) -> None:
+        ledger, uses = self._ledger, self._uses
+        reads, writes = self._reads[operator], self._slice.writes[operator]
         self._ran.add(operator)
-        self._ledger.read(self._reads[operator])
-        self._ledger.run_again(operator, self._ledger.replayed)
+        ledger.read(reads)
+        ledger.run_again(operator, ledger.replayed)
         discarded = []
-        for storage in self._slice.writes[operator]:
+        for storage in writes:
             # Only its first writer allocates a storage; later ones write in place.
             if self._graph.storages[storage].birth == operator:
-                self._ledger.allocate(storage)
+                ledger.allocate(storage)
                 if storage in self._writers and storage not in self._live:
                     self._live[storage] = _Copy(1)
                 else:
                     discarded.append(storage)  # Live already, or not needed.
-        self._ledger.update_peak(operator)
+        ledger.update_peak(operator)
         for storage in discarded:
-            self._ledger.release(storage)
-        for storage in self._reads[operator]:
-            self._uses[storage] -= 1
+            ledger.release(storage)
+        for storage in reads:
+            uses[storage] -= 1
             self._reads_to_come[storage] -= 1
-        self._free_unused([*self._slice.writes[operator], *self._reads[operator]])
+        self._free_unused(writes)
+        self._free_unused(reads)
 
     def _free_unused(self, storages: Iterable[int]) -> None:
+        live, uses = self._live, self._uses
         for storage in storages:
-            if storage in self._live and self._uses[storage] <= 0:
-                self._drop(storage, self._live.pop(storage))
+            if storage in live and uses[storage] <= 0:
+                self._drop(storage, live.pop(storage))
 
     def _drop(self, storage: int, copy: _Copy) -> None:
         copy.holders -= 1
         if not copy.holders:
             self._ledger.release(storage)
+
+
+def _stages(graph: StepGraph, choice: Choice, saved: Sequence[int]) -> dict[int, int]:
+    """Return the stages that recompute saved tensors, by index."""
+    starts = [stage.start for stage in choice.stages[1:]]
+    return {i: bisect_right(starts, graph.saved[i].moment) for i in saved}
+
+
+@once
+def _ends_if_dropped(graph: StepGraph, block: Block) -> dict[int, int]:
+    """Return when the storages that a block saves are freed if the block drops them.
+
+    Until then, user code or what is saved elsewhere refers to them.
+    """
+    own, ends = saved_in(graph, block), {}
+    for storage in storages_saved_in(graph, block).values():
+        released = graph.storages[storage].released
+        if released is not None:
+            others = (i for i in graph.saved_on[storage] if i not in own)
+            ends[storage] = max([released, *(graph.saved[i].freed for i in others)])
+    return ends

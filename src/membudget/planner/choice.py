@@ -1,23 +1,16 @@
-"""Blocks of the forward, choices of what they keep, and recompute slices.
-
-Dropped saved tensors are recomputed by a *recompute slice* of the block, a backward
-program slice (Weiser 1981). A scan from the last operator to the first adds every
-writer of a needed storage to the slice, and marks the writer's inputs as needed.
-
-    operator   0        1        2        3            saved: c, dropped: a, b, c
-    writes     a        b        d        c
-    reads      x        a        a        b
-               in       in       -        in           slice: 0, 1, 3; source: x
-"""
+"""Blocks of the forward, and choices of what they keep."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Literal, TypeVar
 
 from membudget.graph import Saved, StepGraph
+
+T = TypeVar("T")
 
 BlockEngine = Literal["replay", "rerun"]
 
@@ -76,6 +69,23 @@ class Choice(Block):
     offloaded: frozenset[int] = frozenset()
 
 
+def once(find: Callable[[StepGraph, Block], T]) -> Callable[[StepGraph, Block], T]:
+    """Let a function find once what depends on a block alone; nobody may change it."""
+    name = f"{find.__module__}.{find.__name__}"
+
+    @wraps(find)
+    def known(graph: StepGraph, block: Block) -> T:
+        table = graph.known.setdefault(name, {})
+        where = block.start, block.end
+        if where not in table:
+            table[where] = find(graph, block)
+        found: T = table[where]
+        return found
+
+    return known
+
+
+@once
 def made_in(graph: StepGraph, block: Block) -> set[int]:
     """Return the storages that a block allocates."""
     return {
@@ -85,10 +95,18 @@ def made_in(graph: StepGraph, block: Block) -> set[int]:
     }
 
 
+@once
 def saved_in(graph: StepGraph, block: Block) -> range:
     """Return the index range of the tensors that autograd saves in a block."""
     first = bisect_left(graph.saved, block.start, key=_saved_at)
     return range(first, bisect_left(graph.saved, block.end, key=_saved_at))
+
+
+@once
+def storages_saved_in(graph: StepGraph, block: Block) -> dict[int, int]:
+    """Return the storage of each tensor that autograd saves in a block, by index."""
+    saved = saved_in(graph, block)
+    return {index: graph.values[graph.saved[index].value].storage for index in saved}
 
 
 def saved_storages(graph: StepGraph, block: Block) -> list[int]:
@@ -117,30 +135,6 @@ def bytes_of(graph: StepGraph, storages: Iterable[int]) -> int:
     return sum(graph.storages[storage].bytes for storage in storages)
 
 
-@dataclass
-class RecomputeSlice:
-    """Operators that recompute target storages, and how long each result is needed."""
-
-    targets: dict[int, int]  # Storage to the op index at which autograd frees it.
-    needed_until: dict[int, int]  # Op index until which a target depends on it.
-    writers: dict[int, list[int]] = field(default_factory=dict)  # By storage.
-    writes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # By operator.
-    # By operator, without the storages that it writes.
-    reads: dict[int, list[int]] = field(default_factory=dict)
-
-
-def slice_of_saved(
-    graph: StepGraph, block: Block, dropped: Collection[int]
-) -> RecomputeSlice:
-    """Return the slice that recomputes the dropped saved tensors of a block."""
-    targets: dict[int, int] = {}
-    for saved in (graph.saved[index] for index in saved_in(graph, block)):
-        storage = graph.values[saved.value].storage
-        if storage in dropped:
-            targets[storage] = max(targets.get(storage, 0), saved.freed)
-    return slice_of(graph, block, dropped, targets)
-
-
 def kept_from(graph: StepGraph, block: Block, storage: int) -> int:
     """Return the op index from which on a block keeps what it makes in a storage.
 
@@ -166,7 +160,12 @@ def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
 
     What user code holds is kept: dropping it would free nothing.
     """
-    made = made_in(graph, choice) - choice.kept
+    return _droppable_in(graph, choice) - choice.kept
+
+
+@once
+def _droppable_in(graph: StepGraph, block: Block) -> set[int]:
+    made = made_in(graph, block)
     return {storage for storage in made if not outlives_forward(graph, storage)}
 
 
@@ -190,47 +189,6 @@ def is_movable(graph: StepGraph, block: Block, index: int) -> bool:
         and graph.last_write[index] <= min(moments)
         and max(moments) < block.end
     )
-
-
-def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:
-    """Return the kept storages that the backward pass or a recompute reads.
-
-    The engine would keep the others as long as anything computed from them lives.
-    """
-    dropped = dropped_in(graph, choice)
-    read = slice_of_saved(graph, choice, dropped).needed_until.keys()
-    return (made_in(graph, choice) - dropped) & (read | wanted_in(graph, choice))
-
-
-def slice_of(
-    graph: StepGraph, block: Block, dropped: Collection[int], targets: dict[int, int]
-) -> RecomputeSlice:
-    """Return the operators of a block that recompute the given targets.
-
-    Only storages in `dropped` are recomputed; all others are available as inputs.
-    """
-    found = RecomputeSlice(targets, dict(targets))
-    until = found.needed_until
-    for index in range(block.end - 1, block.start - 1, -1):
-        operator = graph.operators[index]
-        if operator.is_view:
-            continue
-        writes = graph.writes[index]
-        outputs = [s for s in writes if s in dropped and s in until]
-        if not outputs:
-            continue
-        # Scanned backwards: `insert` at the front restores forward order.
-        for storage in outputs:
-            found.writers.setdefault(storage, []).insert(0, index)
-        reads = graph.reads[index]
-        found.writes[index] = writes
-        found.reads[index] = [s for s in reads if s not in writes]
-        # The operator's inputs are needed as long as its outputs.
-        latest = max(until[storage] for storage in outputs)
-        for storage in reads:
-            if storage not in outputs:
-                until[storage] = max(until.get(storage, 0), latest)
-    return found
 
 
 def writers_of(

@@ -75,6 +75,20 @@ class _Cut(NamedTuple):
     side: frozenset[int]
 
 
+class _Nodes(NamedTuple):
+    """The nodes that may be on either side of a cut.
+
+    Attributes:
+        place: Their numbers in the network.
+        network: The network, in which what costs to be kept has no capacity yet.
+        priced: The storages that the edges without capacity stand for.
+    """
+
+    place: dict[int, int]
+    network: Network
+    priced: dict[int, int]
+
+
 class Front:
     """Minimum-cut solver for the keep-sets of one block."""
 
@@ -99,6 +113,7 @@ class Front:
         wanted = made & wanted_in(graph, block)
         # Every cut has them on the source side, so that nothing lies below these.
         self._wanted = frozenset(self._node[s] for s in wanted if s in self._node)
+        self._whole = self._nodes_between(self._wanted, self._all)
 
     def inputs(self, storage: int) -> tuple[int, ...]:
         """Return the block's storages that recomputing `storage` reads."""
@@ -192,20 +207,10 @@ class Front:
         within: frozenset[int],
     ) -> _Cut:
         """Return the minimum cut whose source side has `known`, and is in `within`."""
-        between = within - known
-        place = {node: 2 + i for i, node in enumerate(sorted(between))}
-        network = Network(2 + len(place))
-        for storage, maker in self._producer_of.items():
-            node = self._node[storage]
-            start = _SOURCE if node in known else place.get(node)
-            if start is not None and maker not in known:
-                network.connect(start, place.get(maker, _SINK), costs[storage])
-        for maker in between.intersection(range(len(self._producers))):
-            producer = self._producers[maker]
-            network.connect(place[maker], _SINK, producer.seconds)
-            for node in map(self._node.__getitem__, producer.reads):
-                if node in place:
-                    network.connect(place[maker], place[node], math.inf)
+        is_whole = known is self._wanted and within is self._all
+        nodes = self._whole if is_whole else self._nodes_between(known, within)
+        priced, place = nodes.priced.items(), nodes.place
+        network = nodes.network.with_capacities((e, costs[s]) for e, s in priced)
         reached = network.source_side(_SOURCE, _SINK)
         side = known.union(node for node, at in place.items() if at in reached)
         kept = frozenset(
@@ -216,6 +221,25 @@ class Front:
         again = (p.seconds for i, p in enumerate(self._producers) if i in side)
         kept_bytes = sum(self.bytes[storage] for storage in kept)
         return _Cut(KeepSet(kept, kept_bytes, sum(again)), side)
+
+    def _nodes_between(self, known: frozenset[int], within: frozenset[int]) -> _Nodes:
+        """Return the network of the nodes that may be on either side of a cut."""
+        between = within - known
+        place = {node: 2 + i for i, node in enumerate(sorted(between))}
+        network, priced = Network(2 + len(place)), {}
+        for storage, maker in self._producer_of.items():
+            node = self._node[storage]
+            start = _SOURCE if node in known else place.get(node)
+            if start is not None and maker not in known:
+                edge = network.connect(start, place.get(maker, _SINK), 0.0)
+                priced[edge] = storage
+        for maker in between.intersection(range(len(self._producers))):
+            producer = self._producers[maker]
+            network.connect(place[maker], _SINK, producer.seconds)
+            for node in map(self._node.__getitem__, producer.reads):
+                if node in place:
+                    network.connect(place[maker], place[node], math.inf)
+        return _Nodes(place, network, priced)
 
 
 def _size(keep_set: KeepSet) -> tuple[int, float]:

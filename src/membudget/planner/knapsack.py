@@ -244,7 +244,7 @@ def relax(
     need: int,
     room: int,
     seconds: float | np.ndarray,
-    label: int | tuple[int, int],
+    label: int,
 ) -> None:
     """Relax one row of a dynamic programme from the row before it.
 
@@ -267,4 +267,4 @@ def relax(
     better = total < target
     if better.any():
         np.copyto(target, total, where=better)
-        by[need : need + count][better] = label
+        np.putmask(by[need : need + count], better, label)

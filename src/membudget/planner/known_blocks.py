@@ -27,6 +27,7 @@ from membudget.planner.choice import (
 )
 from membudget.planner.frontier import Front, KeepSet
 from membudget.planner.simulate import BlockTimeline, simulate_block
+from membudget.planner.timeline import PlainStep
 
 
 class _Shape(NamedTuple):
@@ -40,9 +41,9 @@ class _Shape(NamedTuple):
 class KnownBlocks:
     """Cache of keep-sets and timelines of the blocks of one step."""
 
-    def __init__(self, graph: StepGraph):
-        """Create an empty cache for one step."""
-        self._graph = graph
+    def __init__(self, graph: StepGraph, plain: PlainStep | None = None):
+        """Create an empty cache for one step, of which the `plain` one is known."""
+        self._graph, self._plain = graph, plain or PlainStep(graph)
         self._keep_sets: dict[Hashable, list[KeepSet]] = {}
         self._shapes: dict[tuple[int, int], _Shape | None] = {}
         self._timelines: dict[Hashable, BlockTimeline] = {}
@@ -103,14 +104,16 @@ class KnownBlocks:
         shape = self._shapes[where]
         if shape is None or choice.stages:
             if choice not in self._timelines:
-                self._timelines[choice] = simulate_block(self._graph, choice)
+                self._timelines[choice] = simulate_block(
+                    self._graph, choice, self._plain
+                )
             return self._timelines[choice]
         made, moments, signature = shape
         places = tuple(i for i, storage in enumerate(made) if storage in choice.kept)
         key = signature, choice.engine, places
         known = self._timelines.get(key)
         if known is None:
-            found = simulate_block(self._graph, choice)
+            found = simulate_block(self._graph, choice, self._plain)
             starts, ends = np.searchsorted(moments, (found.starts, found.ends))
             known = self._timelines[key] = found._replace(starts=starts, ends=ends)
         return known._replace(starts=moments[known.starts], ends=moments[known.ends])

@@ -22,19 +22,20 @@ from membudget.planner.blocks import (
     largest_call,
     segments,
 )
-from membudget.planner.chain import Chain, Checkpoint, SegmentChoice, SegmentCosts
+from membudget.planner.chain import Chain, SegmentChoice
 from membudget.planner.choice import (
     Block,
     Choice,
     Stage,
     bytes_of,
     made_in,
-    slice_of,
     storages_of,
     wanted_in,
 )
 from membudget.planner.known_blocks import KnownBlocks
+from membudget.planner.nests import Checkpoint, SegmentCosts
 from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.slices import slice_of
 from membudget.planner.solver import Solver
 from membudget.planner.timeline import live_bytes, peak_of, timeline
 

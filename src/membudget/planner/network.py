@@ -13,6 +13,9 @@ cut that is nearest to the source.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from copy import copy
+
 _EPSILON = 1e-15
 
 
@@ -21,8 +24,8 @@ class Network:
 
     Example:
         >>> network = Network(4)
-        >>> for start, end, capacity in [(0, 2, 3.0), (2, 3, 1.0), (3, 1, 2.0)]:
-        ...     network.connect(start, end, capacity)
+        >>> edges = [(0, 2, 3.0), (2, 3, 1.0), (3, 1, 2.0)]
+        >>> numbers = [network.connect(*edge) for edge in edges]
         >>> sorted(network.source_side(0, 1))
         [0, 2]
     """
@@ -33,14 +36,23 @@ class Network:
         self._heads: list[int] = []
         self._room: list[float] = []
 
-    def connect(self, start: int, end: int, capacity: float) -> None:
-        """Add an edge with a capacity."""
+    def connect(self, start: int, end: int, capacity: float) -> int:
+        """Add an edge with a capacity; return its number."""
         # An edge and its reverse are numbered 2k and 2k + 1: `edge ^ 1` is the other.
         number = len(self._heads)
         self._edges[start].append(number)
         self._edges[end].append(number + 1)
         self._heads += (end, start)
         self._room += (capacity, 0.0)
+        return number
+
+    def with_capacities(self, capacities: Iterable[tuple[int, float]]) -> Network:
+        """Return a network with the same edges, of which some have other capacities."""
+        other = copy(self)
+        other._room = self._room.copy()
+        for edge, capacity in capacities:
+            other._room[edge] = capacity
+        return other
 
     def source_side(self, source: int, sink: int) -> set[int]:
         """Return the source side of the minimum cut that is nearest to the source."""
@@ -80,7 +92,9 @@ class Network:
             if node == sink:
                 self._push(path)
                 # The next path goes on from before the first edge that is now full.
-                full = next(i for i, e in enumerate(path) if room[e] <= _EPSILON)
+                full = 0
+                while room[path[full]] > _EPSILON:
+                    full += 1
                 node = heads[path[full] ^ 1]
                 del path[full:]
             edges, further = self._edges[node], levels[node] + 1
@@ -100,7 +114,7 @@ class Network:
     def _push(self, path: list[int]) -> None:
         """Push as much flow along a path as it has room for."""
         room = self._room
-        flow = min(room[edge] for edge in path)
+        flow = min(map(room.__getitem__, path))
         for edge in path:
             room[edge] -= flow
             room[edge ^ 1] += flow

@@ -16,7 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, RecomputeSlice, kept_from
+from membudget.planner.choice import Block, kept_from, once
+from membudget.planner.slices import RecomputeSlice
 
 
 class SourceCopy(NamedTuple):
@@ -48,6 +49,7 @@ def source_copies(
     return [SourceCopy(*key, until) for key, until in copies.items()]
 
 
+@once
 def _overwrites(graph: StepGraph, block: Block) -> dict[int, list[tuple[int, int]]]:
     """Return a block's in-place writes by storage: op indices and written values."""
     table: dict[int, list[tuple[int, int]]] = {}

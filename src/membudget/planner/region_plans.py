@@ -10,15 +10,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import (
-    RERUN,
-    Block,
-    Choice,
-    kept_from,
-    saved_in,
-    useful_kept,
-)
+from membudget.planner.choice import RERUN, Block, Choice, kept_from, saved_in
 from membudget.planner.plan import KeptOutput, RegionPlan, StagePlan
+from membudget.planner.slices import useful_kept
 
 
 def region_plans(

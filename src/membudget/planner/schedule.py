@@ -201,9 +201,9 @@ class Simulator:
         self.host: Host | None = None
         self.graph = overheads.added_to_forward(graph)
         self._overheads = overheads
-        self.known = KnownBlocks(self.graph)
-        self.candidates = self.operators = 0
         self._plain = PlainStep(self.graph)
+        self.known = KnownBlocks(self.graph, self._plain)
+        self.candidates = self.operators = 0
         self._orders = AskedOrders(self.graph)
         self._known: dict[tuple[Choice, ...], Simulation] = {}
         self._region_s: dict[tuple[int, int, BlockEngine], float] = {}

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from membudget.planner.choice import Choice, is_movable, made_in
 from membudget.planner.ledger import Ledger, ListingLedger
 from membudget.planner.moved import NO_MOVES, Host, Moves, Moving
 from membudget.planner.step_events import StepEvents
-from membudget.planner.timeline import PlainStep, Timeline
+from membudget.planner.timeline import PlainStep, Timeline, live_and_before
 
 
 @dataclass(frozen=True)
@@ -131,31 +130,37 @@ def live_at_peak(
     _run(graph, ordered, plain, host, ledger)
     # A recompute runs before what the step allocates at its moment.
     last = moment if ledger.operator is None else moment - 1
+    moved = {storage for choice in ordered for storage in choice.offloaded}
     others = (
         index
         for index, storage in enumerate(graph.storages)
-        if index not in ledger.ends and 0 <= storage.birth <= last
-        if storage.death > moment
+        if index not in moved and 0 <= storage.birth <= last
+        if ledger.end_of(index) > moment
     )
     operator = moment if ledger.operator is None else ledger.operator
     return LiveAtPeak(operator, (*others, *ledger.live.elements()))
 
 
-def simulate_block(graph: StepGraph, choice: Choice) -> BlockTimeline:
+def simulate_block(
+    graph: StepGraph, choice: Choice, plain: PlainStep | None = None
+) -> BlockTimeline:
     """Simulate one block alone, counting only the storages that it allocates."""
-    own, born = range(choice.start, choice.end), graph.born_at
+    plain, count = plain or PlainStep(graph), len(graph.operators)
     events = StepEvents(ledger := Ledger(graph), [choice])
-    for storage in made_in(graph, choice):
-        events.end(storage)
+    own = {storage: ledger.end_of(storage) for storage in made_in(graph, choice)}
+    facts = [
+        (graph.storages[s].birth, end, graph.storages[s].bytes)
+        for s, end in own.items()
+    ]
+    alive, before = live_and_before(count, *np.array(facts, int).reshape(-1, 3).T)
+    again, peaks = events.run(before)
+    alive += again
     # Every operator of the block is an event: its workspace counts.
-    moments = events.moments().union(own)
-    count = len(graph.operators)
-    rows = []
-    for start, end in pairwise([*sorted(m for m in moments if m < count), count]):
-        ledger.peak_bytes = 0  # The peak of this event alone.
-        events.happen(start, born.get(start, ()) if start in own else ())
-        rows.append((start, end, ledger.live_bytes, ledger.peak_bytes))
-    return BlockTimeline(*np.array(rows, int).reshape(-1, 4).T)
+    starts = {*events.moments(), *range(choice.start, choice.end), *own.values()}
+    moments = np.array(sorted(m for m in starts if m < count), int)
+    ends = np.append(moments, count)[1:]
+    most = np.maximum(alive + plain.workspaces, peaks)
+    return BlockTimeline(moments, ends, alive[moments], most[moments])
 
 
 def _check(graph: StepGraph, choices: Sequence[Choice]) -> None:
@@ -223,38 +228,20 @@ def _through(events: StepEvents, plain: PlainStep, moving: Moving | None) -> Sim
     """Go through the events of a step."""
     ledger, graph = events.ledger, events.ledger.graph
     # Few live ranges change: all others are those of the plain step.
-    others, before = plain.without(ledger.ends)
-    for storage in ledger.ends:
-        events.end(storage)
-        events.begin(storage)
-    count = len(graph.operators)
-    moments = sorted(moment for moment in events.moments() if moment < count)
-    own, own_bytes = 0, np.zeros(count, int)
-    for moment, other in zip(moments, before[moments].tolist(), strict=True):
-        ledger.live_bytes = other + own
-        events.happen(moment)
-        # What it takes is live until the next event.
-        own_bytes[moment] = ledger.live_bytes - other - own
-        own = ledger.live_bytes - other
-    alive = others + np.cumsum(own_bytes)
-    _update_peak(ledger, alive + plain.workspaces)
+    alive, before = plain.with_ends(ledger.ends, events.moved)
+    own, peaks = events.run(before)
+    alive += own
+    totals = np.maximum(alive + plain.workspaces, peaks)
+    peak_moment = int(totals.argmax()) if len(totals) else 0
     again = [*ledger.replayed, *ledger.reran]
     again_s = sum(graph.operators[index].seconds for index in again)
     moves = NO_MOVES if moving is None else moving.moves()
     return Simulation(
         tuple(alive.tolist()),
-        ledger.peak_bytes,
-        ledger.peak_moment,
+        int(totals.max(initial=0)),
+        peak_moment,
         graph.seconds + again_s + moves.wait_s,
         tuple(ledger.replayed),
         tuple(ledger.reran),
         moves,
     )
-
-
-def _update_peak(ledger: Ledger, totals: np.ndarray) -> None:
-    """Compare the peak of recomputation with the bytes live at each operator."""
-    moment = int(totals.argmax()) if len(totals) else 0
-    most = int(totals[moment]) if len(totals) else 0
-    if (most, -moment) > (ledger.peak_bytes, -ledger.peak_moment) and most > 0:
-        ledger.peak_bytes, ledger.peak_moment = most, moment

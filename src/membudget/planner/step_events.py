@@ -9,6 +9,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
+from operator import itemgetter
+
+import numpy as np
 
 from membudget.graph import Saved
 from membudget.planner.backward import ReplayBackward
@@ -18,6 +21,12 @@ from membudget.planner.moved import Moving
 from membudget.planner.second_run import RerunBackward
 
 Event = Callable[[int], object]
+
+# The order of the events of one moment. Storages die before the operator at their death
+# runs: frees come first.
+_DIES, _FREED, _RETURNED, *_MOVES, _UNPACKED, _BORN = range(9)
+_FREED_MOVED, _RELEASED, _LEAVES, _ASKED = _MOVES
+_order = itemgetter(0)
 
 _BlockBackward = ReplayBackward | RerunBackward
 
@@ -33,6 +42,7 @@ class StepEvents:
 
     Attributes:
         ledger: The running totals of the step.
+        moved: The storages that are moved to the host.
     """
 
     def __init__(
@@ -43,36 +53,32 @@ class StepEvents:
         blocks = [_backward(ledger, choice) for choice in choices]
         for block in blocks:
             block.move_ends()
-        self._births: dict[int, list[int]] = {}
-        self._deaths: dict[int, list[int]] = {}
-        self._unpacks: dict[int, list[tuple[_BlockBackward, int]]] = {}
-        self._returns: dict[int, list[tuple[_BlockBackward, int]]] = {}
-        self._frees: dict[int, list[tuple[_BlockBackward, int]]] = {}
-        self._moves: dict[int, list[tuple[Event, int]]] = {}
-        self._moved: frozenset[int] = frozenset()
+        self._events: dict[int, list[tuple[int, Event, int]]] = {}
+        self.moved: frozenset[int] = frozenset()
         for block in blocks:
             self._add(block)
         if moving is not None:
-            self._moved = frozenset(s for choice in choices for s in choice.offloaded)
-            ledger.before_read = _asking(moving.ask, self._moved)
-            for storage in sorted(self._moved):
+            self.moved = frozenset(s for choice in choices for s in choice.offloaded)
+            ledger.before_read = _asking(moving.ask, self.moved)
+            for storage in sorted(self.moved):
                 self._move(moving, storage)
-            order: list[Event] = [moving.free, moving.release, moving.leave]
-            order.append(moving.ask)
-            for events in self._moves.values():
-                events.sort(key=lambda event: order.index(event[0]))
+
+    def _on(self, moment: int, order: int, event: Event, index: int) -> None:
+        """Let an event happen with an index; those of a moment are put in order."""
+        self._events.setdefault(moment, []).append((order, event, index))
 
     def _add(self, block: _BlockBackward) -> None:
+        ledger, on = self.ledger, self._on
         for copy in block.copies():
-            self._births.setdefault(copy.start, []).append(copy.storage)
-            self._deaths.setdefault(copy.end, []).append(copy.storage)
+            on(copy.start, _BORN, ledger.allocate, copy.storage)
+            on(copy.end, _DIES, ledger.release, copy.storage)
         for index in block.dropped_saved:
-            saved = self.ledger.graph.saved[index]
+            saved = ledger.graph.saved[index]
             for moment in saved.asked:
-                self._unpacks.setdefault(moment, []).append((block, index))
+                on(moment, _UNPACKED, block.unpack, index)
             for moment in self._returned(saved):
-                self._returns.setdefault(moment, []).append((block, index))
-            self._frees.setdefault(saved.freed, []).append((block, index))
+                on(moment, _RETURNED, block.take_back, index)
+            on(saved.freed, _FREED, block.free, index)
 
     def _returned(self, saved: Saved) -> Iterator[int]:
         """Yield when backward passes that retain their graph return a saved tensor.
@@ -97,12 +103,13 @@ class StepEvents:
         released = graph.storages[storage].released
         end = self.ledger.ends[storage] = self.ledger.end_of(storage)
         assert released is not None, "as it is movable"
-        events = [(end, moving.free), (released, moving.release)]
-        events.append((graph.last_write[storage] + 1, moving.leave))
-        saved = (graph.saved[index] for index in graph.saved_on[storage])
-        events += [(moment, moving.ask) for s in saved for moment in s.asked]
-        for moment, event in events:
-            self._moves.setdefault(moment, []).append((event, storage))
+        self._on(graph.storages[storage].birth, _BORN, self.ledger.allocate, storage)
+        self._on(end, _FREED_MOVED, moving.free, storage)
+        self._on(released, _RELEASED, moving.release, storage)
+        self._on(graph.last_write[storage] + 1, _LEAVES, moving.leave, storage)
+        for saved in (graph.saved[index] for index in graph.saved_on[storage]):
+            for moment in saved.asked:
+                self._on(moment, _ASKED, moving.ask, storage)
 
     def asked(self, storages: Collection[int]) -> list[int]:
         """Return some storages in the order in which the step asks for them first."""
@@ -112,49 +119,42 @@ class StepEvents:
         for storage in sorted(storages):
             for saved in (graph.saved[index] for index in graph.saved_on[storage]):
                 for moment in saved.asked:
-                    event = found.setdefault, storage
-                    self._moves.setdefault(moment, []).append(event)
-        tables = self._frees, self._unpacks, self._returns, self._moves
-        for moment in sorted(set().union(*tables)):
-            if moment < len(graph.operators):
-                self.happen(moment)
+                    self._on(moment, _ASKED, found.setdefault, storage)
+        for moment in self.moments():
+            self._happen(moment)
         return [*found]
 
-    def begin(self, storage: int) -> None:
-        """Let a storage be allocated by the forward."""
-        birth = self.ledger.graph.storages[storage].birth
-        if birth >= 0:
-            self._births.setdefault(birth, []).append(storage)
+    def moments(self) -> list[int]:
+        """Return the op indices at which something happens, in order."""
+        count = len(self.ledger.graph.operators)
+        return sorted(moment for moment in self._events if moment < count)
 
-    def end(self, storage: int) -> None:
-        """Let a storage of the forward be freed, unless it is moved."""
-        is_made = self.ledger.graph.storages[storage].birth >= 0
-        if is_made and storage not in self._moved:
-            self._deaths.setdefault(self.ledger.end_of(storage), []).append(storage)
+    def run(self, before: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Go through the events; return the bytes that they hold, and their peaks.
 
-    def moments(self) -> set[int]:
-        """Return the op indices at which something happens."""
-        tables = self._births, self._deaths, self._frees, self._unpacks, self._returns
-        return set().union(*tables, self._moves)
+        `before` has the bytes of the forward that are live at each op index, before
+        the operator allocates.
+        """
+        ledger, own, found, moments = self.ledger, 0, [], self.moments()
+        for moment, other in zip(moments, before[moments].tolist(), strict=True):
+            ledger.live_bytes, ledger.peak_bytes = other + own, 0
+            self._happen(moment)
+            own = ledger.live_bytes - other
+            found.append((own, ledger.peak_bytes))
+        # What is held after an event is held until the next one.
+        held, peaks = np.zeros((2, len(before)), int)
+        owned, peaks[moments] = np.array(found, int).reshape(-1, 2).T
+        held[moments] = np.diff(owned, prepend=0)
+        return np.cumsum(held), peaks
 
-    def happen(self, moment: int, born: Iterable[int] = ()) -> None:
-        """Do what happens when an operator runs, and before; `born` is allocated."""
-        ledger = self.ledger
-        ledger.moment = moment
-        # Storages die before the operator at their death runs: frees come first.
-        for storage in self._deaths.get(moment, ()):
-            ledger.release(storage)
-        for block, index in self._frees.get(moment, ()):
-            block.free(index)
-        for block, index in self._returns.get(moment, ()):
-            block.take_back(index)
-        for event, storage in self._moves.get(moment, ()):
-            event(storage)
-        for block, index in self._unpacks.get(moment, ()):
-            block.unpack(index)
-        for storage in (*self._births.get(moment, ()), *born):
-            ledger.allocate(storage)
-        ledger.update_peak(moment)
+    def _happen(self, moment: int) -> None:
+        """Do what happens before an operator runs, and allocate what is moved."""
+        self.ledger.moment = moment
+        events = self._events[moment]
+        if len(events) > 1:
+            events.sort(key=_order)
+        for _, event, index in events:
+            event(index)
 
 
 def _asking(ask: Event, storages: Collection[int]) -> Callable[[Iterable[int]], None]:

@@ -13,7 +13,7 @@ that counts only the step's own allocations.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -75,6 +75,24 @@ def live_bytes(count: int, intervals: Iterable[Interval]) -> list[int]:
     return list(accumulate(steps))[:count]
 
 
+def live_and_before(
+    count: int, births: np.ndarray, deaths: np.ndarray, sizes: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the live bytes at each operator, and just before the operator allocates.
+
+    Example:
+        >>> births, deaths, sizes = np.array([(0, 3, 4), (1, 4, 2)]).T
+        >>> [bytes.tolist() for bytes in live_and_before(5, births, deaths, sizes)]
+        [[4, 6, 6, 2, 0], [0, 4, 6, 2, 0]]
+    """
+    born = np.zeros(count + 1, int)
+    np.add.at(born, births, sizes)
+    change = born.copy()
+    np.subtract.at(change, np.minimum(deaths, count), sizes)
+    alive = np.cumsum(change)
+    return alive[:-1], (alive - born)[:-1]
+
+
 def peak_of(operators: Iterable[Operator], alive: Iterable[int]) -> tuple[int, int]:
     """Return the peak of a run of operators with workspaces, and where it occurs."""
     peak_bytes, place = 0, 0
@@ -97,30 +115,26 @@ class PlainStep:
         self.workspaces = np.array([o.workspace_bytes for o in graph.operators], int)
         seconds = (o.seconds for o in graph.operators)
         self.begins_s = [*accumulate(seconds, initial=0.0)]
-        facts = [(s.birth, s.death, s.bytes) for s in graph.storages]
+        # What was made before the step is as if it had no bytes.
+        facts = [
+            (max(0, s.birth), s.death, s.bytes * (s.birth >= 0)) for s in graph.storages
+        ]
         table = np.array(facts, int).reshape(-1, 3).T
         self._births, self._deaths, self._sizes = table
-        self._alive = np.array(timeline(graph).alive_bytes, int)
-        self._born = np.zeros(len(graph.operators), int)
-        made = self._births >= 0
-        np.add.at(self._born, self._births[made], self._sizes[made])
 
-    def without(self, storages: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Return the live bytes of all storages but those that are given.
+    def with_ends(
+        self, ends: Mapping[int, int], without: Collection[int] = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the live bytes if some storages are freed at other op indices.
 
-        The first array has those at each operator, the second those just before the
-        operator allocates.
+        See `live_and_before`. Storages in `without` are not counted.
         """
-        found = np.fromiter(storages, int)
-        found = found[self._births[found] >= 0]
-        births, sizes = self._births[found], self._sizes[found]
-        change = np.zeros(len(self._born) + 1, int)
-        np.subtract.at(change, births, sizes)
-        np.add.at(change, np.minimum(self._deaths[found], len(self._born)), sizes)
-        alive = self._alive + np.cumsum(change)[:-1]
-        born = self._born.copy()
-        np.subtract.at(born, births, sizes)
-        return alive, alive - born
+        deaths, sizes = self._deaths.copy(), self._sizes
+        deaths[[*ends]] = [*ends.values()]
+        if without:
+            sizes = sizes.copy()
+            sizes[[*without]] = 0
+        return live_and_before(len(self.workspaces), self._births, deaths, sizes)
 
 
 class RangePeaks:

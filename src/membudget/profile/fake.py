@@ -34,7 +34,7 @@ from membudget._torch import (
 )
 from membudget.callsite import user_line
 from membudget.errors import OptionError
-from membudget.ops import facts_of
+from membudget.ops import facts_of, flat_arguments
 from membudget.state.bits import plain_parts
 
 MOST_REAL_BYTES = 1 << 26
@@ -174,13 +174,13 @@ class _IntegersForReal(DispatchMode):
 
 
 def _has_fakes(args: Any, kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(t, Tensor) and is_fake(t) for t in tree_iter((args, kwargs)))
+    return any(map(is_fake, flat_arguments(args, kwargs)))
 
 
 def _draws_one(func: Any, args: Any) -> bool:
     """Return whether an operator makes one random number between 0 and 1."""
-    is_uniform = str(func) in ("aten.rand.default", "aten.rand.generator")
-    return is_uniform and math.prod(args[0]) == 1
+    rand = torch.ops.aten.rand
+    return func in (rand.default, rand.generator) and math.prod(args[0]) == 1
 
 
 def _marked(result: Any) -> Any:
@@ -191,13 +191,15 @@ def _marked(result: Any) -> Any:
 
 
 def _is_of_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+    tensors = [t for t in flat_arguments(args, kwargs) if isinstance(t, Tensor)]
     if tensors:
         return all(map(_is_real_integer, tensors))
     return _makes_integers(func, args, kwargs)
 
 
 def _is_real_integer(tensor: Tensor) -> bool:
+    if is_fake(tensor):
+        return False
     if hasattr(tensor, "_membudget_is_real"):
         return True
     return type(tensor) is Tensor and not tensor.is_meta and _is_small_integer(tensor)

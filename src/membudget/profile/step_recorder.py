@@ -23,14 +23,13 @@ from membudget._torch import (
     node_sequence_number,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
-    tree_iter,
     tree_map_only,
     written_arguments,
 )
 from membudget.callsite import place_of
 from membudget.graph import ModuleCall, Phase
 from membudget.observer import Observer
-from membudget.ops import OperatorFacts, facts_of, flat_outputs
+from membudget.ops import OperatorFacts, facts_of, flat_arguments, flat_outputs
 from membudget.profile.cost import computes_alone, flops_of
 from membudget.profile.fake import RecordedCall, TensorSpec
 from membudget.profile.lifetimes import Lifetimes, RecordedOperator, RecordedSaved
@@ -143,7 +142,7 @@ class StepRecorder(Observer):
             self.begin("backward")
         recorded = RecordedOperator(operator, self.phase, self._place(number), number)
         self.operators.append(recorded)
-        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in flat_arguments(args, kwargs) if isinstance(t, Tensor)]
         # `lift_fresh` makes a tensor from Python data, so its input is new.
         is_import = getattr(operator, "_opname", "") == "lift_fresh"
         if not (is_import and self.lifetimes.is_new(inputs[0])):
@@ -163,14 +162,14 @@ class StepRecorder(Observer):
         return output
 
     def _note_call(self, index: int, func: Any, args: Any, kwargs: Any) -> None:
-        args, kwargs = tree_map_only(Tensor, _spec_of, (args, kwargs))
         leaves = [
-            x if isinstance(x, TensorSpec) else repr(x)
-            for x in tree_iter((args, kwargs))
+            _spec_of(x) if isinstance(x, Tensor) else repr(x)
+            for x in flat_arguments(args, kwargs)
         ]
         key = (str(func), *leaves)
         call = self.distinct.get(key)
         if call is None:
+            args, kwargs = tree_map_only(Tensor, _spec_of, (args, kwargs))
             call = self.distinct[key] = RecordedCall(func, args, kwargs, [])
         call.indices.append(index)
 

@@ -6,8 +6,9 @@ from collections import Counter
 from itertools import islice
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import bytes_of, useful_kept
+from membudget.planner.choice import bytes_of
 from membudget.planner.schedule import Schedule
+from membudget.planner.slices import useful_kept
 
 MOST_NAMED = 4
 """Regions that are named; the bytes of all others are summed."""

@@ -1,0 +1,108 @@
+"""Recompute slices: the operators of a block that recompute what it drops.
+
+Dropped saved tensors are recomputed by a *recompute slice* of the block, a backward
+program slice (Weiser 1981). A scan from the last operator to the first adds every
+writer of a needed storage to the slice, and marks the writer's inputs as needed.
+
+    operator   0        1        2        3            saved: c, dropped: a, b, c
+    writes     a        b        d        c
+    reads      x        a        a        b
+               in       in       -        in           slice: 0, 1, 3; source: x
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from membudget.graph import StepGraph
+from membudget.planner.choice import (
+    Block,
+    Choice,
+    dropped_in,
+    made_in,
+    once,
+    storages_saved_in,
+    wanted_in,
+)
+
+
+@dataclass
+class RecomputeSlice:
+    """Operators that recompute target storages, and how long each result is needed."""
+
+    targets: dict[int, int]  # Storage to the op index at which autograd frees it.
+    needed_until: dict[int, int]  # Op index until which a target depends on it.
+    writers: dict[int, list[int]] = field(default_factory=dict)  # By storage.
+    writes: dict[int, tuple[int, ...]] = field(default_factory=dict)  # By operator.
+    # By operator, without the storages that it writes.
+    reads: dict[int, list[int]] = field(default_factory=dict)
+
+
+def slice_of_saved(
+    graph: StepGraph, block: Block, dropped: Collection[int]
+) -> RecomputeSlice:
+    """Return the slice that recomputes the dropped saved tensors of a block."""
+    targets: dict[int, int] = {}
+    for index, storage in storages_saved_in(graph, block).items():
+        if storage in dropped:
+            targets[storage] = max(targets.get(storage, 0), graph.saved[index].freed)
+    return slice_of(graph, block, dropped, targets)
+
+
+def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:
+    """Return the kept storages that the backward pass or a recompute reads.
+
+    The engine would keep the others as long as anything computed from them lives.
+    """
+    dropped = dropped_in(graph, choice)
+    read = slice_of_saved(graph, choice, dropped).needed_until.keys()
+    return (made_in(graph, choice) - dropped) & (read | wanted_in(graph, choice))
+
+
+def slice_of(
+    graph: StepGraph, block: Block, dropped: Collection[int], targets: dict[int, int]
+) -> RecomputeSlice:
+    """Return the operators of a block that recompute the given targets.
+
+    Only storages in `dropped` are recomputed; all others are available as inputs.
+    """
+    found = RecomputeSlice(targets, dict(targets))
+    until = found.needed_until
+    for index, writes, reads, others in _makers_in(graph, block):
+        outputs = [s for s in writes if s in dropped and s in until]
+        if not outputs:
+            continue
+        # Scanned backwards: `insert` at the front restores forward order.
+        for storage in outputs:
+            found.writers.setdefault(storage, []).insert(0, index)
+        found.writes[index] = writes
+        found.reads[index] = others
+        # The operator's inputs are needed as long as its outputs.
+        latest = max(map(until.__getitem__, outputs))
+        for storage in reads:
+            if storage not in outputs:
+                until[storage] = max(until.get(storage, 0), latest)
+    return found
+
+
+@once
+def _makers_in(graph: StepGraph, block: Block) -> list[_Maker]:
+    """Return the operators of a block that are no views, last to first."""
+    found = []
+    for index in range(block.end - 1, block.start - 1, -1):
+        if not graph.operators[index].is_view:
+            writes, reads = graph.writes[index], graph.reads[index]
+            others = [s for s in reads if s not in writes]
+            found.append(_Maker(index, writes, reads, others))
+    return found
+
+
+class _Maker(NamedTuple):
+    """An operator: its op index, and what it writes, reads, and only reads."""
+
+    number: int
+    writes: tuple[int, ...]
+    reads: tuple[int, ...]
+    others: list[int]
