@@ -128,7 +128,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"_note_new", &note_new_name}, {"_run_begun", &run_begun_name}, {"begin", &begin_name},
     {"dtype", &dtype_name}, {"finish", &finish_name}, {"pack", &drop_name},
     {"note_forward_end", &note_forward_end_name}, {"training", &training_name},
-    {"_give_up", &give_up_name}, {"_missing", &missing_name}, {"rrelu", &rrelu_name},
+    {"_give_up", &give_up_name}, {"_missing", &missing_name}, {"rrelu", &rrelu_name}, {"detach", &detach_name},
     {"__torch_function__", &torch_function_name}, {"empty", &empty_name},
     {"__dict__", &dict_name}, {"_buffers", &buffers_name}, {"_class", &class_name},
     {"_modules", &modules_name}, {"_note_buffers", &note_buffers_name},

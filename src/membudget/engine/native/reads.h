@@ -11,14 +11,16 @@ namespace reads {
 inline Slot addresses, modules, namespaces, parameters, tensors, training, versions;
 }
 
-inline PyObject *address_of_python, *version_of_python;
+inline PyObject *address_of_python, *detach_name, *version_of_python;
 
 inline bool has_history(PyObject* tensor) {
   return THPVariable_Check(tensor) && THPVariable_Unpack(tensor).grad_fn() != nullptr;
 }
 
+// Of a subclass, Python keeps the class.
 inline Ref detached(PyObject* tensor) {
-  return wrapped(THPVariable_Unpack(tensor).detach());
+  return is_usual_class(tensor) ? wrapped(THPVariable_Unpack(tensor).detach())
+                                : Ref::made(PyObject_CallMethodNoArgs(tensor, detach_name));
 }
 
 inline Ref version_now(PyObject* tensor) {
@@ -50,8 +52,11 @@ inline void append_copy(PyObject* pairs, PyObject* of, bool requires_grad) {
   Ref copy = Ref::made(PyDict_Copy(of));
   each_item(of, [&](PyObject* key, PyObject* value) {
     if (has_history(value)) {
-      at::Tensor alias = THPVariable_Unpack(value).detach();
-      check(PyDict_SetItem(copy, key, wrapped(requires_grad ? alias.requires_grad_() : alias)));
+      Ref alias = detached(value);
+      if (requires_grad) {
+        THPVariable_Unpack(alias).set_requires_grad(true);
+      }
+      check(PyDict_SetItem(copy, key, alias));
     }
   });
   append(pairs, Ref::made(PyTuple_Pack(2, of, (PyObject*)copy)));
