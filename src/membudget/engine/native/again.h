@@ -15,21 +15,6 @@
 
 namespace membudget {
 
-// Puts an error aside while this lives, unless it is replaced by a later one.
-class ErrorAside {
- public:
-  ErrorAside() { PyErr_Fetch(&type_, &error_, &trace_); }
-  ~ErrorAside() {
-    if (type_ != nullptr) {
-      PyErr_Restore(type_, error_, trace_);
-    }
-  }
-  ErrorAside(const ErrorAside&) = delete;
-
- private:
-  PyObject *type_, *error_, *trace_;
-};
-
 inline bool is_autocast_on() {
   const auto& types = at::autocast::_AUTOCAST_SUPPORTED_DEVICES;
   return std::any_of(types.begin(), types.end(), at::autocast::is_autocast_enabled);
@@ -146,18 +131,27 @@ class Restored {
     return is_same ? Ref::to(Py_None) : call(of_, enter_state_name, scope());
   }
 
-  // An error that is set stays set.
+  // An error that is set stays set; generators are restored even if the rest is not.
   void close() {
     ErrorAside error;
-    if (scope_ != nullptr) {
-      call(scope_, close_name);
+    try {
+      if (scope_ != nullptr) {
+        call(scope_, close_name);
+      }
+    } catch (...) {
+      bring_back();
+      throw;
     }
+    bring_back();
+  }
+
+ private:
+  void bring_back() {
     if (now_ != nullptr) {
       restore_generators(now_);
     }
   }
 
- private:
   PyObject* scope() {
     if (scope_ == nullptr) {
       scope_ = Ref::made(PyObject_CallNoArgs(scope_class));

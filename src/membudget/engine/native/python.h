@@ -56,6 +56,21 @@ inline void check(int status) {
   }
 }
 
+// Puts an error aside while this lives, unless it is replaced by a later one.
+class ErrorAside {
+ public:
+  ErrorAside() { PyErr_Fetch(&type_, &error_, &trace_); }
+  ~ErrorAside() {
+    if (type_ != nullptr) {
+      PyErr_Restore(type_, error_, trace_);
+    }
+  }
+  ErrorAside(const ErrorAside&) = delete;
+
+ private:
+  PyObject *type_, *error_, *trace_;
+};
+
 // Hides an object that is in no cycle from Python's garbage collector.
 //
 // A recorded operator takes a dozen of objects, which live until the backward pass. A
