@@ -115,6 +115,9 @@ inline void fill_one(PyObject* of, PyObject* handle, PyObject* object) {
 // As `fills_what_it_saved`, of the operator that saves now.
 inline bool is_filled_late() {
   PyFrameObject* frame = PyEval_GetFrame();
+  if (frame == nullptr) {  // A function in C, in a thread of autograd's own.
+    return false;
+  }
   Ref object = Ref::made(reinterpret_cast<PyObject*>(PyFrame_GetCode(frame)));
   auto* code = reinterpret_cast<PyCodeObject*>((PyObject*)object);
   if (code->co_name == torch_function_name) {  // It stands for its caller.
