@@ -117,3 +117,33 @@ def test_a_long_chain_of_modules_overflows_no_stack() -> None:
     finally:
         for module in modules:  # Their own end would be as deep.
             module._modules.clear()
+
+
+class NeverHashed(type):
+    """A metaclass whose classes are in no set."""
+
+    def __hash__(cls) -> int:
+        raise ValueError("no hash")
+
+
+class Unhashed(metaclass=NeverHashed):
+    """An object that a function closes over."""
+
+
+def test_an_error_of_a_metaclass_is_raised_as_it_is() -> None:
+    held = Unhashed()
+
+    def function(x: Tensor) -> Tensor:
+        return x.exp() if held else x
+
+    with pytest.raises(ValueError, match="no hash"):
+        mb.checkpoint(function, leaf(), **RERUN)
+
+
+def test_an_error_of_a_training_flag_is_raised_as_it_is() -> None:
+    module = nn.Linear(3, 3)
+    module.training = torch.ones(2)  # type: ignore[assignment]
+    y = mb.checkpoint(module, leaf(), **RERUN)
+    module.training = torch.ones(2)  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
+        y.sum().backward()

@@ -61,7 +61,7 @@ inline bool reaches_nothing(PyObject* function) {
   Py_ssize_t cells = of->func_closure == nullptr ? 0 : PyTuple_GET_SIZE(of->func_closure);
   for (Py_ssize_t i = 0; i < cells; ++i) {
     PyObject* content = PyCell_GET(PyTuple_GET_ITEM(of->func_closure, i));
-    if (content != nullptr && PySet_Contains(inert_types, (PyObject*)Py_TYPE(content)) != 1) {
+    if (content != nullptr && !is_inert(content)) {
       return false;
     }
   }

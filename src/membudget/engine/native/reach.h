@@ -142,14 +142,19 @@ inline PyObject* are_same_names(PyObject*, PyObject* const* given, Py_ssize_t) {
 
 inline void walk(PyObject* of, PyObject* module, long depth);
 
+// Whether a value's class references nothing; a metaclass may raise an error.
+inline bool is_inert(PyObject* value) {
+  int found = PySet_Contains(inert_types, reinterpret_cast<PyObject*>(Py_TYPE(value)));
+  check(found);
+  return found == 1;
+}
+
 // As `Reached.visit`, without names.
 inline void visit(PyObject* of, PyObject* value, long depth) {
-  auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(value));
-  int is_inert = PySet_Contains(inert_types, kind);
-  check(is_inert);
-  if (is_inert) {
+  if (is_inert(value)) {
     return;
   }
+  auto* kind = reinterpret_cast<PyObject*>(Py_TYPE(value));
   if (PyDict_GetItemWithError(visitors, kind) != module_visitor) {
     call(of, visit_name, value, (PyObject*)no_text, (PyObject*)number(depth));
     return;
@@ -232,7 +237,9 @@ inline void walk(PyObject* of, PyObject* module, long depth) {
   for (PyObject* name : {parameters_name, buffers_name, modules_name}) {
     walk_held(of, Ref::made(PyObject_GetItem(dict, name)), depth);
   }
-  if (PyObject_IsTrue(Ref::made(PyObject_GetItem(dict, buffers_name))) == 1) {
+  int has_buffers = PyObject_IsTrue(Ref::made(PyObject_GetItem(dict, buffers_name)));
+  check(has_buffers);
+  if (has_buffers) {
     call(of, note_buffers_name, module);
   }
   Ref keys = attribute_names_of(module, dict);

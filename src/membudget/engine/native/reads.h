@@ -97,7 +97,9 @@ inline PyObject* note_reads(PyObject*, PyObject* const* given, Py_ssize_t) {
 }
 
 inline bool is_same(Ref now, PyObject* noted) {
-  return now == noted || PyObject_RichCompareBool(now, noted, Py_EQ) == 1;
+  int same = PyObject_RichCompareBool(now, noted, Py_EQ);  // At once if it is one object.
+  check(same);
+  return same == 1;
 }
 
 // Whether each item of a list still has what was noted of it.
