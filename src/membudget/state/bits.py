@@ -20,8 +20,9 @@ Fingerprint = tuple[int, int]
 
 SKIPPED: Fingerprint = (0, 0)
 
-_SUMS: list[Callable[[Tensor], Fingerprint]] = []
-"""Takes the fingerprint of integers on the CPU in one pass, where C++ is built."""
+_SUMS: list[Callable[[Tensor], Fingerprint | None]] = []
+"""Takes the fingerprint of integers on the CPU in one pass, where C++ is built; returns
+`None` for tensors without memory."""
 
 PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 _PLAIN_DISPATCH: Any = Tensor.__torch_dispatch__
@@ -103,8 +104,8 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     if not has_bits(tensor):
         return SKIPPED
     bits = _bits(tensor)
-    if _SUMS and bits.is_cpu:
-        return _SUMS[0](bits)
+    if _SUMS and bits.is_cpu and (found := _SUMS[0](bits)) is not None:
+        return found
     sums = torch.zeros(2, dtype=torch.int64, device=bits.device)
     most = max(_LEAST_ELEMENTS, -(-bits.numel() // _PIECES))
     work = sums.new_empty((2, min(most, bits.numel())))
@@ -116,7 +117,7 @@ def fingerprint(tensor: Tensor) -> Fingerprint:
     return mixed, plain
 
 
-def accelerate(sums: Callable[[Tensor], Fingerprint]) -> None:
+def accelerate(sums: Callable[[Tensor], Fingerprint | None]) -> None:
     """Let a function in C++ take the fingerprints of integers on the CPU."""
     _SUMS[:] = [sums]
 

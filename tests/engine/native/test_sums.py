@@ -27,6 +27,12 @@ def both_ways(tensor: Tensor) -> tuple[Fingerprint, Fingerprint]:
         return in_cpp, fingerprint(tensor)
 
 
+def test_zeros_that_have_no_memory_have_the_fingerprint_of_others() -> None:
+    in_cpp, in_python = both_ways(torch._efficientzerotensor((3, 4)))
+
+    assert in_cpp == in_python == fingerprint(torch.zeros(3, 4))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_fingerprint_in_cpp_is_the_same_for_all_strides(name: str) -> None:
     in_cpp, in_python = both_ways(LAYOUTS[name])

@@ -5,7 +5,7 @@
 
 #include <ATen/ATen.h>
 
-#include "python.h"
+#include "tracking.h"
 
 namespace membudget {
 
@@ -70,10 +70,14 @@ inline Sums sums_of_any(const at::Tensor& bits) {
   }
 }
 
-// sums(bits): both sums of a tensor of integers on the CPU.
+// sums(bits): both sums of a tensor of integers on the CPU; `None` if it has no memory,
+// as zeros that autograd does not allocate.
 inline PyObject* sums(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
   const at::Tensor bits = THPVariable_Unpack(object);
+  if (!is_plain(bits)) {
+    Py_RETURN_NONE;
+  }
   Sums found;
   {
     WithoutGil released;
