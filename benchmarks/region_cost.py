@@ -36,8 +36,8 @@ LENGTHS = (1, 21)
 CALLS_BEFORE = 600
 BASE = "torch"
 # The bounds that this project set itself, as fractions of torch's cost.
-FIXED_BOUNDS = {"membudget, guards=False": 0.25, "membudget": 0.5}
-SAVED_BOUND = 0.5
+FIXED_BOUNDS = {"membudget, guards=False": 0.15, "membudget": 0.3}
+SAVED_BOUND = 0.25
 
 
 class _Stop(BaseException):
