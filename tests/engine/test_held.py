@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+import membudget as mb
 from membudget.engine.arguments import HeldArguments
 from membudget.engine.held import HeldTensor, stride_of, with_stride
 
@@ -152,3 +153,14 @@ def test_what_is_held_has_not_been_changed_at_first(tensor, surrounded):
     assert not kept.changed_by_region
     assert not kept.has_changed()
     assert kept.name == "argument 0"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_tensor_of_inference_mode_beside_others_is_no_changed_one(verify):
+    with torch.inference_mode():
+        shift = torch.ones(3)
+    x = torch.linspace(0, 1, 3, requires_grad=True)
+    mb.checkpoint(
+        lambda x, shift: x.exp() + shift, x, shift, engine="rerun", verify=verify
+    ).sum().backward()
+    assert torch.equal(x.grad, x.detach().exp())

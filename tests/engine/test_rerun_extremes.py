@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import types
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import membudget as mb
+from membudget.engine import isolation
 from membudget.engine.reach import reach
 
 RERUN = {"engine": "rerun", "verify": False}
@@ -147,3 +149,19 @@ def test_an_error_of_a_training_flag_is_raised_as_it_is() -> None:
     module.training = torch.ones(2)  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="more than one value is ambiguous"):
         y.sum().backward()
+
+
+def test_an_interrupt_at_the_end_of_a_recompute_is_raised_as_it_is() -> None:
+    y = mb.checkpoint(lambda x: x.exp().sin(), leaf(), **RERUN)
+
+    def interrupt(frame: types.FrameType, event: str, argument: Any) -> None:
+        if frame.f_code is isolation.leave.__code__:
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            y.sum().backward()
+    finally:
+        sys.setprofile(None)
+        isolation.leave()  # Which the interrupt kept from running.

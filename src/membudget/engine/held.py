@@ -111,7 +111,8 @@ class HeldTensor:
         """Store a detached alias of `tensor`, and the tensor's current version."""
         self.alias = tensor.detach()
         self.place = place
-        self.version = version_of(tensor)
+        # Not the tensor's: one of inference mode has no version, but its alias has.
+        self.version = version_of(self.alias)
         self.changed_by_region = False
 
     @property

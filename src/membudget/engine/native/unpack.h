@@ -72,6 +72,9 @@ inline void fill_all(PyObject* frame, PyObject* handle) {
     return;
   }
   recompute(frame);
+  if (PyErr_Occurred()) {  // An interrupt, while the thread was no longer counted.
+    throw_python_error();
+  }
   Ref tensor = Ref::to(saved::tensor.of(handle));
   if (PyList_GET_SIZE(region::handles.of(frame)) > 1 && !is_released_in_time(frame)) {
     call(frame, empty_name);
