@@ -21,6 +21,7 @@ import re
 import statistics
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +135,20 @@ def keep_heap() -> bool:
         return False
     settings = ((_M_MMAP_THRESHOLD, _MOST_IN_HEAP), (_M_TRIM_THRESHOLD, 2**31 - 1))
     return all(libc.mallopt(name, value) for name, value in settings)
+
+
+def on_one_thread() -> tuple[Console, str]:
+    """Prepare to time steps: one thread, no warnings, a heap that is kept.
+
+    Returns:
+        The console, on which the machine is described, and whether the heap is kept.
+    """
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    console, heap = Console(), "kept" if keep_heap() else "as it is"
+    facts = {**machine(), "heap": heap}
+    console.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    return console, heap
 
 
 def _batch_ns(case: Case, calls: int) -> int:

@@ -29,18 +29,15 @@ import copy
 import gc
 import statistics
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import others
-import torch
-from harness import keep_heap, machine, rounds_in_turns, save, show
+from harness import on_one_thread, rounds_in_turns, save, show
 from peers_models import LAYERS, SUBJECTS, Subject
 from peers_verdicts import fastest, interval, verdicts
-from rich.console import Console
 from rich.table import Table
 from torch import nn
 from ways import Way, has_torch_remat, ways
@@ -234,11 +231,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=chosen, help="only this one")
     options = parser.parse_args(arguments)
     names = [options.model] if options.model else list(SUBJECTS)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    console = Console()
-    facts = {**machine(), "heap": "kept" if keep_heap() else "as it is"}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    console, heap = on_one_thread()
     if not has_torch_remat():
         console.print("torch_remat: not installed (pip install torch_remat)")
     results: dict[str, Any] = {}
@@ -250,7 +243,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for line in said:
         console.print(line, soft_wrap=True)
     if options.model is None:
-        content = {"heap": facts["heap"], **results, "verdicts": said}
+        content = {"heap": heap, **results, "verdicts": said}
         console.print(f"written to {save('peers', content).name}")
     return 0
 

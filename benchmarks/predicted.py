@@ -17,19 +17,16 @@ import argparse
 import statistics
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import others
-import torch
-from harness import keep_heap, machine, rounds_in_turns, save, show
+from harness import on_one_thread, rounds_in_turns, save, show
 from models import WORKLOADS
 from peers import PLAIN, Arms, ours
 from peers_models import SUBJECTS, Subject
-from rich.console import Console
 from rich.table import Table
 
 SHARES = (0.8, 0.6, 0.4, 0.2)
@@ -115,18 +112,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, help="only this one")
     options = parser.parse_args(arguments)
     names = [options.model] if options.model else list(MODELS)
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    console = Console()
-    facts = {**machine(), "heap": "kept" if keep_heap() else "as it is"}
-    console.print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    console, _ = on_one_thread()
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         seconds = options.seconds / len(names)
-        if options.beside:
-            with other_load():
-                found[name] = measure(MODELS[name], seconds)
-        else:
+        with other_load() if options.beside else nullcontext():
             found[name] = measure(MODELS[name], seconds)
     show(console, table(found))
     said = verdict(found)

@@ -26,7 +26,7 @@ import torch
 from membudget.errors import OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import module_blocks
-from membudget.planner.choice import RERUN, Block, Choice, made_in, saved_storages
+from membudget.planner.choice import RERUN, Block, Choice, made_in, storages_saved_in
 from membudget.planner.schedule import Overheads, Schedule, Simulator
 from membudget.planner.second_run import communicates
 from membudget.policies import Policy, attention, convolutions, matmuls, nothing
@@ -81,7 +81,8 @@ def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:
 def _saves_its_own(graph: StepGraph, call: ModuleCall) -> bool:
     """Return whether autograd saves any tensor that a module call computes."""
     block = Block(call.start, call.end)
-    return not made_in(graph, block).isdisjoint(saved_storages(graph, block))
+    saved = storages_saved_in(graph, block).values()
+    return not made_in(graph, block).isdisjoint(saved)
 
 
 def _choice(graph: StepGraph, call: ModuleCall, policy: Policy) -> Choice:

@@ -179,10 +179,10 @@ def calls_of(
     With a share of calls that are sampled, signatures that differ in the sizes of
     tensors alone are the same; the call is counted among those that have it.
     """
-    key = RERUN[0].signature(function, args, kwargs) if RERUN else None
-    known = None if key is None or share is not None else _KNOWN.get(key)
-    if known is not None:
-        return known
+    if RERUN and share is None:
+        known = _KNOWN.get(RERUN[0].signature(function, args, kwargs))
+        if known is not None:
+            return known
     key, parts, held = signature_of(function, args, kwargs)
     if share is None:
         return _KNOWN.get(key) or _first_calls(key, parts, held)

@@ -33,7 +33,7 @@ from membudget.planner.choice import (
     Block,
     made_in,
     saved_in,
-    saved_storages,
+    storages_saved_in,
     writers_of,
 )
 from membudget.planner.timeline import live_bytes
@@ -253,7 +253,7 @@ class _Cuts:
         for storage, birth in self._births.items():
             for place in range(birth + 1, last_write[storage] + 1):
                 self._is_open[place - block.start] = False
-        wanted = self._births.keys() & saved_storages(graph, block)
+        wanted = self._births.keys() & storages_saved_in(graph, block).values()
         self._saved_before = _made_before(graph, wanted)
         ranges = []
         for storage, birth in self._births.items():

@@ -109,12 +109,6 @@ def storages_saved_in(graph: StepGraph, block: Block) -> dict[int, int]:
     return {index: graph.values[graph.saved[index].value].storage for index in saved}
 
 
-def saved_storages(graph: StepGraph, block: Block) -> list[int]:
-    """Return the storages of a block's saved tensors."""
-    saved = (graph.saved[index] for index in saved_in(graph, block))
-    return storages_of(graph, (s.value for s in saved))
-
-
 def wanted_in(graph: StepGraph, block: Block) -> set[int]:
     """Return the storages of a block's saved tensors that the backward pass unpacks."""
     saved = (graph.saved[index] for index in saved_in(graph, block))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import RERUN, Choice, saved_storages, storages_of
+from membudget.planner.choice import RERUN, Choice, storages_of, storages_saved_in
 from membudget.planner.schedule import Schedule
 from membudget.report import rendered
 from membudget.report.plan_text import short_name
@@ -80,7 +80,7 @@ def _region_line(
 def _needed(graph: StepGraph, choice: Choice, again: Iterable[int]) -> set[int]:
     """Return the storages that a region's backward pass and recomputation read."""
     read = [value for index in again for value in graph.operators[index].inputs]
-    return {*saved_storages(graph, choice), *storages_of(graph, read)}
+    return {*storages_saved_in(graph, choice).values(), *storages_of(graph, read)}
 
 
 def _counted(graph: StepGraph, operators: Iterable[int]) -> str:

@@ -204,8 +204,8 @@ inline bool is_python(PyObject* function) {
 // Whether a recompute needs nothing but what is done here.
 inline bool is_usual_rerun(PyObject* frame) {
   PyObject* held = around::arguments.of(region::surroundings.of(frame));
-  return is_python(region::function.of(frame)) && region::fingerprints.is_none(frame) && region::trace.is_none(frame) &&
-      region::contexts.is_none(frame) && !region::is_new.is_true(frame) &&
+  return is_python(region::function.of(frame)) && region::fingerprints.is_none(frame) &&
+      region::trace.is_none(frame) && region::contexts.is_none(frame) && !region::is_new.is_true(frame) &&
       !region::nested_backward.is_true(frame) &&
       !given::is_nested.is_true(held) &&
       PyDict_GET_SIZE(given::kwargs.of(held)) == 0;

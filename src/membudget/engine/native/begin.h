@@ -31,7 +31,8 @@ inline Ref new_arguments(PyObject* args, PyObject* kwargs) {
   PyObject* only = PyTuple_GET_SIZE(args) == 1 ? PyTuple_GET_ITEM(args, 0) : Py_None;
   // Exact, to torch, is a parameter as well.
   bool is_usual = THPVariable_CheckExact(only) && Py_TYPE(only) != parameter_type &&
-      PyDict_GET_SIZE(kwargs) == 0 && is_plain(THPVariable_Unpack(only)) && THPVariable_Unpack(only).requires_grad();
+      PyDict_GET_SIZE(kwargs) == 0 && is_plain(THPVariable_Unpack(only)) &&
+      THPVariable_Unpack(only).requires_grad();
   if (!is_usual || !is_alone()) {
     return Ref::made(PyObject_CallFunctionObjArgs(held_arguments.type(), args, kwargs, nullptr));
   }
@@ -53,7 +54,8 @@ inline bool reaches_nothing(PyObject* function) {
     return false;
   }
   auto* of = reinterpret_cast<PyFunctionObject*>(function);
-  PyObject* known = PyDict_GetItemWithError(code_slots, Ref::made(PyLong_FromVoidPtr(of->func_code)));
+  PyObject* known =
+      PyDict_GetItemWithError(code_slots, Ref::made(PyLong_FromVoidPtr(of->func_code)));
   if (known == nullptr || PyList_GET_SIZE(PyTuple_GET_ITEM(known, 1)) != 0 ||
       of->func_defaults != nullptr || of->func_kwdefaults != nullptr) {
     return false;

@@ -67,8 +67,8 @@ inline void bind_frames(const Names& names) {
        {"surroundings", &region::surroundings}, {"trace", &region::trace}});
   region_options.bind(
       names("RegionOptions"),
-      {{"early_stop", &options::early_stop}, {"guards", &options::guards}, {"is_instrumented", &options::is_instrumented},
-       {"offload", &options::offload},
+      {{"early_stop", &options::early_stop}, {"guards", &options::guards},
+       {"is_instrumented", &options::is_instrumented}, {"offload", &options::offload},
        {"preserve_rng_state", &options::preserve_rng_state},
        {"use_reentrant", &options::use_reentrant}, {"verify", &options::verify}});
   region_calls.bind(

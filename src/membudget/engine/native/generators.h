@@ -28,24 +28,22 @@ inline bool is_same_part(PyObject* place, PyObject* marked) {
 }
 
 inline bool is_same_mark(PyObject* reader, PyObject* mark) {
-  PyObject* found = PyObject_GetAttr(reader, places_name);
-  if (found == nullptr) {  // It has no places.
-    PyErr_Clear();
+  Ref places = attribute_of(reader, places_name);
+  if (places == nullptr) {
     Ref now = Ref::made(PyObject_CallNoArgs(reader));
     int same = PyObject_RichCompareBool(now, mark, Py_EQ);
     check(same);
     return same == 1;
   }
-  Ref places = Ref::made(found);
-  Py_ssize_t count = PyTuple_GET_SIZE(found);
+  Py_ssize_t count = PyTuple_GET_SIZE((PyObject*)places);
   if (count == 1) {
-    return is_same_part(PyTuple_GET_ITEM(found, 0), mark);
+    return is_same_part(PyTuple_GET_ITEM((PyObject*)places, 0), mark);
   }
   if (!PyTuple_CheckExact(mark) || PyTuple_GET_SIZE(mark) != count) {
     return false;
   }
   for (Py_ssize_t i = 0; i < count; ++i) {
-    if (!is_same_part(PyTuple_GET_ITEM(found, i), PyTuple_GET_ITEM(mark, i))) {
+    if (!is_same_part(PyTuple_GET_ITEM((PyObject*)places, i), PyTuple_GET_ITEM(mark, i))) {
       return false;
     }
   }

@@ -29,13 +29,9 @@ PyObject* watch(PyObject*, PyObject* observer) {
   Py_RETURN_NONE;
 }
 
-PyObject* attribute(PyObject* from, const char* name) {
-  return Ref::made(PyObject_GetAttrString(from, name)).release();
-}
-
-void bind_tape(PyObject* names) {
+void bind_tape(const Names& names) {
   tape_value.bind(
-      attribute(names, "TapeValue"),
+      names("TapeValue"),
       {{"address", &value::address}, {"content", &value::content},
        {"index", &value::index}, {"is_carried", &value::is_carried},
        {"is_input", &value::is_input},
@@ -47,7 +43,7 @@ void bind_tape(PyObject* names) {
        {"version", &value::version}, {"view_uses", &value::view_uses},
        {"views", &value::views}});
   tape_operation.bind(
-      attribute(names, "Operation"),
+      names("Operation"),
       {{"_args", &operation::args}, {"_inputs", &operation::inputs},
        {"_kwargs", &operation::kwargs}, {"call", &operation::call},
        {"decides", &operation::decides}, {"default_dtype", &operation::default_dtype},
@@ -58,46 +54,46 @@ void bind_tape(PyObject* names) {
        {"plan", &operation::plan}, {"stream", &operation::stream}, {"targets", &operation::targets}});
 }
 
-void bind_tracking(PyObject* names) {
+void bind_tracking(const Names& names) {
   recorded_memory.bind(
-      attribute(names, "RecordedMemory"),
+      names("RecordedMemory"),
       {{"dtype", &memory::dtype}, {"epoch", &memory::epoch},
        {"is_external", &memory::is_external}, {"is_state", &memory::is_state},
        {"root", &memory::root}, {"sources", &memory::sources}});
   live_storage.bind(
-      attribute(names, "LiveStorage"),
+      names("LiveStorage"),
       {{"address", &place::address}, {"entries", &place::entries},
        {"memory", &place::memory}});
   live_tensor.bind(
-      attribute(names, "LiveTensor"),
+      names("LiveTensor"),
       {{"address", &entry::address}, {"epoch", &entry::epoch}, {"key", &entry::key},
        {"memory", &entry::memory}, {"value", &entry::value}});
   live_tracker.bind(
-      attribute(names, "Tracker"),
+      names("Tracker"),
       {{"_forget", &tracker::forget}, {"_freed", &tracker::freed},
        {"_places", &tracker::places}, {"clock", &tracker::clock},
        {"sources", &tracker::sources}, {"table", &tracker::table},
        {"writes", &tracker::writes}});
 }
 
-void bind_recording(PyObject* names) {
+void bind_recording(const Names& names) {
   forward_record.bind(
-      attribute(names, "ForwardRecord"),
+      names("ForwardRecord"),
       {{"_decisions", &recording::decisions}, {"kept", &recording::kept},
        {"names", &recording::names}, {"number", &recording::number},
        {"numbers", &recording::numbers}, {"path", &recording::path}, {"place", &recording::place},
        {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent}, {"stream", &recording::stream}, {"taken", &recording::taken},
        {"tracker", &recording::tracker}, {"_unrepeatable", &recording::unrepeatable}});
   recorder_class.bind(
-      attribute(names, "Recorder"),
+      names("Recorder"),
       {{"_late", &recorder::late}, {"fingerprinter", &recorder::fingerprinter},
        {"is_suspended", &recorder::is_suspended},
        {"opaque_depth", &recorder::opaque_depth}, {"recording", &recorder::recording}});
 }
 
-void bind_replay(PyObject* names) {
+void bind_replay(const Names& names) {
   replayer_class.bind(
-      attribute(names, "Replayer"),
+      names("Replayer"),
       {{"begins", &replayer::begins}, {"_enter", &replayer::enter},
        {"_entries", &replayer::entries}, {"_memoised", &replayer::memoised},
        {"_plan", &replayer::plan}, {"_plan_ran", &replayer::plan_ran},
@@ -105,22 +101,22 @@ void bind_replay(PyObject* names) {
        {"handles", &replayer::handles}, {"stages", &replayer::stages},
        {"stream", &replayer::stream}});
   handle_class.bind(
-      attribute(names, "ReplayHandle"),
+      names("ReplayHandle"),
       {{"fingerprint", &handle::fingerprint}, {"saved_version", &handle::saved_version},
        {"served", &handle::served}, {"stage", &handle::stage},
        {"value", &handle::value}});
   frame_class.bind(
-      attribute(names, "ReplayFrame"),
+      names("ReplayFrame"),
       {{"_checks", &frame::checks}, {"_lock", &frame::lock},
        {"_recorder", &frame::recorder}, {"_replayer", &frame::replayer}});
   checks_class.bind(
-      attribute(names, "Checks"),
+      names("Checks"),
       {{"_is_strict", &checks::is_strict}, {"_originals", &checks::originals},
        {"_verified", &checks::verified}});
-  copy_of = attribute(names, "copy_of");
-  share = attribute(names, "share");
-  open_groups = attribute(names, "OPEN_GROUPS");
-  parameter_type = reinterpret_cast<PyTypeObject*>(attribute(names, "Parameter"));
+  copy_of = names("copy_of");
+  share = names("share");
+  open_groups = names("OPEN_GROUPS");
+  parameter_type = reinterpret_cast<PyTypeObject*>(names("Parameter"));
 }
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
@@ -155,16 +151,17 @@ void intern_names() {
 }
 
 // bind(names): meet the classes and functions of Python, once.
-PyObject* bind(PyObject*, PyObject* names) {
+PyObject* bind(PyObject*, PyObject* object) {
   HANDLE_TH_ERRORS
+  Names names(object);
   zero = number(0).release();
   no_targets = PyTuple_New(0);
-  empty_operator = attribute(names, "EMPTY");
-  find_operator = attribute(names, "find_operator");
-  operator_lock = attribute(names, "OPERATOR_LOCK");
-  isolation_enter = attribute(names, "enter");
-  isolation_leave = attribute(names, "leave");
-  scope_class = attribute(names, "Scope");
+  empty_operator = names("EMPTY");
+  find_operator = names("find_operator");
+  operator_lock = names("OPERATOR_LOCK");
+  isolation_enter = names("enter");
+  isolation_leave = names("leave");
+  scope_class = names("Scope");
   bind_tape(names);
   bind_tracking(names);
   bind_recording(names);

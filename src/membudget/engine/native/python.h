@@ -85,6 +85,19 @@ inline Ref new_list() {
   return unvisited(Ref::made(PyList_New(0)));
 }
 
+// An attribute of an object; null if it has none.
+inline Ref attribute_of(PyObject* object, PyObject* name) {
+  PyObject* found = PyObject_GetAttr(object, name);
+  if (found != nullptr) {
+    return Ref::made(found);
+  }
+  if (!PyErr_ExceptionMatches(PyExc_AttributeError)) {
+    throw_python_error();
+  }
+  PyErr_Clear();
+  return Ref();
+}
+
 // Calls a method; for the rare paths, which Python implements.
 template <typename... Arguments>
 Ref call(PyObject* object, PyObject* name, Arguments... arguments) {

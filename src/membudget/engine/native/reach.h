@@ -89,12 +89,10 @@ inline PyObject* bound_now(PyObject*, PyObject* of) {
   Ref list = Ref::made(PyList_New(0));
   each(reached::modules.of(of), [&](PyObject* module) { append_module(list, module); });
   each(reached::objects.of(of), [&](PyObject* object) {
-    PyObject* dict = PyObject_GetAttr(object, dict_name);
-    if (dict == nullptr) {  // It has slots.
-      PyErr_Clear();
-      return;
+    Ref dict = attribute_of(object, dict_name);
+    if (dict != nullptr) {  // It has no slots.
+      append_values(list, dict);
     }
-    append_values(list, Ref::made(dict));
   });
   each(reached::attributes.of(of), [&](PyObject* pair) {
     PyObject* dict = PyTuple_GET_ITEM(pair, 0);

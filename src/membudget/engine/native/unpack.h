@@ -10,7 +10,8 @@ namespace membudget {
 // Counts this thread among those that recompute, and in a region, while this lives.
 class Counted {
  public:
-  explicit Counted(bool is_guarded) : thread_(Ref::made(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
+  explicit Counted(bool is_guarded)
+      : thread_(Ref::made(PyLong_FromUnsignedLong(PyThread_get_thread_ident()))) {
     is_counted_ = is_guarded && Ref::made(PyObject_CallNoArgs(isolation_enter)) == Py_True;
     check(PyList_Append(recomputing, thread_));
   }
