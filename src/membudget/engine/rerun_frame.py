@@ -80,7 +80,7 @@ class RerunFrame(Recording):
         return result
 
     def _note_new(self) -> None:
-        """Note that the last call of as many saved tensors had others."""
+        """Note saved tensors that the last call with as many did not have."""
         if self.calls is not None and self.calls.end(self.metadata):
             self.is_new = self.fingerprints is None and self._may_verify()
 

@@ -70,7 +70,7 @@ class Choice(Block):
 
 
 def once(find: Callable[[StepGraph, Block], T]) -> Callable[[StepGraph, Block], T]:
-    """Let a function find once what depends on a block alone; nobody may change it."""
+    """Find what depends on a block alone once for each graph; nobody may change it."""
     name = f"{find.__module__}.{find.__name__}"
 
     @wraps(find)

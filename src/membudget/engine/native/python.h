@@ -73,9 +73,9 @@ class ErrorAside {
 
 // Hides an object that is in no cycle from Python's garbage collector.
 //
-// A recorded operator takes a dozen of objects, which live until the backward pass. A
-// value knows its operation, and that its inputs, but neither knows who reads it: no
-// collection can free them, and each would visit them all.
+// A recorded operator takes a dozen objects, which live until the backward pass. A value
+// refers to its operation, and an operation to its inputs, never to what reads it: no
+// collection could free them, but each would visit them all.
 inline Ref unvisited(Ref object) {
   PyObject_GC_UnTrack(object);
   return object;
