@@ -1,4 +1,4 @@
-"""The term of a slowdown that is off is named, where it is off by much."""
+"""An overhead is priced as the race shows it; a term that is still off is named."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 import membudget as mb
 from membudget import terms
 from membudget.fitted import Fitted
-from membudget.planner.schedule import RERUN_FORWARD, Overheads
+from membudget.planner.schedule import NO_OVERHEADS, RERUN_FORWARD, Overheads
 from membudget.race import Slowdown
-from membudget.terms import MOST_OFF, term_off
+from membudget.terms import DOUBT, MOST_OFF, repriced, term_off
 from tests.planner.models import MODELS
 
 
@@ -41,6 +41,59 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> float:
     return 0.2
 
 
+def raced(in_forward: float | None) -> Slowdown:
+    return Slowdown(1.5, 1.4, 1.6, 3, 1.0, (), in_forward)
+
+
+def test_an_overhead_is_scaled_in_both_passes_to_the_forward_that_was_raced(forward):
+    before = fitted().attempts[-1]
+    found = repriced(fitted().profile, before, raced(3 * forward + 2 * DOUBT))
+    assert found.overhead_scale == pytest.approx(3)
+    assert found.schedule.overhead_s == pytest.approx(3 * before.schedule.overhead_s)
+    assert found.plan.slowdown == found.schedule.slowdown > before.plan.slowdown
+
+
+def test_what_is_recomputed_keeps_its_price_and_no_decision_changes(forward):
+    before = fitted().attempts[-1]
+    found = repriced(fitted().profile, before, raced(forward / 2))
+    assert found.schedule.choices == before.schedule.choices
+    assert found.schedule.simulation == before.schedule.simulation
+    assert found.plan == replace(before.plan, slowdown=found.plan.slowdown)
+
+
+@pytest.mark.parametrize("in_forward", [0.0, -1.0])
+def test_a_forward_that_is_lost_in_noise_leaves_some_of_the_overhead(
+    forward, in_forward
+):
+    found = repriced(fitted().profile, fitted().attempts[-1], raced(in_forward))
+    assert found.overhead_scale == pytest.approx(DOUBT / (forward + DOUBT))
+
+
+def test_an_overhead_that_no_constant_prices_is_not_made_up(monkeypatch):
+    monkeypatch.setattr(terms, "overheads_of", lambda profile: NO_OVERHEADS)
+    before = fitted().attempts[-1]
+    free = replace(before, schedule=replace(before.schedule, overhead_s=0.0))
+    found = repriced(fitted().profile, free, raced(0.3))
+    assert found.schedule.overhead_s == 0.0
+
+
+def test_an_overhead_keeps_its_price_where_the_forward_was_not_timed_apart(forward):
+    before = fitted().attempts[-1]
+    assert repriced(fitted().profile, before, raced(None)) is before
+
+
+def test_fit_prices_the_plan_that_it_has_timed():
+    torch.manual_seed(0)
+    found = mb.fit(*MODELS["gpt"](), "60%", mode="full", measure="one")
+    slowdown, last = found.slowdown, found.attempts[-1]
+    assert slowdown is not None
+    unpriced = fitted().attempts[-1].schedule.overhead_s
+    assert last.overhead_scale != 1.0
+    assert last.schedule.overhead_s == pytest.approx(last.overhead_scale * unpriced)
+    assert found.plan.slowdown == last.schedule.slowdown
+    assert f"{last.overhead_scale:.2f}  times the engine's usual" in found.report()
+
+
 def test_the_pass_that_takes_longer_than_predicted_is_named(forward):
     in_forward = off(0.1, forward + 0.08)
     assert in_forward.startswith("+0.100: the regions' overhead in the forward took ")
@@ -64,6 +117,18 @@ def test_the_forward_takes_its_share_of_a_region_s_overhead():
     assert prices.forward_of_s(graph, choice) == 5 + recorded
     again = replace(choice, engine="rerun")
     assert prices.forward_of_s(graph, again) == RERUN_FORWARD * 7
+
+
+def test_the_term_that_is_off_is_told_with_the_overhead_as_it_was_priced(forward):
+    slowdown = raced(2 * forward + DOUBT)
+    found = repriced(fitted().profile, fitted().attempts[-1], slowdown)
+    backward = found.plan.slowdown - 1 - 2 * forward
+    slower = replace(slowdown, median=found.plan.slowdown + 0.1)
+    said = term_off(fitted().profile, found, slower)
+    measured = backward + 0.1 - DOUBT
+    assert said.endswith(
+        f"took {measured:.3f} of the plain step, predicted {backward:.3f}"
+    )
 
 
 def test_a_report_has_a_line_for_the_term_that_is_off(forward):

@@ -43,6 +43,8 @@ class Attempt:
         unlimited_bytes: What the step reserves where nobody limits the process, if it
             was limited to the budget, which is less; else 0.
         ran_out: Whether the step ran out of memory, so that its peak is a guess.
+        overhead_scale: By what the engine's overhead in the schedule was multiplied,
+            because steps under the plan were timed.
     """
 
     plan: Plan
@@ -51,6 +53,7 @@ class Attempt:
     memory: Peak[Any] | None = None
     unlimited_bytes: int = 0
     ran_out: bool = False
+    overhead_scale: float = 1.0
 
 
 class RegionsAtFaultError(RecomputeMismatchError):

@@ -40,6 +40,8 @@ MAPS_BLOCKS = (
     "the system when they are freed"
 )
 
+PRICED = "times the engine's usual overhead, as the timed forward shows"
+
 _LINES = {
     DOES_NOT_FIT: ("profile", "fake"),
     FROM_CACHE: ("profile", "cached"),
@@ -118,10 +120,7 @@ class Fitted:
         if last.unlimited_bytes:
             size = format_bytes(last.unlimited_bytes)
             lines.append(f"unlimited {size:>12}  reserved where the device has more")
-        if self.slowdown is not None:
-            lines.append(f"{'':10}{self.slowdown.median:12.3f}  {self.slowdown.how}")
-            off = term_off(self.profile, last, self.slowdown)
-            lines += [f"off       {off}"] if off else []
+        lines += self._timed_lines()
         if self.mode != AUTO:
             lines.append(f"mode      {self.mode:>12}  a rule, without planning")
         for start, (what, how) in _LINES.items():
@@ -151,6 +150,17 @@ class Fitted:
         return "\n".join([*lines, "", regions])
 
     __str__ = report
+
+    def _timed_lines(self) -> list[str]:
+        """Return what timing steps under the plan has shown."""
+        last, slowdown = self.attempts[-1], self.slowdown
+        if slowdown is None:
+            return []
+        lines = [f"{'':10}{slowdown.median:12.3f}  {slowdown.how}"]
+        if last.overhead_scale != 1.0:
+            lines.append(f"priced    {last.overhead_scale:12.2f}  {PRICED}")
+        off = term_off(self.profile, last, slowdown)
+        return [*lines, f"off       {off}"] if off else lines
 
     def _kept_text(self) -> str:
         """Return what an error says that reports a failed allocation under the plan."""

@@ -45,6 +45,7 @@ from membudget.refusal import explaining_shortage
 from membudget.rehearsal import Rehearsal
 from membudget.report.kept_text import kept_text
 from membudget.step import Step
+from membudget.terms import repriced
 
 Measure = Literal["best", "one", "none"]
 
@@ -195,7 +196,10 @@ def _raced(
     for warning in fastest.warned:  # First: where it is an error, no plan stays.
         _issue(warning)
     put_on(fastest.regions)
-    found.attempts.append(fastest.attempt)
+    priced = fastest.attempt
+    if slowdown is not None:
+        priced = repriced(profile, priced, slowdown)
+    found.attempts.append(priced)
     found.applied = fastest.applied
     return slowdown
 

@@ -1,13 +1,21 @@
-"""Say which term of a slowdown is off, where a plan takes longer than predicted.
+"""The terms of a slowdown: priced as the race shows them, named where one is off.
 
 A region lengthens the forward by the engine's overhead alone: noting what a rerun
 needs, or recording operators for a replay. It lengthens the backward by what it
-recomputes, and by serving saved tensors. Timed apart, the passes tell which is off.
+recomputes, and by serving saved tensors, which is overhead again.
+
+Constants know that overhead only roughly: between kernels that leave little of the
+engine in the CPU's caches, an operator costs several times what it costs between
+others. So the overhead of a plan that was raced is scaled, in both passes, to what the
+race measured in the forward. What is off after that is said by name.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from membudget.attempt import Attempt
+from membudget.planner.schedule import Schedule
 from membudget.planning import overheads_of
 from membudget.profile import Profile
 from membudget.race import Slowdown
@@ -15,17 +23,39 @@ from membudget.race import Slowdown
 MOST_OFF = 0.05
 """How far a measured slowdown may be off before the report says which term is."""
 
+DOUBT = 0.01
+"""Down to which share of a plain step a race of few rounds can time a forward.
+
+It is added to what is measured and to what is predicted before they are divided: the
+scale of an overhead that is lost in the noise stays near 1.
+"""
+
+
+def repriced(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> Attempt:
+    """Return an attempt whose overhead is scaled to the forward that was raced.
+
+    It is returned as it is where the forward was not timed apart. What is recomputed
+    keeps its price, and no decision changes.
+    """
+    plain_s = profile.graph.seconds
+    if slowdown.forward is None or not plain_s:
+        return attempt
+    predicted = _forward_s(profile, attempt.schedule) / plain_s
+    scale = (max(slowdown.forward, 0.0) + DOUBT) / (predicted + DOUBT)
+    overhead_s = scale * attempt.schedule.overhead_s
+    schedule = replace(attempt.schedule, overhead_s=overhead_s)
+    plan = replace(attempt.plan, slowdown=schedule.slowdown)
+    return replace(attempt, plan=plan, schedule=schedule, overhead_scale=scale)
+
 
 def term_off(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> str:
     """Return how far a prediction is off, and in which pass; empty if it is near."""
-    plan, schedule = attempt.plan, attempt.schedule
+    plan = attempt.plan
     off = slowdown.median - plan.slowdown
     plain_s = profile.graph.seconds
     if abs(off) <= MOST_OFF or slowdown.forward is None or not plain_s:
         return ""
-    overheads = overheads_of(profile)
-    choices = schedule.choices
-    forward_s = sum(overheads.forward_of_s(profile.graph, c) for c in choices)
+    forward_s = attempt.overhead_scale * _forward_s(profile, attempt.schedule)
     predicted = {"forward": forward_s / plain_s}
     predicted["backward"] = plan.slowdown - 1 - predicted["forward"]
     measured = {"forward": slowdown.forward}
@@ -39,3 +69,10 @@ def term_off(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> str:
         f"{off:+.3f}: {why[term]} took {measured[term]:.3f} of the plain step, "
         f"predicted {predicted[term]:.3f}"
     )
+
+
+def _forward_s(profile: Profile, schedule: Schedule) -> float:
+    """Return the overhead that constants predict of a schedule's forward."""
+    overheads = overheads_of(profile)
+    choices = schedule.choices
+    return sum(overheads.forward_of_s(profile.graph, choice) for choice in choices)
