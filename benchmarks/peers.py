@@ -124,8 +124,13 @@ class Arms:
         self.steps[ours(step_bytes)] = step
         engines = Counter(region.engine for region in fitted.plan.regions)
         raced = fitted.slowdown.median if fitted.slowdown else 1.0
-        said = {"predicted": fitted.plan.slowdown, "raced": raced}
-        return row | said | {"engines": dict(engines)}
+        said = {
+            "predicted": fitted.plan.slowdown,
+            "raced": raced,
+            "overhead_scale": fitted.attempts[-1].overhead_scale,
+            "engines": dict(engines),
+        }
+        return row | said
 
     def _new_step(self) -> Step:
         return Step(copy.deepcopy(self._model), self._batch, None)

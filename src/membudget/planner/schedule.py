@@ -27,9 +27,9 @@ class Overheads:
     """The engines' own time: per operator for a replay, per region for a rerun.
 
     A replay region records each forward operator, serves saved tensors and runs
-    operators again. That takes a few µs per operator while the engine's code stays in
-    the CPU cache. A kernel that moves more bytes than the cache holds evicts the
-    engine's code, which makes the overhead of that operator up to ten times as large.
+    operators again. That takes some 20 µs per operator in C++ and 45 µs in Python while
+    the engine's code stays in the CPU cache. A kernel that moves more bytes than the
+    cache holds evicts that code, which makes the overhead about 2.5 times as large.
     Where an operator writes to a part of a storage, as recurrent cells do to their
     gates, or to memory from before the step, as BatchNorm does to its running
     statistics, Python records it even beside the recorder in C++, and keeps apart which
@@ -40,8 +40,9 @@ class Overheads:
 
     The overheads are fitted to the times of forward and backward passes of
     transformers, MLPs and ResNets, plain and under regions, on one AMD EPYC core under
-    Python 3.11. On an accelerator, kernels mostly hide the host's time, so no overhead
-    is counted.
+    Python 3.11. A step that is timed shows by what factor they are off for it, usually
+    between 0.5 and 2 (`membudget.terms`). On an accelerator, kernels mostly hide the
+    host's time, so no overhead is counted.
     """
 
     warm_s: float  # After a kernel that leaves the engine's code in the cache.
@@ -123,7 +124,7 @@ def _writes_apart(graph: StepGraph, index: int) -> bool:
 
 NO_OVERHEADS = Overheads(0.0, 0.0, 0)
 CPU_OVERHEADS = Overheads(
-    warm_s=12e-6,
+    warm_s=45e-6,
     cold_s=120e-6,
     cache_bytes=1 << 19,
     region_s=100e-6,
@@ -138,7 +139,7 @@ CPU_OVERHEADS = Overheads(
 
 NATIVE_OVERHEADS = replace(
     CPU_OVERHEADS,
-    warm_s=7e-6,
+    warm_s=18e-6,
     cold_s=45e-6,
     replay_region_s=100e-6,
     replay_saved_s=6e-6,
