@@ -228,10 +228,11 @@ def test_what_another_plan_warns_of_is_shown_if_that_plan_wins(monkeypatch, winn
     with warnings.catch_warnings(record=True) as shown:
         warnings.simplefilter("always")
         mb.fit(model, batch, "50%", measure="best").remove()
-    assert tried == [1, 2]
+    assert tried[:2] == [1, 2]  # Recorded times decide whether there is a third.
     assert all(warning.filename == __file__ for warning in shown)
+    passed = ["of the step itself"] * len(tried[1:])
     held = ["plan 2 keeps more"] * winner
-    assert [str(w.message) for w in shown] == ["of the step itself", *held]
+    assert [str(w.message) for w in shown] == [*passed, *held]
 
 
 def test_where_a_warning_of_the_plan_that_wins_is_an_error_no_plan_stays(monkeypatch):
