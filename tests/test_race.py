@@ -87,6 +87,22 @@ def test_rounds_are_repeated_that_other_load_disturbs(ratios, is_enough):
     assert racing._is_enough(ratios, -math.inf) is is_enough
 
 
+@pytest.mark.parametrize(
+    ("ratios", "first", "is_clear"),
+    [
+        ([1.1, 1.1, 1.1], [1.2, 1.2, 1.2], True),
+        ([1.19, 1.19, 1.19], [1.2, 1.2, 1.2], False),
+        ([1.1, 1.1, 1.4], [1.2, 1.2, 1.2], False),
+        ([1.1, 1.1, 1.1, 1.1, 1.4], [1.2, 1.2, 1.2, 1.2, 1.2], True),
+        ([1.1, 1.1, 2.3], [1.2, 1.2, 2.4], True),  # What slows a round slows both.
+    ],
+)
+def test_a_plan_is_clearly_faster_if_it_is_so_in_nearly_every_round(
+    ratios, first, is_clear
+):
+    assert racing._is_clearly_faster(ratios, first) is is_clear
+
+
 def test_what_the_forward_takes_longer_is_timed_apart(monkeypatch):
     step, plans = timed(monkeypatch, 1.5)
     _, slowdown = race(step, plans)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from membudget.graph import StaticBytes, StepGraph, Value
 from membudget.profile import DEVICES, Device, profile
 from membudget.profile.cost import (
-    TimerEvents,
     flops_of,
     level,
     roofline,
@@ -21,6 +20,7 @@ from membudget.profile.cost import (
     share_out,
     step_clock,
 )
+from membudget.profile.events import TimerEvents
 from tests.accelerators import pretend
 from tests.planner.drafts import operator
 from tests.seconds import PROCESSOR
@@ -34,8 +34,11 @@ def graph_of(*seconds: float) -> StepGraph:
     return StepGraph(operators, (), (), (), (), 0, len(operators), static)
 
 
-def events(*noted: tuple[str, float]) -> TimerEvents:
+def events(
+    *noted: tuple[str, float], faults: tuple[int, ...] | None = None
+) -> TimerEvents:
     made = TimerEvents(lambda: 0)
+    made.faults = list(faults or [0 for _ in noted])
     made.labels = [(label, "") for label, _ in noted]
     made.readings = [reading for _, reading in noted]
     return made
@@ -52,6 +55,21 @@ def test_the_operators_of_a_block_add_up_to_its_median():
     shared = share_out(graph, recorded, runs)
 
     assert [o.seconds for o in shared.operators] == [2.0, 6.0, 2.0, 2.0, 2.0]
+
+
+def test_runs_with_more_page_faults_between_two_events_are_left_out_there():
+    graph = graph_of(1.0, 1.0)
+    recorded = events(("start", 0), ("enter", 1), ("end", 2))
+    runs = [
+        events(("start", 0), ("enter", 2), ("end", 6), faults=(70, 70, 170)),
+        events(("start", 0), ("enter", 9), ("end", 10), faults=(0, 4000, 4000)),
+        events(("start", 0), ("enter", 4), ("end", 7), faults=(7, 200, 200)),
+        events(("start", 0), ("enter", 9), ("end", 12), faults=(0, 4000, 4000)),
+    ]
+
+    shared = share_out(graph, recorded, runs)
+
+    assert [o.seconds for o in shared.operators] == [3.0, 3.0]
 
 
 def test_a_run_that_took_another_path_is_left_out():
@@ -200,33 +218,6 @@ def test_an_operator_computes_in_the_dtype_of_its_output_or_else_of_its_input():
     assert dtype(["float32"], ["float16", "float32"]) == "float16"
     assert dtype(["bfloat16", "float32"], []) == "bfloat16"
     assert dtype([], []) == "float32"
-
-
-def test_events_are_noted_while_the_context_is_open():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    readings = iter(range(100))
-    noted = TimerEvents(lambda: next(readings))
-    with noted.on({"0": model[0], "1": model[1]}):
-        loss = model(torch.ones(1, 2)).sum()
-    loss.backward()
-    assert noted.labels == [
-        *(("enter", "0"), ("leave", "0"), ("enter", "1"), ("leave", "1")),
-        *(("backward", "1"), ("backward", "0")),
-    ]
-    assert noted.readings == list(range(6))
-    model(torch.ones(1, 2))
-    assert len(noted.labels) == 6
-    with noted.on({"0": model[0]}), torch.no_grad():
-        model(torch.ones(1, 2))
-    assert noted.labels[6:] == [("enter", "0"), ("leave", "0")]
-
-
-def test_events_end_with_the_context_if_it_fails():
-    model, noted = nn.Linear(2, 2), TimerEvents(lambda: 0)
-    with pytest.raises(KeyError, match="mine"), noted.on({"": model}):
-        raise KeyError("mine")
-    model(torch.ones(1, 2))
-    assert noted.labels == []
 
 
 @pytest.mark.parametrize("is_used", [False, True])

@@ -15,20 +15,22 @@ between, in proportion to their recorded times:
     result        │ a .5    b .5    │  c 2     │  d .25   e .75  │
 
 A block's operator times thus add up to the block's time without recording.
+
+After some steps, the heap returns memory to the system, and the next forward pass pays
+for a page fault at each 4 KiB: up to 3 µs, so it may take twice as long. An operator
+that runs again finds memory that others have left. So between two boundaries, only the
+runs with the fewest page faults count.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from statistics import fmean, median
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn import Module
 from torch.utils.flop_counter import (
     conv_flop_count,
     flop_registry,
@@ -36,65 +38,13 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
-from membudget._torch import tree_iter
 from membudget._torch_accelerator import in_use, synchronize
 from membudget.graph import Operator, StepGraph
 from membudget.profile.devices import Device, this_processor
+from membudget.profile.events import TimerEvents
 
-Label = tuple[str, str]
-"""What happens at an event, such as `("enter", "h.3")`."""
-
-
-class TimerEvents:
-    """Records when blocks begin and end in the forward and backward pass.
-
-    Attributes:
-        labels: Label of each event, in the order in which the events occurred.
-        readings: Reading of the clock at each event.
-    """
-
-    def __init__(self, clock: Callable[[], Any]):
-        """Start with no events; each call of `clock` returns seconds or an op index."""
-        self.labels: list[Label] = []
-        self.readings: list[Any] = []
-        self._clock = clock
-
-    def note(self, event: str, name: str = "") -> None:
-        """Record an event with the clock's current reading."""
-        self.labels.append((event, name))
-        self.readings.append(self._clock())
-
-    @contextmanager
-    def on(self, blocks: dict[str, Module]) -> Iterator[None]:
-        """Record when `blocks` begin and end while the context is open."""
-        handles = []
-        for name, block in blocks.items():
-            handles.append(block.register_forward_pre_hook(self._entering(name)))
-            handles.append(block.register_forward_hook(self._leaving(name)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _entering(self, name: str) -> Callable[..., None]:
-        return lambda module, args: self.note("enter", name)
-
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(module: Module, args: Any, output: Any) -> None:
-            # The block's backward starts when the gradient of its output is known.
-            tensor = next(_differentiable(output), None)
-            if tensor is not None:
-                tensor.register_hook(lambda gradient: self.note("backward", name))
-            self.note("leave", name)
-
-        return leave
-
-
-def _differentiable(output: Any) -> Iterator[Tensor]:
-    for leaf in tree_iter(output):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            yield leaf
+FEW_FAULTS = 0.1
+"""Which share of the way from the fewest page faults to the most still are few."""
 
 
 def step_clock() -> Callable[[], float]:
@@ -125,7 +75,8 @@ def share_out(
     operators = list(graph.operators)
     for i in range(len(recorded.labels) - 1):
         start, end = recorded.readings[i], recorded.readings[i + 1]
-        seconds = median(run.readings[i + 1] - run.readings[i] for run in same)
+        runs = _without_faults(same, i)
+        seconds = median(run.readings[i + 1] - run.readings[i] for run in runs)
         operators[start:end] = _scaled(operators[start:end], seconds)
     return dataclasses.replace(graph, operators=tuple(operators))
 
@@ -155,7 +106,16 @@ def _ends(run: TimerEvents) -> TimerEvents:
     ends = TimerEvents(run._clock)
     ends.labels = [run.labels[0], run.labels[-1]]
     ends.readings = [run.readings[0], run.readings[-1]]
+    ends.faults = [run.faults[0], run.faults[-1]]
     return ends
+
+
+def _without_faults(runs: Sequence[TimerEvents], i: int) -> list[TimerEvents]:
+    """Return the runs with about the fewest page faults between two events."""
+    counts = [run.faults[i + 1] - run.faults[i] for run in runs]
+    fewest, most = min(counts), max(counts)
+    few = fewest + FEW_FAULTS * (most - fewest)
+    return [run for run, count in zip(runs, counts, strict=True) if count <= few]
 
 
 def _scaled(operators: Sequence[Operator], seconds: float) -> list[Operator]:

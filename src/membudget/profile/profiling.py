@@ -14,7 +14,6 @@ from membudget.errors import OptionError, SelectionError
 from membudget.graph import StepGraph
 from membudget.profile.cache import Cache
 from membudget.profile.cost import (
-    TimerEvents,
     level,
     notes_on,
     roofline,
@@ -22,6 +21,7 @@ from membudget.profile.cost import (
     share_out,
 )
 from membudget.profile.devices import DEVICES, Device, device_of
+from membudget.profile.events import TimerEvents
 from membudget.profile.fake import explaining_fakes, fake_tensors, without_meta
 from membudget.profile.key import key_of
 from membudget.profile.mesh import Parallelize, check_for_mesh, sharded_copy

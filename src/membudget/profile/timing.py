@@ -9,7 +9,8 @@ from functools import partial
 import torch
 from torch.nn import Module
 
-from membudget.profile.cost import TimerEvents, step_clock
+from membudget.profile.cost import step_clock
+from membudget.profile.events import TimerEvents
 from membudget.step import Step
 
 FEWEST_TIMED, MOST_TIMED = 3, 15
