@@ -19,6 +19,7 @@ from membudget import planning
 from membudget.graph import StepGraph
 from membudget.profile import cost, devices, profiling
 from membudget.profile.devices import Device
+from membudget.profile.events import TimerEvents
 
 DEADLOCK_S = 1800.0
 """Longer than anything takes on any machine: waiting for it means a deadlock."""
@@ -40,7 +41,7 @@ def _shaken(graph: StepGraph, added_s: float) -> StepGraph:
 
 
 def _given_measured(
-    graph: StepGraph, recorded: cost.TimerEvents, timed: Sequence[cost.TimerEvents]
+    graph: StepGraph, recorded: TimerEvents, timed: Sequence[TimerEvents]
 ) -> StepGraph:
     graph = _roofline(_share_out(graph, recorded, timed), PROCESSOR)
     return _shaken(graph, _LAUNCH_S)
