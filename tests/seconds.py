@@ -17,6 +17,7 @@ import pytest
 
 from membudget import planning
 from membudget.graph import StepGraph
+from membudget.planner.schedule import FITTED_LAUNCH_S
 from membudget.profile import cost, devices, profiling
 from membudget.profile.devices import Device
 from membudget.profile.events import TimerEvents
@@ -58,3 +59,4 @@ def give(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(profiling, "roofline", _given_roofline)
     for module in (cost, devices, planning):
         patch.setattr(module, "this_processor", lambda: PROCESSOR)
+    patch.setattr(planning, "launch_seconds", lambda: FITTED_LAUNCH_S)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.profile import devices
-from membudget.profile.devices import this_processor
+from membudget.profile.devices import launch_seconds, this_processor
 from membudget.state import rng_memory
 from membudget.state.bits import fingerprint
 from membudget.state.identity import TensorCopy, first_difference
@@ -85,11 +85,12 @@ def test_the_memory_of_a_generator_is_read():
 def test_the_rates_of_this_processor_are_measured_on_it(monkeypatch):
     made: list[Tensor] = []
 
-    def note(function: Callable[[], Tensor]) -> float:
+    def note(function: Callable[[], Tensor], repeats: int = 1) -> float:
         made.append(function())
         return 1.0
 
     monkeypatch.setattr(devices, "_seconds_of", note)
+    monkeypatch.setattr(devices, "launch_seconds", launch_seconds.__wrapped__)
     with torch.device("meta"):
         this_processor.__wrapped__()
     assert [tensor.device.type for tensor in made] == ["cpu", "cpu", "cpu"]

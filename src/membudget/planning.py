@@ -39,7 +39,7 @@ from membudget.planner.schedule import (
 )
 from membudget.planner.search import never
 from membudget.profile import Profile
-from membudget.profile.devices import this_processor
+from membudget.profile.devices import launch_seconds, this_processor
 from membudget.progress import stage
 from membudget.refusal import cannot_fit, predicted_least, refused
 from membudget.sharding import unwrapped_model
@@ -219,7 +219,8 @@ def overheads_of(profile: Profile) -> Overheads:
     # Its name is asked for last, because it is measured then.
     if profile.cost != "measured" and profile.cost != this_processor().name:
         return NO_OVERHEADS
-    return NATIVE_OVERHEADS if native.is_available() else CPU_OVERHEADS
+    fitted = NATIVE_OVERHEADS if native.is_available() else CPU_OVERHEADS
+    return fitted.on_a_processor(launch_seconds())
 
 
 def make_plan(

@@ -10,6 +10,7 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Choice
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
+    FITTED_LAUNCH_S,
     NATIVE_OVERHEADS,
     NO_OVERHEADS,
     Overheads,
@@ -132,6 +133,14 @@ def test_the_overhead_is_added_to_the_forward_alone():
     added = OVERHEADS.added_to_forward(graph)
     assert [o.seconds for o in added.operators] == [2.0, 11.0, 1.0, 1.0]
     assert added.backward_start == graph.backward_start
+
+
+def test_overheads_are_in_proportion_to_what_a_launch_takes():
+    found = NATIVE_OVERHEADS.on_a_processor(FITTED_LAUNCH_S / 2)
+    assert found.warm_s == NATIVE_OVERHEADS.warm_s / 2
+    assert found.region_s == NATIVE_OVERHEADS.region_s / 2
+    assert found.cache_bytes == NATIVE_OVERHEADS.cache_bytes
+    assert NATIVE_OVERHEADS.on_a_processor(FITTED_LAUNCH_S) == NATIVE_OVERHEADS
 
 
 def test_the_recorder_in_cpp_takes_less_than_the_one_in_python():

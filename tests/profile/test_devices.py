@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import membudget as mb
 from membudget.profile import DEVICES, Device, devices, profile
-from membudget.profile.devices import device_of, optimizer_named, this_processor
+from membudget.profile.devices import (
+    device_of,
+    launch_seconds,
+    optimizer_named,
+    this_processor,
+)
 
 
 class Operators(TorchDispatchMode):
@@ -147,7 +154,12 @@ def test_a_device_without_a_size_has_an_unknown_one():
 
 
 def test_this_processor_s_rates_are_those_of_a_product_and_a_copy(monkeypatch):
-    monkeypatch.setattr(devices, "_seconds_of", lambda function: (function(), 0.5)[1])
+    def half(function: Callable[[], Tensor], repeats: int = 1) -> float:
+        function()
+        return 0.5
+
+    monkeypatch.setattr(devices, "_seconds_of", half)
+    monkeypatch.setattr(devices, "launch_seconds", launch_seconds.__wrapped__)
     found = this_processor.__wrapped__()
 
     assert found.name == "this CPU, measured"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from membudget.graph import ModuleCall, Operator, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
@@ -40,8 +40,9 @@ class Overheads:
 
     The overheads are fitted to the times of forward and backward passes of
     transformers, MLPs and ResNets, plain and under regions, on one AMD EPYC core under
-    Python 3.11, where torch launches an operator in 20 µs. A step that is timed shows
-    by what factor they are off for it, usually between 0.5 and 2 (`membudget.terms`).
+    Python 3.11, where torch launches an operator in `FITTED_LAUNCH_S`; elsewhere, they
+    are in proportion. A step that is timed shows by what factor they are off for it,
+    usually between 0.5 and 2 (`membudget.terms`).
     On an accelerator, kernels mostly hide the host's time, so no overhead is counted.
     """
 
@@ -58,6 +59,13 @@ class Overheads:
     # Of a write to a part of a storage, or to older memory: recorded, and run again.
     write_s: float = 0.0
     write_again_s: float = 0.0
+
+    def on_a_processor(self, launch_s: float) -> Overheads:
+        """Return the overheads where torch launches an operator in `launch_s`."""
+        found = {f.name: getattr(self, f.name) for f in fields(self)}
+        factor = launch_s / FITTED_LAUNCH_S
+        seconds = {n: s * factor for n, s in found.items() if n.endswith("_s")}
+        return replace(self, **seconds)
 
     def of(self, graph: StepGraph, index: int) -> float:
         """Return the overhead of running an operator again."""
@@ -121,6 +129,9 @@ def _writes_apart(graph: StepGraph, index: int) -> bool:
             return True
     return False
 
+
+FITTED_LAUNCH_S = 20e-6
+"""What launching an operator took where the overheads were fitted."""
 
 NO_OVERHEADS = Overheads(0.0, 0.0, 0)
 CPU_OVERHEADS = Overheads(
