@@ -66,6 +66,17 @@ def test_models_of_one_budget_live_no_longer_than_their_loop():
     assert [reference() for reference in run()] == [None, None]
 
 
+def test_an_optimizer_that_was_not_given_lives_no_longer_than_in_the_plain_loop():
+    model = layers()
+    with mb.budget(model, "1GiB"):
+        optimizer = torch.optim.AdamW(model.parameters())
+        loop(model, [FEW] * 2, optimizer)
+        first = weakref.ref(optimizer)
+        del optimizer
+        assert first() is None
+        loop(model, [FEW], torch.optim.SGD(model.parameters()))
+
+
 @pytest.mark.parametrize(
     ("budget", "rows", "makes_state"),
     [(10_000, [FEW], False), (LATER, [FEW, FEW, MANY], False), (250_000, [FEW], True)],

@@ -46,6 +46,25 @@ def test_models_called_in_turn_find_room_for_each_other():
     assert peak_bytes <= limit
 
 
+def test_what_another_model_takes_later_is_no_part_of_a_micro_batch():
+    def worst_bytes(rows: int) -> int:
+        torch.manual_seed(0)
+        model, other = network(), network()
+        optimizer = torch.optim.AdamW(other.parameters())
+        with mb.budget([model, other], "1GiB") as fitted:
+            for _ in range(2):
+                model(torch.randn(8, 64)).sum().backward()
+                model.zero_grad()
+                # This model's call ends the micro-batch before it, plan or none.
+                with torch.set_grad_enabled(rows > 8):
+                    other(torch.randn(rows, 64))
+                other(torch.randn(rows, 64)).sum().backward()
+                optimizer.step()
+        return fitted.status().situations[0].worst_bytes
+
+    assert worst_bytes(1024) == worst_bytes(8)
+
+
 def test_a_step_with_a_closure_is_no_part_of_its_micro_batch():
     def worst_bytes(has_closure: bool) -> list[int]:
         torch.manual_seed(0)

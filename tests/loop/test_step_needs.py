@@ -95,7 +95,8 @@ def test_a_step_that_cannot_be_recorded_is_expected_to_take_what_the_last_two_di
     model(torch.ones(2, WIDTH), True).sum().backward()
     taken = []
     for took_bytes in (500, 100, 200):
-        needs.learn(optimizer, took_bytes)
+        needs.begin(optimizer, is_measured=True)
+        needs.learn(took_bytes)
         taken.append(needs.bytes_of(optimizer))
     assert taken == [0, 100, 100]
     assert "closure" in needs.why_not

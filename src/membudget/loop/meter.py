@@ -3,7 +3,7 @@
     begin()           mark("outputs")    mark("backward")    mark("step")       end()
     ├── model's forward ──┤├── loss: the tail ──┤├── backward ──┤├── optimizer's step ─┤
 
-                                  or the backward pass of another model ──┘
+                      or another model's forward or backward pass ("others") ──┘
 
 Peaks begin anew at each mark.
 """
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Literal, NamedTuple
 
+import torch
+
 from membudget._torch import is_any_autocast_enabled
 from membudget._torch_accelerator import is_on_accelerator
 from membudget.memory.allocator import at_rest
@@ -22,7 +24,10 @@ from membudget.memory.counting import Counted
 
 _NUMBERS = count(1)
 
-Mark = Literal["outputs", "backward", "step", "end"]
+Mark = Literal["outputs", "backward", "others", "step", "end"]
+
+_ENDS = ("others", "step", "end")
+"""Where a micro-batch ends: at the first of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,8 @@ class Measured:
 
     Attributes:
         peak_bytes: Peak of the bytes allocated from the call of the model until the
-            optimizer steps or the model is called again. On an accelerator, of those
-            that are reserved for them.
+            optimizer steps, or a model of the budget is called again. On an
+            accelerator, of those that are reserved for them.
         tail_bytes: The same between forward and backward of the model, above what was
             live when the model returned; `None` if no backward pass began.
         is_in_autocast: Whether the backward pass began in autocast.
@@ -50,6 +55,7 @@ class _At(NamedTuple):
     peak_bytes: int
     live_bytes: int
     is_in_autocast: bool
+    keeps_graph: bool  # Of "backward": a later backward pass goes through this one.
 
 
 class BatchMeter:
@@ -58,7 +64,8 @@ class BatchMeter:
     Attributes:
         peers: The meters of the models in one budget. Where the backward pass of one
             model begins, that of a model that was called on its outputs has ended.
-            What such a model keeps by choice is not a need of the first.
+            What such a model keeps by choice is not a need of the first. A model that
+            is called after another's backward pass is not part of that, either.
     """
 
     def __init__(self, counted: Counted):
@@ -102,11 +109,19 @@ class BatchMeter:
                 counted.peak_bytes() - spare_bytes,
                 counted.live_bytes(),
                 is_any_autocast_enabled(),
+                torch.is_grad_enabled(),
             )
             counted.restart()
             for peer in inner:
-                peer.mark("step")
+                peer.mark("others")
         return is_first
+
+    def end_others(self) -> None:
+        """Note that this model is called, so that those before it are done."""
+        for peer in self.peers:
+            backward = (peer._marks or {}).get("backward")
+            if peer is not self and backward and not backward.keeps_graph:
+                peer.mark("others")
 
     def _inner(self) -> list[BatchMeter]:
         """Return the peers whose backward pass was between this forward and now."""
@@ -128,9 +143,12 @@ class BatchMeter:
         if marks is None:
             return None
         step_bytes = None
-        if "step" in marks:  # No plan of this model changes what came after.
-            step_bytes = marks.pop("end").peak_bytes - marks["step"].live_bytes
-        peak_bytes = max(at.bounded_bytes for at in marks.values())
+        if "step" in marks:
+            step_bytes = marks["end"].peak_bytes - marks["step"].live_bytes
+        # No plan of this model changes what comes after.
+        end = next(what for what in marks if what in _ENDS)
+        parts = [marks[what] for what in ("outputs", "backward", end) if what in marks]
+        peak_bytes = max(at.bounded_bytes for at in parts)
         tail_bytes, is_in_autocast = None, False
         # An earlier call's backward pass may begin while the model is called.
         if "outputs" in marks and "backward" in marks:

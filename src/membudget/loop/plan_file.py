@@ -90,7 +90,7 @@ class PlanFile:
 
 def _conditions(root: Root) -> str:
     """Return a digest of what decides the operators, and by what they are timed."""
-    found = conditions_of(root.model, root.given)
+    found = conditions_of(root.model, root.steps.given)
     return found if root.host is None else f"{found} with a host"
 
 

@@ -52,8 +52,7 @@ class Root:
     Attributes:
         statistics: Of the region that a plan puts on the model itself, if one does.
         model: The model.
-        optimizer: Optimizer of the model's parameters, if it is known.
-        given: The optimizer that was known from the start.
+        steps: The optimizers of the model's parameters, and what they need.
         plans: Its plans, by situation.
         awaited: Its forwards whose backward pass has yet to begin.
         casts: The casts of its parameters that autocast caches.
@@ -77,8 +76,7 @@ class Root:
     ):
         """Store what to plan for; `attach` puts it on the model."""
         self.model = model
-        self.optimizer = optimizer
-        self.given = optimizer
+        self.steps = StepNeeds(model, optimizer)
         self.host = host
         self.sets = RegionSets(model, verify, host)
         self.has_run = self.is_retried = False
@@ -97,8 +95,6 @@ class Root:
         self._is_quiet = self._was_out_of_reach = False
         self._failures: int | None = None  # Of allocations, when a forward ended.
         self._shortages = 0
-        self._steps = StepNeeds(model)
-        self._stepping: Optimizer | None = None
 
     def attach(self) -> None:
         """Put this on the model, and begin to count."""
@@ -121,6 +117,7 @@ class Root:
         if is_ours or has_fakes(self.model, args, kwargs):
             return self._inner(function, args, kwargs)
         self._is_quiet = True  # Calls of the model inside of itself are part of this.
+        self.meter.end_others()
         try:
             if may_be_trained(self.model, args, kwargs):
                 return self._planned_run(function, args, kwargs)
@@ -205,7 +202,7 @@ class Root:
         plans = self.plans
         plans.prepare(situation, history)
         most = self.awaited.most
-        left = self._room.left(plans, situation, awaited, most, self.optimizer)
+        left = self._room.left(plans, situation, awaited, most, self.steps.optimizer)
         predicted = plans.choose(situation, history, left)
         point = plans.reference(situation)
         if not history.fits(predicted, left.limit_bytes):
@@ -236,14 +233,13 @@ class Root:
             BudgetError: If its step is over budget.
         """
         self._look_for_shortage()
-        self._stepping = optimizer if self.meter.mark("step") else None
-        self.optimizer = self.optimizer or optimizer
-        if self.given is None or self._recorder.not_foreseen:
-            self._room.check_step(optimizer, self._steps)
+        self.steps.begin(optimizer, is_measured=self.meter.mark("step"))
+        if self.steps.given is None or self._recorder.not_foreseen:
+            self._room.check_step(optimizer, self.steps)
 
     def _not_foreseen(self) -> str:
         """Return why the optimizer's step cannot be recorded; empty if it can."""
-        return self._recorder.not_foreseen or self._steps.why_not
+        return self._recorder.not_foreseen or self.steps.why_not
 
     def _look_for_shortage(self) -> None:
         """Tighten the plan if an allocation failed since the last forward ended.
@@ -264,12 +260,11 @@ class Root:
     def end_measurement(self) -> None:
         """Stop measuring, and learn from what was measured."""
         measured, self._measured = self._measured, None
-        stepping, self._stepping = self._stepping, None
         found = self.meter.end()
         if measured is None or found is None:
             return
-        if stepping is not None and found.step_bytes is not None:
-            self._steps.learn(stepping, found.step_bytes)
+        if found.step_bytes is not None:
+            self.steps.learn(found.step_bytes)
         situation, history = measured
         self.plans.learn(situation, history, found)
         beyond = found.peak_bytes - history.limit_bytes

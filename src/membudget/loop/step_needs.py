@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch.nn import Module
 from torch.optim import LBFGS, Optimizer
@@ -32,16 +32,34 @@ class _Needs:
 class StepNeeds:
     """Needs of the steps of one model's optimizers.
 
+    An optimizer that was not given is not held: its state is freed when the loop drops
+    it.
+
     Attributes:
+        given: The optimizer that was known from the start.
         why_not: Why a step cannot be recorded; empty if all can.
     """
 
-    def __init__(self, model: Module):
-        """Store the model; no optimizer is known."""
+    def __init__(self, model: Module, given: Optimizer | None = None):
+        """Store the model, and its optimizer if that is known."""
+        self.given = given
         self.why_not = ""
         self._model = model
         # Weak: a later optimizer may have the address of one that is gone.
         self._known: WeakKeyDictionary[Optimizer, _Needs] = WeakKeyDictionary()
+        self._noticed: ref[Optimizer] | None = None
+        self._stepping: ref[Optimizer] | None = None
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The optimizer of the model, given or noticed; `None` if none is known."""
+        return self.given or _alive(self._noticed)
+
+    def begin(self, optimizer: Optimizer, is_measured: bool) -> None:
+        """Note that an optimizer is about to step, and whether that is measured."""
+        if self.optimizer is None:
+            self._noticed = ref(optimizer)
+        self._stepping = ref(optimizer) if is_measured else None
 
     def bytes_of(self, optimizer: Optimizer) -> int:
         """Return the bytes of state that an optimizer lacks, and of temporaries.
@@ -66,12 +84,18 @@ class StepNeeds:
             return min(known.measured)
         return lacking_bytes + known.beside_bytes
 
-    def learn(self, optimizer: Optimizer, took_bytes: int) -> None:
+    def learn(self, took_bytes: int) -> None:
         """Note what a step took, or the part of one behind a call of its closure."""
-        self._known_of(optimizer).measured.append(took_bytes)
+        optimizer = _alive(self._stepping)
+        if optimizer is not None:
+            self._known_of(optimizer).measured.append(took_bytes)
 
     def _known_of(self, optimizer: Optimizer) -> _Needs:
         return self._known.setdefault(optimizer, _Needs())
+
+
+def _alive(optimizer: ref[Optimizer] | None) -> Optimizer | None:
+    return None if optimizer is None else optimizer()
 
 
 def _bytes_of_lbfgs(optimizer: LBFGS) -> int:
