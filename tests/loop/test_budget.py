@@ -87,6 +87,33 @@ def test_what_a_refusal_names_is_enough():
     assert len(limits) < 8
 
 
+@pytest.mark.parametrize("is_known", [False, True])
+def test_a_plan_that_held_is_not_refused_because_other_sizes_took_more(is_known):
+    """The loss of a short micro-batch takes a larger multiple of its outputs."""
+
+    def run(limit: int, rows: list[int], plan: mb.Plan | None = None) -> mb.Plan:
+        blocks = (nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3))
+        model = nn.Sequential(*blocks, nn.Linear(16, 512))
+        with counted(), mb.budget(model, limit, plan=plan) as fitted:
+            for count in rows:
+                outputs = model(torch.randn(count, 16))
+                beside = torch.empty_like(outputs).repeat(1 if count > 64 else 8, 1)
+                outputs.sum().backward()
+                model.zero_grad()
+                del outputs, beside
+        return fitted.plan
+
+    # The first one is planned for the loss that is assumed before one was measured.
+    with pytest.raises(mb.BudgetError, match="Smallest feasible budget") as caught:
+        run(100_000, [256])
+    limit = caught.value.least_bytes
+    del caught  # Its traceback holds the model.
+    if is_known:
+        run(limit, [256, 256], plan=run(limit, [256, 64]))
+    else:
+        run(limit, [256, 64, 256])
+
+
 @pytest.mark.parametrize("choice", ["warn", "plain"])
 def test_a_micro_batch_over_budget_may_run_with_a_warning(choice):
     model = Language()

@@ -43,7 +43,7 @@ floats = st.floats(allow_nan=False, allow_infinity=False)
 situations = st.builds(
     SituationPlan,
     *(texts, st.lists(sizes, max_size=3).map(tuple), texts, sizes, sizes, sizes),
-    *(floats, sizes, sizes, sizes),
+    *(floats, sizes, sizes, sizes, sizes),
 )
 loops = st.builds(
     LoopPlan,

@@ -9,7 +9,7 @@ from membudget.report.loop_text import loop_differences
 from membudget.report.plan_text import differences
 from tests.planner.drafts import PLAN
 
-SITUATION = SituationPlan("k", (8, 48), "8x48", 3, 9000, 2048, 1.25, 2000, 0, 0)
+SITUATION = SituationPlan("k", (8, 48), "8x48", 3, 9000, 2048, 1.25, 0, 2000, 0, 0)
 LOOP = LoopPlan("GPT", (), "cpu", "2.0", "c", (SITUATION,), "packed")
 
 

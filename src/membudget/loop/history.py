@@ -40,6 +40,7 @@ class History:
         most_bytes: Bytes for which plans are made, since memory ran out; `None` before.
         measured: Largest measured peak under each plan; `None` for no plan.
         basis: What the plan in force stands on; `None` before the first.
+        taken: The plan that fit last, and the peak that was expected of it then.
     """
 
     text: str
@@ -54,6 +55,7 @@ class History:
     most_bytes: int | None = None
     measured: dict[Decisions | None, int] = field(default_factory=dict)
     basis: Basis | None = None
+    taken: tuple[Decisions, int] | None = None
 
     @property
     def decisions(self) -> Decisions | None:
@@ -80,3 +82,23 @@ class History:
     def fits(self, predicted: Predicted, target_bytes: int) -> bool:
         """Return whether what is to be expected under a plan is within some bytes."""
         return self.expected_bytes(predicted) <= target_bytes
+
+    def has_held(self, target_bytes: int) -> bool:
+        """Return whether the plan in force fit some bytes when it was taken, and held.
+
+        More may be expected of it since, because other sizes took more. It is asked of
+        plans alone that need nothing of the host, where others may have taken room.
+        """
+        key, took_bytes = self.decisions, self.measured.get(self.decisions)
+        if key is None or key.host is not None or took_bytes is None:
+            return False
+        if self.taken is None or self.taken[0] != key:
+            return False
+        return max(took_bytes, self.taken[1]) <= target_bytes
+
+    def take(self, predicted: Predicted, target_bytes: int) -> bool:
+        """Return whether the plan in force may run in some bytes; note if it fits."""
+        if self.fits(predicted, target_bytes):
+            self.taken = predicted.decisions, self.expected_bytes(predicted)
+            return True
+        return self.has_held(target_bytes)

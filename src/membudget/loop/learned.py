@@ -104,12 +104,14 @@ class Learned:
         history.wanted_bytes = known.wanted_bytes
         if known.took_bytes:
             history.measured[history.decisions] = known.took_bytes
+        if known.expected_bytes:
+            history.taken = history.predicted.decisions, known.expected_bytes
 
 
 def situation_plan(situation: Situation, history: History, kind: CallKind) -> Any:
     """Return what is known of a situation, for people and for a later run."""
     found, key = history.predicted, history.decisions
-    schedules = [*kind.schedules]
+    schedules, taken = [*kind.schedules], history.taken
     return SituationPlan(
         kind=key_of(situation.kind),
         sizes=situation.sizes,
@@ -118,6 +120,7 @@ def situation_plan(situation: Situation, history: History, kind: CallKind) -> An
         wanted_bytes=history.wanted_bytes,
         peak_bytes=0 if found is None else found.peak_bytes,
         slowdown=0.0 if found is None else found.slowdown,
+        expected_bytes=taken[1] if taken and taken[0] == key else 0,
         took_bytes=history.measured.get(key, 0),
         correction_bytes=history.correction_bytes,
         schedule=schedules.index(key) if key in schedules else -1,

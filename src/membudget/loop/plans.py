@@ -10,7 +10,9 @@ Rules
 3. If several forwards run before one backward pass, each takes its part of what is
    left, so that the last of them finds as much as the first.
 4. A micro-batch whose smallest plan is over budget is refused before its forward.
-5. Sizes that were not recorded use plans of those that were (see `kind`), until they
+5. A plan that fit and held is not refused in the same bytes because other sizes have
+   taken more since than was expected of them.
+6. Sizes that were not recorded use plans of those that were (see `kind`), until they
    come often.
 """
 
@@ -156,12 +158,14 @@ class Plans:
             or not history.fits(known, wanted_bytes)
             or wanted_bytes > WORTH * history.wanted_bytes
         ):
-            known = history.predicted = self._chosen(
-                situation, history, wanted_bytes, halvings
-            )
+            found = self._chosen(situation, history, wanted_bytes, halvings)
+            limit_bytes = left.limit_bytes
+            if history.fits(found, limit_bytes) or not history.has_held(limit_bytes):
+                known = history.predicted = found
+                history.plans += 1
             history.basis, history.wanted_bytes = basis, wanted_bytes
-            history.plans += 1
         history.limit_bytes = left.limit_bytes
+        assert known is not None  # Else none has held.
         return known
 
     def _chosen(
@@ -215,6 +219,7 @@ class Plans:
         if history.predicted.schedule.is_smallest:
             return False
         history.most_bytes = int(TIGHTER * history.predicted.peak_bytes)
+        history.taken = None
         return True
 
     def learn(self, situation: Situation, history: History, measured: Measured) -> None:

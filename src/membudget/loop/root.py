@@ -205,7 +205,7 @@ class Root:
         left = self._room.left(plans, situation, awaited, most, self.steps.optimizer)
         predicted = plans.choose(situation, history, left)
         point = plans.reference(situation)
-        if not history.fits(predicted, left.limit_bytes):
+        if not history.take(predicted, left.limit_bytes):
             predicted = self._room.exceeded(point, history, predicted)
             self._warned.add(situation)  # Once is enough.
         self._twice.check(history, point.recording.output_bytes)

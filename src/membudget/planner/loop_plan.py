@@ -27,6 +27,7 @@ class SituationPlan:
         wanted_bytes: Bytes for which the plan was made.
         peak_bytes: Predicted peak of the plan.
         slowdown: Predicted slowdown of the plan.
+        expected_bytes: What was expected of it when it fit last; 0 if it never did.
         took_bytes: Largest measured peak under it; 0 if none was measured.
         correction_bytes: What micro-batches took beyond all predictions, at most.
         schedule: Number of the plan's schedule among the learned ones of its kind; -1
@@ -40,6 +41,7 @@ class SituationPlan:
     wanted_bytes: int
     peak_bytes: int
     slowdown: float
+    expected_bytes: int
     took_bytes: int
     correction_bytes: int
     schedule: int
