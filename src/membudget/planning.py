@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -229,8 +229,18 @@ def make_plan(
     model: Module,
     budget_bytes: int,
     unseen: int = 0,
+    absent: Collection[int] = (),
 ) -> Plan:
-    """Return the plan that implements a schedule on a model."""
+    """Return the plan that implements a schedule on a model.
+
+    Args:
+        profile: The step.
+        schedule: The schedule.
+        model: The model.
+        budget_bytes: The budget.
+        unseen: Bytes that the step takes beyond its profile.
+        absent: Op indices of operators that were recorded, but do not run.
+    """
     graph = profile.graph
     return Plan(
         model=type(unwrapped_model(model)).__name__,
@@ -241,7 +251,7 @@ def make_plan(
         slowdown=schedule.slowdown,
         bound=_bound(smoothed(graph), budget_bytes),
         cost=profile.cost,
-        regions=region_plans(graph, schedule.calls, schedule.choices),
+        regions=region_plans(graph, schedule.calls, schedule.choices, absent),
         device=device_type(model),
         host=_host_plan(schedule.simulation.moves, schedule.host),
     )

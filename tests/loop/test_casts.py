@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
+import pytest
 import torch
 
 import membudget as mb
 from membudget.loop.casts import CachedCasts
 from membudget.loop.kind import CallKind, Tail
 from membudget.loop.micro_batch import MicroBatchStep, RecordedBatch
+from membudget.policies import _PlannedCall
 from membudget.profile import profile_step
 from membudget.state.autocast import casts_kept
-from tests.loops.models import Language, loss_of
+from tests.loops.models import Language, Mixed, Recurrent, inputs_of, loss_of
 
 SIZES = (4, 16)
 
@@ -64,6 +67,44 @@ def test_no_casts_are_cached_outside_of_autocast_or_without_its_cache():
         assert not CachedCasts(model).names()
     with autocast():
         assert len(CachedCasts(model).names()) == len(list(model.parameters()))
+
+
+def test_what_an_earlier_forward_has_cached_is_told():
+    model = Language()
+    casts = CachedCasts(model)
+
+    def are_there(is_awaited: bool) -> bool:
+        casts.clear(is_awaited, 2)
+        return casts.are_there
+
+    assert not are_there(True)
+    for _ in range(2):
+        with autocast():
+            assert [are_there(w) for w in (False, True, True)] == [False, True, True]
+            assert not are_there(False)  # They were dropped.
+    with autocast(), casts_kept():
+        assert not any(are_there(True) for _ in range(2))
+
+
+@pytest.mark.parametrize("together", [1, 2])
+@pytest.mark.parametrize("make", [Recurrent, Mixed])
+def test_plans_are_followed_where_casts_are_cached(make, together, monkeypatch):
+    """A cell casts its weights in its first call, two forwards in the first one."""
+    differences: list[Any] = []
+    monkeypatch.setattr(_PlannedCall, "_count", differences.append)
+    name = make.__name__.lower()
+    torch.manual_seed(0)
+    model = make()
+    budget = mb.budget(model, "70%", on_exceed="warn")
+    with warnings.catch_warnings(), budget as fitted:
+        warnings.simplefilter("ignore", mb.BudgetWarning)
+        for _ in range(3):
+            with autocast():
+                batches = [inputs_of(name, model, 12) for _ in range(together)]
+                losses = [loss_of(model(x), y) for x, y in batches]
+                torch.stack(losses).sum().backward()
+    assert not differences
+    assert any(region.kept for region in fitted.plan.regions)
 
 
 def test_a_gradient_that_is_the_sum_of_three_is_added_in_the_plain_order():

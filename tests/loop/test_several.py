@@ -46,6 +46,26 @@ def test_models_called_in_turn_find_room_for_each_other():
     assert peak_bytes <= limit
 
 
+def test_gradients_that_two_forwards_sum_are_expected_beside_those_there():
+    """The weights take more than the activations, and so do their gradients."""
+    torch.manual_seed(0)
+    model = network()
+    with counted(), mb.budget(model, "1GiB") as fitted:
+        for _ in range(4):
+            one, other = torch.randn(2, 16, 64)
+            (model(one).square() + model(other).square()).mean().backward()
+    (root,) = fitted._roots
+    assert [s.uses for s in fitted.status().situations] == [1, 1, 3, 3]
+    # In the first step, nobody knows that another forward follows.
+    known = [*root.plans.histories.values()][2:]
+    assert [history.correction_bytes for history in known] == [0, 0]
+    gradient_bytes = sum(p.nbytes for p in model.parameters())
+    assert root.awaited.gradient_bytes(model, 0) == gradient_bytes
+    assert root.awaited.gradient_bytes(model, 1) == gradient_bytes
+    model.zero_grad()  # The last ones become those there.
+    assert root.awaited.gradient_bytes(model, 1) == 0
+
+
 def test_what_another_model_takes_later_is_no_part_of_a_micro_batch():
     def worst_bytes(rows: int) -> int:
         torch.manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from membudget.graph import StepGraph
 from membudget.planner.blocks import module_blocks, numbered_calls
-from membudget.planner.choice import Choice, made_in
+from membudget.planner.choice import Choice, Stage, made_in
 from membudget.planner.region_plans import region_plans
 from tests.planner.drafts import Draft
 
@@ -44,6 +44,18 @@ def test_a_module_that_is_called_once_has_no_numbers():
     (model,) = (call for call in graph.calls if call.path == "")
     (region,) = region_plans(graph, [model], [Choice(0, 6)])
     assert (region.times, region.numbers) == (1, ())
+
+
+def test_operators_that_do_not_run_have_no_number():
+    graph = loop()
+    kept = frozenset(made_in(graph, Choice(0, 6)))
+    stages = (Stage(0, frozenset()), Stage(3, frozenset()))
+    (model,) = (call for call in graph.calls if call.path == "")
+    choice = Choice(0, 6, kept, stages)
+    (region,) = region_plans(graph, [model], [choice], absent={0, 2})
+    assert region.operators == len(region.sequence) == 4
+    assert [k.number for k in region.kept] == [1, 2, 3, 4]
+    assert [stage.after for stage in region.stages] == [0, 1]
 
 
 def test_each_call_of_a_module_in_a_loop_is_a_block():

@@ -12,6 +12,9 @@ from weakref import ReferenceType, ref
 
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
+from torch.nn import Module
+
+from membudget.state.identity import is_leaf
 
 
 @dataclass
@@ -51,6 +54,23 @@ class Awaited:
         self._forwards = [ref(forward) for forward in awaited]
         self.most = max(self.most, len(awaited) + 1)
         return awaited
+
+    def gradient_bytes(self, model: Module, others: int) -> int:
+        """Return the bytes of gradients that live beside those of a forward's own.
+
+        Where several forwards run before one backward pass, autograd sums a parameter's
+        gradients of all of them before it adds them to `.grad`. So those of the last
+        forward, whose backward pass begins, live until that of the first one has ended.
+
+        Args:
+            model: The model.
+            others: How many forwards are awaited already.
+        """
+        if self.most == 1:
+            return 0
+        is_last = others + 1 == self.most
+        trained = (p for p in model.parameters() if p.requires_grad and is_leaf(p))
+        return sum(p.nbytes for p in trained if not is_last or p.grad is not None)
 
     def add(
         self, forward: Forward, outputs: Sequence[Tensor], begun: Callable[[], object]

@@ -111,7 +111,7 @@ class CallRecorder:
             raise UnrecordableError(f"{type(error).__name__}: {error}") from error
         finally:
             self.is_recording = False
-        return RecordedBatch(profile, self._casts.names())
+        return RecordedBatch(profile, self._casts.names(), self._casts.are_there)
 
     def _profiled(self, step: Step, optimizer: Optimizer | None) -> Profile:
         if is_fully_sharded(self._model):

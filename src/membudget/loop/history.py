@@ -34,6 +34,8 @@ class History:
         limit_bytes: Bytes that a micro-batch may allocate, when it ran last.
         wanted_bytes: Bytes for which the plan was made.
         correction_bytes: What a micro-batch took beyond all that was expected, at most.
+        summed_bytes: Gradients of other micro-batches that live beside those of its
+            own, in the same backward pass.
         worst_bytes: Largest measured peak.
         last_bytes: Last measured peak.
         plans: How many plans were made.
@@ -49,6 +51,7 @@ class History:
     limit_bytes: int = 0
     wanted_bytes: int = 0
     correction_bytes: int = 0
+    summed_bytes: int = 0
     worst_bytes: int = 0
     last_bytes: int = 0
     plans: int = 0
@@ -69,14 +72,16 @@ class History:
         layers: no measurement lowers a prediction.
         """
         known = self.measured.get(predicted.decisions)
+        foreseen_bytes = predicted.foreseen_bytes + self.summed_bytes
         if known is not None:
-            return max(predicted.foreseen_bytes, known)
-        return predicted.foreseen_bytes + self.correction_bytes
+            return max(foreseen_bytes, known)
+        return foreseen_bytes + self.correction_bytes
 
     def expect(self, peak_bytes: int) -> None:
         """Expect a peak of later micro-batches, even if it is beyond the prediction."""
         if self.predicted is not None:
-            beyond = peak_bytes - self.predicted.foreseen_bytes
+            foreseen_bytes = self.predicted.foreseen_bytes + self.summed_bytes
+            beyond = peak_bytes - foreseen_bytes
             self.correction_bytes = max(self.correction_bytes, beyond)
 
     def fits(self, predicted: Predicted, target_bytes: int) -> bool:

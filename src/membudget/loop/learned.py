@@ -134,6 +134,7 @@ def kind_data(kind: CallKind) -> dict[str, Any]:
             {
                 "sizes": sizes,
                 "cached": sorted(recording.cached),
+                "are_there": recording.are_there,
                 "profile": recording.profile.to_dict(),
             }
             for sizes, recording in kind.recordings.items()
@@ -146,7 +147,8 @@ def _kind_of(data: Any, tail: Tail, host: HostRoom | None) -> CallKind:
     kind = CallKind(tail, host=host)
     for recorded in data["recorded"]:
         profile = Profile.from_dict(recorded["profile"])
-        recording = RecordedBatch(profile, frozenset(recorded["cached"]))
+        cached, are_there = frozenset(recorded["cached"]), bool(recorded["are_there"])
+        recording = RecordedBatch(profile, cached, are_there)
         kind.add(tuple(recorded["sizes"]), recording)
     return kind
 

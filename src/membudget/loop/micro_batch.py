@@ -118,16 +118,20 @@ class RecordedBatch:
     Attributes:
         profile: The micro-batch on fake tensors, with an empty tail.
         cached: Names of the parameters whose casts autocast caches in the loop.
+        are_there: Whether an earlier forward has cached them.
     """
 
-    def __init__(self, profile: Profile, cached: Collection[str] = ()):
+    def __init__(
+        self, profile: Profile, cached: Collection[str] = (), are_there: bool = False
+    ):
         """Store the profile of a `MicroBatchStep`.
 
         Args:
             profile: The profile, in which no cast is cached.
             cached: Names of the parameters whose casts autocast caches in the loop.
+            are_there: Whether an earlier forward has cached them.
         """
-        self.cached = cached
+        self.cached, self.are_there = cached, are_there
         graph = profile.graph
         self.profile = replace(profile, graph=replace(graph, calls=_steady(graph)))
 
@@ -164,14 +168,32 @@ class RecordedBatch:
     @cached_property
     def casts(self) -> dict[int, int]:
         """Storages of casts that autocast caches, with the storage of the parameter."""
+        graph = self.profile.graph
+        made = ((graph.operators[i].outputs[0], of) for i, of in self._casting.items())
+        return {graph.values[output].storage: of for output, of in made}
+
+    @cached_property
+    def absent(self) -> frozenset[int]:
+        """Op indices of casts that do not run in the loop, because they are cached."""
+        seen: set[int] = set(self._casting.values()) if self.are_there else set()
+        absent = set()
+        for index, parameter in self._casting.items():
+            if parameter in seen:
+                absent.add(index)
+            seen.add(parameter)
+        return frozenset(absent)
+
+    @cached_property
+    def _casting(self) -> dict[int, int]:
+        """Op indices of casts that autocast caches, with the parameter's storage."""
         graph, found = self.profile.graph, {}
-        for operator in graph.operators[: graph.backward_start]:
+        for index, operator in enumerate(graph.operators[: graph.backward_start]):
             if self.cached and operator.name.startswith("aten._to_copy."):
                 of = graph.values[operator.inputs[0]].storage
                 facts = graph.storages[of]
                 is_held = facts.kind in ("parameter", "outside")
                 if is_held and facts.name in self.cached:
-                    found[graph.values[operator.outputs[0]].storage] = of
+                    found[index] = of
         return found
 
     @cached_property

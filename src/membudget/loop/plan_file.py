@@ -139,7 +139,8 @@ def _most_frequent(root: Root) -> Plan | None:
     history, point = root.plans.histories[situation], root.plans.reference(situation)
     assert history.predicted is not None
     schedule = point.simulated(history.predicted.schedule)
-    return make_plan(point.profile, schedule, root.model, history.limit_bytes)
+    limit_bytes, absent = history.limit_bytes, point.recording.absent
+    return make_plan(point.profile, schedule, root.model, limit_bytes, absent=absent)
 
 
 def _loop_plan(root: Root, conditions: str) -> LoopPlan:

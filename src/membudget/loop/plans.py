@@ -137,9 +137,11 @@ class Plans:
         plain_bytes = self.kind(situation).plain_at_least(situation.sizes)
         if plain_bytes is None:
             plain_bytes = self.point(situation).profile.peak_bytes
-        point = self.reference(situation)
-        whole = point.gradient_bytes if share.is_of_activations else 0
-        return whole + int(share.part * (plain_bytes - whole))
+        summed_bytes = self.histories[situation].summed_bytes
+        point, whole = self.reference(situation), 0
+        if share.is_of_activations:
+            whole = point.gradient_bytes + summed_bytes
+        return whole + int(share.part * (plain_bytes + summed_bytes - whole))
 
     def choose(self, situation: Situation, history: History, left: Left) -> Predicted:
         """Return what is predicted under the plan to take; note it in the history.
@@ -194,9 +196,8 @@ class Plans:
             if history.fits(found, int(UNKNOWN_SHARE * wanted_bytes)):
                 return found
         else:
-            fastest = kind.fastest(
-                point, wanted_bytes, history.correction_bytes, halvings
-            )
+            beyond_bytes = history.correction_bytes + history.summed_bytes
+            fastest = kind.fastest(point, wanted_bytes, beyond_bytes, halvings)
             if fastest is not None:
                 return fastest
         return kind.smallest(point, halvings)

@@ -5,7 +5,7 @@ Schedules that decide alike share their regions, with all that these have verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from torch.nn import Module
@@ -67,7 +67,7 @@ class RegionSets:
         self.inner: Carried | None = None
         self._model = model
         self._options = {"verify": verify}
-        self._plans: dict[Decisions, _RegionPlans] = {}
+        self._plans: dict[tuple[Decisions, Collection[int]], _RegionPlans] = {}
         self._sets: dict[_RegionPlans | None, PlanRegions] = {}
         self._on: PlanRegions = []
         self._statistics: list[Statistics] = []
@@ -75,17 +75,19 @@ class RegionSets:
 
     def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
         """Put the regions of a schedule on the model, in place of those there."""
-        decisions = Decisions.of(schedule)
-        if decisions not in self._plans:
-            plan = make_plan(point.profile, point.simulated(schedule), self._model, 0)
-            self._plans[decisions] = plan.regions
+        absent = point.recording.absent
+        key = Decisions.of(schedule), absent
+        if key not in self._plans:
+            simulated = point.simulated(schedule)
+            plan = make_plan(point.profile, simulated, self._model, 0, absent=absent)
+            self._plans[key] = plan.regions
             if plan.regions not in self._sets:
                 carried = carried_of_plan(
                     *(self._model, plan, self._options),
                     None if self._host is None else self._host.offload,
                 )
                 self._sets[plan.regions] = self._noted(carried)
-        self._put(self._sets[self._plans[decisions]])
+        self._put(self._sets[self._plans[key]])
         self._kept = partial(_kept_under, point, schedule, limit_bytes)
 
     def recompute_all(self) -> None:

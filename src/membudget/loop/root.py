@@ -168,7 +168,8 @@ class Root:
         self.end_measurement()
         awaited = self.awaited.now()
         self.casts.clear(bool(awaited), self.awaited.most)
-        situation = situation_of(self.model, args, kwargs, len(awaited))
+        has_casts = self.casts.are_there
+        situation = situation_of(self.model, args, kwargs, len(awaited), has_casts)
         history = self.plans.histories.get(situation)
         if history is None:
             history = self.plans.begin(situation, sizes_text(args, kwargs))
@@ -201,6 +202,7 @@ class Root:
             return Forward()
         plans = self.plans
         plans.prepare(situation, history)
+        history.summed_bytes = self.awaited.gradient_bytes(self.model, len(awaited))
         most = self.awaited.most
         left = self._room.left(plans, situation, awaited, most, self.steps.optimizer)
         predicted = plans.choose(situation, history, left)

@@ -42,7 +42,11 @@ class Situation(NamedTuple):
 
 
 def situation_of(
-    model: Module, args: tuple[Any, ...], kwargs: dict[str, Any], pending: int
+    model: Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    pending: int,
+    has_casts: bool = False,
 ) -> Situation:
     """Return the situation of a call of the model that is about to run.
 
@@ -51,6 +55,7 @@ def situation_of(
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         pending: Number of earlier forwards whose backward pass has yet to begin.
+        has_casts: Whether autocast has cached casts of the model's parameters.
     """
     told, sizes = _told(args, kwargs, _PLAIN)
     modules = list(model.modules())
@@ -65,6 +70,7 @@ def situation_of(
         *(told, tuple(kwargs), autocast_state(), pending),
         *(parameters, _training(modules), torch.get_default_dtype()),
         *((units_told(model),) if is_fully_sharded(model) else ()),
+        *(("casts",) if has_casts else ()),
     )
     return Situation(kind, sizes)
 
