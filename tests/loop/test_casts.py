@@ -95,7 +95,7 @@ def test_plans_are_followed_where_casts_are_cached(make, together, monkeypatch):
     name = make.__name__.lower()
     torch.manual_seed(0)
     model = make()
-    budget = mb.budget(model, "70%", on_exceed="warn")
+    budget = mb.budget(model, "60%", on_exceed="warn")
     with warnings.catch_warnings(), budget as fitted:
         warnings.simplefilter("ignore", mb.BudgetWarning)
         for _ in range(3):
