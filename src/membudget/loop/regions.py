@@ -5,7 +5,8 @@ Schedules that decide alike share their regions, with all that these have verifi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 from torch.nn import Module
@@ -16,10 +17,11 @@ from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
 from membudget.loop.host_room import HostRoom
 from membudget.loop.point import Decisions, RecordedSize
-from membudget.planned import PlanRegions, carried_of_plan
+from membudget.planned import MOST_NAMED, PlanRegions, carried_of_plan, policies_of
 from membudget.planner.plan import RegionPlan
 from membudget.planner.schedule import Schedule
 from membudget.planning import make_plan
+from membudget.policies import Planned
 from membudget.report.kept_text import kept_text
 from membudget.selection import default_names
 from membudget.sharding import around_units, ranks_around
@@ -71,6 +73,7 @@ class RegionSets:
         self._sets: dict[_RegionPlans | None, PlanRegions] = {}
         self._on: PlanRegions = []
         self._statistics: list[Statistics] = []
+        self._policies: list[tuple[str, Planned]] = []
         self._kept: Callable[[], str] | None = None
 
     def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
@@ -126,6 +129,20 @@ class RegionSets:
             totals[of.label] = forwards + of.forwards, recomputes + of.recomputes
         return totals
 
+    def notes(self) -> Iterator[str]:
+        """Yield what a user should know of plans that calls did not follow."""
+        differing: Counter[str] = Counter()
+        for name, policy in self._policies:
+            differing[name or "the model"] += policy.differences
+        named = [f"{name} ({n})" for name, n in differing.most_common() if n]
+        if named:
+            more = len(named) - MOST_NAMED
+            yield (
+                "calls that ran other operators than planned kept nothing from there "
+                f"on, in {', '.join(named[:MOST_NAMED])}"
+                f"{f', and in {more} more' if more > 0 else ''}"
+            )
+
     def _put(self, regions: PlanRegions) -> None:
         if regions is self._on:
             return
@@ -143,6 +160,7 @@ class RegionSets:
         modules = dict(self._model.named_modules())
         found = (of.statistics for of in carried.values())
         self._statistics += [statistics for statistics in found if statistics]
+        self._policies += [(n, p) for n, of in carried.items() for p in policies_of(of)]
         return [(name, modules[name], of) for name, of in carried.items()]
 
 

@@ -288,6 +288,7 @@ class Root:
             )
         if self._was_out_of_reach:
             yield OUT_OF_REACH
+        yield from self.sets.notes()
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
         if why_not := self._evaluations.why_not:

@@ -1,0 +1,56 @@
+"""A budget says which calls did not follow their plan."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor, nn
+
+import membudget as mb
+from membudget.loop.regions import RegionSets
+from membudget.policies import Planned
+
+
+class Block(nn.Module):
+    """May run another operator from its second micro-batch on, on the same sizes."""
+
+    def __init__(self, changes: bool):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.changes, self.calls = changes, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += type(x) is Tensor  # A recording's tensors are fake.
+        x = self.first(x).sin()
+        x = x.cos() if self.changes and self.calls > 1 else x.exp()
+        return self.second(x).tanh()
+
+
+def notes_of(changes: bool) -> list[str]:
+    model = nn.Sequential(*(Block(changes) for _ in range(3)))
+    budget = mb.budget(model, "70%", on_exceed="warn")
+    with warnings.catch_warnings(), budget as fitted:
+        warnings.simplefilter("ignore", mb.BudgetWarning)
+        for _ in range(3):
+            model(torch.randn(64, 32)).sum().backward()
+    return [n for n in fitted.status().notes if "other operators than planned" in n]
+
+
+def test_a_budget_says_which_calls_ran_other_operators_than_planned():
+    (note,) = notes_of(changes=True)
+    assert note.endswith("kept nothing from there on, in the model (2)")
+
+
+def test_a_budget_says_nothing_of_plans_that_were_followed():
+    assert not notes_of(changes=False)
+
+
+def test_regions_that_differ_most_are_named_and_the_others_counted():
+    sets = RegionSets(nn.Linear(1, 1), verify=0.01)
+    for name, times in {"a": 0, "b": 1, "c": 4, "d": 2, "e": 3, "f": 1}.items():
+        policy = Planned({})
+        policy.differences = times
+        sets._policies.append((name, policy))
+    (note,) = sets.notes()
+    assert note.endswith("on, in c (4), e (3), d (2), and in 2 more")
