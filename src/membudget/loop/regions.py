@@ -6,7 +6,7 @@ Schedules that decide alike share their regions, with all that these have verifi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 
 from torch.nn import Module
@@ -17,11 +17,10 @@ from membudget.engine.options import Statistics, checked_options
 from membudget.errors import SelectionError
 from membudget.loop.host_room import HostRoom
 from membudget.loop.point import Decisions, RecordedSize
-from membudget.planned import MOST_NAMED, PlanRegions, carried_of_plan, policies_of
+from membudget.planned import PlanRegions, carried_of_plan, policies_of
 from membudget.planner.plan import RegionPlan
 from membudget.planner.schedule import Schedule
 from membudget.planning import make_plan
-from membudget.policies import Planned
 from membudget.report.kept_text import kept_text
 from membudget.selection import default_names
 from membudget.sharding import around_units, ranks_around
@@ -72,8 +71,6 @@ class RegionSets:
         self._plans: dict[tuple[Decisions, Collection[int]], _RegionPlans] = {}
         self._sets: dict[_RegionPlans | None, PlanRegions] = {}
         self._on: PlanRegions = []
-        self._statistics: list[Statistics] = []
-        self._policies: list[tuple[str, Planned]] = []
         self._kept: Callable[[], str] | None = None
 
     def switch(self, point: RecordedSize, schedule: Schedule, limit_bytes: int) -> None:
@@ -124,24 +121,21 @@ class RegionSets:
     def counted(self) -> dict[str, tuple[int, int]]:
         """Return forwards and recomputes of each region, by name."""
         totals: dict[str, tuple[int, int]] = {}
-        for of in self._statistics:
-            forwards, recomputes = totals.get(of.label, (0, 0))
-            totals[of.label] = forwards + of.forwards, recomputes + of.recomputes
+        for _, _, carried in self._all():
+            if of := carried.statistics:
+                forwards, recomputes = totals.get(of.label, (0, 0))
+                totals[of.label] = forwards + of.forwards, recomputes + of.recomputes
         return totals
 
-    def notes(self) -> Iterator[str]:
-        """Yield what a user should know of plans that calls did not follow."""
-        differing: Counter[str] = Counter()
-        for name, policy in self._policies:
-            differing[name or "the model"] += policy.differences
-        named = [f"{name} ({n})" for name, n in differing.most_common() if n]
-        if named:
-            more = len(named) - MOST_NAMED
-            yield (
-                "calls that ran other operators than planned kept nothing from there "
-                f"on, in {', '.join(named[:MOST_NAMED])}"
-                f"{f', and in {more} more' if more > 0 else ''}"
-            )
+    def differences(self) -> Counter[str]:
+        """Return how many calls of each region did not follow their plan, by name."""
+        totals: Counter[str] = Counter()
+        for name, _, carried in self._all():
+            totals[name] += sum(p.differences for p in policies_of(carried))
+        return totals
+
+    def _all(self) -> PlanRegions:
+        return [region for regions in self._sets.values() for region in regions]
 
     def _put(self, regions: PlanRegions) -> None:
         if regions is self._on:
@@ -158,9 +152,6 @@ class RegionSets:
         # Now, in its forward: it may have been wrapped or sharded after the budget.
         self.ranks = max(self.ranks, ranks_around(self._model))
         modules = dict(self._model.named_modules())
-        found = (of.statistics for of in carried.values())
-        self._statistics += [statistics for statistics in found if statistics]
-        self._policies += [(n, p) for n, of in carried.items() for p in policies_of(of)]
         return [(name, modules[name], of) for name, of in carried.items()]
 
 

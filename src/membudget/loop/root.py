@@ -31,7 +31,7 @@ from membudget.loop.history import History
 from membudget.loop.host_room import HostRoom
 from membudget.loop.meter import BatchMeter
 from membudget.loop.micro_batch import differentiable
-from membudget.loop.notes import OUT_OF_REACH, exceeded, unrecordable
+from membudget.loop.notes import OUT_OF_REACH, exceeded, not_followed, unrecordable
 from membudget.loop.plans import Plans
 from membudget.loop.regions import AGAIN, SMALLEST, RegionSets, explain
 from membudget.loop.room import Room
@@ -288,7 +288,8 @@ class Root:
             )
         if self._was_out_of_reach:
             yield OUT_OF_REACH
-        yield from self.sets.notes()
+        if differing := not_followed(self.sets.differences()):
+            yield differing
         if self._room.counted.why_not:
             yield f"not measured: {self._room.counted.why_not}"
         if why_not := self._evaluations.why_not:
