@@ -12,14 +12,20 @@ from torch import nn
 
 import membudget as mb
 from membudget import race as racing
-from membudget import recorded
+from membudget import recorded, terms
 from membudget.attach import has_region
 from membudget.attempt import try_plan
 from membudget.engine.calls import Calls
 from membudget.planned import PlanRegions, put_on, take_off
 from membudget.planner.choice import RERUN
 from membudget.planner.plan import RegionPlan
-from membudget.race import LEAST_ROUNDS, MOST_ROUNDS, Slowdown, race
+from membudget.race import (
+    DISTURBED_ROUNDS,
+    LEAST_ROUNDS,
+    MOST_ROUNDS,
+    Slowdown,
+    race,
+)
 from membudget.step import CallableStep, Step
 from tests.planner.models import MODELS
 from tests.test_apply_rerun import plan_of
@@ -84,7 +90,7 @@ def test_a_plan_wins_that_is_clearly_faster_than_the_first(
     ],
 )
 def test_rounds_are_repeated_that_other_load_disturbs(ratios, is_enough):
-    assert racing._is_enough(ratios, -math.inf) is is_enough
+    assert racing._is_enough(ratios, LEAST_ROUNDS, -math.inf) is is_enough
 
 
 @pytest.mark.parametrize(
@@ -167,6 +173,36 @@ def test_a_slowdown_says_what_was_measured_and_what_else_was_raced():
     assert str(found).endswith("1.400, disturbed by other load; other plans 1.400")
 
 
+@pytest.mark.parametrize("far_off", [0.0, math.inf])
+def test_a_plan_is_raced_again_that_is_measured_far_from_its_prediction(
+    monkeypatch, far_off
+):
+    torch.manual_seed(0)
+    model, batch = MODELS["gpt"]()
+    raced: list[tuple[int, int]] = []
+
+    def noted(
+        step: Step, plans: list[PlanRegions], least: int = LEAST_ROUNDS
+    ) -> tuple[int, Slowdown]:
+        raced.append((len(plans), least))
+        others = (9.0,) * (len(plans) - 1)
+        return 0, Slowdown(7.0 + len(raced), 7.0, 9.0, least, 1.0, others)
+
+    monkeypatch.setattr(recorded, "race", noted)
+    monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(terms, "FAR_OFF", far_off)
+    with mb.fit(model, batch, "50%", measure="best") as fitted:
+        found = fitted.slowdown
+    assert found is not None
+    assert raced[0][0] == 1 + len(found.others) > 1
+    if far_off:
+        assert (found.median, found.rounds, found.seconds) == (8.0, LEAST_ROUNDS, 1.0)
+        assert len(raced) == 1
+    else:
+        assert (found.median, found.rounds, found.seconds) == (9.0, 7, 2.0)
+        assert raced[1:] == [(1, DISTURBED_ROUNDS)]
+
+
 @pytest.mark.parametrize("measure", ["none", "one", "best", None])
 def test_fit_measures_what_it_is_asked_to(measure):
     torch.manual_seed(0)
@@ -185,14 +221,16 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
     model, batch = MODELS["gpt"]()
     raced: list[list[PlanRegions]] = []
 
-    def last_wins(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
+    def last_wins(
+        step: Step, plans: list[PlanRegions], least: int = LEAST_ROUNDS
+    ) -> tuple[int, Slowdown]:
         raced.append(plans)
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "race", last_wins)
     monkeypatch.setattr(recorded, "NEARLY", math.inf)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
-        (plans,) = raced
+        plans = raced[0]
         assert len(plans) > 1
         assert {r.name for r in fitted.status().regions} == {n for n, _, _ in plans[-1]}
         assert {r.path for r in fitted.plan.regions} == {n for n, _, _ in plans[-1]}
@@ -227,8 +265,10 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
             warnings.warn("of the step itself", UserWarning, stacklevel=1)
         return try_plan(*args, **options)
 
-    def race(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
-        return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
+    def race(
+        step: Step, plans: list[PlanRegions], least: int = LEAST_ROUNDS
+    ) -> tuple[int, Slowdown]:
+        return min(winner, len(plans) - 1), Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "try_plan", warning)
     monkeypatch.setattr(recorded, "race", race)

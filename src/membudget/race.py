@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median, quantiles
 
 from membudget.engine.controls import verification_postponed
@@ -24,7 +24,10 @@ DISTURBED = 0.12
 """Quartiles of ratios that lie further apart tell of other load on the machine."""
 
 DISTURBED_ROUNDS = 7
-"""How many rounds there are at least where other load disturbs them."""
+"""How many rounds there are at least where other load disturbs them.
+
+A plan whose measured and predicted slowdowns are far apart is raced again for as many.
+"""
 
 ENOUGH_S = 0.5
 """No further round begins after the least number of rounds and this time."""
@@ -62,6 +65,11 @@ class Slowdown:
     others: tuple[float, ...] = ()
     forward: float | None = None
 
+    def replaced_by(self, again: Slowdown) -> Slowdown:
+        """Return what a second race of the plan found, after the time of both."""
+        seconds = self.seconds + again.seconds
+        return replace(again, seconds=seconds, others=self.others)
+
     def __str__(self) -> str:
         """Return the slowdown, and how it was measured."""
         return f"{self.median:.3f}  {self.how}"
@@ -79,7 +87,9 @@ class Slowdown:
         return text
 
 
-def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
+def race(
+    step: Step, plans: Sequence[PlanRegions], least: int = LEAST_ROUNDS
+) -> tuple[int, Slowdown]:
     """Time steps under each of several plans; return the fastest and its slowdown.
 
     Another plan than the first must be clearly faster, and in nearly every round,
@@ -89,6 +99,7 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
     Args:
         step: The step, which has run under each plan before.
         plans: What the model carries under each plan.
+        least: The least number of rounds.
     """
     begin_s = time.perf_counter()
     clock = step_clock()
@@ -96,7 +107,7 @@ def race(step: Step, plans: Sequence[PlanRegions]) -> tuple[int, Slowdown]:
     forwards: list[list[float]] = [[] for _ in plans]
     kept = state_kept(step, has_values=True)
     with stage("timing steps"), kept, verification_postponed():
-        while not _is_enough(ratios[0], begin_s):
+        while not _is_enough(ratios[0], least, begin_s):
             plain = _timed(step, clock)
             for place, plan in enumerate(plans):
                 put_on(plan)
@@ -128,11 +139,12 @@ def _is_clearly_faster(ratios: Sequence[float], first: Sequence[float]) -> bool:
     return middle < -CLEARLY and high < 0
 
 
-def _is_enough(rounds: Sequence[float], begin_s: float) -> bool:
-    if len(rounds) < LEAST_ROUNDS:
+def _is_enough(rounds: Sequence[float], least: int, begin_s: float) -> bool:
+    if len(rounds) < least:
         return False
     low, _, high = _quartiles(rounds)
-    least = DISTURBED_ROUNDS if high - low > DISTURBED else LEAST_ROUNDS
+    if high - low > DISTURBED:
+        least = max(least, DISTURBED_ROUNDS)
     is_long = time.perf_counter() - begin_s > ENOUGH_S
     return len(rounds) >= (least if is_long else MOST_ROUNDS)
 

@@ -40,12 +40,12 @@ from membudget.planning import (
 )
 from membudget.profile import Profile
 from membudget.profile.cache import FROM_CACHE
-from membudget.race import NEARLY, Slowdown, race
+from membudget.race import DISTURBED_ROUNDS, NEARLY, Slowdown, race
 from membudget.refusal import explaining_shortage
 from membudget.rehearsal import Rehearsal
 from membudget.report.kept_text import kept_text
 from membudget.step import Step
-from membudget.terms import repriced
+from membudget.terms import is_far_off, repriced
 
 Measure = Literal["best", "one", "none"]
 
@@ -193,12 +193,17 @@ def _raced(
         with without_shortage():
             place, slowdown = race(step, [entry.regions for entry in entries])
     fastest = entries[place]
-    for warning in fastest.warned:  # First: where it is an error, no plan stays.
-        _issue(warning)
-    put_on(fastest.regions)
     priced = fastest.attempt
     if slowdown is not None:
         priced = repriced(profile, priced, slowdown)
+        if is_far_off(priced, slowdown) and not deadline.forbids("timing more steps"):
+            with without_shortage():
+                again = race(step, [fastest.regions], DISTURBED_ROUNDS)[1]
+                slowdown = slowdown.replaced_by(again)
+            priced = repriced(profile, fastest.attempt, slowdown)
+    for warning in fastest.warned:  # First: where it is an error, no plan stays.
+        _issue(warning)
+    put_on(fastest.regions)
     found.attempts.append(priced)
     found.applied = fastest.applied
     return slowdown

@@ -23,6 +23,9 @@ from membudget.race import Slowdown
 MOST_OFF = 0.05
 """How far a measured slowdown may be off before the report says which term is."""
 
+FAR_OFF = 0.1
+"""How far a measured slowdown may be off before a race of few rounds is run again."""
+
 DOUBT = 0.01
 """Down to which share of a plain step a race of few rounds can time a forward.
 
@@ -46,6 +49,11 @@ def repriced(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> Attempt:
     schedule = replace(attempt.schedule, overhead_s=overhead_s)
     plan = replace(attempt.plan, slowdown=schedule.slowdown)
     return replace(attempt, plan=plan, schedule=schedule, overhead_scale=scale)
+
+
+def is_far_off(attempt: Attempt, slowdown: Slowdown) -> bool:
+    """Return whether a race that priced an attempt contradicts that price."""
+    return abs(slowdown.median - attempt.plan.slowdown) > FAR_OFF
 
 
 def term_off(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from membudget.engine.candidate import Answer, Candidate
-from membudget.engine.policy import Policy, as_policy, consists_of
+from membudget.engine.policy import Policy, as_policy
 from membudget.offload import Offload
 
 
@@ -35,7 +35,7 @@ class _Elsewhere(Policy):
 
 def may_offload(policy: Policy) -> bool:
     """Return whether a policy was made by `offloaded`, or of one that was."""
-    return consists_of(policy, _Elsewhere)
+    return _Elsewhere in policy.kinds
 
 
 def offloaded(policy: Any, by: Offload) -> Policy:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from membudget.engine.alignment import Alignment
@@ -59,6 +60,12 @@ class Policy:
     def keeps_name(self, name: str) -> Answer:
         """Return the answer for tensors to which `membudget.name` gave this name."""
         return False
+
+    @cached_property
+    def kinds(self) -> frozenset[type[Policy]]:
+        """The kind of policy that it is, and those of what it is combined of."""
+        parts = [part for part in vars(self).values() if isinstance(part, Policy)]
+        return frozenset({type(self)}.union(*(part.kinds for part in parts)))
 
     @property
     def key(self) -> Hashable:
@@ -208,13 +215,7 @@ class _Not(Policy):
 
 def reads_names(policy: Policy) -> bool:
     """Return whether a policy depends on names given by `membudget.name`."""
-    return consists_of(policy, _Named)
-
-
-def consists_of(policy: Policy, kind: type[Policy]) -> bool:
-    """Return whether a policy is of a kind, or combined of one that is."""
-    parts = (part for part in vars(policy).values() if isinstance(part, Policy))
-    return isinstance(policy, kind) or any(consists_of(p, kind) for p in parts)
+    return _Named in policy.kinds
 
 
 def operators(*names: str) -> Policy:

@@ -76,6 +76,7 @@ class DrawLock {
   }
   ~DrawLock() {
     if (is_needed_) {
+      ErrorAside error;
       Py_XDECREF(PyObject_CallMethodNoArgs(operator_lock, release_name));
     }
   }

@@ -98,8 +98,7 @@ inline void note(
   long plan = replayer::plan.number(of);
   PyObject* outputs = operation::outputs.of(operation);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
-    PyObject* pair = PyList_GET_ITEM(outputs, i);
-    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1)));
+    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(outputs, i)));
     // An output that became a source keeps its content.
     if (value != Py_None && value::operation.of(value) == operation &&
         value::plan.number(value) == plan && value::uses.number(value) > 0) {
@@ -107,7 +106,7 @@ inline void note(
       if (written != nullptr) {
         note_written(operation, value, written);
       } else {
-        value::tensor.set(value, wrapped(flat[PyLong_AsLong(PyTuple_GET_ITEM(pair, 0))]));
+        value::tensor.set(value, wrapped(flat[value::index.number(value)]));
       }
     }
   }
@@ -140,8 +139,7 @@ inline bool is_made(PyObject* of, PyObject* operation) {
   long plan = replayer::plan.number(of);
   PyObject* outputs = operation::outputs.of(operation);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
-    PyObject* pair = PyList_GET_ITEM(outputs, i);
-    PyObject* value = PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1));
+    PyObject* value = PyWeakref_GET_OBJECT(PyList_GET_ITEM(outputs, i));
     if (value != Py_None && value::operation.of(value) == operation &&
         value::plan.number(value) == plan && value::uses.number(value) > 0 &&
         value::tensor.is_none(value)) {
@@ -157,7 +155,8 @@ inline void run(PyObject* of, PyObject* operation) {
     call(of, run_name, operation);
     return;
   }
-  if (operation::is_view.is_true(operation) && is_made(of, operation)) {
+  bool is_view = operation::is_view.is_true(operation);
+  if (is_view && is_made(of, operation)) {
     return;  // Run early, for a write to what it is a view of.
   }
   PyObject* inputs = operation::inputs.of(operation);
@@ -168,13 +167,12 @@ inline void run(PyObject* of, PyObject* operation) {
   c10::Stack stack = arguments(of, operation, written);
   {
     Redraw redraw(operation::drawn.of(operation));
-    WithoutGil released;
+    WithoutGil released(!is_view);
     reinterpret_cast<Call*>(operation::native.of(operation))->target.callBoxed(&stack);
   }
   note(of, operation, stack, written);
   stack.clear();
   written = Ref();
-  bool is_view = operation::is_view.is_true(operation);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
     PyObject* input = PyList_GET_ITEM(inputs, i);
     if (!is_view) {
@@ -192,6 +190,7 @@ class Entered {
   }
   ~Entered() {
     if (PyList_GET_SIZE((PyObject*)scope_) > 0) {
+      ErrorAside error;
       Py_XDECREF(PyObject_CallMethodObjArgs(
           scope_, exit_name, Py_None, Py_None, Py_None, nullptr));
     }
@@ -208,6 +207,7 @@ class Isolated {
   Isolated() : counted_(Ref::made(PyObject_CallNoArgs(isolation_enter))) {}
   ~Isolated() {
     if (counted_ == Py_True) {
+      ErrorAside error;
       Py_XDECREF(PyObject_CallNoArgs(isolation_leave));
     }
   }
@@ -253,9 +253,11 @@ inline bool is_on_one_stream(PyObject* operation) {
   return true;
 }
 
-// As `Replayer._materialise`, in a plan that has run before; false, with nothing done, if
-// Python must.
+// As `Replayer._materialise`, but for the count; false, with nothing done, if Python must.
 inline bool materialise(PyObject* of, PyObject* value) {
+  if (value::operation.is_none(value)) {
+    return false;
+  }
   std::vector<Ref> path, packed;
   if (!find_path(of, value, path, packed) || !packed.empty()) {
     return false;
@@ -269,7 +271,6 @@ inline bool materialise(PyObject* of, PyObject* value) {
       return false;
     }
   }
-  Isolated isolated;
   // A new thread would use all cores for matrix products until it has asked once.
   at::get_num_threads();
   at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -278,10 +279,18 @@ inline bool materialise(PyObject* of, PyObject* value) {
     run_path(of, path);  // Views compute nothing, so no setting matters.
     return true;
   }
+  Isolated isolated;
   c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
   Entered settings(of);
   run_path(of, path);
   return true;
+}
+
+// materialise(replayer, value)
+inline PyObject* materialise_value(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  return PyBool_FromLong(materialise(arguments[0], arguments[1]));
+  END_HANDLE_TH_ERRORS
 }
 
 } // namespace membudget

@@ -81,6 +81,7 @@ class Locked {
   }
   ~Locked() {
     if (taken_) {
+      ErrorAside error;
       Py_XDECREF(PyObject_CallMethodNoArgs(lock_, release_name));
     }
   }
@@ -132,8 +133,7 @@ inline Ref taken(PyObject* of, PyObject* handle) {
     return Ref();
   }
   if (value::tensor.is_none(value)) {
-    bool may_run = is_planned(of) && !value::operation.is_none(value);
-    if (!may_run || !materialise(of, value)) {
+    if (!is_planned(of) || !materialise(of, value)) {
       return Ref();
     }
   }

@@ -187,6 +187,8 @@ PyMethodDef functions[] = {
     {"has_versions", has_versions, METH_O, "Whether tensors are as noted."},
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},
+    {"materialise", (PyCFunction)(void*)materialise_value, METH_FASTCALL,
+     "As `Replayer._materialise`; false if Python must."},
     {"note_reads", (PyCFunction)(void*)note_reads, METH_FASTCALL, "As `Reads._note`."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
     {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},

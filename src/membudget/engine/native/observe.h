@@ -194,7 +194,7 @@ inline size_t returns(const Observed& call) {
 inline Ref run_below(const Observed& call, c10::DispatchKeySet below) {
   DrawLock lock(call.known.is_random);
   Ref drawn = call.known.is_random ? noted_state() : Ref::to(Py_None);
-  WithoutGil released;
+  WithoutGil released(call.known.kind != Kind::view);
   call.target.redispatchBoxed(below, &call.stack);
   return drawn;
 }

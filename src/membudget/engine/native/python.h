@@ -213,8 +213,13 @@ class WithGil {
 // Lets other Python threads run while a kernel does.
 class WithoutGil {
  public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  explicit WithoutGil(bool has_kernel = true)
+      : state_(has_kernel ? PyEval_SaveThread() : nullptr) {}
+  ~WithoutGil() {
+    if (state_ != nullptr) {
+      PyEval_RestoreThread(state_);
+    }
+  }
   WithoutGil(const WithoutGil&) = delete;
 
  private:

@@ -69,14 +69,13 @@ inline void carry(PyObject* value, PyObject* plan) {
 inline void count_held(PyObject* of, PyObject* outputs, PyObject* held) {
   PyObject* plan = replayer::plan.of(of);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
-    PyObject* pair = PyList_GET_ITEM(outputs, i);
-    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyTuple_GET_ITEM(pair, 1)));
+    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(outputs, i)));
     if (value == Py_None || value::operation.is_none(value)) {
       continue;
     }
     PyObject* made_by = value::operation.of(value);
     PyObject* number = operation::call.of(made_by);
-    Ref output = Ref::made(PyTuple_Pack(2, number, PyTuple_GET_ITEM(pair, 0)));
+    Ref output = Ref::made(PyTuple_Pack(2, number, value::index.of(value)));
     int is_held = PySequence_Contains(held, output);
     check(is_held);
     if (is_held &&

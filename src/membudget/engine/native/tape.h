@@ -79,6 +79,14 @@ inline bool is_empty(PyObject* of) {
   return made_by != Py_None && operation::overload.of(made_by) == empty_operator;
 }
 
+// Appends to a list that is `None` as long as it is empty.
+inline void append(const Slot& slot, PyObject* object, PyObject* item) {
+  if (slot.is_none(object)) {
+    slot.set(object, new_list());
+  }
+  check(PyList_Append(slot.of(object), item));
+}
+
 // As `TapeValue.is_held`.
 inline bool is_held(PyObject* of) {
   return value::operation.is_none(of) && value::packed.is_none(of);
@@ -97,7 +105,7 @@ inline Ref new_value(PyObject* made_by, long index, PyObject* root) {
   value::is_carried.set(made, Py_False);
   value::is_input.set(made, Py_False);
   value::is_state.set(made, Py_False);
-  value::views.set(made, new_list());
+  value::views.set(made, Py_None);
   value::sharing.set(made, Py_None);
   value::plan.set(made, zero);
   return made;
@@ -152,11 +160,9 @@ inline Ref new_output(PyObject* made_by, long index, PyObject* root) {
   }
   Ref made = new_value(made_by, index, root);
   Ref reference = weak(made);
-  Ref pair = unvisited(
-      Ref::made(PyTuple_Pack(2, (PyObject*)number(index), (PyObject*)reference)));
-  check(PyList_Append(operation::outputs.of(made_by), pair));
+  check(PyList_Append(operation::outputs.of(made_by), reference));
   if (root != Py_None) {
-    check(PyList_Append(value::views.of(root), reference));
+    append(value::views, root, reference);
   }
   return made;
 }
@@ -169,7 +175,7 @@ inline Ref new_memory(PyObject* root, PyObject* dtype) {
   memory::epoch.set(made, zero);
   memory::is_external.set(made, root == Py_None ? Py_True : Py_False);
   memory::is_state.set(made, Py_False);
-  memory::sources.set(made, new_list());
+  memory::sources.set(made, Py_None);
   return made;
 }
 

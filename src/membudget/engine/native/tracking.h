@@ -120,7 +120,7 @@ inline Ref new_source(const at::Tensor& tensor, PyObject* object, PyObject* memo
   if (is_own) {
     value::address.set_number(made, address_of(tensor));
   }
-  check(PyList_Append(memory::sources.of(memory), weak(made)));
+  append(memory::sources, memory, weak(made));
   return made;
 }
 
@@ -189,7 +189,7 @@ inline void hold_value(PyObject* of, const at::Tensor& tensor, PyObject* entry) 
   PyObject* memory = entry::memory.of(entry);
   hold(value, wrapped(detached(tensor)));
   memory::root.set(memory, Py_None);
-  check(PyList_Append(memory::sources.of(memory), weak(value)));
+  append(memory::sources, memory, weak(value));
   note_source(of, value);
 }
 

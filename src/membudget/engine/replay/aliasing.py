@@ -191,7 +191,7 @@ class Tracker:
         value, memory = entry.value, entry.memory
         value.hold(detach_with_version(tensor))
         memory.root = None
-        memory.sources.append(ref(value))
+        memory.add_source(value)
         self.note_source(value)
 
     def before_write(
@@ -211,7 +211,9 @@ class Tracker:
                 self.mark_read(tensor, entry)
             parts.setdefault(memory, []).append(tensor)
         for memory, tensors in parts.items():
-            memory.sources = [s for s in memory.sources if _survives(s(), tensors)]
+            if memory.sources is not None:
+                kept = [s for s in memory.sources if _survives(s(), tensors)]
+                memory.sources = kept or None
         return list(parts)
 
     def after_write(self, memory: RecordedMemory, root: TapeValue | None) -> None:
@@ -264,7 +266,7 @@ class Tracker:
         source.is_state = (
             memory.is_state and base.is_leaf and not isinstance(base, Parameter)
         )
-        memory.sources.append(ref(source))
+        memory.add_source(source)
         return source
 
 

@@ -156,7 +156,7 @@ class Executor:
 
     def _is_made(self, operation: Operation) -> bool:
         """Return whether the plan needs no more of an operation's outputs."""
-        outputs = (reference() for _, reference in operation.outputs)
+        outputs = (reference() for reference in operation.outputs)
         return not any(
             value.operation is operation
             and value.plan == self._plan
@@ -173,16 +173,16 @@ class Executor:
         written: dict[int, TapeValue] = {}
         if bases:
             written = {index: root for root, index in operation.targets}
-        for index, reference in operation.outputs:
+        for reference in operation.outputs:
             value = reference()
             # An output that became a source keeps its content.
             if value is None or value.operation is not operation:
                 continue
             if value.plan == self._plan and value.uses > 0:
                 self._memoised[value] = None
-                root = written.get(index)
+                root = written.get(value.index)
                 if root is None:
-                    value.tensor = made[index]
+                    value.tensor = made[value.index]
                     continue
                 value.tensor = bases[root]
                 if root.sharing is not None and value.tensor is root.tensor:

@@ -24,7 +24,8 @@ class RecordedMemory:
         is_external: Whether the storage was created outside the region.
         is_state: Whether the region wrote to a storage created outside it, such as
             running statistics.
-        sources: Weak references to the values to copy before the next write.
+        sources: Weak references to the values to copy before the next write; `None`
+            before the first.
     """
 
     __slots__ = (
@@ -39,7 +40,13 @@ class RecordedMemory:
         self.epoch = 0
         self.is_external = root is None
         self.is_state = False
-        self.sources: list[ReferenceType[TapeValue]] = []
+        self.sources: list[ReferenceType[TapeValue]] | None = None
+
+    def add_source(self, source: TapeValue) -> None:
+        """Note a value to be copied before the next write."""
+        if self.sources is None:
+            self.sources = []
+        self.sources.append(ref(source))
 
 
 class LiveStorage(ref[Any]):

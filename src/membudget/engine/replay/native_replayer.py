@@ -23,6 +23,12 @@ class NativeReplayer(Replayer):
         is_read: bool = EXTENSION[0].is_read_later(self, owner)
         return is_read
 
+    def _materialise(self, value: TapeValue) -> None:
+        if EXTENSION[0].materialise(self, value):
+            self._count_run()
+        else:
+            super()._materialise(value)
+
     def _path_to(
         self, value: TapeValue
     ) -> tuple[list[Operation], list[TapeValue]] | None:

@@ -142,7 +142,7 @@ class Replayer(UseCounter):
         self._count_path()
         before, self._memoised = self._memoised, {}
         if stage >= 0:
-            self._count_held((v.index, ref(v)) for v in before if v.tensor is not None)
+            self._count_held(ref(v) for v in before if v.tensor is not None)
             for value in self._entries.intersection(before):
                 self._carry(value)
         for value in before:
@@ -171,11 +171,7 @@ class Replayer(UseCounter):
         torch.get_num_threads()
         for source in packed:
             self._source(source)  # Above autograd, because an outer region may rerun.
-        # The stages of one backward pass count as one recompute.
-        number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
-        if self._plan_ran != number:
-            self._plan_ran = number
-            self.plans_run += 1
+        self._count_run()
         if value.root is not None and value.root.tensor is not None:
             with BelowAutograd():  # Views compute nothing, so no setting matters.
                 self._run_all(operations)
@@ -192,6 +188,14 @@ class Replayer(UseCounter):
                         enter_stream(stream, on_stream)
                     lend_inputs(run, self.stream)
                     self._run_all(run)
+
+    def _count_run(self) -> None:
+        """Count the plan among those that ran operations, if this is its first run."""
+        # The stages of one backward pass count as one recompute.
+        number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
+        if self._plan_ran != number:
+            self._plan_ran = number
+            self.plans_run += 1
 
     def _run_all(self, operations: list[Operation]) -> None:
         """Run operations again, each in the grad mode of its forward."""

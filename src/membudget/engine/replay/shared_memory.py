@@ -74,7 +74,7 @@ def share(owner: TapeValue, other: TapeValue) -> None:
 
 def views_of(owner: TapeValue) -> Iterator[TapeValue]:
     """Yield the views of a value that still exist, in the order of their operations."""
-    for reference in owner.views:
+    for reference in owner.views or ():
         view = reference()
         if view is not None and view.root is owner:  # It has become no source.
             yield view

@@ -47,7 +47,8 @@ class TapeValue:
         view_uses: Number of remaining uses of the value's views.
         reads: Number of operations, other than views, that have yet to read the value
             or a view of the value.
-        views: Weak references to the value's views, in the order of their operations.
+        views: Weak references to the value's views, in the order of their operations;
+            `None` before the first.
         sharing: All values whose tensors may be in the value's memory, if others are.
         is_carried: Whether the current stage retains the value for a later stage.
     """
@@ -73,7 +74,7 @@ class TapeValue:
         self.packed: Packed | Offloaded | None = None
         self.is_used = self.is_needed = False
         self.is_carried = self.is_input = self.is_state = False
-        self.views: list[ReferenceType[TapeValue]] = []
+        self.views: list[ReferenceType[TapeValue]] | None = None
         self.sharing: WeakSet[TapeValue] | None = None
         self.plan = 0
 
@@ -85,6 +86,12 @@ class TapeValue:
         self.version: int | None = None
         self.address: int | None = None
         self.content: tuple[Callable[[Tensor], Fingerprint], Fingerprint] | None = None
+
+    def add_view(self, view: ReferenceType[TapeValue]) -> None:
+        """Note a view, of an operation after those of the views before it."""
+        if self.views is None:
+            self.views = []
+        self.views.append(view)
 
     def offload(self, by: Offload, stream: Any) -> None:
         """Let `by` hold the stored tensor, if it moves that.
@@ -118,7 +125,7 @@ class Operation:
             different index or branch.
         drawn: For a random operator, the generator and its state before the draw.
         stream: The stream on which it ran; `None` for the one of the region's begin.
-        outputs: Weak references to the produced values, each with its output index.
+        outputs: Weak references to the produced values.
         targets: Each value that it overwrites, with the output index of the content;
             -1 if a replay does not recompute that.
         plan: Index of the last replay plan that includes the operation.
@@ -153,7 +160,7 @@ class Operation:
         self.decides = self.is_foreign = False
         self.drawn: tuple[Any, Any] | None = None
         self.stream: Any = None
-        self.outputs: list[tuple[int, ReferenceType[TapeValue]]] = []
+        self.outputs: list[ReferenceType[TapeValue]] = []
         self.targets: Sequence[tuple[TapeValue, int]] = ()
         self.is_view = True  # Until an output with memory of its own is added.
 
@@ -161,9 +168,9 @@ class Operation:
         """Create the tape value for one of the operation's outputs."""
         self.is_view = self.is_view and root is not None
         value = TapeValue(self, index, root)
-        self.outputs.append((index, reference := ref(value)))
+        self.outputs.append(reference := ref(value))
         if root is not None:
-            root.views.append(reference)
+            root.add_view(reference)
         return value
 
     @property

@@ -89,18 +89,16 @@ class UseCounter(Executor):
         if value.tensor is None:
             wanted.append(value)
 
-    def _count_held(
-        self, values: Iterable[tuple[int, ReferenceType[TapeValue]]]
-    ) -> None:
+    def _count_held(self, values: Iterable[ReferenceType[TapeValue]]) -> None:
         """Count an extra use of each value that the stage retains for later stages."""
         assert self.stages is not None
         held = self.stages.held_in(self._stage)
-        for index, reference in values:
+        for reference in values:
             value = reference()
             operation = None if value is None else value.operation
             if value is None or operation is None:
                 continue
-            if (operation.call, index) in held and self.stages.is_current(
+            if (operation.call, value.index) in held and self.stages.is_current(
                 self._stage, operation.number, operation.call
             ):
                 self._carry(value)
