@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import membudget as mb
+from membudget.engine import native
+from membudget.engine.replay.recorder import Recorder
 from tests.keeps import replay
 
 Function = Callable[..., Tensor]
@@ -137,3 +141,57 @@ def test_a_view_is_right_whichever_operator_s_output_is_kept(kept):
     region = replay(lambda candidate: candidate.index == kept)
     for found, wanted in zip(step(function, region), expected, strict=True):
         assert torch.equal(found, wanted)
+
+
+def normalise(state: Tensor, x: Tensor) -> Tensor:
+    """Normalise; the running statistics are two parts of the state."""
+    mean, variance = state[:3], state[3:]
+    y = (x + mean).sin()
+    y = nn.functional.batch_norm(y, mean, variance, training=True)
+    return y.exp() * (x - variance).cos()
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_a_normalisation_updates_statistics_that_are_parts_of_one_buffer(offset):
+    x = torch.linspace(0, 1, 6).view(2, 3).requires_grad_()
+
+    def steps(region: Callable[[Function], Function]) -> list[Tensor]:
+        state = torch.linspace(1, 2, 6 + offset)[offset:]
+        found = []
+        for _ in range(2):
+            y = region(normalise)(state, x).sum()
+            found += [y.detach(), *torch.autograd.grad(y, x)]
+        return [*found, state]
+
+    for found, wanted in zip(steps(replay()), steps(unchanged), strict=True):
+        assert torch.equal(found, wanted)
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    assert one is not None
+    assert other is not None
+    return torch.equal(one, other)
+
+
+def test_normalisations_and_writes_to_what_is_held_are_recorded_in_cpp(monkeypatch):
+    if not native.is_available():
+        pytest.skip("there is no recorder in C++")
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.ReLU(inplace=True), nn.BatchNorm1d(3))
+    twin = copy.deepcopy(model)
+    x = torch.linspace(-1, 1, 6).view(2, 3)
+    observed: list[str] = []
+    observe = Recorder.observe
+
+    def noting(self: Recorder, operator: Any, args: Any, kwargs: Any) -> Any:
+        observed.append(str(operator))
+        return observe(self, operator, args, kwargs)
+
+    monkeypatch.setattr(Recorder, "observe", noting)
+    for policy in (mb.policies.everything, mb.policies.nothing):
+        replay(policy)(model)(x).sum().backward()
+        twin(x).sum().backward()
+    assert not observed
+    parameters = zip(model.parameters(), twin.parameters(), strict=True)
+    assert all(same(one.grad, other.grad) for one, other in parameters)
+    buffers = zip(model.buffers(), twin.buffers(), strict=True)
+    assert all(same(one, other) for one, other in buffers)

@@ -28,12 +28,20 @@ struct Place {
   int element = -1;
 };
 
+// An argument that is overwritten, and whose old content affects no output.
+struct Scratch {
+  size_t argument;
+  std::vector<int64_t> sizes;
+  at::TensorOptions options;
+};
+
 // A call without its tensors: input i of the operation belongs at `places[i]`.
 struct Call {
   PyObject_HEAD
   c10::OperatorHandle target;
   std::vector<c10::IValue> stack;
   std::vector<Place> places;
+  std::vector<Scratch> scratch = {};
 };
 
 // Puts a tensor, or none, where it belongs in a list that no other call shares.
@@ -55,11 +63,13 @@ inline PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 inline Ref new_call(
     const c10::OperatorHandle& target,
     std::vector<c10::IValue> stack,
-    std::vector<Place> places) {
+    std::vector<Place> places,
+    std::vector<Scratch> scratch = {}) {
   auto* made = PyObject_New(Call, &call_type);
   new (&made->target) c10::OperatorHandle(target);
   new (&made->stack) std::vector<c10::IValue>(std::move(stack));
   new (&made->places) std::vector<Place>(std::move(places));
+  new (&made->scratch) std::vector<Scratch>(std::move(scratch));
   return Ref::made(reinterpret_cast<PyObject*>(made));
 }
 
@@ -68,6 +78,7 @@ inline void free_call(PyObject* object) {
   call->target.~OperatorHandle();
   call->stack.~vector();
   call->places.~vector();
+  call->scratch.~vector();
   PyObject_Free(object);
 }
 

@@ -182,7 +182,7 @@ inline Ref record_operation(Observed& call, std::vector<c10::IValue> kept) {
   add(tracker::clock, call.tracker, 1);
   return new_operation(
       call.known.overload, call.inputs,
-      new_call(call.target, std::move(kept), call.places),
+      new_call(call.target, std::move(kept), call.places, std::move(call.scratch)),
       tracker::clock.of(call.tracker), recording::place.of(call.recording));
 }
 
@@ -199,14 +199,19 @@ inline Ref run_below(const Observed& call, c10::DispatchKeySet below) {
   return drawn;
 }
 
-// Operators that return fresh tensors, or views of an argument.
-inline void observe_fresh(Observed& call, c10::DispatchKeySet below) {
-  record_arguments(call);
+// Runs and records an operator whose arguments have been recorded.
+inline void run_fresh(Observed& call, c10::DispatchKeySet below) {
   auto kept = kept_arguments(call);
   Ref drawn = run_below(call, below);
   Ref operation = record_operation(call, std::move(kept));
   operation::drawn.set(operation, std::move(drawn));
   note_outputs(call, operation, flat_outputs(call.stack, returns(call)));
+}
+
+// Operators that return fresh tensors, or views of an argument.
+inline void observe_fresh(Observed& call, c10::DispatchKeySet below) {
+  record_arguments(call);
+  run_fresh(call, below);
 }
 
 } // namespace membudget

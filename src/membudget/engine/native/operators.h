@@ -11,7 +11,7 @@
 namespace membudget {
 
 // How the recorder treats an operator; `other` is left to Python.
-enum class Kind { unknown, other, fresh, view, in_place, empty };
+enum class Kind { unknown, other, fresh, view, in_place, empty, normalisation };
 
 struct Operator {
   Kind kind = Kind::unknown;
@@ -31,7 +31,8 @@ inline Kind kind_named(PyObject* name) {
       {"fresh", Kind::fresh},
       {"view", Kind::view},
       {"in_place", Kind::in_place},
-      {"empty", Kind::empty}};
+      {"empty", Kind::empty},
+      {"normalisation", Kind::normalisation}};
   for (auto [known, kind] : kinds) {
     if (PyUnicode_CompareWithASCIIString(name, known) == 0) {
       return kind;

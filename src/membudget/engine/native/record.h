@@ -18,8 +18,8 @@ inline Slot decisions, kept, names, number, numbers, path, place, reads_argument
     tracker, unrepeatable;
 }
 
-inline PyObject *advance_name, *align_name, *asks_name, *decided_name, *hold_name, *note_empty_name,
-    *note_outputs_name;
+inline PyObject *advance_name, *align_name, *asks_name, *before_write_name, *decided_name, *hold_name,
+    *note_empty_name, *note_outputs_name;
 
 // One operator call while it is recorded.
 struct Observed {
@@ -33,6 +33,7 @@ struct Observed {
   std::vector<Ref> tensors = {}; // The arguments that are tensors,
   std::vector<Place> places = {}; // their places among the arguments,
   std::vector<long> addresses = {}; // and their storages.
+  std::vector<Scratch> scratch = {}; // The arguments that a replay overwrites.
   Ref inputs = {}; // Their tape values, as a list.
   bool reads_floats = false;
   bool reads_device = false;
@@ -118,14 +119,25 @@ inline void note_argument(
   call.reads_device |= !tensor.is_cpu();
 }
 
+// Whether an argument is a running statistic that a normalisation in training updates.
+inline bool is_scratch(const Observed& call, Place place) {
+  return call.known.kind == Kind::normalisation &&
+      (place.argument == 3 || place.argument == 4) &&
+      call.stack[call.first + 5].toBool();
+}
+
 // As `ForwardRecord.record_tensors`; a view reads nothing, a write is noted apart.
 inline void record_arguments(Observed& call) {
   call.inputs = new_list();
   auto visit = [&](const at::Tensor& tensor, Place place) {
+    if (is_scratch(call, place)) {
+      call.scratch.push_back({place.argument, tensor.sizes().vec(), tensor.options()});
+      return;
+    }
     Ref object = wrapped(tensor);
     Ref entry = entry_of(call.tracker, tensor, object);
-    bool is_read = call.known.kind == Kind::fresh ||
-        (call.known.kind == Kind::in_place && place.argument > 0);
+    bool is_read = call.known.kind != Kind::view &&
+        (call.known.kind != Kind::in_place || place.argument > 0);
     Ref value = is_read ? mark_read(call.tracker, object, entry)
                         : Ref::to(entry::value.of(entry));
     note_argument(call, tensor, std::move(object), place, std::move(value));
@@ -136,6 +148,9 @@ inline void record_arguments(Observed& call) {
 // The arguments without their tensors, to be kept with the operation.
 inline std::vector<c10::IValue> kept_arguments(const Observed& call) {
   std::vector<c10::IValue> kept(call.stack.begin() + call.first, call.stack.end());
+  for (const Scratch& scratch : call.scratch) {
+    kept[scratch.argument] = c10::IValue();
+  }
   for (size_t i = 0; i < call.places.size(); ++i) {
     const Place& place = call.places[i];
     if (place.element < 0) {

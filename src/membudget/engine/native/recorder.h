@@ -44,17 +44,25 @@ inline bool observe(
   }
   PyObject* recording = recorder::recording.of(of);
   PyObject* tracker = recording::tracker.of(recording);
+  bool writes = known.kind == Kind::in_place || known.kind == Kind::normalisation;
+  if (writes && !tracker::writes.is_none(tracker)) {
+    return false;  // Verification copies or fingerprints before the write.
+  }
   PyObject* written = nullptr;
   if (known.kind == Kind::in_place) {
     written = writable(tracker, known, *stack, first);
-    if (written == nullptr) {
+    if (written == nullptr && !is_held_memory(tracker, (*stack)[first].toTensor())) {
       return false;
     }
   }
   advance(recording, known);
   Observed call{of, recording, tracker, known, target, *stack, first};
-  if (known.kind == Kind::in_place) {
+  if (written != nullptr) {
     observe_write(call, below, written);
+  } else if (known.kind == Kind::in_place) {
+    observe_held_write(call, below);
+  } else if (known.kind == Kind::normalisation) {
+    observe_normalisation(call, below);
   } else if (known.kind == Kind::empty) {
     observe_empty(call, below);
   } else {

@@ -1,4 +1,5 @@
-// Operators that overwrite their first argument, and memory before the first write.
+// Operators that overwrite their first argument or running statistics, and memory before
+// the first write.
 
 #pragma once
 
@@ -19,9 +20,6 @@ inline void after_write(PyObject* memory, PyObject* root) {
 // replay reads but by the values on the tape. Null if Python must record the write.
 inline PyObject* writable(
     PyObject* tracker, const Operator& known, const c10::Stack& stack, size_t first) {
-  if (!tracker::writes.is_none(tracker)) {
-    return nullptr;  // Verification copies or fingerprints before the write.
-  }
   const at::Tensor& target = stack[first].toTensor();
   long address = address_of(target);
   PyObject* entry = current_entry(tracker, wrapped(target), address);
@@ -58,6 +56,80 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, PyObject* w
   entry::value.set(entry, root);
   entry::epoch.set(entry, memory::epoch.of(memory));
   hold_if_kept(call, operation, target, entry, 1);
+}
+
+// Whether a tensor is in memory that no replay recomputes.
+inline bool is_held_memory(PyObject* tracker, const at::Tensor& tensor) {
+  Ref entry = entry_of(tracker, tensor, wrapped(tensor));
+  return memory::root.is_none(entry::memory.of(entry));
+}
+
+// As `_survives`, of a source that spans what is written: copies what a replay may read.
+// False if Python must look.
+inline bool is_put_aside(PyObject* source, const at::Tensor& written) {
+  if (!value::packed.is_none(source)) {
+    return false;
+  }
+  PyObject* object = value::tensor.of(source);
+  if (!value::is_needed.is_true(source) || object == Py_None) {
+    return true;
+  }
+  const at::Tensor& held = THPVariable_Unpack(object);
+  bool is_whole = is_plain(held) && held.is_contiguous() && held.storage_offset() == 0;
+  if (!is_whole || !have_same_geometry(held, written)) {
+    return false;
+  }
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  value::tensor.set(source, wrapped(held.clone()));
+  value::address.set(source, Py_None);
+  return true;
+}
+
+// As `Tracker.before_write`, of one tensor in held memory.
+inline void before_held_write(PyObject* tracker, const at::Tensor& tensor, PyObject* entry) {
+  PyObject* memory = entry::memory.of(entry);
+  if (memory::sources.is_none(memory)) {
+    return;
+  }
+  Ref sources = Ref::to(memory::sources.of(memory));
+  bool are_put_aside = true;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE((PyObject*)sources); ++i) {
+    Ref source = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM((PyObject*)sources, i)));
+    are_put_aside &= source == Py_None || is_put_aside(source, tensor);
+  }
+  if (are_put_aside) {
+    memory::sources.set(memory, Py_None);
+  } else {
+    Ref written = Ref::made(PyList_New(0));
+    check(PyList_Append(written, wrapped(tensor)));
+    call(tracker, before_write_name, (PyObject*)written, Py_False);
+  }
+}
+
+// As `run_in_place`, of memory that no replay recomputes.
+inline void observe_held_write(Observed& call, c10::DispatchKeySet below) {
+  const at::Tensor target = call.stack[call.first].toTensor();
+  record_arguments(call);
+  Ref entry = entry_of(call.tracker, target, wrapped(target));
+  before_held_write(call.tracker, target, entry);
+  run_below(call, below);
+  after_write(entry::memory.of(entry), Py_None);
+}
+
+// As `run_special`, of a normalisation; only in training has it running statistics.
+inline void observe_normalisation(Observed& call, c10::DispatchKeySet below) {
+  record_arguments(call);
+  std::vector<Ref> memories;
+  for (const Scratch& scratch : call.scratch) {
+    const at::Tensor& tensor = call.stack[call.first + scratch.argument].toTensor();
+    Ref entry = entry_of(call.tracker, tensor, wrapped(tensor));
+    before_held_write(call.tracker, tensor, entry);
+    memories.push_back(Ref::to(entry::memory.of(entry)));
+  }
+  run_fresh(call, below);
+  for (const Ref& memory : memories) {
+    after_write(memory, Py_None);
+  }
 }
 
 // The recorded form of uninitialised memory: its geometry.

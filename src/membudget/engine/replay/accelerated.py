@@ -89,11 +89,13 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
         or facts.is_constant
         or facts.is_opaque
         or facts.is_foreign
-        or facts.statistics
         or operator is AS_STRIDED  # It depends on whose storage it views.
     )
     if is_special:
         return "other"
+    if facts.statistics:
+        is_usual = operator._schema.name in _NORMALISATIONS and not facts.written
+        return "normalisation" if is_usual else "other"
     if facts.is_plain_view:
         return "view"
     if facts.is_in_place:
@@ -102,6 +104,9 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
         return "empty"
     return "other" if facts.is_view or facts.written else "fresh"
 
+
+# Their running statistics are arguments 3 and 4, and argument 5 says whether it trains.
+_NORMALISATIONS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
 
 _BOUND: tuple[Any, ...] = (
     *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
@@ -120,7 +125,7 @@ _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.decided, ForwardRecord.hold, ForwardRecord.note_outputs),
     *(Operation.inputs, Recorder.note_empty, CallStages.held_in, CallStages.is_current),
     *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
-    *(Replayer._source, Replayer.release, share),
+    *(Replayer._source, Replayer.release, Tracker.before_write, share),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),
     *(find_operator, isolation.enter, isolation.leave),
 )

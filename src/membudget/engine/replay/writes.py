@@ -135,8 +135,6 @@ def _run_writing(
             tracker.after_write(memory, operation.output(index))
             targets.append((was, index))
     for tensor in scratch:
-        value = tracker.entry(tensor).value
-        (value.root or value).is_state = True
         tracker.after_write(tracker.entry(tensor).memory, None)
     for tensor in written:
         entry = tracker.entry(tensor)
