@@ -126,6 +126,10 @@ def test_a_write_to_a_part_of_a_storage_or_to_older_memory_costs_more():
     assert found == [1.0, 1.0, 1.0, 101.0, 101.0]
     assert prices.again_s(graph, [0, 3, 4]) == 203.0
     assert prices.region_of_s(graph, Choice(1, 4)) == 203.0
+    # What writes to older memory alone is recorded in C++.
+    prices = replace(prices, counts_older=False)
+    found = [prices.of(graph, i) for i in range(graph.backward_start)]
+    assert found == [1.0, 1.0, 1.0, 101.0, 1.0]
 
 
 def test_the_overhead_is_added_to_the_forward_alone():
@@ -146,6 +150,8 @@ def test_overheads_are_in_proportion_to_what_a_launch_takes():
 def test_the_recorder_in_cpp_takes_less_than_the_one_in_python():
     assert NATIVE_OVERHEADS.warm_s < CPU_OVERHEADS.warm_s
     assert NATIVE_OVERHEADS.cold_s < CPU_OVERHEADS.cold_s
+    assert CPU_OVERHEADS.counts_older
+    assert not NATIVE_OVERHEADS.counts_older
     assert Overheads(0.0, 0.0, 0) == NO_OVERHEADS
 
 

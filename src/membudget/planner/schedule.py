@@ -31,9 +31,9 @@ class Overheads:
     the engine's code stays in the CPU cache. A kernel that moves more bytes than the
     cache holds evicts that code, which makes the overhead about 2.5 times as large.
     Where an operator writes to a part of a storage, as recurrent cells do to their
-    gates, or to memory from before the step, as BatchNorm does to its running
-    statistics, Python records it even beside the recorder in C++, and keeps apart which
-    content of the memory each tensor has.
+    gates, Python records it even beside the recorder in C++, and keeps apart which
+    content of the memory each tensor has. The recorder in Python takes as long for a
+    write to memory from before the step, as by BatchNorm to its running statistics.
 
     A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
@@ -56,9 +56,11 @@ class Overheads:
     saved_cold_s: float = 0.0
     replay_region_s: float = 0.0  # Of a replay region, beside that of its operators.
     replay_saved_s: float = 0.0  # Of each tensor that a replay region saves.
-    # Of a write to a part of a storage, or to older memory: recorded, and run again.
+    # Of a write that Python records: to a part of a storage, and to older memory unless
+    # C++ records that; recorded, and run again.
     write_s: float = 0.0
     write_again_s: float = 0.0
+    counts_older: bool = True
 
     def on_a_processor(self, launch_s: float) -> Overheads:
         """Return the overheads where torch launches an operator in `launch_s`."""
@@ -70,7 +72,20 @@ class Overheads:
     def of(self, graph: StepGraph, index: int) -> float:
         """Return the overhead of running an operator again."""
         seconds = self.cold_s if self._is_cold(graph.operators[index]) else self.warm_s
-        return seconds + self.write_again_s * _writes_apart(graph, index)
+        return seconds + self.write_again_s * self._writes_apart(graph, index)
+
+    def _writes_apart(self, graph: StepGraph, index: int) -> bool:
+        """Return whether an operator writes to what costs `write_s`."""
+        operator = graph.operators[index]
+        if operator.is_view:
+            return False
+        for value in map(graph.values.__getitem__, operator.outputs):
+            storage = graph.storages[value.storage]
+            is_older = storage.birth < 0
+            is_part = storage.birth < index and value.bytes < storage.bytes
+            if self.counts_older if is_older else is_part:
+                return True
+        return False
 
     def _is_cold(self, operator: Operator) -> bool:
         return operator.read_bytes + operator.written_bytes > self.cache_bytes
@@ -86,7 +101,7 @@ class Overheads:
             return self.region_s + self.module_s * len(inside) + nested_s + saved_s
         # A replay region records all of its operators.
         recorded = range(choice.start, choice.end)
-        writes = sum(_writes_apart(graph, index) for index in recorded)
+        writes = sum(self._writes_apart(graph, index) for index in recorded)
         recorded_s = self.again_s(graph, recorded)
         recorded_s += (self.write_s - self.write_again_s) * writes
         return self.replay_region_s + recorded_s + self.replay_saved_s * len(saved)
@@ -117,19 +132,6 @@ class Overheads:
         return replace(graph, operators=(*forward, *graph.operators[until:]))
 
 
-def _writes_apart(graph: StepGraph, index: int) -> bool:
-    """Return whether an operator writes to a part of a storage, or to older memory."""
-    operator = graph.operators[index]
-    if operator.is_view:
-        return False
-    for value in map(graph.values.__getitem__, operator.outputs):
-        storage = graph.storages[value.storage]
-        is_part = storage.birth < index and value.bytes < storage.bytes
-        if is_part or storage.birth < 0:
-            return True
-    return False
-
-
 FITTED_LAUNCH_S = 20e-6
 """What launching an operator took where the overheads were fitted."""
 
@@ -154,6 +156,7 @@ NATIVE_OVERHEADS = replace(
     cold_s=45e-6,
     replay_region_s=100e-6,
     replay_saved_s=6e-6,
+    counts_older=False,
 )
 """With the recorder in C++."""
 
