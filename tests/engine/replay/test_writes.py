@@ -195,3 +195,40 @@ def test_normalisations_and_writes_to_what_is_held_are_recorded_in_cpp(monkeypat
     assert all(same(one.grad, other.grad) for one, other in parameters)
     buffers = zip(model.buffers(), twin.buffers(), strict=True)
     assert all(same(one, other) for one, other in buffers)
+
+
+def test_a_write_copies_each_source_that_it_destroys_once():
+    def function(x: Tensor) -> Tensor:
+        whole = x.detach().tanh()
+        part = whole[:2]
+        whole.mul_(1)
+        y = (x * whole).sum() + (x[:2] * part).sum()
+        whole.mul_(2)
+        return y
+
+    x = torch.linspace(0, 1, 12).view(4, 3).requires_grad_()
+    region = replay(mb.policies.operators("tanh"))(function)
+    with torch.autograd.profiler.profile(use_kineto=False) as found:
+        y = region(x)
+    # The whole and its part.
+    assert [event.name for event in found.function_events].count("aten::clone") == 2
+    (gradient,) = torch.autograd.grad(y, x)
+    expected = x.detach().tanh()
+    expected[:2] += expected[:2].clone()
+    assert torch.equal(gradient, expected)
+
+
+def test_a_normalisation_is_replayed_by_the_kernel_that_its_statistics_choose():
+    torch.manual_seed(0)
+    norm = nn.BatchNorm1d(4)
+    statistics = torch.zeros(4, 2)
+    norm.running_mean, norm.running_var = statistics.unbind(1)
+    x = torch.randn(64, 4, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        y: Tensor = norm(x.sin()).tanh().exp()
+        return y
+
+    (found,) = torch.autograd.grad(replay()(function)(x).sum(), x)
+    (expected,) = torch.autograd.grad(function(x).sum(), x)
+    assert torch.equal(found, expected)

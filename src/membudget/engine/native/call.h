@@ -32,6 +32,7 @@ struct Place {
 struct Scratch {
   size_t argument;
   std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;  // A kernel may be chosen by them.
   at::TensorOptions options;
 };
 

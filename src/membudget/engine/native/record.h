@@ -131,7 +131,8 @@ inline void record_arguments(Observed& call) {
   call.inputs = new_list();
   auto visit = [&](const at::Tensor& tensor, Place place) {
     if (is_scratch(call, place)) {
-      call.scratch.push_back({place.argument, tensor.sizes().vec(), tensor.options()});
+      call.scratch.push_back(
+          {place.argument, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
       return;
     }
     Ref object = wrapped(tensor);

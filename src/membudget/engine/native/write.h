@@ -3,6 +3,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "observe.h"
 
 namespace membudget {
@@ -64,25 +66,33 @@ inline bool is_held_memory(PyObject* tracker, const at::Tensor& tensor) {
   return memory::root.is_none(entry::memory.of(entry));
 }
 
-// As `_survives`, of a source that spans what is written: copies what a replay may read.
-// False if Python must look.
-inline bool is_put_aside(PyObject* source, const at::Tensor& written) {
-  if (!value::packed.is_none(source)) {
-    return false;
-  }
-  PyObject* object = value::tensor.of(source);
-  if (!value::is_needed.is_true(source) || object == Py_None) {
+// Whether a source has content that a replay may read, and that a write would destroy.
+inline bool must_be_copied(PyObject* source) {
+  return source != Py_None && value::is_needed.is_true(source) &&
+      !value::tensor.is_none(source);
+}
+
+// Whether a source can be copied here, or forgotten: what it holds spans what is written.
+inline bool is_simple(PyObject* source, const at::Tensor& written) {
+  if (source == Py_None) {
     return true;
   }
-  const at::Tensor& held = THPVariable_Unpack(object);
-  bool is_whole = is_plain(held) && held.is_contiguous() && held.storage_offset() == 0;
-  if (!is_whole || !have_same_geometry(held, written)) {
-    return false;
+  if (!value::packed.is_none(source) || !must_be_copied(source)) {
+    return value::packed.is_none(source);
   }
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  value::tensor.set(source, wrapped(held.clone()));
-  value::address.set(source, Py_None);
-  return true;
+  const at::Tensor& held = THPVariable_Unpack(value::tensor.of(source));
+  return is_plain(held) && held.is_contiguous() && held.storage_offset() == 0 &&
+      have_same_geometry(held, written);
+}
+
+// As `_survives`, of a simple source.
+inline void put_aside(PyObject* source) {
+  if (must_be_copied(source)) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const at::Tensor& held = THPVariable_Unpack(value::tensor.of(source));
+    value::tensor.set(source, wrapped(held.clone()));
+    value::address.set(source, Py_None);
+  }
 }
 
 // As `Tracker.before_write`, of one tensor in held memory.
@@ -91,13 +101,15 @@ inline void before_held_write(PyObject* tracker, const at::Tensor& tensor, PyObj
   if (memory::sources.is_none(memory)) {
     return;
   }
-  Ref sources = Ref::to(memory::sources.of(memory));
-  bool are_put_aside = true;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE((PyObject*)sources); ++i) {
-    Ref source = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM((PyObject*)sources, i)));
-    are_put_aside &= source == Py_None || is_put_aside(source, tensor);
+  std::vector<Ref> sources;
+  bool are_simple = true;
+  PyObject* noted = memory::sources.of(memory);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(noted); ++i) {
+    sources.push_back(Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(noted, i))));
+    are_simple &= is_simple(sources.back(), tensor);
   }
-  if (are_put_aside) {
+  if (are_simple) {
+    std::for_each(sources.begin(), sources.end(), put_aside);
     memory::sources.set(memory, Py_None);
   } else {
     Ref written = Ref::made(PyList_New(0));

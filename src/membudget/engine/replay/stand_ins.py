@@ -15,16 +15,16 @@ from torch import Tensor
 class Scratch:
     """An overwritten argument whose old content does not affect any output."""
 
-    __slots__ = ("options", "shape")
+    __slots__ = ("options", "shape", "stride")
 
     def __init__(self, tensor: Tensor):
-        """Store an argument's shape, dtype and device."""
-        self.shape = tensor.shape
+        """Store geometry, dtype and device, by which a kernel may be chosen."""
+        self.shape, self.stride = tensor.shape, tensor.stride()
         self.options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
 
     def made(self) -> Tensor:
         """Return memory to overwrite."""
-        return torch.zeros(self.shape, **self.options)
+        return torch.empty_strided(self.shape, self.stride, **self.options).zero_()
 
 
 class Outline:
