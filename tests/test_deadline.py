@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget import attempt, recorded
+from membudget import attempt, recorded, terms
 from membudget.allowance import Budget
 from membudget.attempt import MOST_PLANS
 from membudget.deadline import Deadline
@@ -22,6 +22,7 @@ from membudget.planner import search
 from membudget.planner.schedule import Simulator
 from membudget.planning import planner_of
 from membudget.profile import Profile
+from membudget.race import DISTURBED_ROUNDS
 from membudget.recorded import fit_recorded
 from membudget.step import Step
 from tests.planner.models import MODELS
@@ -121,6 +122,7 @@ def test_a_fit_with_all_the_time_skips_nothing():
 
 def test_each_part_is_skipped_when_its_turn_comes_after_the_deadline(monkeypatch):
     monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     whole, deadline = fitted_until(10**9, measure="best")
     whole.remove()
     assert whole.skipped == ()
@@ -133,6 +135,20 @@ def test_each_part_is_skipped_when_its_turn_comes_after_the_deadline(monkeypatch
             assert fitted.slowdown is None
             assert fitted.peak_bytes <= fitted.plan.budget_bytes
             assert fitted.audit().equal
+
+
+def test_a_plan_is_not_raced_again_after_the_deadline(monkeypatch):
+    monkeypatch.setattr(terms, "FAR_OFF", -1.0)
+    again, deadline = fitted_until(10**9, measure="best")
+    again.remove()
+    *before, last = deadline.asked
+    assert last == "timing more steps"
+    once, _ = fitted_until(len(before), measure="best")
+    once.remove()
+    assert once.skipped == (last,)
+    assert once.slowdown is not None
+    assert again.slowdown is not None
+    assert again.slowdown.rounds >= DISTURBED_ROUNDS
 
 
 def test_only_what_would_have_been_done_is_skipped():

@@ -189,14 +189,6 @@ class Replayer(UseCounter):
                     lend_inputs(run, self.stream)
                     self._run_all(run)
 
-    def _count_run(self) -> None:
-        """Count the plan among those that ran operations, if this is its first run."""
-        # The stages of one backward pass count as one recompute.
-        number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
-        if self._plan_ran != number:
-            self._plan_ran = number
-            self.plans_run += 1
-
     def _run_all(self, operations: list[Operation]) -> None:
         """Run operations again, each in the grad mode of its forward."""
         before = torch.is_grad_enabled()
@@ -206,6 +198,14 @@ class Replayer(UseCounter):
                 self._run(operation)
         finally:
             set_grad_enabled(before)
+
+    def _count_run(self) -> None:
+        """Count the plan among those that ran operations, if this is its first run."""
+        # The stages of one backward pass count as one recompute.
+        number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
+        if self._plan_ran != number:
+            self._plan_ran = number
+            self.plans_run += 1
 
     def _path_to(
         self, value: TapeValue
