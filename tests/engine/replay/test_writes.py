@@ -197,10 +197,7 @@ def test_normalisations_and_writes_to_what_is_held_are_recorded_in_cpp(monkeypat
     assert all(same(one, other) for one, other in buffers)
 
 
-def clones(profile: torch.autograd.profiler.profile) -> int:
-    return [event.name for event in profile.function_events].count("aten::clone")
-
-
+@pytest.mark.cpu_only("the profiler sees each clone of the emulated device twice")
 def test_a_write_copies_each_source_that_it_destroys_once():
     def function(x: Tensor) -> Tensor:
         whole = x.detach().tanh()
@@ -212,12 +209,10 @@ def test_a_write_copies_each_source_that_it_destroys_once():
 
     x = torch.linspace(0, 1, 12).view(4, 3).requires_grad_()
     region = replay(mb.policies.operators("tanh"))(function)
-    with torch.autograd.profiler.profile(use_kineto=False) as one:
-        x.detach().clone()
     with torch.autograd.profiler.profile(use_kineto=False) as found:
         y = region(x)
-    # The whole and its part. The emulated device counts each clone twice.
-    assert clones(found) == 2 * clones(one)
+    # The whole and its part.
+    assert [event.name for event in found.function_events].count("aten::clone") == 2
     (gradient,) = torch.autograd.grad(y, x)
     expected = x.detach().tanh()
     expected[:2] += expected[:2].clone()
