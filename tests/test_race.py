@@ -221,16 +221,15 @@ def test_the_plan_that_wins_is_the_one_on_the_model(monkeypatch):
     model, batch = MODELS["gpt"]()
     raced: list[list[PlanRegions]] = []
 
-    def last_wins(
-        step: Step, plans: list[PlanRegions], least: int = LEAST_ROUNDS
-    ) -> tuple[int, Slowdown]:
+    def last_wins(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
         raced.append(plans)
         return len(plans) - 1, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "race", last_wins)
     monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     with mb.fit(model, batch, "50%", measure="best") as fitted:
-        plans = raced[0]
+        (plans,) = raced
         assert len(plans) > 1
         assert {r.name for r in fitted.status().regions} == {n for n, _, _ in plans[-1]}
         assert {r.path for r in fitted.plan.regions} == {n for n, _, _ in plans[-1]}
@@ -265,14 +264,13 @@ def warning_plans(monkeypatch: pytest.MonkeyPatch, winner: int) -> list[int]:
             warnings.warn("of the step itself", UserWarning, stacklevel=1)
         return try_plan(*args, **options)
 
-    def race(
-        step: Step, plans: list[PlanRegions], least: int = LEAST_ROUNDS
-    ) -> tuple[int, Slowdown]:
-        return min(winner, len(plans) - 1), Slowdown(1.0, 1.0, 1.0, 3, 0.0)
+    def race(step: Step, plans: list[PlanRegions]) -> tuple[int, Slowdown]:
+        return winner, Slowdown(1.0, 1.0, 1.0, 3, 0.0)
 
     monkeypatch.setattr(recorded, "try_plan", warning)
     monkeypatch.setattr(recorded, "race", race)
     monkeypatch.setattr(recorded, "NEARLY", math.inf)
+    monkeypatch.setattr(terms, "FAR_OFF", math.inf)
     return tried
 
 
