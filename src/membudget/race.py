@@ -66,7 +66,7 @@ class Slowdown:
     forward: float | None = None
 
     def replaced_by(self, again: Slowdown) -> Slowdown:
-        """Return what a second race of the plan found, after the time of both."""
+        """Return the result of a second race, with the seconds of both."""
         seconds = self.seconds + again.seconds
         return replace(again, seconds=seconds, others=self.others)
 

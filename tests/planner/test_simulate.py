@@ -314,8 +314,8 @@ def test_the_simulated_peak_is_the_measured_one_within_a_hundredth(name, keep):
     assert found.peak_bytes == pytest.approx(measured_peak(*made), rel=0.01)
 
 
-# Guards copy buffers and states; an `empty_like` is replayed as an `empty_strided`, and
-# statistics are written to zeros.
+# Guards copy buffers and states; an `empty_like` is replayed as an `empty_strided`. A
+# replayed normalisation updates zeros in place of its statistics.
 OWN = {"clone", "copy_", "empty_like", "empty_strided", "zero_"}
 VIEWS = {"t", "transpose", "permute", "expand", "view", "slice", "select"} | {
     "_unsafe_view",

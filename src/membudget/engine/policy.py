@@ -63,7 +63,7 @@ class Policy:
 
     @cached_property
     def kinds(self) -> frozenset[type[Policy]]:
-        """The kind of policy that it is, and those of what it is combined of."""
+        """The class of this policy, and those of the policies that it combines."""
         parts = [part for part in vars(self).values() if isinstance(part, Policy)]
         return frozenset({type(self)}.union(*(part.kinds for part in parts)))
 

@@ -75,7 +75,7 @@ class Overheads:
         return seconds + self.write_again_s * self._writes_apart(graph, index)
 
     def _writes_apart(self, graph: StepGraph, index: int) -> bool:
-        """Return whether an operator writes to what costs `write_s`."""
+        """Return whether an operator makes a write that costs `write_s`."""
         operator = graph.operators[index]
         if operator.is_view:
             return False
