@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import membudget as mb
-from membudget import attempt, recorded, terms
+from membudget import attempt, race, recorded, terms
 from membudget.allowance import Budget
 from membudget.attempt import MOST_PLANS
 from membudget.deadline import Deadline
@@ -22,7 +22,7 @@ from membudget.planner import search
 from membudget.planner.schedule import Simulator
 from membudget.planning import planner_of
 from membudget.profile import Profile
-from membudget.race import DISTURBED_ROUNDS
+from membudget.race import DISTURBED_ROUNDS, LEAST_ROUNDS
 from membudget.recorded import fit_recorded
 from membudget.step import Step
 from tests.planner.models import MODELS
@@ -139,6 +139,7 @@ def test_each_part_is_skipped_when_its_turn_comes_after_the_deadline(monkeypatch
 
 def test_a_plan_is_not_raced_again_after_the_deadline(monkeypatch):
     monkeypatch.setattr(terms, "FAR_OFF", -1.0)
+    monkeypatch.setattr(race, "MOST_ROUNDS", LEAST_ROUNDS)
     again, deadline = fitted_until(10**9, measure="best")
     again.remove()
     *before, last = deadline.asked
@@ -149,6 +150,14 @@ def test_a_plan_is_not_raced_again_after_the_deadline(monkeypatch):
     assert once.slowdown is not None
     assert again.slowdown is not None
     assert again.slowdown.rounds >= DISTURBED_ROUNDS
+
+
+def test_a_plan_that_was_raced_often_is_not_raced_again(monkeypatch):
+    monkeypatch.setattr(terms, "FAR_OFF", -1.0)
+    monkeypatch.setattr(race, "ENOUGH_S", math.inf)
+    once, deadline = fitted_until(10**9, measure="best")
+    once.remove()
+    assert deadline.asked[-1] == "timing steps"
 
 
 def test_only_what_would_have_been_done_is_skipped():

@@ -26,7 +26,8 @@ DISTURBED = 0.12
 DISTURBED_ROUNDS = 7
 """How many rounds there are at least where other load disturbs them.
 
-A plan whose measured and predicted slowdowns are far apart is raced again for as many.
+A plan that was raced for fewer is raced again for as many if its measured and predicted
+slowdowns are far apart.
 """
 
 ENOUGH_S = 0.5

@@ -196,7 +196,9 @@ def _raced(
     priced = fastest.attempt
     if slowdown is not None:
         priced = repriced(profile, priced, slowdown)
-        if is_far_off(priced, slowdown) and not deadline.forbids("timing more steps"):
+        is_short = slowdown.rounds < DISTURBED_ROUNDS
+        is_doubtful = is_short and is_far_off(priced, slowdown)
+        if is_doubtful and not deadline.forbids("timing more steps"):
             with without_shortage():
                 again = race(step, [fastest.regions], DISTURBED_ROUNDS)[1]
                 slowdown = slowdown.replaced_by(again)

@@ -75,7 +75,7 @@ class Draft:
 
     def outside(self, size: int = 1) -> int:
         """Return a value that was there before the step."""
-        return self._value(self._storage(size, -1), 0)
+        return self._value(self._storage(size, -1), 0, -1)
 
     def run(
         self,
@@ -91,7 +91,7 @@ class Draft:
         moment = len(self.operators)
         storages = [self._storage(size, moment) for size in makes]
         storages += [self.values[value].storage for value in writes]
-        outputs = [self._value(s, i) for i, s in enumerate(storages)]
+        outputs = [self._value(s, i, moment) for i, s in enumerate(storages)]
         made = operator("forward", seconds)
         self.operators.append(
             replace(
@@ -110,7 +110,7 @@ class Draft:
         """Return a view of a value."""
         moment = len(self.operators)
         self.operators.append(replace(operator("forward", 0.0), is_view=True))
-        output = self._value(self.values[value].storage, 0)
+        output = self._value(self.values[value].storage, 0, moment)
         view = replace(self.operators[moment], inputs=(value,), outputs=(output,))
         self.operators[moment] = view
         return output
@@ -181,9 +181,8 @@ class Draft:
         self.births.append(birth)
         return len(self.sizes) - 1
 
-    def _value(self, storage: int, output: int) -> int:
+    def _value(self, storage: int, output: int, moment: int) -> int:
         size = self.sizes[storage]
-        moment = len(self.operators) if self.births[storage] >= 0 else -1
         self.values.append(Value(storage, size, (size,), "uint8", moment, output))
         return len(self.values) - 1
 

@@ -15,7 +15,7 @@ from membudget.planner import nested as nested_chains
 from membudget.planner.blocks import Segment
 from membudget.planner.chain import COARSEST, FINEST, SegmentChoice
 from membudget.planner.choice import Choice
-from membudget.planner.nested import ChainNumbers, nested
+from membudget.planner.nested import ChainNumbers, deeply_nested, nested
 from membudget.planner.nests import Checkpoint
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.simulate import Simulation, simulate
@@ -207,11 +207,12 @@ def in_one_module(count: int) -> StepGraph:
     return replace(graph, calls=(ModuleCall("", 0, count),))
 
 
+@pytest.mark.parametrize("make", [nested, deeply_nested])
 @pytest.mark.parametrize(
     ("count", "lengths"), [(5, [5]), (12, [12]), (20, [12, 20]), (60, [12, 24, 48])]
 )
-def test_the_largest_call_is_cut_into_12_24_and_48_segments(
-    count, lengths, monkeypatch
+def test_the_largest_call_is_cut_into_12_24_and_for_the_smallest_plans_48_segments(
+    count, lengths, make, monkeypatch
 ):
     made = []
     monkeypatch.setattr(
@@ -219,8 +220,8 @@ def test_the_largest_call_is_cut_into_12_24_and_48_segments(
         "_Nested",
         lambda simulator, call, chain, *_: made.append(len(chain)),
     )
-    nested(Simulator(in_one_module(count)))
-    assert made == lengths
+    make(Simulator(in_one_module(count)))
+    assert made == (lengths if make is deeply_nested else lengths[:2])
 
 
 def test_a_step_without_module_calls_is_not_nested():

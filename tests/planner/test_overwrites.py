@@ -62,3 +62,25 @@ def test_a_write_to_one_part_of_a_split_leaves_the_others():
         draft.save(*draft.run(parts[1], makes=[2]))
         draft.run(writes=[parts[place]])
         assert copies_of(draft, a) == expected
+
+
+def test_older_memory_that_is_saved_and_overwritten_is_copied_until_it_is_freed():
+    """A normalisation in training saves its running statistics, and writes them."""
+    draft = Draft()
+    state = draft.outside(8)
+    y, _ = draft.run(makes=[4], writes=[state])
+    draft.save(state, y)
+    graph = draft.finish()
+    for kept in ([], [y]):
+        assert copies_of(draft, *kept) == [SourceCopy(0, 0, graph.saved[0].freed)]
+    whole = Choice(0, 1, frozenset({graph.values[y].storage}))
+    plain = simulate(graph, []).alive_bytes[0]
+    assert simulate(graph, [whole]).alive_bytes[0] == plain + 8
+
+
+def test_older_memory_that_is_saved_after_its_last_write_is_copied_at_the_end():
+    draft = Draft()
+    (state,) = draft.run(writes=[draft.outside(8)])
+    draft.save(state)
+    draft.run(makes=[4])
+    assert copies_of(draft) == [SourceCopy(0, 2, draft.finish().saved[0].freed)]

@@ -26,6 +26,7 @@ from membudget.planner.choice import (
     wanted_in,
 )
 from membudget.planner.frontier import Front, KeepSet
+from membudget.planner.overwrites import copies_of_saved
 from membudget.planner.simulate import BlockTimeline, simulate_block
 from membudget.planner.timeline import PlainStep
 
@@ -145,7 +146,9 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
     place_of = {storage: place for place, storage in enumerate(made)}
     ends = [_ends(graph, block, storage) for storage in made]
     saves = [(s.moment, s.freed, *s.asked) for s in saved]
-    moments = sorted({*own, turn, count}.union(*ends, *saves))
+    copies = copies_of_saved(graph, block)
+    copied = [(copy.start, copy.end) for copy in copies]
+    moments = sorted({*own, turn, count}.union(*ends, *saves, *copied))
     rank = {moment: i for i, moment in enumerate(moments)}
     facts = [graph.storages[storage] for storage in made]
     signature = (
@@ -155,6 +158,8 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
         tuple((f.bytes, f.released is None) for f in facts),
         tuple(tuple(rank[moment] for moment in of) for of in ends),
         tuple(tuple(rank[moment] for moment in of) for of in saves),
+        tuple(tuple(rank[moment] for moment in of) for of in copied),
+        tuple(graph.storages[copy.storage].bytes for copy in copies),
         tuple(_saved_value(graph, s, place_of) for s in saved),
     )
     return _Shape(made, np.array(moments), signature)

@@ -39,11 +39,23 @@ from membudget.planner.slices import slice_of
 from membudget.planner.solver import Solver
 from membudget.planner.timeline import live_bytes, peak_of, timeline
 
-LENGTHS = (12, 24, 48)
+LENGTHS = (12, 24)
 """Lengths of the chains: few segments retain less, many recompute less at once."""
 
+LONGEST = 48
+"""Length of the chain that fits the smallest budgets of all.
 
-def nested(simulator: Simulator) -> list[Solver]:
+It takes as long to solve as the others together, and its plans for other budgets are
+hardly ever the fastest.
+"""
+
+
+def deeply_nested(simulator: Simulator) -> list[Solver]:
+    """Return the solvers that find the smallest schedules, the longest chain's too."""
+    return nested(simulator, (*LENGTHS, LONGEST))
+
+
+def nested(simulator: Simulator, lengths: Sequence[int] = LENGTHS) -> list[Solver]:
     """Return one solver for each chain length."""
     graph = simulator.graph
     call = largest_call(graph)
@@ -52,7 +64,7 @@ def nested(simulator: Simulator) -> list[Solver]:
     block = Block(call.start, call.end)
     chains: list[tuple[list[Segment], frozenset[int]]] = []
     for kept in {frozenset[int](): None, filled_in_parts(graph, block): None}:
-        for length in LENGTHS:
+        for length in lengths:
             chain = segments(graph, block, length, kept), kept
             if chain not in chains:
                 chains.append(chain)

@@ -9,6 +9,13 @@ engine copies the source just before the write:
     copy of a                                         ├───────────── until b is freed
 
 A write to one part of a split leaves the other parts as they are.
+
+A saved tensor in memory from before the region is such a source, too, until autograd
+frees it, be anything recomputed or not. A normalisation in training saves its running
+statistics, and overwrites them:
+
+    operator       3 saves and overwrites s                  backward of 3
+    copy of s      ├────────────────────────────────────────
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, kept_from, once
+from membudget.planner.choice import Block, kept_from, once, storages_saved_in
 from membudget.planner.slices import RecomputeSlice
 
 
@@ -31,9 +38,9 @@ class SourceCopy(NamedTuple):
 def source_copies(
     graph: StepGraph, block: Block, found: RecomputeSlice
 ) -> list[SourceCopy]:
-    """Return the copies that a block makes for its recompute slice."""
-    copies: dict[tuple[int, int], int] = {}
+    """Return the copies that a block makes of what it saves or replays read."""
     writes = _overwrites(graph, block)
+    copies = {(c.storage, c.start): c.end for c in copies_of_saved(graph, block)}
     for index, written in found.writes.items():
         until = max(found.needed_until.get(storage, 0) for storage in written)
         for value in graph.operators[index].inputs:
@@ -46,6 +53,23 @@ def source_copies(
                     key = storage, moment
                     copies[key] = max(until, copies.get(key, 0))
                     break  # Later writes leave the copy as it is.
+    return [SourceCopy(*key, until) for key, until in copies.items()]
+
+
+@once
+def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
+    """Return the copies of older memory that a block saves and overwrites."""
+    writes, copies = _overwrites(graph, block), dict[tuple[int, int], int]()
+    for index, storage in storages_saved_in(graph, block).items():
+        if graph.storages[storage].birth >= block.start or storage not in writes:
+            continue
+        saved = graph.saved[index]
+        # An operator's inputs are saved before it runs, its outputs afterwards.
+        since = saved.moment + (graph.values[saved.value].operator == saved.moment)
+        later = (moment for moment, _ in writes[storage] if moment >= since)
+        # The region's next call overwrites it, if nothing else in this one does.
+        key = storage, next(later, block.end)
+        copies[key] = max(saved.freed, copies.get(key, 0))
     return [SourceCopy(*key, until) for key, until in copies.items()]
 
 

@@ -20,7 +20,7 @@ from membudget.planner.choice import BlockEngine
 from membudget.planner.knapsack import by_block, by_rerun
 from membudget.planner.moved import Host
 from membudget.planner.mover import Mover
-from membudget.planner.nested import nested
+from membudget.planner.nested import deeply_nested, nested
 from membudget.planner.prices import priced
 from membudget.planner.schedule import (
     NO_OVERHEADS,
@@ -157,7 +157,8 @@ class Planner:
         """
         operators = tuple(replace(o, seconds=1.0) for o in self.graph.operators)
         timeless = Simulator(replace(self.graph, operators=operators))
-        solvers = (solver for make in self._solvers for solver in make(timeless))
+        makers = (deeply_nested if m is nested else m for m in self._solvers)
+        solvers = (solver for make in makers for solver in make(timeless))
         found = (schedule for solver in solvers for schedule in solver.least)
         return [self.simulator.schedule(s.calls, s.choices) for s in found]
 
