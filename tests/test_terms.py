@@ -36,7 +36,7 @@ def forward(monkeypatch: pytest.MonkeyPatch) -> float:
     """Return what the forward is predicted to take longer, of a plain step."""
     found = fitted()
     share = 0.2 * found.profile.graph.seconds / len(found.attempts[-1].schedule.choices)
-    prices = Overheads(0.0, 0.0, 0, replay_region_s=share)
+    prices = Overheads(record_region_s=share)
     monkeypatch.setattr(terms, "overheads_of", lambda profile: prices)
     return 0.2
 
@@ -45,11 +45,12 @@ def raced(in_forward: float | None) -> Slowdown:
     return Slowdown(1.5, 1.4, 1.6, 3, 1.0, (), in_forward)
 
 
-def test_an_overhead_is_scaled_in_both_passes_to_the_forward_that_was_raced(forward):
+def test_the_overhead_of_regions_is_scaled_to_the_forward_that_was_raced(forward):
     before = fitted().attempts[-1]
     found = repriced(fitted().profile, before, raced(3 * forward + 2 * DOUBT))
     assert found.overhead_scale == pytest.approx(3)
-    assert found.schedule.overhead_s == pytest.approx(3 * before.schedule.overhead_s)
+    more_s = found.schedule.overhead_s - before.schedule.overhead_s
+    assert more_s == pytest.approx(2 * forward * fitted().profile.graph.seconds)
     assert found.plan.slowdown == found.schedule.slowdown > before.plan.slowdown
 
 
@@ -87,9 +88,12 @@ def test_fit_prices_the_plan_that_it_has_timed():
     found = mb.fit(*MODELS["gpt"](), "60%", mode="full", measure="one")
     slowdown, last = found.slowdown, found.attempts[-1]
     assert slowdown is not None
-    unpriced = fitted().attempts[-1].schedule.overhead_s
+    unpriced, graph = fitted().attempts[-1].schedule, fitted().profile.graph
     assert last.overhead_scale != 1.0
-    assert last.schedule.overhead_s == pytest.approx(last.overhead_scale * unpriced)
+    prices = terms.overheads_of(fitted().profile)
+    regions_s = sum(prices.region_of_s(graph, choice) for choice in unpriced.choices)
+    more_s = last.schedule.overhead_s - unpriced.overhead_s
+    assert more_s == pytest.approx((last.overhead_scale - 1) * regions_s)
     assert found.plan.slowdown == last.schedule.slowdown
     assert f"{last.overhead_scale:.2f}  times the engine's usual" in found.report()
 
@@ -112,9 +116,8 @@ def test_a_slowdown_near_its_prediction_has_no_term_that_is_off(forward):
 def test_the_forward_takes_its_share_of_a_region_s_overhead():
     graph = fitted().profile.graph
     choice = fitted().attempts[-1].schedule.choices[0]
-    prices = Overheads(1.0, 1.0, 0, 7.0, replay_region_s=5.0, replay_saved_s=3.0)
-    recorded = choice.end - choice.start
-    assert prices.forward_of_s(graph, choice) == 5 + recorded
+    prices = Overheads(again_s=1.0, record_region_s=5.0, rerun_region_s=7.0)
+    assert prices.forward_of_s(graph, choice) == 5
     again = replace(choice, engine="rerun")
     assert prices.forward_of_s(graph, again) == RERUN_FORWARD * 7
 

@@ -43,8 +43,8 @@ class Attempt:
         unlimited_bytes: What the step reserves where nobody limits the process, if it
             was limited to the budget, which is less; else 0.
         ran_out: Whether the step ran out of memory, so that its peak is a guess.
-        overhead_scale: By what the engine's overhead in the schedule was multiplied,
-            because steps under the plan were timed.
+        overhead_scale: By what the overhead of the regions was multiplied, because
+            steps under the plan were timed.
     """
 
     plan: Plan

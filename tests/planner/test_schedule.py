@@ -89,7 +89,7 @@ def test_the_slowdown_counts_recomputation_and_overhead(plain_s, slowdown):
 
 # The engine's own time.
 
-OVERHEADS = Overheads(warm_s=1.0, cold_s=10.0, cache_bytes=5)
+OVERHEADS = Overheads(cache_bytes=5, record_s=1.0, record_cold_s=10.0, again_s=2.0)
 
 
 def moving(*moved_bytes: tuple[int, int]) -> StepGraph:
@@ -105,9 +105,30 @@ def moving(*moved_bytes: tuple[int, int]) -> StepGraph:
 
 def test_an_operator_that_moves_more_than_the_cache_holds_costs_more():
     graph = moving((5, 0), (2, 3), (3, 3), (0, 6))
-    assert [OVERHEADS.of(graph, i) for i in range(4)] == [1.0, 1.0, 10.0, 10.0]
+    found = [OVERHEADS.region_of_s(graph, Choice(i, i + 1)) for i in range(4)]
+    assert found == [1.0, 1.0, 10.0, 10.0]
     assert OVERHEADS.region_of_s(graph, Choice(1, 4)) == 21.0
-    assert OVERHEADS.again_s(graph, [0, 2, 2]) == 21.0
+    assert OVERHEADS.all_again_s(graph, [0, 2, 2]) == 6.0
+
+
+def test_a_view_costs_nothing_to_record():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    draft.run(draft.view(a), makes=[4])
+    assert OVERHEADS.region_of_s(draft.finish(), Choice(0, 3)) == 2.0
+
+
+def test_what_is_saved_of_a_storage_is_served_when_its_maker_runs_again():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    draft.save(a)
+    draft.run(draft.view(a), makes=[4])
+    draft.save(a, a)
+    prices = replace(OVERHEADS, serve_s=0.25)
+    graph = draft.finish()
+    found = [prices.again_of_s(graph, index) for index in range(3)]
+    assert found == [2 + 3 * 0.25, 2.0, 2.0]
+    assert prices.added_to_forward(graph).operators[0].seconds == 1 + found[0]
 
 
 def test_a_write_to_a_part_of_a_storage_or_to_older_memory_costs_more():
@@ -121,38 +142,39 @@ def test_a_write_to_a_part_of_a_storage_or_to_older_memory_costs_more():
     draft.values[written] = replace(draft.values[written], bytes=2)
     draft.run(a, writes=[older])
     graph = draft.finish()
-    prices = replace(OVERHEADS, write_s=200.0, write_again_s=100.0)
-    found = [prices.of(graph, i) for i in range(graph.backward_start)]
-    assert found == [1.0, 1.0, 1.0, 101.0, 101.0]
-    assert prices.again_s(graph, [0, 3, 4]) == 203.0
-    assert prices.region_of_s(graph, Choice(1, 4)) == 203.0
+    prices = replace(OVERHEADS, record_write_s=200.0, again_write_s=100.0)
+    found = [prices.again_of_s(graph, i) for i in range(graph.backward_start)]
+    assert found == [2.0, 2.0, 2.0, 102.0, 102.0]
+    assert prices.all_again_s(graph, [0, 3, 4]) == 206.0
+    assert prices.region_of_s(graph, Choice(1, 4)) == 202.0
+    assert prices.region_of_s(graph, Choice(1, 5)) == 403.0
     # What writes to older memory alone is recorded in C++.
-    prices = replace(prices, counts_older=False)
-    found = [prices.of(graph, i) for i in range(graph.backward_start)]
-    assert found == [1.0, 1.0, 1.0, 101.0, 1.0]
+    prices = replace(prices, records_older=False)
+    found = [prices.again_of_s(graph, i) for i in range(graph.backward_start)]
+    assert found == [2.0, 2.0, 2.0, 102.0, 2.0]
 
 
 def test_the_overhead_is_added_to_the_forward_alone():
     graph = moving((5, 0), (0, 6))
     added = OVERHEADS.added_to_forward(graph)
-    assert [o.seconds for o in added.operators] == [2.0, 11.0, 1.0, 1.0]
+    assert [o.seconds for o in added.operators] == [3.0, 3.0, 1.0, 1.0]
     assert added.backward_start == graph.backward_start
 
 
 def test_overheads_are_in_proportion_to_what_a_launch_takes():
     found = NATIVE_OVERHEADS.on_a_processor(FITTED_LAUNCH_S / 2)
-    assert found.warm_s == NATIVE_OVERHEADS.warm_s / 2
-    assert found.region_s == NATIVE_OVERHEADS.region_s / 2
+    assert found.record_s == NATIVE_OVERHEADS.record_s / 2
+    assert found.serve_s == NATIVE_OVERHEADS.serve_s / 2
     assert found.cache_bytes == NATIVE_OVERHEADS.cache_bytes
     assert NATIVE_OVERHEADS.on_a_processor(FITTED_LAUNCH_S) == NATIVE_OVERHEADS
 
 
 def test_the_recorder_in_cpp_takes_less_than_the_one_in_python():
-    assert NATIVE_OVERHEADS.warm_s < CPU_OVERHEADS.warm_s
-    assert NATIVE_OVERHEADS.cold_s < CPU_OVERHEADS.cold_s
-    assert CPU_OVERHEADS.counts_older
-    assert not NATIVE_OVERHEADS.counts_older
-    assert Overheads(0.0, 0.0, 0) == NO_OVERHEADS
+    assert NATIVE_OVERHEADS.record_s < CPU_OVERHEADS.record_s
+    assert NATIVE_OVERHEADS.record_cold_s < CPU_OVERHEADS.record_cold_s
+    assert CPU_OVERHEADS.records_older
+    assert not NATIVE_OVERHEADS.records_older
+    assert Overheads() == NO_OVERHEADS
 
 
 def test_a_region_pays_for_itself_and_for_what_it_runs_and_saves():
@@ -162,15 +184,15 @@ def test_a_region_pays_for_itself_and_for_what_it_runs_and_saves():
     graph = replace(graph, calls=(whole, ModuleCall("0.1", 1, 2)))
     prices = replace(
         OVERHEADS,
-        region_s=100.0,
-        module_s=1000.0,
-        saved_s=0.25,
-        saved_cold_s=0.5,
-        replay_region_s=200.0,
-        replay_saved_s=0.125,
+        rerun_region_s=100.0,
+        rerun_module_s=1000.0,
+        rerun_nested_s=50.0,
+        rerun_saved_s=0.25,
+        record_region_s=200.0,
+        record_saved_s=0.125,
     )
     rerun = Choice(0, 2, engine=RERUN)
-    assert prices.region_of_s(graph, rerun) == 100 + 2 * 1000 + 0.25 + 0.5
+    assert prices.region_of_s(graph, rerun) == 100 + 2 * 1000 + 50 + 2 * 0.25
     assert prices.region_of_s(graph, Choice(0, 2)) == 200 + (1 + 10) + 2 * 0.125
 
 
@@ -181,10 +203,10 @@ def test_a_schedule_pays_for_what_its_blocks_record_and_recompute():
     found = simulator.schedule([call], [Choice(0, 2)])
     assert (found.calls, found.choices) == ((call,), (Choice(0, 2),))
     assert found.overhead_s == 11.0
-    assert found.plain_s == graph.seconds + 12.0
+    assert found.plain_s == graph.seconds + 3 * 2.0
     # Its recomputed operator is paid for with the seconds of the graph.
     assert found.simulation.recomputed == (0,)
-    assert found.seconds == found.plain_s + 2.0 + 11.0
+    assert found.seconds == found.plain_s + 1.0 + 2.0 + 11.0
     assert not found.is_smallest
 
     kept = frozenset(graph.born_at[0])

@@ -119,9 +119,8 @@ def test_an_argument_that_no_operator_reads_is_live_until_then_too():
 
 def test_an_operator_that_a_rerun_runs_pays_nothing_for_being_recorded():
     graph = chain(2, 3, 4)[0].finish()
-    simulator = Simulator(
-        graph, Overheads(0.5, 0.5, 0, region_s=0.25, saved_cold_s=0.125)
-    )
+    prices = Overheads(again_s=0.5, rerun_region_s=0.25, rerun_saved_s=0.125)
+    simulator = Simulator(graph, prices)
     choice = Choice(0, 3, engine=RERUN)
     found = simulator.schedule((), [choice])
     forward_s = 3 * 0.5  # Added to each forward operator of the simulator's graph.

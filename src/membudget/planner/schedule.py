@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 
-from membudget.graph import ModuleCall, Operator, StepGraph
+from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
 from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.moved import Host
@@ -18,49 +18,52 @@ from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import AskedOrders, Simulation, simulate
 from membudget.planner.timeline import PlainStep
 
-RERUN_FORWARD = 0.4
+RERUN_FORWARD = 0.5
 """The share of a rerun region's overhead that the forward takes."""
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """The engines' own time: per operator for a replay, per region for a rerun.
+    """The engines' own time, in the forward and in the backward.
 
-    A replay region records each forward operator, serves saved tensors and runs
-    operators again. That takes some 20 µs per operator in C++ and 45 µs in Python while
-    the engine's code stays in the CPU cache. A kernel that moves more bytes than the
-    cache holds evicts that code, which makes the overhead about 2.5 times as large.
-    Where an operator writes to a part of a storage, as recurrent cells do to their
-    gates, Python records it even beside the recorder in C++, and keeps apart which
-    content of the memory each tensor has. The recorder in Python takes as long for a
-    write to memory from before the step, as by BatchNorm to its running statistics.
+    A replay region records each forward operator but views, whose cost is lost among
+    the others, and each saved tensor. Where an operator writes to a part of a storage,
+    as recurrent cells do to their gates, Python records it even beside the recorder in
+    C++, and keeps apart which content of the memory each tensor has; the recorder in
+    Python takes as long for a write to memory from before the step, as by BatchNorm to
+    its running statistics. A kernel that moves more bytes than the cache holds evicts
+    the engine's code, so that what follows it takes longer. In the backward, the region
+    serves what it recomputes. Running an operator again takes what it took in the
+    forward, without autograd and Python, which pays for the replay.
 
     A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
 
-    The overheads are fitted to the times of forward and backward passes of
-    transformers, MLPs and ResNets, plain and under regions, on one AMD EPYC core under
-    Python 3.11, where torch launches an operator in `FITTED_LAUNCH_S`; elsewhere, they
-    are in proportion. A step that is timed shows by what factor they are off for it,
-    usually between 0.5 and 2 (`membudget.terms`).
+    The overheads are fitted to the times of forward and backward passes of the half of
+    the field suite that may be tuned on, plain and under regions, on one AMD EPYC core
+    under Python 3.11, where torch launches an operator in `FITTED_LAUNCH_S`; elsewhere,
+    they are in proportion. A step that is timed shows by what factor recording, or
+    rerunning, is off for it (`membudget.terms`).
     On an accelerator, kernels mostly hide the host's time, so no overhead is counted.
     """
 
-    warm_s: float  # After a kernel that leaves the engine's code in the cache.
-    cold_s: float  # After a kernel that evicts it.
-    cache_bytes: int
-    region_s: float = 0.0  # Of a rerun region, forward and backward.
-    module_s: float = 0.0  # Of each module call in a rerun region.
-    nested_s: float = 0.0  # Of a rerun region on a module that calls others.
-    saved_s: float = 0.0  # Of each tensor that a rerun region saves, warm or cold.
-    saved_cold_s: float = 0.0
-    replay_region_s: float = 0.0  # Of a replay region, beside that of its operators.
-    replay_saved_s: float = 0.0  # Of each tensor that a replay region saves.
-    # Of a write that Python records: to a part of a storage, and to older memory unless
-    # C++ records that; recorded, and run again.
-    write_s: float = 0.0
-    write_again_s: float = 0.0
-    counts_older: bool = True
+    cache_bytes: int = 0
+    # Of a replay region, in the forward.
+    record_region_s: float = 0.0
+    record_s: float = 0.0  # Of an operator after whose kernel the cache is warm.
+    record_cold_s: float = 0.0
+    record_saved_s: float = 0.0  # Of each saved tensor.
+    record_write_s: float = 0.0  # More, of each write that Python records.
+    records_older: bool = True  # Whether it records those to older memory, too.
+    # And in the backward.
+    again_s: float = 0.0  # Of each operator that runs again.
+    serve_s: float = 0.0  # Of each saved tensor that is recomputed.
+    again_write_s: float = 0.0
+    # Of a rerun region, in both.
+    rerun_region_s: float = 0.0
+    rerun_module_s: float = 0.0  # Of each module call in it.
+    rerun_nested_s: float = 0.0  # If the region's module calls others.
+    rerun_saved_s: float = 0.0  # Of each saved tensor.
 
     def on_a_processor(self, launch_s: float) -> Overheads:
         """Return the overheads where torch launches an operator in `launch_s`."""
@@ -69,13 +72,27 @@ class Overheads:
         seconds = {n: s * factor for n, s in found.items() if n.endswith("_s")}
         return replace(self, **seconds)
 
-    def of(self, graph: StepGraph, index: int) -> float:
-        """Return the overhead of running an operator again."""
-        seconds = self.cold_s if self._is_cold(graph.operators[index]) else self.warm_s
-        return seconds + self.write_again_s * self._writes_apart(graph, index)
+    def again_of_s(self, graph: StepGraph, index: int) -> float:
+        """Return the overhead of running an operator again, and of serving its outputs.
+
+        What is saved of a storage counts for the operator that allocates it.
+        """
+        made = graph.born_at.get(index, ())
+        served = sum(len(graph.saved_on.get(storage, ())) for storage in made)
+        seconds = self.again_s + self.serve_s * served
+        return seconds + self.again_write_s * self._writes_apart(graph, index)
+
+    def _record_of_s(self, graph: StepGraph, index: int) -> float:
+        """Return the overhead of recording an operator."""
+        operator = graph.operators[index]
+        if operator.is_view:
+            return 0.0
+        is_cold = operator.read_bytes + operator.written_bytes > self.cache_bytes
+        seconds = self.record_cold_s if is_cold else self.record_s
+        return seconds + self.record_write_s * self._writes_apart(graph, index)
 
     def _writes_apart(self, graph: StepGraph, index: int) -> bool:
-        """Return whether an operator makes a write that costs `write_s`."""
+        """Return whether an operator makes a write that Python records."""
         operator = graph.operators[index]
         if operator.is_view:
             return False
@@ -83,42 +100,33 @@ class Overheads:
             storage = graph.storages[value.storage]
             is_older = storage.birth < 0
             is_part = storage.birth < index and value.bytes < storage.bytes
-            if self.counts_older if is_older else is_part:
+            if self.records_older if is_older else is_part:
                 return True
         return False
 
-    def _is_cold(self, operator: Operator) -> bool:
-        return operator.read_bytes + operator.written_bytes > self.cache_bytes
-
     def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
-        """Return the overhead of a region, apart from that of replayed operators."""
-        saved = [graph.saved[index] for index in saved_in(graph, choice)]
+        """Return the overhead of a region, apart from that of what it replays."""
+        saved = len(saved_in(graph, choice))
         if choice.engine == RERUN:
-            inside = [c for c in graph.calls if is_inside(c, choice)]
-            cold = sum(self._is_cold(graph.operators[s.moment]) for s in saved)
-            saved_s = self.saved_cold_s * cold + self.saved_s * (len(saved) - cold)
-            nested_s = self.nested_s if len(inside) > 1 else 0.0
-            return self.region_s + self.module_s * len(inside) + nested_s + saved_s
-        # A replay region records all of its operators.
+            inside = sum(is_inside(call, choice) for call in graph.calls)
+            nested_s = self.rerun_nested_s if inside > 1 else 0.0
+            region_s = self.rerun_region_s + self.rerun_module_s * inside + nested_s
+            return region_s + self.rerun_saved_s * saved
         recorded = range(choice.start, choice.end)
-        writes = sum(self._writes_apart(graph, index) for index in recorded)
-        recorded_s = self.again_s(graph, recorded)
-        recorded_s += (self.write_s - self.write_again_s) * writes
-        return self.replay_region_s + recorded_s + self.replay_saved_s * len(saved)
+        recorded_s = sum(self._record_of_s(graph, index) for index in recorded)
+        return self.record_region_s + recorded_s + self.record_saved_s * saved
 
     def forward_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return how much of a region's overhead the forward takes."""
-        region_s = self.region_of_s(graph, choice)
-        if choice.engine == RERUN:
-            return RERUN_FORWARD * region_s
-        return region_s - self.replay_saved_s * len(saved_in(graph, choice))
+        share = RERUN_FORWARD if choice.engine == RERUN else 1.0
+        return share * self.region_of_s(graph, choice)
 
-    def again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
-        """Return the overhead of running the recomputed operators."""
-        return sum(self.of(graph, index) for index in recomputed)
+    def all_again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
+        """Return the overhead of running recomputed operators, and of serving them."""
+        return sum(self.again_of_s(graph, index) for index in recomputed)
 
     def added_to_forward(self, graph: StepGraph) -> StepGraph:
-        """Return the step with the engine's overhead added to each forward operator.
+        """Return the step with what a replay costs added to each forward operator.
 
         In the resulting graph, a recomputed operator costs its own time plus the
         engine's overhead, which is the cost that solvers must compare. The time of the
@@ -126,37 +134,46 @@ class Overheads:
         """
         until = graph.backward_start
         forward = [
-            replace(o, seconds=o.seconds + self.of(graph, index))
+            replace(o, seconds=o.seconds + self.again_of_s(graph, index))
             for index, o in enumerate(graph.operators[:until])
         ]
         return replace(graph, operators=(*forward, *graph.operators[until:]))
 
 
-FITTED_LAUNCH_S = 20e-6
+FITTED_LAUNCH_S = 5.5e-6
 """What launching an operator took where the overheads were fitted."""
 
-NO_OVERHEADS = Overheads(0.0, 0.0, 0)
+NO_OVERHEADS = Overheads()
 CPU_OVERHEADS = Overheads(
-    warm_s=45e-6,
-    cold_s=120e-6,
     cache_bytes=1 << 19,
-    region_s=100e-6,
-    module_s=12e-6,
-    nested_s=550e-6,
-    saved_s=12e-6,
-    saved_cold_s=30e-6,
-    write_s=60e-6,
-    write_again_s=30e-6,
+    record_region_s=230e-6,
+    record_s=16e-6,
+    record_cold_s=42e-6,
+    record_saved_s=24e-6,
+    record_write_s=65e-6,
+    again_s=36e-6,
+    serve_s=15e-6,
+    rerun_region_s=84e-6,
+    rerun_module_s=40e-6,
+    rerun_nested_s=12e-6,
+    rerun_saved_s=9.5e-6,
 )
 """With the recorder in Python."""
 
-NATIVE_OVERHEADS = replace(
-    CPU_OVERHEADS,
-    warm_s=18e-6,
-    cold_s=45e-6,
-    replay_region_s=100e-6,
-    replay_saved_s=6e-6,
-    counts_older=False,
+NATIVE_OVERHEADS = Overheads(
+    cache_bytes=1 << 19,
+    record_region_s=91e-6,
+    record_s=5.5e-6,
+    record_cold_s=17.5e-6,
+    record_saved_s=7e-6,
+    record_write_s=5e-6,
+    records_older=False,
+    again_write_s=25e-6,
+    serve_s=14e-6,
+    rerun_region_s=70e-6,
+    rerun_module_s=17.5e-6,
+    rerun_nested_s=39e-6,
+    rerun_saved_s=3.8e-6,
 )
 """With the recorder in C++."""
 
@@ -237,7 +254,7 @@ class Simulator:
         if found is None:
             found = simulate(self.graph, key, self._plain, self.host, self._orders)
             # A rerun runs operators without the overhead that the graph adds to them.
-            saved_s = self._overheads.again_s(self.graph, found.reran)
+            saved_s = self._overheads.all_again_s(self.graph, found.reran)
             found = replace(found, seconds=found.seconds - saved_s)
             self._known[key] = found
             self.candidates += 1
@@ -259,7 +276,7 @@ class Simulator:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""
         found = schedule.simulation
         again_s = sum(self.plain.operators[index].seconds for index in found.recomputed)
-        replayed_s = self._overheads.again_s(self.plain, found.replayed)
+        replayed_s = self._overheads.all_again_s(self.plain, found.replayed)
         overhead_s = schedule.overhead_s + replayed_s
         plain_s = self.plain.seconds
         if found.moves.out_bytes:  # What hides copies is what the device computes.
@@ -281,7 +298,7 @@ class Simulator:
         """Return the time in which a block's operators run again as a whole."""
         again = rerun_operators(self.graph, block, saved_in(self.graph, block))
         seconds = sum(self.graph.operators[index].seconds for index in again)
-        return seconds - self._overheads.again_s(self.graph, again)
+        return seconds - self._overheads.all_again_s(self.graph, again)
 
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
         """Return a schedule with new choices for the same module calls."""
