@@ -91,9 +91,9 @@ def test_fit_prices_the_plan_that_it_has_timed():
     unpriced, graph = fitted().attempts[-1].schedule, fitted().profile.graph
     assert last.overhead_scale != 1.0
     prices = terms.overheads_of(fitted().profile)
-    regions_s = sum(prices.region_of_s(graph, choice) for choice in unpriced.choices)
+    forward_s = sum(prices.forward_of_s(graph, choice) for choice in unpriced.choices)
     more_s = last.schedule.overhead_s - unpriced.overhead_s
-    assert more_s == pytest.approx((last.overhead_scale - 1) * regions_s)
+    assert more_s == pytest.approx((last.overhead_scale - 1) * forward_s)
     assert found.plan.slowdown == last.schedule.slowdown
     assert f"{last.overhead_scale:.2f}  times the engine's usual" in found.report()
 

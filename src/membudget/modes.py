@@ -64,7 +64,7 @@ def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Sched
     choices = tuple(_choice(graph, call, policy) for call in calls)
     schedule = Simulator(graph).schedule(calls, choices)
     overhead_s = sum(overheads.region_of_s(graph, choice) for choice in choices)
-    overhead_s += overheads.all_again_s(graph, schedule.simulation.replayed)
+    overhead_s += overheads.all_again_s(schedule.simulation.replayed)
     return replace(schedule, overhead_s=overhead_s)
 
 

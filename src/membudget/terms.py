@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from membudget.attempt import Attempt
+from membudget.planner.choice import RERUN
 from membudget.planner.schedule import Schedule
 from membudget.planning import overheads_of
 from membudget.profile import Profile
@@ -49,7 +50,7 @@ def repriced(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> Attempt:
     predicted = _forward_s(profile, attempt.schedule) / plain_s
     scale = (max(slowdown.forward, 0.0) + DOUBT) / (predicted + DOUBT)
     overhead_s = attempt.schedule.overhead_s
-    overhead_s += (scale - 1) * _regions_s(profile, attempt.schedule)
+    overhead_s += (scale - 1) * _scaled_s(profile, attempt.schedule)
     schedule = replace(attempt.schedule, overhead_s=overhead_s)
     plan = replace(attempt.plan, slowdown=schedule.slowdown)
     return replace(attempt, plan=plan, schedule=schedule, overhead_scale=scale)
@@ -90,8 +91,12 @@ def _forward_s(profile: Profile, schedule: Schedule) -> float:
     return sum(overheads.forward_of_s(profile.graph, choice) for choice in choices)
 
 
-def _regions_s(profile: Profile, schedule: Schedule) -> float:
-    """Return the overhead that constants predict of a schedule's regions."""
-    overheads = overheads_of(profile)
-    choices = schedule.choices
-    return sum(overheads.region_of_s(profile.graph, choice) for choice in choices)
+def _scaled_s(profile: Profile, schedule: Schedule) -> float:
+    """Return the predicted overhead that is scaled: of reruns, and of recording."""
+    overheads, graph = overheads_of(profile), profile.graph
+    return sum(
+        overheads.region_of_s(graph, choice)
+        if choice.engine == RERUN
+        else overheads.forward_of_s(graph, choice)
+        for choice in schedule.choices
+    )

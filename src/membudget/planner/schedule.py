@@ -6,7 +6,7 @@ blocks with their simulation, and a `Plan` is a schedule stored as a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from copy import copy
 from dataclasses import dataclass, fields, replace
 
@@ -27,14 +27,13 @@ class Overheads:
     """The engines' own time, in the forward and in the backward.
 
     A replay region records each forward operator but views, whose cost is lost among
-    the others, and each saved tensor. Where an operator writes to a part of a storage,
-    as recurrent cells do to their gates, Python records it even beside the recorder in
-    C++, and keeps apart which content of the memory each tensor has; the recorder in
-    Python takes as long for a write to memory from before the step, as by BatchNorm to
-    its running statistics. A kernel that moves more bytes than the cache holds evicts
-    the engine's code, so that what follows it takes longer. In the backward, the region
-    serves what it recomputes. Running an operator again takes what it took in the
-    forward, without autograd and Python, which pays for the replay.
+    the others, and each saved tensor. A kernel that moves more bytes than the cache
+    holds evicts the engine's code, so that what follows it takes longer. The recorder
+    in Python takes longest for a write to a part of a storage, as by recurrent cells to
+    their gates, and to memory from before the step, as by BatchNorm to its running
+    statistics, because it keeps apart which content each tensor has. In the backward,
+    what an operator takes again is what it took in the forward, where torch's autograd
+    and Python took their time, and a little.
 
     A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
@@ -53,12 +52,10 @@ class Overheads:
     record_s: float = 0.0  # Of an operator after whose kernel the cache is warm.
     record_cold_s: float = 0.0
     record_saved_s: float = 0.0  # Of each saved tensor.
-    record_write_s: float = 0.0  # More, of each write that Python records.
-    records_older: bool = True  # Whether it records those to older memory, too.
+    record_write_s: float = 0.0  # More, of a write to a part, or to older memory.
     # And in the backward.
+    replay_region_s: float = 0.0
     again_s: float = 0.0  # Of each operator that runs again.
-    serve_s: float = 0.0  # Of each saved tensor that is recomputed.
-    again_write_s: float = 0.0
     # Of a rerun region, in both.
     rerun_region_s: float = 0.0
     rerun_module_s: float = 0.0  # Of each module call in it.
@@ -72,16 +69,6 @@ class Overheads:
         seconds = {n: s * factor for n, s in found.items() if n.endswith("_s")}
         return replace(self, **seconds)
 
-    def again_of_s(self, graph: StepGraph, index: int) -> float:
-        """Return the overhead of running an operator again, and of serving its outputs.
-
-        What is saved of a storage counts for the operator that allocates it.
-        """
-        made = graph.born_at.get(index, ())
-        served = sum(len(graph.saved_on.get(storage, ())) for storage in made)
-        seconds = self.again_s + self.serve_s * served
-        return seconds + self.again_write_s * self._writes_apart(graph, index)
-
     def _record_of_s(self, graph: StepGraph, index: int) -> float:
         """Return the overhead of recording an operator."""
         operator = graph.operators[index]
@@ -89,41 +76,29 @@ class Overheads:
             return 0.0
         is_cold = operator.read_bytes + operator.written_bytes > self.cache_bytes
         seconds = self.record_cold_s if is_cold else self.record_s
-        return seconds + self.record_write_s * self._writes_apart(graph, index)
-
-    def _writes_apart(self, graph: StepGraph, index: int) -> bool:
-        """Return whether an operator makes a write that Python records."""
-        operator = graph.operators[index]
-        if operator.is_view:
-            return False
-        for value in map(graph.values.__getitem__, operator.outputs):
-            storage = graph.storages[value.storage]
-            is_older = storage.birth < 0
-            is_part = storage.birth < index and value.bytes < storage.bytes
-            if self.records_older if is_older else is_part:
-                return True
-        return False
-
-    def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
-        """Return the overhead of a region, apart from that of what it replays."""
-        saved = len(saved_in(graph, choice))
-        if choice.engine == RERUN:
-            inside = sum(is_inside(call, choice) for call in graph.calls)
-            nested_s = self.rerun_nested_s if inside > 1 else 0.0
-            region_s = self.rerun_region_s + self.rerun_module_s * inside + nested_s
-            return region_s + self.rerun_saved_s * saved
-        recorded = range(choice.start, choice.end)
-        recorded_s = sum(self._record_of_s(graph, index) for index in recorded)
-        return self.record_region_s + recorded_s + self.record_saved_s * saved
+        return seconds + self.record_write_s * _writes_apart(graph, index)
 
     def forward_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return how much of a region's overhead the forward takes."""
-        share = RERUN_FORWARD if choice.engine == RERUN else 1.0
-        return share * self.region_of_s(graph, choice)
+        if choice.engine == RERUN:
+            return RERUN_FORWARD * self.region_of_s(graph, choice)
+        recorded = range(choice.start, choice.end)
+        recorded_s = sum(self._record_of_s(graph, index) for index in recorded)
+        saved_s = self.record_saved_s * len(saved_in(graph, choice))
+        return self.record_region_s + recorded_s + saved_s
 
-    def all_again_s(self, graph: StepGraph, recomputed: Iterable[int]) -> float:
-        """Return the overhead of running recomputed operators, and of serving them."""
-        return sum(self.again_of_s(graph, index) for index in recomputed)
+    def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
+        """Return the overhead of a region, apart from that of what it replays."""
+        if choice.engine != RERUN:
+            return self.forward_of_s(graph, choice) + self.replay_region_s
+        inside = sum(is_inside(call, choice) for call in graph.calls)
+        nested_s = self.rerun_nested_s if inside > 1 else 0.0
+        region_s = self.rerun_region_s + self.rerun_module_s * inside + nested_s
+        return region_s + self.rerun_saved_s * len(saved_in(graph, choice))
+
+    def all_again_s(self, recomputed: Sized) -> float:
+        """Return the overhead of running recomputed operators."""
+        return self.again_s * len(recomputed)
 
     def added_to_forward(self, graph: StepGraph) -> StepGraph:
         """Return the step with what a replay costs added to each forward operator.
@@ -132,12 +107,19 @@ class Overheads:
         engine's overhead, which is the cost that solvers must compare. The time of the
         plain forward grows by a constant, the same for all schedules.
         """
-        until = graph.backward_start
-        forward = [
-            replace(o, seconds=o.seconds + self.again_of_s(graph, index))
-            for index, o in enumerate(graph.operators[:until])
-        ]
-        return replace(graph, operators=(*forward, *graph.operators[until:]))
+        until, again_s = graph.backward_start, self.again_s
+        forward = [replace(o, seconds=o.seconds + again_s) for o in graph.operators]
+        return replace(graph, operators=(*forward[:until], *graph.operators[until:]))
+
+
+def _writes_apart(graph: StepGraph, index: int) -> bool:
+    """Return whether an operator writes to a part of a storage, or to older memory."""
+    for value in map(graph.values.__getitem__, graph.operators[index].outputs):
+        storage = graph.storages[value.storage]
+        is_part = storage.birth < index and value.bytes < storage.bytes
+        if storage.birth < 0 or is_part:
+            return True
+    return False
 
 
 FITTED_LAUNCH_S = 5.5e-6
@@ -151,8 +133,7 @@ CPU_OVERHEADS = Overheads(
     record_cold_s=42e-6,
     record_saved_s=24e-6,
     record_write_s=65e-6,
-    again_s=36e-6,
-    serve_s=15e-6,
+    again_s=40e-6,
     rerun_region_s=84e-6,
     rerun_module_s=40e-6,
     rerun_nested_s=12e-6,
@@ -162,14 +143,12 @@ CPU_OVERHEADS = Overheads(
 
 NATIVE_OVERHEADS = Overheads(
     cache_bytes=1 << 19,
-    record_region_s=91e-6,
-    record_s=5.5e-6,
-    record_cold_s=17.5e-6,
+    record_region_s=150e-6,
+    record_s=6.5e-6,
+    record_cold_s=15e-6,
     record_saved_s=7e-6,
-    record_write_s=5e-6,
-    records_older=False,
-    again_write_s=25e-6,
-    serve_s=14e-6,
+    replay_region_s=70e-6,
+    again_s=9.5e-6,
     rerun_region_s=70e-6,
     rerun_module_s=17.5e-6,
     rerun_nested_s=39e-6,
@@ -254,7 +233,7 @@ class Simulator:
         if found is None:
             found = simulate(self.graph, key, self._plain, self.host, self._orders)
             # A rerun runs operators without the overhead that the graph adds to them.
-            saved_s = self._overheads.all_again_s(self.graph, found.reran)
+            saved_s = self._overheads.all_again_s(found.reran)
             found = replace(found, seconds=found.seconds - saved_s)
             self._known[key] = found
             self.candidates += 1
@@ -276,7 +255,7 @@ class Simulator:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""
         found = schedule.simulation
         again_s = sum(self.plain.operators[index].seconds for index in found.recomputed)
-        replayed_s = self._overheads.all_again_s(self.plain, found.replayed)
+        replayed_s = self._overheads.all_again_s(found.replayed)
         overhead_s = schedule.overhead_s + replayed_s
         plain_s = self.plain.seconds
         if found.moves.out_bytes:  # What hides copies is what the device computes.
@@ -298,7 +277,7 @@ class Simulator:
         """Return the time in which a block's operators run again as a whole."""
         again = rerun_operators(self.graph, block, saved_in(self.graph, block))
         seconds = sum(self.graph.operators[index].seconds for index in again)
-        return seconds - self._overheads.all_again_s(self.graph, again)
+        return seconds - self._overheads.all_again_s(again)
 
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
         """Return a schedule with new choices for the same module calls."""

@@ -16,13 +16,15 @@ namespace frame {
 inline Slot checks, lock, recorder, replayer;
 }
 
+constexpr long first_task = 3;  // As `replayer._FIRST_TASK`.
+
 inline Class checks_class;
 namespace checks {
 inline Slot is_strict, originals, verified;
 }
 
 inline PyObject *empty_name;
-inline PyObject *pack_name, *unpack_name, *explained_name, *open_groups;
+inline PyObject *pack_name, *put_name, *unpack_name, *explained_name, *open_groups;
 
 // Packing.
 
@@ -32,10 +34,9 @@ inline bool is_common_save(PyObject* of, PyObject* recorder, PyObject* object) {
   }
   PyObject* checks = frame::checks.of(of);
   PyObject* path = recording::path.of(recorder::recording.of(recorder));
-  return is_plain(THPVariable_Unpack(object)) && checks::originals.is_none(checks) && recorder::fingerprinter.is_none(recorder) &&
-      !checks::is_strict.is_true(checks) &&
-      (checks::verified.is_none(checks) || path != Py_None) &&
-      replayer::stages.is_none(frame::replayer.of(of));
+  return is_plain(THPVariable_Unpack(object)) && checks::originals.is_none(checks) &&
+      recorder::fingerprinter.is_none(recorder) && !checks::is_strict.is_true(checks) &&
+      (checks::verified.is_none(checks) || path != Py_None);
 }
 
 inline Ref new_handle(Ref value) {
@@ -66,7 +67,12 @@ inline PyObject* pack(PyObject* of, PyObject* object) {
     Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)handle, object));
     check(PyList_Append(recording::recent.of(recording), pair));
   }
-  check(PyList_Append(replayer::handles.of(frame::replayer.of(of)), weak(handle)));
+  PyObject* replayer = frame::replayer.of(of);
+  if (!replayer::stages.is_none(replayer)) {
+    call(replayer::stages.of(replayer), put_name, (PyObject*)handle,
+         recording::number.of(recording), recording::place.of(recording));
+  }
+  check(PyList_Append(replayer::handles.of(replayer), weak(handle)));
   return handle.release();
   END_HANDLE_TH_ERRORS
 }
@@ -93,7 +99,7 @@ class Locked {
   bool taken_;
 };
 
-// As `Replayer._lent`, of a value of the current plan that no stage retains.
+// As `Replayer._lent`, of a value of the current plan that its stage does not retain.
 inline Ref lent(PyObject* of, PyObject* value, Ref tensor) {
   PyObject* owner = root_of(value);
   bool is_alone = value::sharing.is_none(owner) && value::reads.number(owner) <= 0;
@@ -114,22 +120,32 @@ inline Ref held(PyObject* value) {
   return is_same ? Ref::to(object) : Ref();
 }
 
-// Whether this backward pass has planned, and replayed something of the plan.
+// Whether this backward pass has planned, and replayed something that `_count_run` has
+// counted: of the plan, or of any stage.
 inline bool is_planned(PyObject* of) {
-  return replayer::plan_ran.number(of) == replayer::plan.number(of) &&
-      replayer::task.number(of) == torch::autograd::get_current_graph_task_id();
+  long task = replayer::task.number(of);
+  long counted = replayer::stage.number(of) < 0 ? replayer::plan.number(of)
+                                                : -task - first_task;
+  return replayer::plan_ran.number(of) == counted &&
+      task == torch::autograd::get_current_graph_task_id();
 }
 
-// As `Replayer.take`, in the common case of a plan for the whole backward pass; null if
-// Python must.
+// Whether the current plan serves a handle, for the first time.
+inline bool is_served_now(PyObject* of, PyObject* handle) {
+  long stage = replayer::stage.number(of), plan = replayer::plan.number(of);
+  return (stage < 0 || stage == handle::stage.number(handle)) &&
+      value::plan.number(handle::value.of(handle)) == plan &&
+      handle::served.number(handle) != plan;
+}
+
+// As `Replayer.take`, of what the current plan makes and no stage retains; null if Python
+// must.
 inline Ref taken(PyObject* of, PyObject* handle) {
   PyObject* value = handle::value.of(handle);
   if (is_held(value)) {
     return held(value);
   }
-  if (value::plan.number(value) != replayer::plan.number(of) ||
-      handle::served.number(handle) == replayer::plan.number(of) ||
-      replayer::stage.number(of) != -1 || value::is_carried.is_true(root_of(value))) {
+  if (!is_served_now(of, handle) || value::is_carried.is_true(root_of(value))) {
     return Ref();
   }
   if (value::tensor.is_none(value)) {

@@ -135,7 +135,7 @@ const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
     {"enter_state", &enter_state_name}, {"_last", &last_name}, {"note", &note_name},
     {"places", &places_name}, {"rebuild", &rebuild_name},
     {"__exit__", &exit_name}, {"_check_external", &check_external_name}, {"_lent", &lent_name},
-    {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name},
+    {"_may_overwrite", &may_overwrite_name}, {"_pack", &pack_name}, {"put", &put_name},
     {"_run", &run_name}, {"_source", &source_name}, {"_unpack", &unpack_name},
     {"acquire", &acquire_name}, {"advance", &advance_name}, {"align", &align_name},
     {"asks", &asks_name}, {"before_write", &before_write_name},

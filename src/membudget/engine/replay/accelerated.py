@@ -123,7 +123,8 @@ _NAMED: dict[str, Any] = {
 _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.advance, ForwardRecord.align, ForwardRecord.asks),
     *(ForwardRecord.decided, ForwardRecord.hold, ForwardRecord.note_outputs),
-    *(Operation.inputs, Recorder.note_empty, CallStages.held_in, CallStages.is_current),
+    *(Operation.inputs, Recorder.note_empty),
+    *(CallStages.held_in, CallStages.is_current, CallStages.put),
     *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
     *(Replayer._source, Replayer.release, Tracker.before_write, share),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),
