@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 import torch
@@ -43,6 +43,7 @@ from tests.field.ways import (  # noqa: E402
 )
 
 REFUSED = "refused"
+HALVES = ("tuned", "held out")
 DOCS = ROOT / "docs" / "field.md"
 
 
@@ -56,6 +57,7 @@ class Row:
         cells: The cells of the table after those two, as text.
         errors: Of each success, predicted ÷ measured peak - 1, without its sign.
         shares: Of each success, the seconds of `fit` ÷ those that it may take.
+        off: Of each success, predicted - measured slowdown, without its sign.
         works: Whether every check of every way succeeded.
     """
 
@@ -64,6 +66,7 @@ class Row:
     cells: tuple[str, ...]
     errors: tuple[float, ...]
     shares: tuple[float, ...]
+    off: tuple[float, ...]
     works: bool
 
 
@@ -88,17 +91,22 @@ def fault(examined: Examined) -> str:
 
 
 def timed(subject: Subject, percent: int, seconds: float) -> tuple[float, float]:
-    """Return the median step under a plan ÷ the median plain step, and its seconds."""
+    """Return the median step under a plan ÷ the median plain step, and its seconds.
+
+    Each step draws what the recorded one drew, so that it drops the same layers.
+    """
     step, torch_step = subject.steps[FIRST], Subject(CASES[subject.name]).steps[FIRST]
     subject.reset()
     fitted = fit_or_least(subject, percent, Examined())
     subject.reset()
 
     def planned() -> None:
+        subject.seed()
         step.run()
         step.prepare()
 
     def plain() -> None:
+        subject.seed()
         torch_step.run()
         torch_step.prepare()
 
@@ -116,7 +124,7 @@ def examined_row(name: str, seconds: float) -> Row:
     plain_bytes = subject.plain_peak_bytes
     cells = [f"{plain_bytes / 2**20:.1f}"]
     faults = [] if stable else ["the plain step differs"]
-    errors, shares = [], []
+    errors, shares, off = [], [], []
     for way in WAYS:
         examined = examine(subject, way)
         found = fault(examined)
@@ -134,10 +142,11 @@ def examined_row(name: str, seconds: float) -> Row:
         slowdown, plain_s = timed(subject, PERCENTS[way], seconds)
         fit_s = examined.results["seconds of fit"]
         shares.append(fit_s / (35 * plain_s + 2))
+        off.append(abs(plan.slowdown - slowdown))
         cells += [f"{plan.slowdown:.2f} / {slowdown:.2f}", f"{fit_s:.1f}"]
         cells[-1] += f" ({shares[-1]:.2f})"
-    half = CASES[name].half
-    return Row(name, half, tuple(cells), tuple(errors), tuple(shares), not faults)
+    figures = tuple(errors), tuple(shares), tuple(off)
+    return Row(name, CASES[name].half, tuple(cells), *figures, not faults)
 
 
 def budget_cell(examined: Examined) -> str:
@@ -164,10 +173,10 @@ def markdown(rows: Sequence[Row]) -> str:
         "shares nothing with membudget. `fit 60%` is a budget of the gradients and "
         "60 % of what the plain step takes above them; where it is refused (*), the "
         "least that the refusal names. A rerun refuses a region that writes its own "
-        "input, as documented. Slowdowns are predicted / measured; in brackets "
-        "is `fit`'s CPU time ÷ (35 times that of the plain step + 2 s). The half "
-        "*held out* is what nothing was tuned on. `python3 run.py bench field` makes "
-        f"this page again ({where}).",
+        "input, as documented. Slowdowns are predicted / measured, with the random "
+        "numbers of the recorded step; in brackets is `fit`'s CPU time ÷ (35 times "
+        "that of the plain step + 2 s). The half *held out* is what nothing was tuned "
+        f"on. `python3 run.py bench field` makes this page again ({where}).",
         "",
         f"{sum(row.works for row in rows)} of {len(rows)} work in every way.",
     ]
@@ -178,6 +187,15 @@ def markdown(rows: Sequence[Row]) -> str:
             f"of {len(errors)}, and by {max(errors):.2%} at worst. `fit` took at most "
             f"its time in {sum(share <= 1 for share in shares)} of {len(shares)}, and "
             f"{max(shares):.2f} of it at worst.",
+            "",
+            "Predicted slowdowns are off by "
+            + ", and by ".join(
+                f"{median(off):.3f} in the median of the half {half}, "
+                f"{quantiles(off, n=10)[-1]:.3f} in one of ten"
+                for half in HALVES
+                if len(off := [x for r in rows if r.half == half for x in r.off]) > 1
+            )
+            + ".",
         ]
     lines += ["", "| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     lines += [

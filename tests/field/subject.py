@@ -61,6 +61,10 @@ class Subject:
                 getattr(module, kind)[name] = tensor
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
+        self.seed(batch)
+
+    def seed(self, batch: str = FIRST) -> None:
+        """Seed the random streams by the batch, as `reset` does."""
         seed_everything(100 + _BATCHES[batch][0])
 
     def outcome(self, run: str) -> Outcome:
