@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget import terms
+from membudget import planning, terms
 from membudget.fitted import Fitted
 from membudget.planner.schedule import NO_OVERHEADS, RERUN_FORWARD, Overheads
 from membudget.race import Slowdown
@@ -90,7 +90,7 @@ def test_fit_prices_the_plan_that_it_has_timed():
     assert slowdown is not None
     unpriced, graph = fitted().attempts[-1].schedule, fitted().profile.graph
     assert last.overhead_scale != 1.0
-    prices = terms.overheads_of(fitted().profile)
+    prices = planning.overheads_of(fitted().profile)
     forward_s = sum(prices.forward_of_s(graph, choice) for choice in unpriced.choices)
     more_s = last.schedule.overhead_s - unpriced.overhead_s
     assert more_s == pytest.approx((last.overhead_scale - 1) * forward_s)

@@ -229,7 +229,9 @@ def test_a_step_without_module_calls_is_not_nested():
 
 
 def test_a_nested_schedule_is_one_region_with_stages():
-    simulator = Simulator(in_one_module(6), Overheads(0.5, 0.5, 0))
+    simulator = Simulator(
+        in_one_module(6), Overheads(record_s=0.5, record_cold_s=0.5, again_s=0.5)
+    )
     (solver,) = nested(simulator)
     plain = simulator.simulate(()).peak_bytes
     least = next(b for b in range(1, plain) if solver.solve(b) is not None)

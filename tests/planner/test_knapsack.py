@@ -175,7 +175,9 @@ def by_block_of(calls: list[tuple[str, int, int]]) -> list[Solver]:
     graph = replace(
         chain_of(sizes, seconds), calls=tuple(ModuleCall(*call) for call in calls)
     )
-    return by_block(Simulator(graph, Overheads(0.5, 0.5, 0)))
+    return by_block(
+        Simulator(graph, Overheads(record_s=0.5, record_cold_s=0.5, again_s=0.5))
+    )
 
 
 def test_each_way_to_cut_the_forward_is_solved_with_replays_and_without():

@@ -253,7 +253,7 @@ def test_the_cost_of_a_schedule_is_its_time_and_the_price_of_what_it_is_over():
 
 
 def test_stages_are_given_up_only_where_that_helps(started):
-    simulator = Simulator(GRAPH, Overheads(0.0, 0.0, 0))
+    simulator = Simulator(GRAPH, Overheads())
     staged = simulator.schedule((), [Choice(0, 8, stages=(Stage(0), Stage(4)))])
     improved(simulator, [[staged]], staged.peak_bytes, False)
     assert started.annealed[0] == staged
