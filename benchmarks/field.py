@@ -191,7 +191,7 @@ def markdown(rows: Sequence[Row]) -> str:
             "Predicted slowdowns are off by "
             + ", and by ".join(
                 f"{median(off):.3f} in the median of the half {half}, "
-                f"{quantiles(off, n=10)[-1]:.3f} in one of ten"
+                f"by more than {quantiles(off, n=10)[-1]:.3f} in one of ten"
                 for half in HALVES
                 if len(off := [x for r in rows if r.half == half for x in r.off]) > 1
             )

@@ -47,10 +47,9 @@ def repriced(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> Attempt:
     plain_s = profile.graph.seconds
     if slowdown.forward is None or not plain_s:
         return attempt
-    predicted = _forward_s(profile, attempt.schedule) / plain_s
-    scale = (max(slowdown.forward, 0.0) + DOUBT) / (predicted + DOUBT)
-    overhead_s = attempt.schedule.overhead_s
-    overhead_s += (scale - 1) * _scaled_s(profile, attempt.schedule)
+    forward_s, scaled_s = _predicted_s(profile, attempt.schedule)
+    scale = (max(slowdown.forward, 0.0) + DOUBT) / (forward_s / plain_s + DOUBT)
+    overhead_s = attempt.schedule.overhead_s + (scale - 1) * scaled_s
     schedule = replace(attempt.schedule, overhead_s=overhead_s)
     plan = replace(attempt.plan, slowdown=schedule.slowdown)
     return replace(attempt, plan=plan, schedule=schedule, overhead_scale=scale)
@@ -68,7 +67,7 @@ def term_off(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> str:
     plain_s = profile.graph.seconds
     if abs(off) <= MOST_OFF or slowdown.forward is None or not plain_s:
         return ""
-    forward_s = attempt.overhead_scale * _forward_s(profile, attempt.schedule)
+    forward_s = attempt.overhead_scale * _predicted_s(profile, attempt.schedule)[0]
     predicted = {"forward": forward_s / plain_s}
     predicted["backward"] = plan.slowdown - 1 - predicted["forward"]
     measured = {"forward": slowdown.forward}
@@ -84,19 +83,17 @@ def term_off(profile: Profile, attempt: Attempt, slowdown: Slowdown) -> str:
     )
 
 
-def _forward_s(profile: Profile, schedule: Schedule) -> float:
-    """Return the overhead that constants predict of a schedule's forward."""
-    overheads = overheads_of(profile)
-    choices = schedule.choices
-    return sum(overheads.forward_of_s(profile.graph, choice) for choice in choices)
+def _predicted_s(profile: Profile, schedule: Schedule) -> tuple[float, float]:
+    """Return the regions' overhead that constants predict of the forward.
 
-
-def _scaled_s(profile: Profile, schedule: Schedule) -> float:
-    """Return the predicted overhead that is scaled: of reruns, and of recording."""
+    Then that of both passes which a race of the forward scales: all of a rerun's, and
+    what recording takes.
+    """
     overheads, graph = overheads_of(profile), profile.graph
-    return sum(
-        overheads.region_of_s(graph, choice)
-        if choice.engine == RERUN
-        else overheads.forward_of_s(graph, choice)
-        for choice in schedule.choices
-    )
+    forward_s = scaled_s = 0.0
+    for choice in schedule.choices:
+        own_s = overheads.forward_of_s(graph, choice)
+        forward_s += own_s
+        reruns = choice.engine == RERUN
+        scaled_s += overheads.region_of_s(graph, choice) if reruns else own_s
+    return forward_s, scaled_s

@@ -11,8 +11,8 @@ engine copies the source just before the write:
 A write to one part of a split leaves the other parts as they are.
 
 A saved tensor in memory from before the region is such a source, too, until autograd
-frees it, be anything recomputed or not. A normalisation in training saves its running
-statistics, and overwrites them:
+frees it, whether anything is recomputed or not. A normalisation in training saves its
+running statistics, and overwrites them:
 
     operator       3 saves and overwrites s                  backward of 3
     copy of s      ├────────────────────────────────────────

@@ -32,8 +32,8 @@ class Overheads:
     in Python takes longest for a write to a part of a storage, as by recurrent cells to
     their gates, and to memory from before the step, as by BatchNorm to its running
     statistics, because it keeps apart which content each tensor has. In the backward,
-    what an operator takes again is what it took in the forward, where torch's autograd
-    and Python took their time, and a little.
+    an operator that runs again takes its time of the forward, autograd's and Python's
+    included, and a little more.
 
     A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
