@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -32,6 +33,14 @@ class Penalised(nn.Module):
         scores = self.layers(between).sum()
         (slopes,) = torch.autograd.grad(scores, between, create_graph=True)
         return slopes.square().mean() + self.layers(x).mean()
+
+
+class PenalisedTwice(Penalised):
+    """Two penalties: what the first one's backward pass saves lives into the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = super().forward(x)
+        return once + super().forward(2 * x) * once
 
 
 class Equilibrium(nn.Module):
@@ -73,8 +82,18 @@ def activations(graph: StepGraph, region: Choice) -> set[int]:
     }
 
 
-@pytest.mark.parametrize("keep", [nothing, activations])
-@pytest.mark.parametrize("kind", [Penalised, Equilibrium])
+def drawn(seed: int) -> Kept:
+    """Keep a half, drawn by a seed."""
+
+    def keep(graph: StepGraph, region: Choice) -> set[int]:
+        draws = random.Random(seed)
+        return {storage for storage in made_in(graph, region) if draws.random() < 0.5}
+
+    return keep
+
+
+@pytest.mark.parametrize("keep", [nothing, activations, *map(drawn, range(6))])
+@pytest.mark.parametrize("kind", [Penalised, PenalisedTwice, Equilibrium])
 def test_a_gradient_inside_a_forward_or_a_hook_runs_as_simulated(
     kind: type[nn.Module], keep: Kept
 ):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -132,7 +132,7 @@ class ReplayBackward:
         self._freed.add(saved)
         if saved not in self._served:
             self._served.add(saved)
-            if self._stage_of[saved] == self._stage:
+            if saved in self._counted:
                 self._uses[storage] -= 1
                 self._free_unused([storage])
         self.take_back(saved)
@@ -148,8 +148,8 @@ class ReplayBackward:
         self._stage = stage
         self._ran: set[int] = set()
         self._served: set[int] = set()
-        unfreed = [i for i in self._by_stage.get(stage, ()) if i not in self._freed]
-        wanted = [self._storage[index] for index in unfreed]
+        self._counted = set(self._living(self._by_stage.get(stage, ())))
+        wanted = [self._storage[index] for index in self._counted]
         self._planned = self._missing_slice(wanted)
         reads = map(self._reads.__getitem__, self._planned)
         self._reads_to_come = Counter(chain.from_iterable(reads))
@@ -160,6 +160,16 @@ class ReplayBackward:
                 self._uses[storage] += 1
         self._free_unused(list(self._live))
 
+    def _living(self, indices: Iterable[int]) -> Iterator[int]:
+        """Yield those of some saved tensors that autograd holds now.
+
+        A backward pass inside the forward comes before some are saved.
+        """
+        now, saved = self._ledger.moment, self._graph.saved
+        for index in indices:
+            if saved[index].moment < now and index not in self._freed:
+                yield index
+
     def _is_read_in_other_stage(self, storage: int) -> bool:
         """Return whether another stage will read a storage that this stage retains."""
         retained = self._retained[self._stage]
@@ -167,8 +177,7 @@ class ReplayBackward:
             self._storage[index]
             for stage, indices in self._by_stage.items()
             if stage != self._stage
-            for index in indices
-            if index not in self._freed
+            for index in self._living(indices)
         ]
         seen: set[int] = set()
         while pending:
