@@ -7,17 +7,22 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from random import Random
 from typing import Any
 
 import membudget as mb
 from membudget.errors import BudgetError
 from membudget.fitted import Fitted
+from membudget.planner.schedule import Simulator
+from membudget.planning import make_plan
 from membudget.selection import default_names
+from tests.drawn import drawn_schedule
 from tests.field.subject import FIRST, RUNS, Subject, differences
 
 ENGINES = ("rerun", "replay")
 PERCENTS = {"fit 60%": 60, "fit 30%": 30}
 WAYS = (*ENGINES, *PERCENTS)
+DRAWN = "drawn"  # A plan that no solver has chosen.
 
 
 class Examined:
@@ -86,6 +91,8 @@ def _compared(subject: Subject, run: str) -> list[str]:
 
 
 def _put(subject: Subject, way: str, examined: Examined) -> Any:
+    if way == DRAWN:
+        return _apply_drawn(subject, examined)
     if way in ENGINES:
         names = default_names(subject.model)
         return mb.apply(subject.model, names=names, engine=way)
@@ -115,6 +122,22 @@ def _fit(subject: Subject, budget: int | str, examined: Examined) -> Fitted:
     subject.reset()
     start_s = time.process_time()
     try:
-        return mb.fit(step.model, step.batch, budget, step.loss_fn)
+        fitted = mb.fit(step.model, step.batch, budget, step.loss_fn)
+        examined.results["predicted"] = fitted.plan.peak_bytes
+        return fitted
     finally:
         examined.results["seconds of fit"] = time.process_time() - start_s
+
+
+def _apply_drawn(subject: Subject, examined: Examined) -> mb.Applied:
+    """Draw a plan by the name of the architecture, and run the steps that verify it."""
+    step = subject.steps[FIRST]
+    subject.reset()
+    profile = mb.profile(step.model, step.batch, loss_fn=step.loss_fn)
+    schedule = drawn_schedule(Simulator(profile.graph), Random(subject.name))
+    examined.results["predicted"] = schedule.peak_bytes
+    applied = mb.apply(step.model, make_plan(profile, schedule, step.model, 0))
+    for _ in range(2):
+        subject.reset()
+        step.run()
+    return applied

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from membudget.planner.choice import Choice, made_in
-from membudget.planner.overwrites import SourceCopy, source_copies
+from membudget.planner.overwrites import SourceCopy, source_copies, sources_until
 from membudget.planner.simulate import simulate
 from membudget.planner.slices import slice_of_saved
 from tests.planner.drafts import Draft
@@ -84,3 +84,18 @@ def test_older_memory_that_is_saved_after_its_last_write_is_copied_at_the_end():
     draft.save(state)
     draft.run(makes=[4])
     assert copies_of(draft) == [SourceCopy(0, 2, draft.finish().saved[0].freed)]
+
+
+def test_what_replays_read_from_a_copy_is_not_held_itself():
+    """An activation in place, which saves a clone of what it overwrites."""
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[8])
+    (clone,) = draft.run(a, makes=[8])
+    draft.save(clone)
+    draft.run(writes=[a])
+    graph = draft.finish()
+    region = Choice(1, 3)
+    found = slice_of_saved(graph, region, made_in(graph, region))
+    freed = graph.saved[0].freed
+    assert source_copies(graph, region, found) == [SourceCopy(1, 2, freed)]
+    assert sources_until(graph, region, found) == {1: 0}

@@ -161,6 +161,18 @@ def test_what_was_read_before_a_write_is_made_without_the_write():
     assert simulate(draft.finish(), [Choice(0, 4)]).recomputed == (0, 1)
 
 
+def test_what_is_overwritten_stays_for_operators_that_have_yet_to_read_it():
+    draft = Draft()
+    (a,) = draft.run(draft.outside(), makes=[4])
+    draft.save(*draft.run(a, makes=[1]))
+    (a,) = draft.run(writes=[a])
+    draft.save(*draft.run(a, makes=[2]))
+    found = simulate(draft.finish(), [Choice(0, 4)])
+    assert found.replayed == (0, 2, 3, 1)
+    # Once the last operator has run again: its output, and `a` as it was.
+    assert found.alive_bytes[4:] == (2 + 4, 4, 1, 0)
+
+
 def test_a_view_costs_nothing_and_keeps_its_storage():
     draft = Draft()
     (a,) = draft.run(draft.outside(), makes=[4])

@@ -22,17 +22,10 @@ from dataclasses import dataclass
 from itertools import chain
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import (
-    Block,
-    Choice,
-    dropped_in,
-    once,
-    saved_in,
-    storages_saved_in,
-)
+from membudget.planner.choice import Choice, dropped_in, storages_saved_in
 from membudget.planner.ledger import Ledger
-from membudget.planner.overwrites import SourceCopy, source_copies
-from membudget.planner.slices import slice_of_saved
+from membudget.planner.overwrites import SourceCopy, source_copies, sources_until
+from membudget.planner.slices import ends_if_dropped, slice_of_saved
 
 
 @dataclass
@@ -63,6 +56,8 @@ class ReplayBackward:
         self._freed: set[int] = set()
         self._live: dict[int, _Copy] = {}
         self._lent: dict[int, _Copy] = {}  # Held by autograd, by saved tensor.
+        # Storages as they were before a write, by who has yet to read that.
+        self._overwritten: dict[tuple[int, int], _Copy] = {}
         self._moment = self._asked = -1  # Of the last tensor that was unpacked.
         self._begin(-1)  # No stage yet.
 
@@ -73,11 +68,11 @@ class ReplayBackward:
         storage from which dropped tensors are recomputed stays live until autograd has
         freed the last of these tensors.
         """
-        ends = _ends_if_dropped(self._graph, self._choice)
+        ends = ends_if_dropped(self._graph, self._choice)
         self._ledger.ends.update((s, ends[s]) for s in self._slice.targets if s in ends)
-        for storage, moment in self._slice.needed_until.items():
-            if storage not in self._writers:
-                self._ledger.hold(storage, moment)
+        held = sources_until(self._graph, self._choice, self._slice)
+        for storage, moment in held.items():
+            self._ledger.hold(storage, moment)
 
     def copies(self) -> list[SourceCopy]:
         """Return the copies that the forward makes of what it overwrites."""
@@ -90,6 +85,7 @@ class ReplayBackward:
             # The end of a pass frees what the pass recomputed and did not use up.
             self._uses.clear()
             self._free_unused(list(self._live))
+            self._free_copies([*self._overwritten])
         if is_other_pass or self._stage_of[saved] != self._stage:
             self._begin(self._stage_of[saved])
         storage = self._storage[saved]
@@ -151,8 +147,10 @@ class ReplayBackward:
         self._counted = set(self._living(self._by_stage.get(stage, ())))
         wanted = [self._storage[index] for index in self._counted]
         self._planned = self._missing_slice(wanted)
+        self._free_copies([c for c in self._overwritten if c[0] not in self._planned])
         reads = map(self._reads.__getitem__, self._planned)
         self._reads_to_come = Counter(chain.from_iterable(reads))
+        self._reads_to_come.subtract(storage for _, storage in self._overwritten)
         self._uses = self._reads_to_come.copy()
         self._uses.update(wanted)
         if stage >= 0:
@@ -211,7 +209,8 @@ class ReplayBackward:
                 if index not in found:
                     found.add(index)
                     for storage in reads[index]:
-                        if storage not in seen:
+                        is_kept = (index, storage) in self._overwritten
+                        if storage not in seen and not is_kept:
                             seen.add(storage)
                             if self._is_missing(storage):
                                 pending.append(storage)
@@ -220,6 +219,7 @@ class ReplayBackward:
     def _run(self, operator: int) -> None:
         ledger, uses = self._ledger, self._uses
         reads, writes = self._reads[operator], self._slice.writes[operator]
+        self._keep_overwritten(operator)
         self._ran.add(operator)
         ledger.read(reads)
         ledger.run_again(operator, ledger.replayed)
@@ -236,10 +236,34 @@ class ReplayBackward:
         for storage in discarded:
             ledger.release(storage)
         for storage in reads:
-            uses[storage] -= 1
-            self._reads_to_come[storage] -= 1
+            if (operator, storage) in self._overwritten:
+                self._free_copies([(operator, storage)])
+            else:
+                uses[storage] -= 1
+                self._reads_to_come[storage] -= 1
         self._free_unused(writes)
         self._free_unused(reads)
+
+    def _keep_overwritten(self, operator: int) -> None:
+        """Copy what an operator overwrites and earlier operators have yet to read."""
+        for storage in self._slice.writes[operator]:
+            before = [w for w in self._writers.get(storage, ()) if w < operator]
+            if before and storage in self._live:
+                to_run = (self._planned - self._ran) & {
+                    *range(before[-1] + 1, operator)
+                }
+                readers = [i for i in to_run if storage in self._reads[i]]
+                if readers:
+                    self._ledger.allocate(storage)
+                    copy = _Copy(len(readers))
+                    self._overwritten |= {(i, storage): copy for i in readers}
+                    self._uses[storage] -= len(readers)
+                    self._reads_to_come[storage] -= len(readers)
+
+    def _free_copies(self, copies: Iterable[tuple[int, int]]) -> None:
+        """Note that operators no longer need what was overwritten."""
+        for operator, storage in copies:
+            self._drop(storage, self._overwritten.pop((operator, storage)))
 
     def _free_unused(self, storages: Iterable[int]) -> None:
         live, uses = self._live, self._uses
@@ -257,18 +281,3 @@ def _stages(graph: StepGraph, choice: Choice, saved: Sequence[int]) -> dict[int,
     """Return the stages that recompute saved tensors, by index."""
     starts = [stage.start for stage in choice.stages[1:]]
     return {i: bisect_right(starts, graph.saved[i].moment) for i in saved}
-
-
-@once
-def _ends_if_dropped(graph: StepGraph, block: Block) -> dict[int, int]:
-    """Return when the storages that a block saves are freed if the block drops them.
-
-    Until then, user code or what is saved elsewhere refers to them.
-    """
-    own, ends = saved_in(graph, block), {}
-    for storage in storages_saved_in(graph, block).values():
-        released = graph.storages[storage].released
-        if released is not None:
-            others = (i for i in graph.saved_on[storage] if i not in own)
-            ends[storage] = max([released, *(graph.saved[i].freed for i in others)])
-    return ends

@@ -20,6 +20,8 @@ running statistics, and overwrites them:
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
@@ -39,10 +41,52 @@ def source_copies(
     graph: StepGraph, block: Block, found: RecomputeSlice
 ) -> list[SourceCopy]:
     """Return the copies that a block makes of what it saves or replays read."""
-    writes = _overwrites(graph, block)
     copies = {(c.storage, c.start): c.end for c in copies_of_saved(graph, block)}
-    for index, written in found.writes.items():
-        until = max(found.needed_until.get(storage, 0) for storage in written)
+    for read in _reads_of_copies(graph, block, found):
+        key = read.storage, read.write
+        copies[key] = max(found.until_of(read.operator), copies.get(key, 0))
+    return [SourceCopy(*key, until) for key, until in copies.items()]
+
+
+def sources_until(
+    graph: StepGraph, block: Block, found: RecomputeSlice
+) -> dict[int, int]:
+    """Return the op indices until which a block holds what its replays read.
+
+    What a replay reads from a copy is not held itself.
+    """
+    writers, until = found.writers, found.needed_until
+    copied = Counter(
+        (read.operator, read.storage) for read in _reads_of_copies(graph, block, found)
+    )
+    held = {s: until[s] for s in until if s not in writers}
+    for storage in {storage for _, storage in copied}:
+        ends = [
+            found.until_of(operator)
+            for operator in found.writes
+            if copied[operator, storage] < _times_read(graph, operator, storage)
+        ]
+        held[storage] = max(ends, default=0)
+    return held
+
+
+def _times_read(graph: StepGraph, operator: int, storage: int) -> int:
+    inputs = graph.operators[operator].inputs
+    return sum(graph.values[value].storage == storage for value in inputs)
+
+
+class _Read(NamedTuple):
+    operator: int  # That runs again, and reads the storage.
+    storage: int
+    write: int  # The op index of the write before which the storage is copied.
+
+
+def _reads_of_copies(
+    graph: StepGraph, block: Block, found: RecomputeSlice
+) -> Iterator[_Read]:
+    """Yield what each operator of a slice reads from a copy."""
+    writes = _overwrites(graph, block)
+    for index, written in found.writes.items() if writes else ():
         for value in graph.operators[index].inputs:
             storage = graph.values[value].storage
             if storage in found.writers or storage not in writes or storage in written:
@@ -50,10 +94,8 @@ def source_copies(
             since = max(index + 1, _held_from(graph, block, storage))
             for moment, result in writes[storage]:
                 if moment >= since and _overlap(graph, value, result):
-                    key = storage, moment
-                    copies[key] = max(until, copies.get(key, 0))
+                    yield _Read(index, storage, moment)
                     break  # Later writes leave the copy as it is.
-    return [SourceCopy(*key, until) for key, until in copies.items()]
 
 
 @once

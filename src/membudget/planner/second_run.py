@@ -19,11 +19,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import zip_longest
 
-from membudget.graph import Operator, StepGraph
-from membudget.planner.choice import Block, made_in, saved_in, storages_of
+from membudget.graph import ModuleCall, Operator, StepGraph
+from membudget.planner.choice import (
+    REPLAY,
+    RERUN,
+    Block,
+    Choice,
+    made_in,
+    once,
+    saved_in,
+    storages_of,
+)
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy
+
+SMALL_BUFFER_BYTES = 64 * 1024
+"""The size up to which a region holds its copy of a buffer (`engine.reads`)."""
 
 
 def communicates(operator: Operator) -> bool:
@@ -56,12 +70,52 @@ def may_rerun(graph: StepGraph, block: Block) -> bool:
     )
 
 
+def without_recounts(
+    graph: StepGraph, calls: Sequence[ModuleCall], choices: Sequence[Choice]
+) -> tuple[Choice, ...]:
+    """Replay each call that would rerun and calls a module that has regions elsewhere.
+
+    A module that is called often has its regions by the number of the call. A rerun of
+    what is around it would call it again, and count that: a loop may have a region on
+    its whole body in one round, and on a part of the body in the next. A replay calls
+    no module.
+    """
+    planned = {call.path for call in calls}
+    return tuple(
+        replace(choice, engine=REPLAY)
+        if choice.engine == RERUN and planned & called_inside(graph, choice) - {path}
+        else choice
+        for path, choice in zip_longest((call.path for call in calls), choices)
+    )
+
+
+@once
+def called_inside(graph: StepGraph, block: Block) -> set[str]:
+    """Return the paths of the modules that are called within a block."""
+    return {
+        call.path
+        for call in graph.calls
+        if block.start <= call.start and call.end <= block.end
+    }
+
+
 def rerun_operators(graph: StepGraph, block: Block, held: Sequence[int]) -> range:
     """Return the operators that run until the last of the `held` tensors is saved."""
     last = graph.saved[held[-1]]
     # An operator's inputs are saved before it runs, its outputs afterwards.
     is_output = graph.values[last.value].operator == last.moment
     return range(block.start, last.moment + is_output)
+
+
+@once
+def inputs_of(graph: StepGraph, block: Block) -> set[int]:
+    """Return the storages that a block reads or is called with."""
+    start, end = block.start, block.end
+    values = [value for o in graph.operators[start:end] for value in o.inputs]
+    for call in graph.calls:
+        if (call.start, call.end) == (start, end):
+            values += call.inputs
+    return set(storages_of(graph, values))
 
 
 class RerunBackward:
@@ -72,6 +126,11 @@ class RerunBackward:
         self._graph = ledger.graph
         self._ledger, self._block = ledger, block
         self._made = made_in(ledger.graph, block)
+        self._inputs = inputs_of(ledger.graph, block)
+        storages = ledger.graph.storages
+        self._buffers = [
+            s for s in sorted(self._inputs) if storages[s].kind == "buffer"
+        ]
         self.dropped_saved = list(saved_in(ledger.graph, block))
         self._freed: set[int] = set()
         self._holders: Counter[int] = Counter()  # Saved tensors by live storage.
@@ -93,21 +152,24 @@ class RerunBackward:
                     [released, *(graph.saved[index].freed for index in others)]
                 )
         last = max((graph.saved[i].freed for i in self.dropped_saved), default=0)
-        for storage in self._inputs() - self._made:
+        for storage in self._inputs - self._made:
             ledger.hold(storage, last)
 
-    def _inputs(self) -> set[int]:
-        """Return the storages that the block reads or is called with."""
-        graph, start, end = self._graph, self._block.start, self._block.end
-        values = [value for o in graph.operators[start:end] for value in o.inputs]
-        for call in graph.calls:
-            if (call.start, call.end) == (start, end):
-                values += call.inputs
-        return set(storages_of(graph, values))
-
     def copies(self) -> list[SourceCopy]:
-        """Return nothing: a block that overwrites its inputs is not rerun."""
-        return []
+        """Return the copies of buffers, from which a second run would begin.
+
+        The forward copies each buffer that it may read. The copy of a large one is
+        dropped when the block ends, as a block that writes to a buffer is not rerun.
+        """
+        start, end = self._block.start, self._block.end
+        until = max((self._graph.saved[i].freed for i in self.dropped_saved), default=0)
+        return [
+            SourceCopy(s, start, until if self._is_small(s) else end)
+            for s in self._buffers
+        ]
+
+    def _is_small(self, storage: int) -> bool:
+        return self._graph.storages[storage].bytes <= SMALL_BUFFER_BYTES
 
     def unpack(self, saved: int) -> None:
         """Give autograd a saved tensor; the first one runs the block again."""
@@ -132,7 +194,11 @@ class RerunBackward:
 
     def _run(self, held: list[int]) -> None:
         graph, ledger = self._graph, self._ledger
-        ledger.read(self._inputs() - self._made)
+        ledger.read(self._inputs - self._made)
+        # The buffers of now are put aside, and those of the forward put in their place.
+        put_aside = [*filter(self._is_small, self._buffers)]
+        for storage in put_aside:
+            ledger.allocate(storage)
         again = rerun_operators(graph, self._block, held)
         holders = Counter(map(self._storage, held))
         live: set[int] = set()
@@ -147,9 +213,8 @@ class RerunBackward:
             live.update(born)
             ledger.update_peak(index)
             ledger.run_again(index, ledger.reran)
-        for storage in live:
-            if not holders[storage]:
-                ledger.release(storage)
+        for storage in [*(s for s in live if not holders[s]), *put_aside]:
+            ledger.release(storage)
         # What was not made again is no copy of this block's.
         made = {s for index in again for s in graph.born_at.get(index, ())}
         self._holders = Counter({s: n for s, n in holders.items() if s in made})

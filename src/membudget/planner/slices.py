@@ -23,6 +23,7 @@ from membudget.planner.choice import (
     dropped_in,
     made_in,
     once,
+    saved_in,
     storages_saved_in,
     wanted_in,
 )
@@ -39,6 +40,10 @@ class RecomputeSlice:
     # By operator, without the storages that it writes.
     reads: dict[int, list[int]] = field(default_factory=dict)
 
+    def until_of(self, operator: int) -> int:
+        """Return the op index until which targets depend on what an operator writes."""
+        return max(self.needed_until.get(s, 0) for s in self.writes[operator])
+
 
 def slice_of_saved(
     graph: StepGraph, block: Block, dropped: Collection[int]
@@ -49,6 +54,21 @@ def slice_of_saved(
         if storage in dropped:
             targets[storage] = max(targets.get(storage, 0), graph.saved[index].freed)
     return slice_of(graph, block, dropped, targets)
+
+
+@once
+def ends_if_dropped(graph: StepGraph, block: Block) -> dict[int, int]:
+    """Return when the storages that a block saves are freed if the block drops them.
+
+    Until then, user code or what is saved elsewhere refers to them.
+    """
+    own, ends = saved_in(graph, block), {}
+    for storage in storages_saved_in(graph, block).values():
+        released = graph.storages[storage].released
+        if released is not None:
+            others = (i for i in graph.saved_on[storage] if i not in own)
+            ends[storage] = max([released, *(graph.saved[i].freed for i in others)])
+    return ends
 
 
 def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:

@@ -1,0 +1,47 @@
+"""Plans that are drawn: any engine, any outputs kept, modules at any depth.
+
+Solvers choose few kinds of plans. What a step takes under a plan must be as simulated
+for all of them, or the next solver finds one for which it is not.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from membudget.graph import ModuleCall, StepGraph
+from membudget.planner.choice import RERUN, Choice, made_in
+from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.second_run import may_rerun
+
+
+def drawn_schedule(simulator: Simulator, draws: Random) -> Schedule:
+    """Return a schedule of disjoint module calls, with at least one region."""
+    graph = simulator.graph
+    calls = _drawn_calls(graph, draws)
+    return simulator.schedule(calls, [_drawn_choice(graph, c, draws) for c in calls])
+
+
+def _drawn_calls(graph: StepGraph, draws: Random) -> list[ModuleCall]:
+    found: list[ModuleCall] = []
+    count = draws.choice([1, 2, 6, 20])
+    calls = [call for call in graph.calls if call.end > call.start + 1]
+    for call in draws.sample(calls, len(calls)):
+        if len(found) < count and all(
+            call.end <= other.start or other.end <= call.start for other in found
+        ):
+            found.append(call)
+    return sorted(found, key=lambda call: call.start)
+
+
+def _drawn_choice(graph: StepGraph, call: ModuleCall, draws: Random) -> Choice:
+    reruns = Choice(call.start, call.end, engine=RERUN)
+    if draws.random() < 0.3 and may_rerun(graph, reruns):
+        return reruns
+    share = draws.choice([0.0, 0.2, 0.5, 0.8])
+    kept = {
+        storage
+        for storage in sorted(made_in(graph, reruns))
+        if draws.random() < share
+        or graph.operators[graph.storages[storage].birth].must_keep
+    }
+    return Choice(call.start, call.end, frozenset(kept))
