@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import membudget as mb
 from membudget.attach import has_region
@@ -69,6 +72,34 @@ def test_numbers_start_anew_after_an_exception_and_without_gradients():
     with torch.no_grad():
         model(torch.ones(2, 4), 2)
     assert counted(model, applied) == (2, 0)
+
+
+class Checkpointed(nn.Module):
+    """Checkpoints a layer in its second call."""
+
+    def __init__(self, checkpoint: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.layer, self.checkpoint = Loop().layer, checkpoint
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.checkpoint(self.layer, self.layer(x))
+        return self.layer(x).sum()
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [partial(torch_checkpoint, use_reentrant=False), mb.checkpoint]
+)
+@pytest.mark.parametrize("engine", ["replay", "rerun"])
+def test_a_call_in_a_function_that_runs_again_has_no_region(checkpoint, engine):
+    model, x = Checkpointed(checkpoint), torch.ones(2, 4)
+    parameters = [*model.parameters()]
+    plain = torch.autograd.grad(model(x), parameters)
+    last = RegionPlan("layer", 3, (), times=3, numbers=(1, 2), engine=engine)
+    applied = mb.apply(model, plan_for(model, last))
+    for _ in range(3):
+        found = torch.autograd.grad(model(x), parameters)
+        assert all(map(torch.equal, plain, found))
+    assert [region.forwards for region in applied.status().regions] == [3]
 
 
 def test_nothing_is_left_on_the_model_when_a_plan_is_removed_or_set_aside():

@@ -3,7 +3,8 @@
 A recurrent cell, the right side of a differential equation or a shared layer is one
 module with many calls, and a plan may keep other outputs in one call than in the next.
 Calls are counted from the start of the model's forward, so a step with more or fewer of
-them, or one that an exception ends, shifts no later step.
+them, or one that an exception ends, shifts no later step. A call inside a function that
+runs again as a whole has no region: a second run would count on.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from membudget._torch import top_saved_tensors_hooks
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.region import run_region
+from membudget.engine.rerun import Rerun
+from membudget.engine.rerun_frame import RerunFrame
 
 
 @dataclass(slots=True)
@@ -44,9 +48,23 @@ class NumberedRegions:
         if self.number >= self.times:
             options = self.further
         self.number += 1
-        if options is None:
+        if options is None or _runs_again():
             return function(*args, **kwargs)
         return run_region(function, args, kwargs, options, self.statistics)
+
+
+def _runs_again() -> bool:
+    """Return whether a function that will run again as a whole has called this.
+
+    A rerun region, or torch's checkpointing, must save as much the second time, when
+    the calls inside have other numbers.
+    """
+    hooks = top_saved_tensors_hooks()
+    if hooks is None:
+        return False
+    owner = getattr(hooks[0], "__self__", None)
+    module = getattr(hooks[0], "__module__", "")
+    return isinstance(owner, RerunFrame | Rerun) or module == "torch.utils.checkpoint"
 
 
 class CountedFrom:

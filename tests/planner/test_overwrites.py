@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from membudget.planner.choice import Choice, made_in
-from membudget.planner.overwrites import SourceCopy, source_copies, sources_until
+from membudget.planner.overwrites import (
+    SourceCopy,
+    copies_of_saved,
+    source_copies,
+    sources_until,
+)
 from membudget.planner.simulate import simulate
 from membudget.planner.slices import slice_of_saved
 from tests.planner.drafts import Draft
@@ -84,6 +91,20 @@ def test_older_memory_that_is_saved_after_its_last_write_is_copied_at_the_end():
     draft.save(state)
     draft.run(makes=[4])
     assert copies_of(draft) == [SourceCopy(0, 2, draft.finish().saved[0].freed)]
+
+
+def test_a_parameter_that_is_overwritten_before_it_is_saved_is_not_copied():
+    """A parameter is no running state: the next call does not count."""
+    draft = Draft()
+    weight = draft.outside(8)
+    draft.run(writes=[weight])
+    draft.save(*draft.run(weight, makes=[1]), weight)
+    graph = draft.finish()
+    region = Choice(0, 2)
+    first, *others = graph.storages
+    of_parameter = (replace(first, kind="parameter"), *others)
+    assert copies_of_saved(graph, region)
+    assert not copies_of_saved(replace(graph, storages=of_parameter), region)
 
 
 def test_what_replays_read_from_a_copy_is_not_held_itself():

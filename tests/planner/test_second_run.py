@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import REPLAY, RERUN, Block, Choice, saved_in
+from membudget.planner.choice import RERUN, Block, Choice, saved_in
 from membudget.planner.schedule import Overheads, Simulator
 from membudget.planner.second_run import (
     SMALL_BUFFER_BYTES,
@@ -136,17 +136,6 @@ def test_a_region_copies_the_buffers_that_it_reads_and_holds_small_copies(size):
     assert backward == 1 + held
     # While the block runs again, the contents of now are put aside.
     assert found.peak_bytes == max(1 + size, 1 + 2 * held)
-
-
-def test_what_calls_a_module_that_has_regions_elsewhere_is_replayed():
-    names = [("body", 0, 2), ("body.part", 0, 1), ("body", 2, 4), ("body.part", 2, 3)]
-    graph = chain(4, 4, 4, 4)[0].finish(names)
-    body, _, second, part = graph.calls
-    simulator, again = Simulator(graph), Choice(0, 2, engine=RERUN)
-    mixed = simulator.schedule([body, part], [again, Choice(2, 3)])
-    assert [choice.engine for choice in mixed.choices] == [REPLAY, REPLAY]
-    alike = simulator.schedule([body, second], [again, Choice(2, 4, engine=RERUN)])
-    assert [choice.engine for choice in alike.choices] == [RERUN, RERUN]
 
 
 def test_an_operator_that_a_rerun_runs_pays_nothing_for_being_recorded():

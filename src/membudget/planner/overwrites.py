@@ -109,8 +109,10 @@ def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
         # An operator's inputs are saved before it runs, its outputs afterwards.
         since = saved.moment + (graph.values[saved.value].operator == saved.moment)
         later = (moment for moment, _ in writes[storage] if moment >= since)
-        # The region's next call overwrites it, if nothing else in this one does.
-        key = storage, next(later, block.end)
+        moment = next(later, block.end)
+        if moment == block.end and graph.storages[storage].kind == "parameter":
+            continue  # Other state is overwritten by the region's next call.
+        key = storage, moment
         copies[key] = max(saved.freed, copies.get(key, 0))
     return [SourceCopy(*key, until) for key, until in copies.items()]
 

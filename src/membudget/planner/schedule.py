@@ -14,7 +14,7 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
 from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.moved import Host
-from membudget.planner.second_run import rerun_operators, without_recounts
+from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import AskedOrders, Simulation, simulate
 from membudget.planner.timeline import PlainStep
 
@@ -244,12 +244,11 @@ class Simulator:
         self, calls: Sequence[ModuleCall], choices: Sequence[Choice]
     ) -> Schedule:
         """Return the schedule with one choice for each of the given module calls."""
-        choices = without_recounts(self.graph, calls, choices)
         found = self.simulate(choices)
         overhead_s = sum(map(self.region_s, choices))
         plain_s = self.graph.seconds
         return Schedule(
-            tuple(calls), choices, found, overhead_s, plain_s, host=self.host
+            tuple(calls), tuple(choices), found, overhead_s, plain_s, host=self.host
         )
 
     def with_plain_times(self, schedule: Schedule) -> Schedule:

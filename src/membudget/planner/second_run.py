@@ -19,20 +19,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from itertools import zip_longest
 
-from membudget.graph import ModuleCall, Operator, StepGraph
-from membudget.planner.choice import (
-    REPLAY,
-    RERUN,
-    Block,
-    Choice,
-    made_in,
-    once,
-    saved_in,
-    storages_of,
-)
+from membudget.graph import Operator, StepGraph
+from membudget.planner.choice import Block, made_in, once, saved_in, storages_of
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy
 
@@ -68,35 +57,6 @@ def may_rerun(graph: StepGraph, block: Block) -> bool:
     return any(asked) and all(
         len(a) < 2 and min(a, default=turn) >= turn for a in asked
     )
-
-
-def without_recounts(
-    graph: StepGraph, calls: Sequence[ModuleCall], choices: Sequence[Choice]
-) -> tuple[Choice, ...]:
-    """Replay each call that would rerun and calls a module that has regions elsewhere.
-
-    A module that is called often has its regions by the number of the call. A rerun of
-    what is around it would call it again, and count that: a loop may have a region on
-    its whole body in one round, and on a part of the body in the next. A replay calls
-    no module.
-    """
-    planned = {call.path for call in calls}
-    return tuple(
-        replace(choice, engine=REPLAY)
-        if choice.engine == RERUN and planned & called_inside(graph, choice) - {path}
-        else choice
-        for path, choice in zip_longest((call.path for call in calls), choices)
-    )
-
-
-@once
-def called_inside(graph: StepGraph, block: Block) -> set[str]:
-    """Return the paths of the modules that are called within a block."""
-    return {
-        call.path
-        for call in graph.calls
-        if block.start <= call.start and call.end <= block.end
-    }
 
 
 def rerun_operators(graph: StepGraph, block: Block, held: Sequence[int]) -> range:

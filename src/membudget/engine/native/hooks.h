@@ -16,7 +16,7 @@ namespace frame {
 inline Slot checks, lock, recorder, replayer;
 }
 
-constexpr long first_task = 3;  // As `replayer._FIRST_TASK`.
+inline long first_task;  // As `replayer.FIRST_TASK`.
 
 inline Class checks_class;
 namespace checks {

@@ -160,6 +160,7 @@ PyObject* bind(PyObject*, PyObject* object) {
   empty_operator = names("EMPTY");
   find_operator = names("find_operator");
   operator_lock = names("OPERATOR_LOCK");
+  first_task = PyLong_AsLong(names("FIRST_TASK"));
   isolation_enter = names("enter");
   isolation_leave = names("leave");
   scope_class = names("Scope");

@@ -23,7 +23,7 @@ from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
 from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.replayer import Replayer
+from membudget.engine.replay.replayer import FIRST_TASK, Replayer
 from membudget.engine.replay.shared_memory import share
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
 from membudget.engine.stages import CallStages
@@ -115,6 +115,7 @@ _BOUND: tuple[Any, ...] = (
 )
 _NAMED: dict[str, Any] = {
     "EMPTY": EMPTY,
+    "FIRST_TASK": FIRST_TASK,
     "OPEN_GROUPS": OPEN_GROUPS,
     "OPERATOR_LOCK": isolation.OPERATOR_LOCK,
 }

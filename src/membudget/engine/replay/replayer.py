@@ -202,7 +202,7 @@ class Replayer(UseCounter):
     def _count_run(self) -> None:
         """Count the plan among those that ran operations, if this is its first run."""
         # The stages of one backward pass count as one recompute.
-        number = self._plan if self._stage < 0 else -self._task - _FIRST_TASK
+        number = self._plan if self._stage < 0 else -self._task - FIRST_TASK
         if self._plan_ran != number:
             self._plan_ran = number
             self.plans_run += 1
@@ -234,4 +234,4 @@ class Replayer(UseCounter):
 
 _CONDITIONS = attrgetter("default_dtype", "stream")
 
-_FIRST_TASK = 3  # Task numbers start at -2; these become negative.
+FIRST_TASK = 3  # Task numbers start at -2; these become negative.
