@@ -9,6 +9,7 @@ from itertools import combinations
 from hypothesis import strategies as st
 
 from membudget.graph import (
+    Kind,
     ModuleCall,
     Operator,
     Saved,
@@ -72,10 +73,13 @@ class Draft:
     births: list[int] = field(default_factory=list)
     saved: list[tuple[int, int, bool]] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
+    kinds: dict[int, Kind] = field(default_factory=dict)
 
-    def outside(self, size: int = 1) -> int:
+    def outside(self, size: int = 1, kind: Kind = "outside") -> int:
         """Return a value that was there before the step."""
-        return self._value(self._storage(size, -1), 0, -1)
+        storage = self._storage(size, -1)
+        self.kinds[storage] = kind
+        return self._value(storage, 0, -1)
 
     def run(
         self,
@@ -165,13 +169,11 @@ class Draft:
         death = max([last, *freed])
         if storage in self.held or self.births[storage] < 0:
             released, death = None, end
-        birth = self.births[storage]
-        kind = "activation" if birth >= 0 else "outside"
         return Storage(
             bytes=self.sizes[storage],
-            kind=kind,  # type: ignore[arg-type]
+            kind=self.kinds.get(storage, "activation"),
             name="",
-            birth=birth,
+            birth=self.births[storage],
             death=death,
             released=released,
         )

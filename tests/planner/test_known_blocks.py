@@ -13,7 +13,7 @@ from membudget.planner import known_blocks
 from membudget.planner.choice import RERUN, Block, Choice, Stage, made_in
 from membudget.planner.frontier import Front
 from membudget.planner.known_blocks import KnownBlocks
-from membudget.planner.second_run import may_rerun
+from membudget.planner.second_run import SMALL_BUFFER_BYTES, may_rerun
 from membudget.planner.simulate import simulate_block
 from tests.planner.drafts import Draft, chain_of, drafts, subsets
 
@@ -125,6 +125,8 @@ def check_timelines(graph: StepGraph) -> None:
 
 Layer = list[tuple[list[int], int, bool, bool, int]]
 
+BUFFERS = st.one_of(st.none(), st.integers(1, 2), st.just(SMALL_BUFFER_BYTES + 1))
+
 
 @st.composite
 def repeated(draw: st.DrawFn) -> StepGraph:
@@ -143,11 +145,13 @@ def repeated(draw: st.DrawFn) -> StepGraph:
     if draw(st.booleans()):
         other = draw(st.integers(0, 2))
         layers[other] = [(*row[:4], draw(st.integers(0, 2))) for row in layer]
+    sizes = draw(st.lists(BUFFERS, min_size=3, max_size=3))
     draft = Draft()
     known = [draft.outside()]
-    for rows in layers:
+    for rows, buffer_bytes in zip(layers, sizes, strict=True):
+        buffer = [draft.outside(buffer_bytes, "buffer")] if buffer_bytes else []
         for back, size, is_in_place, is_saved, workspace in rows:
-            inputs = [known[-1 - min(i, len(known) - 1)] for i in back]
+            inputs = [known[-1 - min(i, len(known) - 1)] for i in back] + buffer
             written = known[-1:] if is_in_place and known[1:] else []
             makes = [] if written else [size]
             (made,) = draft.run(

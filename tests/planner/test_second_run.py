@@ -124,12 +124,9 @@ def test_an_argument_that_no_operator_reads_is_live_until_then_too():
 @pytest.mark.parametrize("size", [8, SMALL_BUFFER_BYTES + 1])
 def test_a_region_copies_the_buffers_that_it_reads_and_holds_small_copies(size):
     draft = Draft()
-    (a,) = draft.run(draft.outside(size), makes=[1])
+    (a,) = draft.run(draft.outside(size, "buffer"), makes=[1])
     draft.save(a)
-    graph = draft.finish()
-    outside, made = graph.storages
-    graph = replace(graph, storages=(replace(outside, kind="buffer"), made))
-    found = simulate(graph, [Choice(0, 1, engine=RERUN)])
+    found = simulate(draft.finish(), [Choice(0, 1, engine=RERUN)])
     held = size if size <= SMALL_BUFFER_BYTES else 0
     forward, backward = found.alive_bytes
     assert forward == 1 + size

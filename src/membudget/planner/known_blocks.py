@@ -27,6 +27,7 @@ from membudget.planner.choice import (
 )
 from membudget.planner.frontier import Front, KeepSet
 from membudget.planner.overwrites import copies_of_saved
+from membudget.planner.second_run import buffers_of
 from membudget.planner.simulate import BlockTimeline, simulate_block
 from membudget.planner.timeline import PlainStep
 
@@ -148,7 +149,8 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
     saves = [(s.moment, s.freed, *s.asked) for s in saved]
     copies = copies_of_saved(graph, block)
     copied = [(copy.start, copy.end) for copy in copies]
-    moments = sorted({*own, turn, count}.union(*ends, *saves, *copied))
+    buffers = buffers_of(graph, block)
+    moments = sorted({*own, block.end, turn, count}.union(*ends, *saves, *copied))
     rank = {moment: i for i, moment in enumerate(moments)}
     facts = [graph.storages[storage] for storage in made]
     signature = (
@@ -160,6 +162,7 @@ def _shape(graph: StepGraph, block: Block) -> _Shape | None:
         tuple(tuple(rank[moment] for moment in of) for of in saves),
         tuple(tuple(rank[moment] for moment in of) for of in copied),
         tuple(graph.storages[copy.storage].bytes for copy in copies),
+        tuple(graph.storages[buffer].bytes for buffer in buffers),
         tuple(_saved_value(graph, s, place_of) for s in saved),
     )
     return _Shape(made, np.array(moments), signature)

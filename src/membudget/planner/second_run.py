@@ -78,6 +78,13 @@ def inputs_of(graph: StepGraph, block: Block) -> set[int]:
     return set(storages_of(graph, values))
 
 
+@once
+def buffers_of(graph: StepGraph, block: Block) -> list[int]:
+    """Return the buffers that a block reads or is called with."""
+    inputs = sorted(inputs_of(graph, block))
+    return [s for s in inputs if graph.storages[s].kind == "buffer"]
+
+
 class RerunBackward:
     """Recomputation state of one block that reruns, during the simulated backward."""
 
@@ -87,10 +94,7 @@ class RerunBackward:
         self._ledger, self._block = ledger, block
         self._made = made_in(ledger.graph, block)
         self._inputs = inputs_of(ledger.graph, block)
-        storages = ledger.graph.storages
-        self._buffers = [
-            s for s in sorted(self._inputs) if storages[s].kind == "buffer"
-        ]
+        self._buffers = buffers_of(ledger.graph, block)
         self.dropped_saved = list(saved_in(ledger.graph, block))
         self._freed: set[int] = set()
         self._holders: Counter[int] = Counter()  # Saved tensors by live storage.
