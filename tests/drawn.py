@@ -15,7 +15,7 @@ from membudget.planner.second_run import may_rerun
 
 
 def drawn_schedule(simulator: Simulator, draws: Random) -> Schedule:
-    """Return a schedule of disjoint module calls, with at least one region."""
+    """Return a schedule of disjoint module calls, each of two operators or more."""
     graph = simulator.graph
     calls = _drawn_calls(graph, draws)
     return simulator.schedule(calls, [_drawn_choice(graph, c, draws) for c in calls])

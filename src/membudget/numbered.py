@@ -4,7 +4,7 @@ A recurrent cell, the right side of a differential equation or a shared layer is
 module with many calls, and a plan may keep other outputs in one call than in the next.
 Calls are counted from the start of the model's forward, so a step with more or fewer of
 them, or one that an exception ends, shifts no later step. A call inside a function that
-runs again as a whole has no region: a second run would count on.
+runs again as a whole has no region: the second run would go on counting.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class NumberedRegions:
 def _runs_again() -> bool:
     """Return whether a function that will run again as a whole has called this.
 
-    A rerun region, or torch's checkpointing, must save as much the second time, when
-    the calls inside have other numbers.
+    A rerun region, or torch's checkpointing, must save the same tensors in the second
+    run, in which the calls inside have other numbers.
     """
     hooks = top_saved_tensors_hooks()
     if hooks is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, Choice, saved_in
@@ -16,6 +17,7 @@ from membudget.planner.second_run import (
 )
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
+from membudget.state.snapshot import is_small
 from tests.planner.drafts import Draft, chain_of
 
 
@@ -119,6 +121,11 @@ def test_an_argument_that_no_operator_reads_is_live_until_then_too():
     turn = alone.backward_start
     assert simulate(alone, reruns).alive_bytes[turn] < 50
     assert simulate(called, reruns).alive_bytes[turn] >= 50
+
+
+def test_regions_hold_copies_of_buffers_up_to_the_size_that_plans_count():
+    assert is_small(torch.empty(SMALL_BUFFER_BYTES, dtype=torch.uint8))
+    assert not is_small(torch.empty(SMALL_BUFFER_BYTES + 1, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("size", [8, SMALL_BUFFER_BYTES + 1])

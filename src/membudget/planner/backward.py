@@ -22,10 +22,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 from membudget.graph import StepGraph
-from membudget.planner.choice import Choice, dropped_in, storages_saved_in
+from membudget.planner.choice import (
+    Choice,
+    dropped_in,
+    ends_if_dropped,
+    storages_saved_in,
+)
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies, sources_until
-from membudget.planner.slices import ends_if_dropped, slice_of_saved
+from membudget.planner.slices import slice_of_saved
 
 
 @dataclass
@@ -56,7 +61,7 @@ class ReplayBackward:
         self._freed: set[int] = set()
         self._live: dict[int, _Copy] = {}
         self._lent: dict[int, _Copy] = {}  # Held by autograd, by saved tensor.
-        # Storages as they were before a write, by who has yet to read that.
+        # Copies of overwritten storages, by the operator that reads one, and storage.
         self._overwritten: dict[tuple[int, int], _Copy] = {}
         self._moment = self._asked = -1  # Of the last tensor that was unpacked.
         self._begin(-1)  # No stage yet.
@@ -248,20 +253,19 @@ class ReplayBackward:
         """Copy what an operator overwrites and earlier operators have yet to read."""
         for storage in self._slice.writes[operator]:
             before = [w for w in self._writers.get(storage, ()) if w < operator]
-            if before and storage in self._live:
-                to_run = (self._planned - self._ran) & {
-                    *range(before[-1] + 1, operator)
-                }
-                readers = [i for i in to_run if storage in self._reads[i]]
-                if readers:
-                    self._ledger.allocate(storage)
-                    copy = _Copy(len(readers))
-                    self._overwritten |= {(i, storage): copy for i in readers}
-                    self._uses[storage] -= len(readers)
-                    self._reads_to_come[storage] -= len(readers)
+            if not before or storage not in self._live:
+                continue
+            since = self._planned.intersection(range(before[-1] + 1, operator))
+            readers = [i for i in since - self._ran if storage in self._reads[i]]
+            if readers:
+                self._ledger.allocate(storage)
+                copy = _Copy(len(readers))
+                self._overwritten |= {(i, storage): copy for i in readers}
+                self._uses[storage] -= len(readers)
+                self._reads_to_come[storage] -= len(readers)
 
     def _free_copies(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Note that operators no longer need what was overwritten."""
+        """Free copies of overwritten storages that operators no longer need."""
         for operator, storage in copies:
             self._drop(storage, self._overwritten.pop((operator, storage)))
 

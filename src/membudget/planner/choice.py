@@ -109,6 +109,21 @@ def storages_saved_in(graph: StepGraph, block: Block) -> dict[int, int]:
     return {index: graph.values[graph.saved[index].value].storage for index in saved}
 
 
+@once
+def ends_if_dropped(graph: StepGraph, block: Block) -> dict[int, int]:
+    """Return when the storages that a block saves are freed if the block drops them.
+
+    Until then, user code or what is saved elsewhere refers to them.
+    """
+    own, ends = saved_in(graph, block), {}
+    for storage in storages_saved_in(graph, block).values():
+        released = graph.storages[storage].released
+        if released is not None:
+            others = (i for i in graph.saved_on[storage] if i not in own)
+            ends[storage] = max([released, *(graph.saved[i].freed for i in others)])
+    return ends
+
+
 def wanted_in(graph: StepGraph, block: Block) -> set[int]:
     """Return the storages of a block's saved tensors that the backward pass unpacks."""
     saved = (graph.saved[index] for index in saved_in(graph, block))

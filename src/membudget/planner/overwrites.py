@@ -20,7 +20,6 @@ running statistics, and overwrites them:
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -42,9 +41,10 @@ def source_copies(
 ) -> list[SourceCopy]:
     """Return the copies that a block makes of what it saves or replays read."""
     copies = {(c.storage, c.start): c.end for c in copies_of_saved(graph, block)}
-    for read in _reads_of_copies(graph, block, found):
-        key = read.storage, read.write
-        copies[key] = max(found.until_of(read.operator), copies.get(key, 0))
+    for read in _reads_of_overwritten(graph, block, found):
+        if read.write is not None:
+            key = read.storage, read.write
+            copies[key] = max(found.until_of(read.operator), copies.get(key, 0))
     return [SourceCopy(*key, until) for key, until in copies.items()]
 
 
@@ -53,49 +53,41 @@ def sources_until(
 ) -> dict[int, int]:
     """Return the op indices until which a block holds what its replays read.
 
-    What a replay reads from a copy is not held itself.
+    A source that replays read only from its copy is not held.
     """
-    writers, until = found.writers, found.needed_until
-    copied = Counter(
-        (read.operator, read.storage) for read in _reads_of_copies(graph, block, found)
-    )
-    held = {s: until[s] for s in until if s not in writers}
-    for storage in {storage for _, storage in copied}:
-        ends = [
-            found.until_of(operator)
-            for operator in found.writes
-            if copied[operator, storage] < _times_read(graph, operator, storage)
-        ]
-        held[storage] = max(ends, default=0)
+    elsewhere = found.writers.keys() | _overwrites(graph, block).keys()
+    held = {s: end for s, end in found.needed_until.items() if s not in elsewhere}
+    for read in _reads_of_overwritten(graph, block, found):
+        until = found.until_of(read.operator) if read.write is None else 0
+        held[read.storage] = max(until, held.get(read.storage, 0))
     return held
-
-
-def _times_read(graph: StepGraph, operator: int, storage: int) -> int:
-    inputs = graph.operators[operator].inputs
-    return sum(graph.values[value].storage == storage for value in inputs)
 
 
 class _Read(NamedTuple):
     operator: int  # That runs again, and reads the storage.
     storage: int
-    write: int  # The op index of the write before which the storage is copied.
+    write: int | None  # The op index of the write before which the storage is copied.
 
 
-def _reads_of_copies(
+def _reads_of_overwritten(
     graph: StepGraph, block: Block, found: RecomputeSlice
 ) -> Iterator[_Read]:
-    """Yield what each operator of a slice reads from a copy."""
+    """Yield what operators of a slice read of sources that the block overwrites."""
     writes = _overwrites(graph, block)
     for index, written in found.writes.items() if writes else ():
         for value in graph.operators[index].inputs:
             storage = graph.values[value].storage
-            if storage in found.writers or storage not in writes or storage in written:
+            if storage in found.writers or storage not in writes:
                 continue
             since = max(index + 1, _held_from(graph, block, storage))
-            for moment, result in writes[storage]:
-                if moment >= since and _overlap(graph, value, result):
-                    yield _Read(index, storage, moment)
-                    break  # Later writes leave the copy as it is.
+            later = (
+                moment
+                for moment, result in writes[storage]
+                if moment >= since and _overlap(graph, value, result)
+            )
+            # Writes after the first leave the copy as it is.
+            write = None if storage in written else next(later, None)
+            yield _Read(index, storage, write)
 
 
 @once
@@ -111,7 +103,7 @@ def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
         later = (moment for moment, _ in writes[storage] if moment >= since)
         moment = next(later, block.end)
         if moment == block.end and graph.storages[storage].kind == "parameter":
-            continue  # Other state is overwritten by the region's next call.
+            continue  # It is no running state, which the next call overwrites.
         key = storage, moment
         copies[key] = max(saved.freed, copies.get(key, 0))
     return [SourceCopy(*key, until) for key, until in copies.items()]

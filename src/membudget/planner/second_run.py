@@ -21,7 +21,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from membudget.graph import Operator, StepGraph
-from membudget.planner.choice import Block, made_in, once, saved_in, storages_of
+from membudget.planner.choice import (
+    Block,
+    ends_if_dropped,
+    made_in,
+    once,
+    saved_in,
+    storages_of,
+)
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy
 
@@ -96,6 +103,8 @@ class RerunBackward:
         self._inputs = inputs_of(ledger.graph, block)
         self._buffers = buffers_of(ledger.graph, block)
         self.dropped_saved = list(saved_in(ledger.graph, block))
+        freed = (ledger.graph.saved[index].freed for index in self.dropped_saved)
+        self._until = max(freed, default=0)
         self._freed: set[int] = set()
         self._holders: Counter[int] = Counter()  # Saved tensors by live storage.
         self._has_run = False
@@ -106,18 +115,10 @@ class RerunBackward:
         A storage of the block is freed once only saved tensors of the block refer to
         it. The inputs stay live until autograd has freed the last of these tensors.
         """
-        graph, ledger = self._graph, self._ledger
-        dropped = {*self.dropped_saved}
-        for storage in self._made & graph.saved_on.keys():
-            released = graph.storages[storage].released
-            if released is not None and not dropped.isdisjoint(graph.saved_on[storage]):
-                others = (i for i in graph.saved_on[storage] if i not in dropped)
-                ledger.ends[storage] = max(
-                    [released, *(graph.saved[index].freed for index in others)]
-                )
-        last = max((graph.saved[i].freed for i in self.dropped_saved), default=0)
+        ends = ends_if_dropped(self._graph, self._block)
+        self._ledger.ends.update((s, ends[s]) for s in self._made if s in ends)
         for storage in self._inputs - self._made:
-            ledger.hold(storage, last)
+            self._ledger.hold(storage, self._until)
 
     def copies(self) -> list[SourceCopy]:
         """Return the copies of buffers, from which a second run would begin.
@@ -126,9 +127,8 @@ class RerunBackward:
         dropped when the block ends, as a block that writes to a buffer is not rerun.
         """
         start, end = self._block.start, self._block.end
-        until = max((self._graph.saved[i].freed for i in self.dropped_saved), default=0)
         return [
-            SourceCopy(s, start, until if self._is_small(s) else end)
+            SourceCopy(s, start, self._until if self._is_small(s) else end)
             for s in self._buffers
         ]
 
@@ -159,7 +159,7 @@ class RerunBackward:
     def _run(self, held: list[int]) -> None:
         graph, ledger = self._graph, self._ledger
         ledger.read(self._inputs - self._made)
-        # The buffers of now are put aside, and those of the forward put in their place.
+        # What the buffers hold now is put aside while they hold the forward's content.
         put_aside = [*filter(self._is_small, self._buffers)]
         for storage in put_aside:
             ledger.allocate(storage)

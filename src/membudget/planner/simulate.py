@@ -18,8 +18,8 @@ replay engine (`engine.replay`), whose rules are:
    operators that write it.
 5. Autograd may overwrite an unpacked tensor, so autograd gets a copy if an operator of
    the stage has yet to read the tensor, or if the stage retains it for another to read.
-6. An operator that overwrites a recomputed storage leaves a copy of what was there to
-   the operators that precede it and run later.
+6. If an operator overwrites a recomputed storage that earlier operators have yet to
+   read, a copy of the old content is live until they have run.
 
 What a block keeps may be moved to the host, and back before it is read: see `moved`.
 """

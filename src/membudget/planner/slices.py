@@ -23,7 +23,6 @@ from membudget.planner.choice import (
     dropped_in,
     made_in,
     once,
-    saved_in,
     storages_saved_in,
     wanted_in,
 )
@@ -54,21 +53,6 @@ def slice_of_saved(
         if storage in dropped:
             targets[storage] = max(targets.get(storage, 0), graph.saved[index].freed)
     return slice_of(graph, block, dropped, targets)
-
-
-@once
-def ends_if_dropped(graph: StepGraph, block: Block) -> dict[int, int]:
-    """Return when the storages that a block saves are freed if the block drops them.
-
-    Until then, user code or what is saved elsewhere refers to them.
-    """
-    own, ends = saved_in(graph, block), {}
-    for storage in storages_saved_in(graph, block).values():
-        released = graph.storages[storage].released
-        if released is not None:
-            others = (i for i in graph.saved_on[storage] if i not in own)
-            ends[storage] = max([released, *(graph.saved[i].freed for i in others)])
-    return ends
 
 
 def useful_kept(graph: StepGraph, choice: Choice) -> set[int]:
