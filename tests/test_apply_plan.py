@@ -24,6 +24,7 @@ from membudget.planner.planner import Planner
 from membudget.planner.region_plans import region_plan
 from membudget.planning import make_plan
 from membudget.step import Step
+from tests.oracles import CountedOperators
 from tests.planner.models import MODELS, Made
 
 
@@ -259,3 +260,33 @@ def test_what_the_engine_keeps_anyway_is_not_in_a_plan():
     applied = mb.apply(routed, plan)
     check_same(facts_of_step(model, batch), facts_of_step(routed, batch))
     assert applied.status().regions[0].differences == 0
+
+
+class Emptied(nn.Module):
+    """Two layers with an empty tensor between them, as of a batch without objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        objects = hidden[:0].tanh()
+        output: Tensor = self.second(torch.cat([hidden.sigmoid(), objects]))
+        return output
+
+
+def test_what_is_empty_is_in_a_plan_that_keeps_nothing_else_and_not_recomputed():
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(Emptied(), Emptied()), torch.randn(64, 16)
+    graph = mb.profile(model, batch, fake=True).graph
+    (call,) = (call for call in graph.calls if call.path == "")
+    region = region_plan(graph, "", Choice(call.start, call.end))
+    assert [k.operator for k in region.kept] == ["aten.tanh.default"] * 2
+    plan = Plan("Sequential", model_parameters(model), 0, 0, 0, 1, 1, "", (region,))
+    emptied = copy.deepcopy(model)
+    mb.apply(emptied, plan, verify=False)
+    check_same(facts_of_step(model, batch), facts_of_step(emptied, batch))
+    with CountedOperators() as counting:
+        facts_of_step(emptied, batch)
+    assert (counting.counts["tanh"], counting.counts["sigmoid"]) == (2, 4)

@@ -7,11 +7,13 @@ from dataclasses import replace
 from membudget.planner.choice import (
     Block,
     Choice,
+    dropped_in,
     made_in,
     run_together,
     storages_saved_in,
     writers_of,
 )
+from membudget.planner.simulate import simulate
 from tests.planner.drafts import Draft, chain_of
 
 
@@ -39,3 +41,21 @@ def test_what_is_found_of_a_block_once_is_that_of_its_operators_and_its_graph():
     assert storages_saved_in(graph, Block(0, 1)).keys() == {0}
     without = replace(graph, storages=())
     assert made_in(without, Block(0, 1)) == set()
+
+
+def test_what_is_empty_or_held_is_never_dropped():
+    draft = Draft()
+    large, empty, held = draft.run(draft.outside(), makes=[4, 0, 2])
+    draft.save(large, empty, held)
+    draft.hold(held)
+    graph = draft.finish()
+    assert dropped_in(graph, Choice(0, 1)) == {graph.values[large].storage}
+
+
+def test_an_operator_does_not_run_again_for_what_is_empty():
+    draft = Draft()
+    large, empty = draft.run(draft.outside(), makes=[4, 0], must_keep=True)
+    draft.save(large, empty)
+    graph = draft.finish()
+    kept = frozenset({graph.values[large].storage})
+    assert simulate(graph, [Choice(0, 1, kept)]).recomputed == ()

@@ -165,17 +165,22 @@ def outlives_forward(graph: StepGraph, index: int) -> bool:
 
 
 def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
-    """Return the storages that a block makes and does not keep.
-
-    What user code holds is kept: dropping it would free nothing.
-    """
-    return _droppable_in(graph, choice) - choice.kept
+    """Return the storages that a block makes and does not keep."""
+    return droppable_in(graph, choice) - choice.kept
 
 
 @once
-def _droppable_in(graph: StepGraph, block: Block) -> set[int]:
-    made = made_in(graph, block)
-    return {storage for storage in made if not outlives_forward(graph, storage)}
+def droppable_in(graph: StepGraph, block: Block) -> set[int]:
+    """Return the storages that a block makes and may drop.
+
+    What user code holds is always kept, and so are storages without bytes: dropping
+    them would free nothing.
+    """
+    return {
+        storage
+        for storage in made_in(graph, block)
+        if graph.storages[storage].bytes and not outlives_forward(graph, storage)
+    }
 
 
 def is_movable(graph: StepGraph, block: Block, index: int) -> bool:

@@ -30,8 +30,7 @@ from typing import NamedTuple
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
     Block,
-    made_in,
-    outlives_forward,
+    droppable_in,
     run_together,
     wanted_in,
     writers_of,
@@ -96,11 +95,7 @@ class Front:
         self, graph: StepGraph, block: Block, always: frozenset[int] = frozenset()
     ):
         """Group operators that must run together; keep-sets always include `always`."""
-        made = {
-            storage
-            for storage in made_in(graph, block) - always
-            if graph.storages[storage].bytes and not outlives_forward(graph, storage)
-        }
+        made = droppable_in(graph, block) - always
         groups = run_together(writers_of(graph, block, made).values())
         self._producers = [_producer(graph, group, made) for group in groups]
         self._producer_of = {

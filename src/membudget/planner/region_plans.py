@@ -99,7 +99,7 @@ def _writers(
                 continue
             # The engine keeps outputs of `must_keep` operators without being told, and
             # what other operators write to them later.
-            if operator.must_keep or not graph.storages[value.storage].bytes:
+            if operator.must_keep:
                 kept_anyway.add(value.storage)
             kept = KeptOutput(number, value.output, operator.name)
             found[value.storage] = kept
