@@ -249,7 +249,7 @@ def make_plan(
         plain_peak_bytes=profile.peak_bytes + unseen,
         peak_bytes=schedule.peak_bytes + unseen,
         slowdown=schedule.slowdown,
-        bound=_bound(smoothed(graph), budget_bytes),
+        bound=_known_bound(graph, budget_bytes),
         cost=profile.cost,
         regions=region_plans(graph, schedule.calls, schedule.choices, absent),
         device=device_type(model),
@@ -267,6 +267,15 @@ def _host_plan(moves: Moves, host: Host | None) -> HostPlan:
         moves.link_s,
         moves.wait_s,
     )
+
+
+def _known_bound(graph: StepGraph, budget_bytes: int) -> float:
+    """Return the bound of a recorded step, which all its plans for a budget share."""
+    known = graph.known.setdefault(f"{__name__}.bound", {})
+    if budget_bytes not in known:
+        known[budget_bytes] = _bound(smoothed(graph), budget_bytes)
+    found: float = known[budget_bytes]
+    return found
 
 
 def _bound(graph: StepGraph, budget_bytes: int) -> float:

@@ -17,7 +17,7 @@ from tests.oracles import exact as exact_module
 from tests.oracles.exact import Exact, exact
 from tests.oracles.problem import reduced
 from tests.planner.drafts import Draft, chain_of, drafts, subsets
-from tests.planner.test_bound import steps, with_gradients
+from tests.planner.steps import steps, with_gradients
 from tests.seconds import DEADLOCK_S
 
 MOST_SCHEDULES = 5000

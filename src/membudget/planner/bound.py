@@ -7,7 +7,6 @@ schedule, has room for some of the storages needed later; the *excess* is recomp
     excess(t) = fixed(t) + Σ bytes(s) - budget             over s in wanted(t)
     again(t)  = min Σ x(s) · bytes(s) · price(s)           where 0 ≤ x(s) ≤ 1
                     such that Σ x(s) · bytes(s) ≥ excess(t)
-    least     = time of the plain step + max over t of again(t)
 
     live at t   │ fixed │ wanted 1 │ wanted 2 │ wanted 3 │
     budget      ├───────────────────────┤                        excess: what is beyond
@@ -20,20 +19,33 @@ storages that it writes, in proportion to their bytes, so that it is not counted
 
     price(s) = Σ seconds(w) / Σ bytes(s')                  over the writers w of s,
                                                            s' written by w
+
+Writers read other storages, which must be live or recomputed, too. Where the knapsack
+takes longest, minimum cuts count these: see `dependency_cuts`. What is unpacked after t
+and up to u is recomputed between t and u, in at least `again(t, u)` seconds, by
+operators that run there. Therefore the seconds of consecutive op ranges add up:
+
+    most(t) = max over u > t of again(t, u) + most(u)      0 at the end of the step
+    least   = time of the plain step + max over t of most(t)
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
 
 import numpy as np
 
 from membudget.errors import OptionError
 from membudget.graph import StepGraph
-from membudget.planner.choice import Block, writers_of
-from membudget.planner.timeline import Interval, live_bytes
+from membudget.planner.dependency_cuts import DependencyCuts
+from membudget.planner.droppable import Droppable, LiveAlways, droppables
+
+MOST_MOMENTS = 16
+"""Number of op indices at which minimum cuts are tried."""
 
 
 def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
@@ -46,11 +58,12 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     * all operators of the original step run in their original order, and tensors that
       autograd does not save or that the user holds keep their live ranges;
     * a storage is either live as a whole or freed, never compressed or offloaded;
-    * recomputing a storage runs all operators that wrote it before autograd saved it;
+    * recomputing a storage runs all operators that wrote it before autograd saved it,
+      or before a recomputed operator reads it;
     * operators marked `must_keep` never run again.
 
-    The bound ignores the memory that recomputation itself needs for inputs and
-    intermediates, so it is loose where little else is live.
+    The bound ignores the memory that recomputation takes while it runs, so it is loose
+    where little else is live.
 
     The bound is infinity if the bytes live under every schedule exceed the budget.
 
@@ -62,52 +75,60 @@ def least_seconds(graph: StepGraph, budget_bytes: int) -> float:
     return graph.seconds + _Excess(graph).again_s(budget_bytes)
 
 
-@dataclass(frozen=True)
-class _Droppable:
-    """A storage of the forward that a schedule may free and recompute."""
-
-    storage: int
-    writers: tuple[int, ...]  # They have to run again if it is dropped.
-    start: int  # From this op index on, only autograd holds it.
-    asked: tuple[int, ...]  # Op indices from `start` on at which it must be live.
-    end: int  # The op index at which autograd unpacks it for the last time.
-
-
 class _Excess:
-    """Fixed bytes (live under every schedule) and droppable storages, by op index.
+    """Droppable storages that are unpacked, and what no schedule frees, by op index.
 
     The arrays hold, for each droppable storage in order of price, its size, its price,
     and the start and end of the op range in which autograd still needs it.
     """
 
     def __init__(self, graph: StepGraph):
-        found = _droppable(graph)
+        found = droppables(graph)
+        self._cuts = DependencyCuts(graph, {d.storage: d.saved_at for d in found})
+        writers = {d.storage: self._cuts.writers_of(d.storage) for d in found}
         pinned = {i for i, o in enumerate(graph.operators) if o.must_keep}
-        must_keep = [d for d in found if not pinned.isdisjoint(d.writers)]
-        free = [d for d in found if pinned.isdisjoint(d.writers)]
-        prices = _prices(graph, free)
-        order = sorted(free, key=lambda d: prices[d.storage])
-        self._sizes = _integers(graph.storages[d.storage].bytes for d in order)
-        self._prices = np.array([prices[d.storage] for d in order], dtype=np.float64)
-        self._starts = _integers(d.start for d in order)
-        self._ends = _integers(d.end for d in order)
-        self._asked: dict[int, list[int]] = {}
-        for index, droppable in enumerate(order):
-            for moment in droppable.asked:
-                self._asked.setdefault(moment, []).append(index)
-        self._fixed = _fixed_bytes(graph, free, must_keep)
+        must_keep = [d for d in found if not pinned.isdisjoint(writers[d.storage])]
+        free = [d for d in found if pinned.isdisjoint(writers[d.storage])]
+        self._live = LiveAlways(graph, free, must_keep)
+        unpacked = [d for d in free if d.held]
+        prices = _prices(graph, {d.storage: writers[d.storage] for d in unpacked})
+        self._order = sorted(unpacked, key=lambda d: prices[d.storage])
+        self._sizes = _integers(graph.storages[d.storage].bytes for d in self._order)
+        self._prices = np.array([prices[d.storage] for d in self._order], np.float64)
+        self._starts = _integers(d.start for d in self._order)
+        self._ends = _integers(d.end for d in self._order)
+        self._held = _held_at(self._order)
+        self._moments = _fullest(self._order, self._live.bytes)
 
     def again_s(self, budget_bytes: int) -> float:
-        """Return the largest lower bound on the recompute time over all op indices."""
-        moments = range(len(self._fixed))
-        return max((self._again_at(t, budget_bytes) for t in moments), default=0.0)
+        """Return a lower bound on the recompute time of the whole step."""
+        room = {t: budget_bytes - self._live.bytes[t] for t in self._moments}
+        if min(room.values(), default=0) < 0:
+            return math.inf
+        again = {t: self._knapsack(t, room[t]) for t in self._moments}
+        most = max(again.values(), default=0.0)
+        largest = sorted(again, key=again.__getitem__, reverse=True)[:MOST_MOMENTS]
+        end = len(self._live.bytes)
+        cuts = {
+            t: max(again[t], self._dependency_cut(t, end, room[t])) for t in largest
+        }
+        after: dict[int, float] = {}
+        for t in sorted(cuts, reverse=True):
+            after[t] = cuts[t]
+            for u in [u for u in after if u > t and cuts[t] + after[u] > after[t]]:
+                both = self._dependency_cut(t, u, room[t]) + after[u]
+                after[t] = max(after[t], both)
+        return max([most, *after.values()])
 
-    def _again_at(self, moment: int, budget_bytes: int) -> float:
-        room = budget_bytes - self._fixed[moment]
-        if room < 0:
-            return float("inf")
+    def _wanted(self, moment: int) -> np.ndarray:
+        """Return the places of the storages that are live, or recomputed later."""
         wanted = (self._starts <= moment) & (moment < self._ends)
-        wanted[self._asked.get(moment, [])] = False  # Counted in the fixed bytes.
+        wanted[self._held.get(moment, [])] = False  # Counted in the fixed bytes.
+        return np.flatnonzero(wanted)
+
+    def _knapsack(self, moment: int, room: int) -> float:
+        """Return the seconds in which what exceeds the room is recomputed."""
+        wanted = self._wanted(moment)
         sizes, prices = self._sizes[wanted], self._prices[wanted]
         upto = np.cumsum(sizes)
         excess = (int(upto[-1]) if len(upto) else 0) - room
@@ -117,66 +138,51 @@ class _Excess:
         rest = excess - int(upto[last] - sizes[last])
         return float(sizes[:last] @ prices[:last] + rest * prices[last])
 
+    def _dependency_cut(self, moment: int, end: int, room: int) -> float:
+        """Return the seconds in which what is unpacked until `end` is recomputed.
 
-def _droppable(graph: StepGraph) -> list[_Droppable]:
-    """Return the forward storages that a schedule may free and recompute."""
-    writers = writers_of(graph, Block(0, graph.backward_start), graph.saved_on)
-    found = []
-    for index, indices in graph.saved_on.items():
-        storage = graph.storages[index]
-        if storage.released is None or not storage.bytes:
-            continue
-        if not 0 <= storage.birth < graph.backward_start:
-            continue
-        asking = [graph.saved[i] for i in indices if graph.saved[i].asked]
-        saved_at = min((saved.moment for saved in asking), default=-1)
-        # A saved tensor that is unpacked twice stays live from the first time on.
-        last = max((saved.asked[0] for saved in asking), default=-1)
-        released, death = storage.released, storage.death
-        read = {s.asked[0] for s in asking if released <= s.asked[0] < s.freed}
-        found.append(
-            _Droppable(
-                index,
-                tuple(w for w in writers.get(index, ()) if w <= saved_at),
-                max(storage.birth, released),
-                tuple(sorted(moment for moment in read if moment < death)),
-                min(last, death),
-            )
-        )
-    return found
+        What the operators read that run again counts, too.
+        """
+        if self._cuts.is_spent:
+            return 0.0
+        wanted = [
+            droppable.storage
+            for droppable in map(self._order.__getitem__, self._wanted(moment))
+            if any(moment < asked <= end for asked, _ in droppable.held)
+        ]
+        is_live = partial(self._live.has, moment=moment)
+        return self._cuts.least_s(wanted, is_live, room)
 
 
-def _prices(graph: StepGraph, free: Iterable[_Droppable]) -> dict[int, float]:
+def _prices(graph: StepGraph, writers: Mapping[int, Sequence[int]]) -> dict[int, float]:
     """Return the price of each storage: seconds of recomputation per byte."""
     written: Counter[int] = Counter()
-    for droppable in free:
-        for index in droppable.writers:
-            written[index] += graph.storages[droppable.storage].bytes
+    for storage, indices in writers.items():
+        for index in indices:
+            written[index] += graph.storages[storage].bytes
     return {
-        d.storage: sum(graph.operators[i].seconds / written[i] for i in d.writers)
-        for d in free
+        storage: sum(graph.operators[i].seconds / written[i] for i in indices)
+        for storage, indices in writers.items()
     }
 
 
-def _fixed_bytes(
-    graph: StepGraph, free: Iterable[_Droppable], must_keep: Iterable[_Droppable]
-) -> list[int]:
-    """Return the bytes that are live under every schedule, at each op index."""
-    until = [storage.death for storage in graph.storages]
-    ranges: list[Interval] = []
-    for droppable in free:
-        until[droppable.storage] = droppable.start
-        size = graph.storages[droppable.storage].bytes
-        ranges += [(moment, moment + 1, size) for moment in droppable.asked]
-    for droppable in must_keep:
-        until[droppable.storage] = max(
-            [droppable.start, droppable.end, *(m + 1 for m in droppable.asked)]
-        )
-    for storage, end in zip(graph.storages, until, strict=True):
-        if storage.birth >= 0:
-            ranges.append((storage.birth, end, storage.bytes))
-    live = live_bytes(len(graph.operators), ranges)
-    return [b + o.workspace_bytes for b, o in zip(live, graph.operators, strict=True)]
+def _held_at(order: Sequence[Droppable]) -> dict[int, list[int]]:
+    """Return the places of the storages that the backward pass holds at op indices."""
+    found: dict[int, list[int]] = {}
+    for place, droppable in enumerate(order):
+        for start, end in droppable.held:
+            for moment in range(start, end):
+                found.setdefault(moment, []).append(place)
+    return found
+
+
+def _fullest(order: Iterable[Droppable], fixed: Sequence[int]) -> list[int]:
+    """Return where most bytes are fixed in each op range that wants the same."""
+    borders = {0, len(fixed)}
+    for droppable in order:
+        borders |= {droppable.start, *(i for held in droppable.held for i in held)}
+    ranges = pairwise(sorted(borders))
+    return [max(range(*ends), key=fixed.__getitem__) for ends in ranges]
 
 
 def _integers(numbers: Iterable[int]) -> np.ndarray:
