@@ -41,6 +41,7 @@ class Started:
         self.annealed: list[Schedule] = []
         self.limits: list[float] = []
         self.known: list[float] = []
+        self.far: list[bool] = []
         self.runs = 0
         monkeypatch.setattr(search, "fill", self.fill)
         monkeypatch.setattr(search, "anneal", self.anneal)
@@ -53,11 +54,17 @@ class Started:
         return schedule
 
     def anneal(
-        self, simulator: Simulator, start: Schedule, budget: int, known_s: float
+        self,
+        simulator: Simulator,
+        start: Schedule,
+        budget: int,
+        known_s: float,
+        is_far: bool,
     ) -> None:
         simulator.operators += self.runs
         self.annealed.append(start)
         self.known.append(known_s)
+        self.far.append(is_far)
 
 
 @pytest.fixture
@@ -94,6 +101,7 @@ def test_the_three_fastest_are_filled_and_the_best_of_each_kind(started):
     assert started.limits == [again * len(GRAPH.operators)] * 4
     # Annealing the first used up nothing, so that the others are, too.
     assert started.annealed == found[:4]
+    assert started.far == [False, True, True, True]
     assert started.known == [fastest[0].seconds] * 4
 
 
@@ -202,7 +210,10 @@ def test_what_is_live_then_anyway_may_pay_at_any_budget():
 
 
 def flips(
-    monkeypatch: pytest.MonkeyPatch, budget: int, known_s: float = math.inf
+    monkeypatch: pytest.MonkeyPatch,
+    budget: int,
+    known_s: float = math.inf,
+    is_far: bool = False,
 ) -> int:
     """Return how many flips annealing tries, none of which changes anything."""
     tried = []
@@ -213,7 +224,7 @@ def flips(
 
     monkeypatch.setattr(annealing, "_flipped", same)
     (start,) = schedules([1, 3])
-    anneal(Simulator(GRAPH), start, budget, known_s)
+    anneal(Simulator(GRAPH), start, budget, known_s, is_far)
     return len(tried)
 
 
@@ -226,6 +237,15 @@ def test_annealing_gives_up_what_is_hopeless(monkeypatch):
     assert flips(monkeypatch, fits, start.seconds / 1.019) == tries
     monkeypatch.setattr(annealing, "MOST_ANNEALED_OPERATORS", 16 * 100 + 15)
     assert flips(monkeypatch, fits) == 100
+
+
+def test_annealing_has_twice_the_tries_where_it_starts_far_from_the_best(monkeypatch):
+    (start,) = schedules([1, 3])
+    fits, tries = start.peak_bytes, 20 * 8
+    assert flips(monkeypatch, fits, is_far=True) == 2 * tries
+    assert flips(monkeypatch, fits - 1, is_far=True) == 2 * tries // 4
+    monkeypatch.setattr(annealing, "MOST_ANNEALED_OPERATORS", 16 * 100)
+    assert flips(monkeypatch, fits, is_far=True) == 200
 
 
 def test_one_or_two_storages_are_flipped_at_a_time():

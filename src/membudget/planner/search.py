@@ -114,7 +114,7 @@ def _annealed(
         if results and is_late():
             break
         known_s = min((s.seconds for s in results), default=math.inf)
-        annealed = anneal(simulator, start, budget_bytes, known_s)
+        annealed = anneal(simulator, start, budget_bytes, known_s, place > 0)
         if annealed is not None:
             results.append(fill(simulator, annealed, budget_bytes))
     return results
