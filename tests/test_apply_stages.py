@@ -11,7 +11,7 @@ import torch
 import membudget as mb
 from membudget.graph import StepGraph
 from membudget.planned import model_parameters
-from membudget.planner.choice import Choice, Stage, made_in, saved_in, storages_of
+from membudget.planner.choice import Choice, Stage, made_in
 from membudget.planner.frontier import Front
 from membudget.planner.plan import Plan
 from membudget.planner.region_plans import region_plan
@@ -19,23 +19,11 @@ from membudget.planner.schedule import Simulator
 from membudget.planner.simulate import simulate
 from membudget.planner.timeline import timeline
 from membudget.planning import make_plan
+from tests.drawn import needed_before
 from tests.oracles.exact import exact
 from tests.planner.models import MODELS, measured_peak
 from tests.seconds import DEADLOCK_S
 from tests.test_apply_plan import check_same, facts_of_step
-
-
-def needed_before(graph: StepGraph, region: Choice, end: int) -> set[int]:
-    """Return what making what was saved before an operator again may read."""
-    found = {
-        graph.values[graph.saved[index].value].storage
-        for index in saved_in(graph, Choice(region.start, end))
-    }
-    for index in range(region.end - 1, region.start - 1, -1):
-        operator = graph.operators[index]
-        if not operator.is_view and found & set(storages_of(graph, operator.outputs)):
-            found |= set(storages_of(graph, operator.inputs))
-    return found
 
 
 def some_region(graph: StepGraph, seed: int) -> Choice:

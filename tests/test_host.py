@@ -10,7 +10,8 @@ import torch
 import membudget as mb
 from membudget.errors import OptionError
 from membudget.host import AskedHost, Rates, asked_host
-from membudget.planner.moved import Host
+from membudget.offload.extents import Extents
+from membudget.planner.moved import ALIGNMENT, Host
 from membudget.profile.devices import DEVICES
 from tests.planner.drafts import chain_of
 
@@ -68,6 +69,17 @@ def test_host_memory_is_allocated_in_a_few_pieces_within_what_is_given(
     used: int, allocated: int
 ):
     host = Host(1 << 30, 0, 1.0, 1.0)
-    assert host.allocated_bytes(used) == allocated
+    assert host.allocated_bytes(used, 0) == allocated
     assert bin(allocated).count("1") <= 3
-    assert Host(used, 0, 1.0, 1.0).allocated_bytes(used) == used
+    assert Host(used, 0, 1.0, 1.0).allocated_bytes(used, 0) == used
+
+
+@pytest.mark.parametrize("count", [1, 3, 9, 100])
+def test_as_many_storages_find_room_in_the_host_memory_that_is_allocated(count: int):
+    size = 3 << 14  # It fills no power of two.
+    host = Host(1 << 30, 0, 1.0, 1.0)
+    allocated, pieces = host.allocated_bytes(count * size, size), Extents(ALIGNMENT)
+    for power in range(allocated.bit_length()):
+        if allocated >> power & 1:
+            pieces.add(power, 1 << power)
+    assert None not in [pieces.take(size) for _ in range(count)]

@@ -261,7 +261,7 @@ def _host_plan(moves: Moves, host: Host | None) -> HostPlan:
     if host is None or not moves.out_bytes:
         return NO_HOST
     return HostPlan(
-        host.allocated_bytes(moves.host_bytes),
+        host.allocated_bytes(moves.host_bytes, moves.largest_bytes),
         host.window_bytes,
         moves.out_bytes,
         moves.link_s,

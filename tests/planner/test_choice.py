@@ -7,13 +7,13 @@ from dataclasses import replace
 from membudget.planner.choice import (
     Block,
     Choice,
-    dropped_in,
     made_in,
     run_together,
     storages_saved_in,
     writers_of,
 )
 from membudget.planner.simulate import simulate
+from membudget.planner.slices import dropped_in
 from tests.planner.drafts import Draft, chain_of
 
 

@@ -36,7 +36,7 @@ def test_without_a_window_the_device_waits_for_each_copy():
     found = simulate(graph, [choice], host=host(window=0))
     # An operator reads a while it makes b: the forward releases a after that.
     assert found.alive_bytes == (4, 8, 8, 4, 4, 0)
-    assert found.moves == Moves(8, 128, link_s=4.0, wait_s=4.0)
+    assert found.moves == Moves(8, 128, 64, link_s=4.0, wait_s=4.0)
     assert found.seconds == graph.seconds + 4.0
 
 
@@ -45,7 +45,7 @@ def test_a_window_hides_the_copies_out_and_keeps_what_leaves_last():
     found = simulate(graph, [choice], host=host(window=4))
     # b is still on its way when it is asked for; only a is copied back, when asked for.
     assert found.alive_bytes == (4, 8, 8, 4, 4, 0)
-    assert found.moves == Moves(8, 128, link_s=3.0, wait_s=1.0)
+    assert found.moves == Moves(8, 128, 64, link_s=3.0, wait_s=1.0)
 
 
 def test_a_window_for_all_of_it_frees_nothing():
@@ -74,13 +74,13 @@ def test_copies_of_one_direction_wait_for_each_other():
     # Each takes 2 s. That of a ends after 3 s, when b needs its place in the window;
     # that of b ends after 5 s, as b is freed; then a is waited for.
     found = simulate(graph, [choice], host=host(window=4, latency_s=1.0))
-    assert found.moves == Moves(8, 128, link_s=6.0, wait_s=1.0 + 2.0)
+    assert found.moves == Moves(8, 128, 64, link_s=6.0, wait_s=1.0 + 2.0)
 
 
 def test_what_finds_no_room_on_the_host_stays():
     graph, choice = two_saved()
     found = simulate(graph, [choice], host=host(window=0, memory=64))
-    assert found.moves == Moves(4, 64, link_s=2.0, wait_s=2.0)
+    assert found.moves == Moves(4, 64, 64, link_s=2.0, wait_s=2.0)
     assert found.alive_bytes == (4, 8, 8, 4, 4, 0)
 
 

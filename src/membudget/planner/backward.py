@@ -24,13 +24,13 @@ from itertools import chain
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
     Choice,
-    dropped_in,
     ends_if_dropped,
+    retained_in,
     storages_saved_in,
 )
 from membudget.planner.ledger import Ledger
 from membudget.planner.overwrites import SourceCopy, source_copies, sources_until
-from membudget.planner.slices import slice_of_saved
+from membudget.planner.slices import dropped_in, slice_of_saved
 
 
 @dataclass
@@ -47,7 +47,7 @@ class ReplayBackward:
         """Find the saved tensors that a block drops, and their recompute slice."""
         self._graph = graph = ledger.graph
         self._ledger, self._choice = ledger, choice
-        self._retained = [s.retained for s in choice.stages] or [frozenset[int]()]
+        self._retained = retained_in(graph, choice) or [frozenset[int]()]
         dropped = dropped_in(graph, choice)
         self._storage = storages_saved_in(graph, choice)
         # Indices of the saved tensors that the backward pass has to recompute.

@@ -158,15 +158,51 @@ def kept_from(graph: StepGraph, block: Block, storage: int) -> int:
     return min(moments)
 
 
+@once
+def overwritten_reads(graph: StepGraph, block: Block) -> dict[int, set[int]]:
+    """Return what operators of a block read as it is not kept: others overwrite it.
+
+    `silu_` reads what it overwrites later from a copy, which autograd saves: if the
+    block keeps the result, the copy cannot be made of it.
+    """
+    found: dict[int, set[int]] = {}
+    made = made_in(graph, block)
+    for storage, writers in writers_of(graph, block, made).items():
+        kept = kept_from(graph, block, storage)
+        last = max((w for w in writers if w < kept), default=0)
+        for index in range(graph.storages[storage].birth + 1, last):
+            operator = graph.operators[index]
+            reads = not operator.is_view and storage in graph.reads[index]
+            if reads and storage not in graph.writes[index]:
+                found.setdefault(index, set()).add(storage)
+    return found
+
+
+def retained_in(graph: StepGraph, choice: Choice) -> list[frozenset[int]]:
+    """Return what each stage retains: none of what the block reads and overwrites.
+
+    A stage that retained such a storage, as a recurrent cell's gates, would hold it as
+    it is at the first tensor that is saved in it, and make a copy for what is written
+    to it later.
+    """
+    if not choice.stages:
+        return []
+    overwritten = _overwritten_in(graph, choice)
+    return [stage.retained - overwritten for stage in choice.stages]
+
+
+@once
+def _overwritten_in(graph: StepGraph, block: Block) -> set[int]:
+    """Return what a block makes, and overwrites after it was saved or read."""
+    table = writers_of(graph, block, made_in(graph, block))
+    saved = {s for s, w in table.items() if w[-1] >= kept_from(graph, block, s)}
+    return saved.union(*overwritten_reads(graph, block).values())
+
+
 def outlives_forward(graph: StepGraph, index: int) -> bool:
     """Return whether user code still holds a storage when the backward pass begins."""
     storage = graph.storages[index]
     return storage.released is None and storage.death > graph.backward_start
-
-
-def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
-    """Return the storages that a block makes and does not keep."""
-    return droppable_in(graph, choice) - choice.kept
 
 
 @once
@@ -174,11 +210,19 @@ def droppable_in(graph: StepGraph, block: Block) -> set[int]:
     """Return the storages that a block makes and may drop.
 
     What user code holds is always kept, and so are storages without bytes: dropping
-    them would free nothing.
+    them would free nothing. So is what an operator in place writes that cannot run
+    again, as `transpose_`; what such an operator makes anew may go unused.
     """
+    always_kept = {
+        storage
+        for index in range(block.start, block.end)
+        if graph.operators[index].must_keep and not graph.operators[index].is_view
+        for storage in graph.writes[index]
+        if graph.storages[storage].birth != index
+    }
     return {
         storage
-        for storage in made_in(graph, block)
+        for storage in made_in(graph, block) - always_kept
         if graph.storages[storage].bytes and not outlives_forward(graph, storage)
     }
 
@@ -187,12 +231,16 @@ def is_movable(graph: StepGraph, block: Block, index: int) -> bool:
     """Return whether a storage that a block keeps can be moved to the host.
 
     Only the block saves it, nobody reads it between the block and the backward pass,
-    and it is written for the last time before it is saved.
+    and it is written for the last time before it is saved, and read. No constant is: a
+    region may see another alias of it saved than it was told to move.
     """
     storage = graph.storages[index]
     saved = [graph.saved[i] for i in graph.saved_on.get(index, ())]
     asked = [moment for s in saved for moment in s.asked]
     moments = [s.moment for s in saved]
+    maker = graph.operators[graph.last_write.get(index, 0)]
+    if not (maker.inputs or maker.is_random):
+        return False
     if not (asked and storage.bytes and block.start <= storage.birth < block.end):
         return False
     return (
@@ -202,6 +250,7 @@ def is_movable(graph: StepGraph, block: Block, index: int) -> bool:
         and min(asked) >= graph.backward_start
         and graph.last_write[index] <= min(moments)
         and max(moments) < block.end
+        and not any(index in s for s in overwritten_reads(graph, block).values())
     )
 
 

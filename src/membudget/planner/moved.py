@@ -65,14 +65,20 @@ class Host:
         """Return the time of a copy back."""
         return self.latency_s + size / self.in_bytes_per_s
 
-    def allocated_bytes(self, used_bytes: int) -> int:
+    def allocated_bytes(self, used_bytes: int, largest_bytes: int) -> int:
         """Return the memory to allocate so that as many bytes find room in its pieces.
 
-        Page-locked memory consists of pieces whose sizes are powers of two, in which
-        the last storage may not fit. A few large pieces waste little.
+        Page-locked memory consists of pieces whose sizes are powers of two. At the end
+        of each but a single one, less than the largest storage may be left. A few large
+        pieces waste little.
         """
         unit = 1 << max(0, used_bytes.bit_length() - EIGHTHS)
-        return min(self.memory_bytes, (used_bytes // unit + 1) * unit)
+        found = (used_bytes // unit + 1) * unit
+        while (pieces := found.bit_count()) > 1:
+            if found - pieces * largest_bytes >= used_bytes:
+                break
+            found += unit
+        return min(self.memory_bytes, found)
 
 
 @dataclass(frozen=True)
@@ -82,12 +88,14 @@ class Moves:
     Attributes:
         out_bytes: Bytes copied to the host.
         host_bytes: The most bytes of the host's memory in use.
+        largest_bytes: Those of the largest storage that is moved there.
         link_s: Time for which the link is busy, in both directions together.
         wait_s: Time for which the device waits for a copy.
     """
 
     out_bytes: int = 0
     host_bytes: int = 0
+    largest_bytes: int = 0
     link_s: float = 0.0
     wait_s: float = 0.0
 
@@ -126,13 +134,14 @@ class Moving:
         self._on_host: set[int] = set()
         self._window_bytes = self._host_bytes = 0
         self._out_free_s = self._in_free_s = 0.0
-        self._out_bytes = self._most_host_bytes = 0
+        self._out_bytes = self._most_host_bytes = self._largest_bytes = 0
         self._link_s = 0.0
         self._next: int | None = next(self._coming, None)
 
     def moves(self) -> Moves:
         """Return what the copies have taken so far."""
-        return Moves(self._out_bytes, self._most_host_bytes, self._link_s, self.wait_s)
+        held = self._most_host_bytes, self._largest_bytes
+        return Moves(self._out_bytes, *held, self._link_s, self.wait_s)
 
     # Out.
 
@@ -144,6 +153,7 @@ class Moving:
         self._on_host.add(storage)
         self._host_bytes += taken
         self._most_host_bytes = max(self._most_host_bytes, self._host_bytes)
+        self._largest_bytes = max(self._largest_bytes, taken)
         self._out_bytes += self._bytes(storage)
         copy_s = self._host.out_s(self._bytes(storage))
         self._link_s += copy_s

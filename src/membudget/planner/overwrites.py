@@ -27,6 +27,9 @@ from membudget.graph import StepGraph
 from membudget.planner.choice import Block, kept_from, once, storages_saved_in
 from membudget.planner.slices import RecomputeSlice
 
+_Writes = dict[int, list[tuple[int, int]]]
+"""In-place writes by storage: op indices, and the written values."""
+
 
 class SourceCopy(NamedTuple):
     """A copy of a source: from a write until the last tensor that depends on it."""
@@ -66,7 +69,7 @@ def sources_until(
 class _Read(NamedTuple):
     operator: int  # That runs again, and reads the storage.
     storage: int
-    write: int | None  # The op index of the write before which the storage is copied.
+    write: int | None  # The op index before which the storage is copied.
 
 
 def _reads_of_overwritten(
@@ -85,9 +88,18 @@ def _reads_of_overwritten(
                 for moment, result in writes[storage]
                 if moment >= since and _overlap(graph, value, result)
             )
+            # The next call overwrites running state, whose copy is made at the end.
+            end = block.end if _is_state(graph, storage, writes, index) else None
             # Writes after the first leave the copy as it is.
-            write = None if storage in written else next(later, None)
+            write = None if storage in written else next(later, end)
             yield _Read(index, storage, write)
+
+
+def _is_state(graph: StepGraph, storage: int, writes: _Writes, index: int) -> bool:
+    """Return whether an operator reads older memory that a block has written to."""
+    older = graph.storages[storage]
+    is_written = writes[storage][0][0] < index
+    return older.birth < 0 and older.kind != "parameter" and is_written
 
 
 @once
@@ -110,9 +122,9 @@ def copies_of_saved(graph: StepGraph, block: Block) -> list[SourceCopy]:
 
 
 @once
-def _overwrites(graph: StepGraph, block: Block) -> dict[int, list[tuple[int, int]]]:
-    """Return a block's in-place writes by storage: op indices and written values."""
-    table: dict[int, list[tuple[int, int]]] = {}
+def _overwrites(graph: StepGraph, block: Block) -> _Writes:
+    """Return a block's in-place writes."""
+    table: _Writes = {}
     for index in range(block.start, block.end):
         operator = graph.operators[index]
         for value in () if operator.is_view else operator.outputs:

@@ -11,7 +11,14 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import RERUN, Block, Choice, kept_from, saved_in
+from membudget.planner.choice import (
+    RERUN,
+    Block,
+    Choice,
+    kept_from,
+    retained_in,
+    saved_in,
+)
 from membudget.planner.plan import KeptOutput, RegionPlan, StagePlan
 from membudget.planner.slices import useful_kept
 
@@ -68,9 +75,9 @@ def region_plan(
         StagePlan(
             after,
             _saved_outputs(graph, present[after - 1]) if after else 0,
-            outputs(stage.retained),
+            outputs(retained),
         )
-        for stage, after in zip(choice.stages, before, strict=True)
+        for retained, after in zip(retained_in(graph, choice), before, strict=True)
     )
     sequence: tuple[str, ...] = ()
     if kept or stages:

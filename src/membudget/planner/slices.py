@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
     Block,
     Choice,
-    dropped_in,
+    droppable_in,
     made_in,
     once,
+    overwritten_reads,
     storages_saved_in,
     wanted_in,
 )
@@ -42,6 +44,22 @@ class RecomputeSlice:
     def until_of(self, operator: int) -> int:
         """Return the op index until which targets depend on what an operator writes."""
         return max(self.needed_until.get(s, 0) for s in self.writes[operator])
+
+
+def dropped_in(graph: StepGraph, choice: Choice) -> set[int]:
+    """Return the storages that a block makes and does not keep.
+
+    What a recompute reads as it was before a write is not kept, but made again.
+    """
+    droppable = droppable_in(graph, choice)
+    dropped, kept = droppable - choice.kept, droppable & choice.kept
+    reads = overwritten_reads(graph, choice)
+    lost = kept.intersection(chain.from_iterable(reads.values()))
+    while lost:
+        again = slice_of_saved(graph, choice, dropped).reads
+        lost = {s for i in again for s in reads.get(i, ()) if s in kept - dropped}
+        dropped |= lost
+    return dropped
 
 
 def slice_of_saved(
