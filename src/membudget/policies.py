@@ -192,6 +192,11 @@ class _PlannedCall(Policy):
         self._differ(number, str(candidate.operator))
         return False
 
+    def followed(self, operators: int) -> bool:
+        self._awaited = {number for number in self._awaited if number > operators}
+        has_left = self.alignment is not None and self.alignment.has_left
+        return not (has_left or self._has_differed)
+
     def end(self, operators: int) -> None:
         if self._awaited:
             self._differ(min(self._awaited), "absent")

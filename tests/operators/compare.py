@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from membudget.errors import ChangedSinceForwardError
-from tests.operators.ways import RERUN, UNGUARDED, Step, keeping_each
+from tests.operators.ways import RERUN, UNGUARDED, Step, following, keeping_each
 from tests.oracles import (
     StepResult,
     Way,
@@ -89,6 +89,7 @@ class Comparison:
     def _ways(self, run: Callable[[Way], object]) -> Iterator[tuple[str, Way]]:
         yield from self.ways.items()
         yield from keeping_each(run, self.most_kept)
+        yield from following(run)
 
 
 def _difference(

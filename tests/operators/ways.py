@@ -13,6 +13,8 @@ from torch import Tensor
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.policy import Policy
+from membudget.engine.replay import following as routes
 from membudget.engine.replay import verified
 from membudget.policies import Candidate
 from tests.offload.ways import offloaded
@@ -132,6 +134,8 @@ WAYS: dict[str, Way] = {
     OFFLOADED: offloaded,
 }
 
+_SOME = policies.operators("mul", "mm", "addmm", "exp", "sum", "cat", "view")
+
 # What differs in one of the others nearly always differs in one of these.
 _MANY_STEPS = ("once", "double backward")
 FEW_WAYS = {n: WAYS[n] for n in (RERUN, "replay", "replay, verified", OFFLOADED)}
@@ -159,6 +163,30 @@ def keeping_each(run: Callable[[Way], object], most: int) -> Iterator[tuple[str,
         keep = _only(index, output)
         yield name + ", verified" * verify, replay(keep=keep, verify=verify)
     yield "replay keeping everything", replay(keep=policies.everything, verify=False)
+
+
+def following(run: Callable[[Way], object]) -> Iterator[tuple[str, Way]]:
+    """Yield ways whose calls follow the route of a call before.
+
+    Args:
+        run: Runs the step: once, to draw up the route.
+    """
+    keeps = {"nothing": policies.nothing, "all": policies.everything, "some": _SOME}
+    for name, keep in keeps.items():
+        routes._UNVERIFIED.clear()
+        way = partial(_followed, keep)
+        with suppress(Exception):  # What it raises, the call that follows raises, too.
+            run(way)
+        yield f"replay following, keeping {name}", way
+
+
+def _followed(keep: Policy, call: Call) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return call.function(*args, **kwargs)
+
+    return mb.checkpoint(engine="replay", verify=False, keep=keep)(function)(
+        *call.args, **call.kwargs
+    )
 
 
 def _only(index: int, output: int) -> Callable[[Candidate], bool]:

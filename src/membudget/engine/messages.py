@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from membudget._torch import why_hooks_are_disabled
-from membudget.callsite import CallSite
+from membudget.callsite import CallSite, running_module
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.reach import reach
 from membudget.errors import (
@@ -156,6 +156,18 @@ def module_names(function: Any, label: str = "") -> Mapping[int, str]:
         key: ".".join(filter(None, (label, path)))
         for key, path in reached.module_names.items()
     }
+
+
+def module_path_in(function: Any, label: str) -> Callable[[], str]:
+    """Return what returns the path of the module of `function` that runs now."""
+    names: dict[int, str] = {}
+
+    def module_path() -> str:
+        if not names:
+            names.update(module_names(function, label))
+        return running_module(names)
+
+    return module_path
 
 
 def likely_causes(

@@ -10,6 +10,7 @@ it. Of two policies, `|` takes the answer that comes first in this order, `&` th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -54,8 +55,26 @@ class Policy:
         """Prepare for a new call to a region; return the policy to use in that call."""
         return self
 
+    def warn_if_idle(self, operators: int, kept: int) -> None:
+        """Warn if a selective policy kept none of the outputs of a call."""
+        if self.expects_to_keep and operators and not kept:
+            warnings.warn(
+                "the policy of a selective region kept the output of none of its "
+                f"{operators} operators. A policy function sees overloads, such as "
+                "torch.ops.aten.mm.default; compare with those, or give a list, in "
+                "which torch.ops.aten.mm stands for all of its overloads.",
+                stacklevel=5,
+            )
+
     def end(self, operators: int) -> None:
         """React to the end of a call, which ran so many operators; here, do nothing."""
+
+    def followed(self, operators: int) -> bool:
+        """Note that so many operators of a call were as in an earlier one, unasked.
+
+        Return whether all operators of this call so far were as the policy expects.
+        """
+        return True
 
     def keeps_name(self, name: str) -> Answer:
         """Return the answer for tensors to which `membudget.name` gave this name."""

@@ -11,7 +11,13 @@ Python code, so that each rule of the engine has one home.
     tracking.h    Tracker                       record.h, observe.h, write.h, draws.h
     replay.h      plans                         hooks.h      saved-tensor hooks
     execute.h     operators run again           sums.h       fingerprints
-    module.cpp    what Python sees
+    module.cpp    what Python sees              box.h        C++ objects for Python
+
+Of calls that write no tape, as their operators read what they read before:
+
+    route.h       what was read and saved   survey.h     a route is drawn up
+    trip.h        a call on a route         follow.h     operators are compared with it
+    revisit.h     replays from it           leave.h, writer.h  the tape is written
 
 Of rerun regions:
 

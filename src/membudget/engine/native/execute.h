@@ -132,8 +132,7 @@ inline c10::Stack arguments(PyObject* of, PyObject* operation, const Ref& writte
     put_element(stack[place.argument], place.element, tensor);
   }
   for (const Scratch& scratch : recorded->scratch) {
-    stack[scratch.argument] =
-        at::empty_strided(scratch.sizes, scratch.strides, scratch.options).zero_();
+    stack[scratch.argument] = made_for(scratch);
   }
   return stack;
 }

@@ -2,12 +2,9 @@
 
 #pragma once
 
-#include "execute.h"
+#include "revisit.h"
 
-namespace torch::autograd {
-// From a header that would take seconds to compile.
-TORCH_API int get_current_graph_task_id();
-} // namespace torch::autograd
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace membudget {
 
@@ -39,20 +36,30 @@ inline bool is_common_save(PyObject* of, PyObject* recorder, PyObject* object) {
       (checks::verified.is_none(checks) || path != Py_None);
 }
 
-inline Ref new_handle(Ref value) {
-  Ref made = unvisited(handle_class.make());
-  handle::value.set(made, std::move(value));
-  handle::served.set(made, zero);
-  handle::stage.set_number(made, -1);
-  handle::fingerprint.set(made, Py_None);
-  handle::saved_version.set(made, Py_None);
-  return made;
+// What autograd stores for the next saved tensor of a route; null without one, or if the
+// call leaves it here.
+inline Ref stop_of(PyObject* recording, PyObject* object) {
+  if (recording::trip.is_none(recording)) {
+    return Ref();
+  }
+  // Under a mode, Python sees operators, also the `detach` of what is held.
+  bool is_seen = c10::impl::TorchDispatchModeTLS::stack_len() > 0;
+  Ref stop = is_seen ? Ref() : stop_at(recording::trip.of(recording), object);
+  if (stop == nullptr) {
+    leave(recording);
+  }
+  return stop;
 }
 
 // pack(tensor), a method of the frame.
 inline PyObject* pack(PyObject* of, PyObject* object) {
   HANDLE_TH_ERRORS
   PyObject* recorder = frame::recorder.of(of);
+  if (recorder != Py_None) {
+    if (Ref stop = stop_of(recorder::recording.of(recorder), object); stop != nullptr) {
+      return stop.release();
+    }
+  }
   if (recorder == Py_None || !is_common_save(of, recorder, object)) {
     return call(of, pack_name, object).release();
   }
@@ -73,17 +80,18 @@ inline PyObject* pack(PyObject* of, PyObject* object) {
          recording::number.of(recording), recording::place.of(recording));
   }
   check(PyList_Append(replayer::handles.of(replayer), weak(handle)));
+  survey_save(recording, handle::value.of(handle));
   return handle.release();
   END_HANDLE_TH_ERRORS
 }
 
 // Unpacking.
 
-// Holds the frame's lock, if no other thread does.
+// Holds the frame's lock, if no other thread does; or waits for it.
 class Locked {
  public:
-  explicit Locked(PyObject* lock) : lock_(lock) {
-    taken_ = call(lock, acquire_name, Py_False) == Py_True;
+  explicit Locked(PyObject* lock, bool waits = false) : lock_(lock) {
+    taken_ = call(lock, acquire_name, waits ? Py_True : Py_False) == Py_True;
   }
   ~Locked() {
     if (taken_) {
@@ -197,9 +205,40 @@ inline bool is_awaited(PyObject* of, PyObject* handle) {
       (made_by == Py_None || operation::stream.is_none(made_by));
 }
 
+// The tensor of a saved one on a route; null, with the tape written, if that serves it.
+inline Ref stopped(PyObject* of, Stop& stop) {
+  PyObject* recorder = frame::recorder.of(of);
+  if (stop.handle != nullptr) {
+    return Ref();
+  }
+  if (recorder != Py_None) {  // A backward pass inside the forward.
+    leave(recorder::recording.of(recorder));
+    return Ref();
+  }
+  Locked lock(frame::lock.of(of), true);
+  if (stop.handle != nullptr) {
+    return Ref();
+  }
+  PyObject* replayer = frame::replayer.of(of);
+  if (PyList_GET_SIZE(open_groups) == 0 && is_current(replayer::stream.of(replayer))) {
+    if (Ref tensor = revisited(of, stop); tensor != nullptr) {
+      return tensor;
+    }
+  }
+  write_tape_of(replayer);
+  return Ref();
+}
+
 // unpack(handle), a method of the frame.
 inline PyObject* unpack(PyObject* of, PyObject* handle) {
   HANDLE_TH_ERRORS
+  if (StopBox::holds(handle)) {
+    Stop& stop = StopBox::of(handle);
+    if (Ref tensor = stopped(of, stop); tensor != nullptr) {
+      return tensor.release();
+    }
+    handle = stop.handle;
+  }
   if (frame::recorder.is_none(of) && handle::saved_version.is_none(handle) &&
       handle::fingerprint.is_none(handle) && PyList_GET_SIZE(open_groups) == 0 &&
       is_awaited(frame::replayer.of(of), handle)) {

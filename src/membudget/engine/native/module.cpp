@@ -82,8 +82,10 @@ void bind_recording(const Names& names) {
       {{"_decisions", &recording::decisions}, {"kept", &recording::kept},
        {"names", &recording::names}, {"number", &recording::number},
        {"numbers", &recording::numbers}, {"path", &recording::path}, {"place", &recording::place},
-       {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent}, {"stream", &recording::stream}, {"taken", &recording::taken},
-       {"tracker", &recording::tracker}, {"_unrepeatable", &recording::unrepeatable}});
+       {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent},
+       {"stream", &recording::stream}, {"survey", &recording::survey},
+       {"taken", &recording::taken}, {"tracker", &recording::tracker},
+       {"trip", &recording::trip}, {"_unrepeatable", &recording::unrepeatable}});
   recorder_class.bind(
       names("Recorder"),
       {{"_late", &recorder::late}, {"fingerprinter", &recorder::fingerprinter},
@@ -99,7 +101,7 @@ void bind_replay(const Names& names) {
        {"_plan", &replayer::plan}, {"_plan_ran", &replayer::plan_ran},
        {"_stage", &replayer::stage}, {"_task", &replayer::task},
        {"handles", &replayer::handles}, {"stages", &replayer::stages},
-       {"stream", &replayer::stream}});
+       {"stream", &replayer::stream}, {"trip", &replayer::trip}});
   handle_class.bind(
       names("ReplayHandle"),
       {{"fingerprint", &handle::fingerprint}, {"saved_version", &handle::saved_version},
@@ -112,8 +114,9 @@ void bind_replay(const Names& names) {
   checks_class.bind(
       names("Checks"),
       {{"_is_strict", &checks::is_strict}, {"_originals", &checks::originals},
-       {"_verified", &checks::verified}});
+       {"verified", &checks::verified}});
   copy_of = names("copy_of");
+  end_trip = names("end_trip");
   share = names("share");
   open_groups = names("OPEN_GROUPS");
   parameter_type = reinterpret_cast<PyTypeObject*>(names("Parameter"));
@@ -121,7 +124,7 @@ void bind_replay(const Names& names) {
 
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
-    {"_note_new", &note_new_name}, {"_run_begun", &run_begun_name}, {"begin", &begin_name},
+    {"_note_new", &note_new_name}, {"note_run", &note_run_name}, {"_run_begun", &run_begun_name}, {"begin", &begin_name},
     {"dtype", &dtype_name}, {"finish", &finish_name}, {"pack", &drop_name},
     {"note_forward_end", &note_forward_end_name}, {"training", &training_name},
     {"_give_up", &give_up_name}, {"_missing", &missing_name}, {"rrelu", &rrelu_name}, {"detach", &detach_name},
@@ -170,12 +173,17 @@ PyObject* bind(PyObject*, PyObject* object) {
   bind_replay(names);
   make_call_type();
   make_state_type();
+  RouteBox::ready("membudget.engine.native.Route");
+  StopBox::ready("membudget.engine.native.Stop");
+  SurveyBox::ready("membudget.engine.native.Survey");
+  TripBox::ready("membudget.engine.native.Trip");
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
 PyMethodDef functions[] = {
     {"bind", bind, METH_O, "Meet the Python classes that C++ makes instances of."},
+    {"arrive", arrive, METH_O, "End a trip; false if its call ended on the way."},
     {"are_same", (PyCFunction)(void*)are_same_lists, METH_FASTCALL, "Compare identities."},
     {"are_same_names", (PyCFunction)(void*)are_same_names, METH_FASTCALL, "Compare dicts."},
     {"begun", (PyCFunction)(void*)begun, METH_FASTCALL, "Return a new `RerunFrame`."},
@@ -189,17 +197,23 @@ PyMethodDef functions[] = {
     {"has_versions", has_versions, METH_O, "Whether tensors are as noted."},
     {"hooks", hooks, METH_O, "Return the saved-tensor hooks of a frame."},
     {"is_read_later", (PyCFunction)(void*)is_read_later, METH_FASTCALL, "As in Python."},
+    {"leave", leave_route, METH_O, "Write the tape of a trip in its forward."},
     {"materialise", (PyCFunction)(void*)materialise_value, METH_FASTCALL,
      "As `Replayer._materialise`; false if Python must."},
     {"note_reads", (PyCFunction)(void*)note_reads, METH_FASTCALL, "As `Reads._note`."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
+    {"release", release_trip, METH_O, "Free what a trip has recomputed."},
+    {"route", (PyCFunction)(void*)route_of, METH_FASTCALL, "Return what was surveyed."},
     {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},
     {"settings", settings, METH_NOARGS, "As `_torch_settings.read`."},
     {"signature", (PyCFunction)(void*)signature, METH_FASTCALL, "As `signature_of`."},
     {"sums", sums, METH_O, "Return the fingerprint of integers on the CPU."},
+    {"survey", new_survey, METH_NOARGS, "Begin the survey of a call."},
+    {"trip", (PyCFunction)(void*)new_trip, METH_FASTCALL, "Begin a trip on a route."},
     {"walk", (PyCFunction)(void*)walk_module, METH_FASTCALL, "As `Reached._module`."},
     {"watch", watch, METH_O, "Record in this thread for an observer, or for `None`."},
+    {"write_tape", write_tape, METH_O, "Write the tape of a trip in its backward."},
     {nullptr, nullptr, 0, nullptr},
 };
 

@@ -199,13 +199,22 @@ inline Ref run_below(const Observed& call, c10::DispatchKeySet below) {
   return drawn;
 }
 
+// Notes an operator for the route of its call, if that gets one; `kept` is how many
+// outputs the policy had kept before.
+void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept);
+void survey_held_write(const Observed& call);
+void give_up_survey(PyObject* recording);
+
 // Runs and records an operator whose arguments have been recorded.
 inline void run_fresh(Observed& call, c10::DispatchKeySet below) {
-  auto kept = kept_arguments(call);
+  auto arguments = kept_arguments(call);
+  long kept = recording::kept.number(call.recording);
   Ref drawn = run_below(call, below);
-  Ref operation = record_operation(call, std::move(kept));
+  Ref operation = record_operation(call, std::move(arguments));
   operation::drawn.set(operation, std::move(drawn));
-  note_outputs(call, operation, flat_outputs(call.stack, returns(call)));
+  auto flat = flat_outputs(call.stack, returns(call));
+  note_outputs(call, operation, flat);
+  survey_step(call, operation, flat.size(), kept);
 }
 
 // Operators that return fresh tensors, or views of an argument.

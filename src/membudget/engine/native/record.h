@@ -14,8 +14,8 @@ inline Slot fingerprinter, is_suspended, late, opaque_depth, recording;
 
 inline Class forward_record;
 namespace recording {
-inline Slot decisions, kept, names, number, numbers, path, place, reads_arguments, recent, stream, taken,
-    tracker, unrepeatable;
+inline Slot decisions, kept, names, number, numbers, path, place, reads_arguments, recent, stream,
+    survey, taken, tracker, trip, unrepeatable;
 }
 
 inline PyObject *advance_name, *align_name, *asks_name, *before_write_name, *decided_name, *hold_name,
@@ -124,6 +124,11 @@ inline bool is_scratch(const Observed& call, Place place) {
   return call.known.kind == Kind::normalisation &&
       (place.argument == 3 || place.argument == 4) &&
       call.stack[call.first + 5].toBool();
+}
+
+// What a replay passes instead: its content affects no output.
+inline at::Tensor made_for(const Scratch& scratch) {
+  return at::empty_strided(scratch.sizes, scratch.strides, scratch.options).zero_();
 }
 
 // As `ForwardRecord.record_tensors`; a view reads nothing, a write is noted apart.

@@ -14,7 +14,7 @@ namespace membudget {
 
 inline Class replayer_class;
 namespace replayer {
-inline Slot begins, enter, entries, handles, memoised, plan, plan_ran, stage, stages, stream, task;
+inline Slot begins, enter, entries, handles, memoised, plan, plan_ran, stage, stages, stream, task, trip;
 }
 
 inline Class handle_class;
@@ -22,7 +22,7 @@ namespace handle {
 inline Slot fingerprint, saved_version, served, stage, value;
 }
 
-inline PyObject *copy_of, *held_in_name, *is_current_name, *lent_name, *may_overwrite_name, *run_name, *share, *source_name;
+inline PyObject *copy_of, *held_in_name, *is_current_name, *lent_name, *may_overwrite_name, *note_run_name, *run_name, *share, *source_name;
 
 // Counting.
 

@@ -129,6 +129,13 @@ inline bool have_same_geometry(const at::Tensor& one, const at::Tensor& other) {
       one.strides() == other.strides() && one.storage_offset() == other.storage_offset();
 }
 
+// Whether two tensors span the same memory from its begin, element by element.
+inline bool span_the_same(const at::Tensor& one, const at::Tensor& other) {
+  return one.dtype() == other.dtype() && one.numel() == other.numel() &&
+      one.is_contiguous() && other.is_contiguous() && one.storage_offset() == 0 &&
+      other.storage_offset() == 0;
+}
+
 // As `LiveStorage.entry_like`, among the entries that no write has outdated.
 inline PyObject* entry_like(PyObject* at, const at::Tensor& tensor) {
   PyObject *key, *entry;
@@ -191,6 +198,15 @@ inline void hold_value(PyObject* of, const at::Tensor& tensor, PyObject* entry) 
   memory::root.set(memory, Py_None);
   append(memory::sources, memory, weak(value));
   note_source(of, value);
+}
+
+// As `Tracker.after_write`.
+inline void after_write(PyObject* memory, PyObject* root) {
+  add(memory::epoch, memory, 1);
+  if (memory::is_external.is_true(memory)) {
+    memory::is_state.set(memory, Py_True);
+  }
+  memory::root.set(memory, root);
 }
 
 // The callbacks of weak references, with the tables of the tracker as `self`.

@@ -9,15 +9,6 @@
 
 namespace membudget {
 
-// As `Tracker.after_write`.
-inline void after_write(PyObject* memory, PyObject* root) {
-  add(memory::epoch, memory, 1);
-  if (memory::is_external.is_true(memory)) {
-    memory::is_state.set(memory, Py_True);
-  }
-  memory::root.set(memory, root);
-}
-
 // The entry of a tensor that C++ can write to: the tensor spans its memory, which no
 // replay reads but by the values on the tape. Null if Python must record the write.
 inline PyObject* writable(
@@ -48,6 +39,7 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, PyObject* w
   record_arguments(call);
   PyObject* memory = entry::memory.of(entry);
   Ref before = Ref::to(entry::value.of(entry));
+  long kept = recording::kept.number(call.recording);
   Ref operation = record_operation(call, kept_arguments(call));
   // Output 0 is the returned tensor, output 1 the written memory.
   Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)before, (PyObject*)number(1)));
@@ -58,6 +50,7 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, PyObject* w
   entry::value.set(entry, root);
   entry::epoch.set(entry, memory::epoch.of(memory));
   hold_if_kept(call, operation, target, entry, 1);
+  survey_step(call, operation, 2, kept);
 }
 
 // Whether a tensor is in memory that no replay recomputes.
@@ -81,8 +74,7 @@ inline bool is_simple(PyObject* source, const at::Tensor& written) {
     return value::packed.is_none(source);
   }
   const at::Tensor& held = THPVariable_Unpack(value::tensor.of(source));
-  return is_plain(held) && held.is_contiguous() && held.storage_offset() == 0 &&
-      have_same_geometry(held, written);
+  return is_plain(held) && span_the_same(held, written);
 }
 
 // As `_survives`, of a simple source.
@@ -96,7 +88,8 @@ inline void put_aside(PyObject* source) {
 }
 
 // As `Tracker.before_write`, of one tensor in held memory.
-inline void before_held_write(PyObject* tracker, const at::Tensor& tensor, PyObject* entry) {
+inline void before_held_write(
+    const Observed& call, const at::Tensor& tensor, PyObject* entry) {
   PyObject* memory = entry::memory.of(entry);
   if (memory::sources.is_none(memory)) {
     return;
@@ -114,7 +107,8 @@ inline void before_held_write(PyObject* tracker, const at::Tensor& tensor, PyObj
   } else {
     Ref written = Ref::made(PyList_New(0));
     check(PyList_Append(written, wrapped(tensor)));
-    call(tracker, before_write_name, (PyObject*)written, Py_False);
+    membudget::call(call.tracker, before_write_name, (PyObject*)written, Py_False);
+    give_up_survey(call.recording);
   }
 }
 
@@ -123,7 +117,8 @@ inline void observe_held_write(Observed& call, c10::DispatchKeySet below) {
   const at::Tensor target = call.stack[call.first].toTensor();
   record_arguments(call);
   Ref entry = entry_of(call.tracker, target, wrapped(target));
-  before_held_write(call.tracker, target, entry);
+  before_held_write(call, target, entry);
+  survey_held_write(call);
   run_below(call, below);
   after_write(entry::memory.of(entry), Py_None);
 }
@@ -135,7 +130,7 @@ inline void observe_normalisation(Observed& call, c10::DispatchKeySet below) {
   for (const Scratch& scratch : call.scratch) {
     const at::Tensor& tensor = call.stack[call.first + scratch.argument].toTensor();
     Ref entry = entry_of(call.tracker, tensor, wrapped(tensor));
-    before_held_write(call.tracker, tensor, entry);
+    before_held_write(call, tensor, entry);
     memories.push_back(Ref::to(entry::memory.of(entry)));
   }
   run_fresh(call, below);
@@ -171,6 +166,7 @@ inline void observe_empty(Observed& call, c10::DispatchKeySet below) {
   Ref value = new_output(operation, 0, Py_None);
   Ref memory = new_memory(value, python_dtype(output.scalar_type()));
   enter(call.tracker, output, object, value, memory, number(address_of(output)));
+  survey_step(call, operation, 1, recording::kept.number(call.recording));
 }
 
 } // namespace membudget

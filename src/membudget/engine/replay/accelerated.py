@@ -19,6 +19,7 @@ from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, Tracker
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.extension import EXTENSION
+from membudget.engine.replay.following import end_trip
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
@@ -111,7 +112,15 @@ _NORMALISATIONS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
 _BOUND: tuple[Any, ...] = (
     *(Checks, ForwardRecord, LiveStorage, LiveTensor, Operation, RecordedMemory),
     *(Recorder, ReplayFrame, ReplayHandle, Replayer, Scope, TapeValue, Tracker),
-    *(Parameter, copy_of, find_operator, isolation.enter, isolation.leave, share),
+    *(
+        Parameter,
+        copy_of,
+        end_trip,
+        find_operator,
+        isolation.enter,
+        isolation.leave,
+        share,
+    ),
 )
 _NAMED: dict[str, Any] = {
     "EMPTY": EMPTY,
@@ -126,6 +135,7 @@ _CALLED: tuple[Any, ...] = (
     *(ForwardRecord.decided, ForwardRecord.hold, ForwardRecord.note_outputs),
     *(Operation.inputs, Recorder.note_empty),
     *(CallStages.held_in, CallStages.is_current, CallStages.put),
+    *(end_trip, ReplayFrame.note_run),
     *(ReplayFrame.explained, Replayer._lent, Replayer._may_overwrite, Replayer._run),
     *(Replayer._source, Replayer.release, Tracker.before_write, share),
     *(Scope.__exit__, Scope.callback, Tracker.mark_read, Tracker.meet),

@@ -44,7 +44,7 @@ class Checks:
 
     __slots__ = (
         *("_comparison", "_is_strict", "_originals", "_served", "_statistics"),
-        *("_verified", "_verify", "recorder"),
+        *("verified", "_verify", "recorder"),
     )
 
     def __init__(
@@ -58,7 +58,7 @@ class Checks:
         self.recorder: Recorder | None = recorder  # `None` once the forward has ended.
         self._verify = options.verify
         self._is_strict = options.strict
-        self._verified = verified
+        self.verified = verified
         self._statistics = statistics
         self._originals: Originals | None = None
         self._served: Originals | None = None
@@ -84,7 +84,7 @@ class Checks:
 
     def _leave_path(self) -> None:
         """Follow another verified operator sequence, or verify the rest of the call."""
-        recorder, verified = self.recorder, self._verified
+        recorder, verified = self.recorder, self.verified
         assert recorder is not None
         assert verified is not None
         recording = recorder.recording
@@ -112,6 +112,22 @@ class Checks:
             if noted is not None:
                 noted.before_write(address)
 
+    @property
+    def is_sampled(self) -> bool:
+        """Whether a sample of what the call reads is compared in its backward."""
+        return self.verified is not None and self.verified.is_sampled
+
+    def is_quiet(self) -> bool:
+        """Return whether this call verifies nothing that it computes."""
+        recorder, verified = self.recorder, self.verified
+        assert recorder is not None
+        if recorder.sees_subclasses or self._is_strict:
+            return False
+        if verified is None:
+            return True
+        is_new = recorder.recording.path is None or recorder.fingerprinter is not None
+        return not (is_new or verified.unrepeatable)
+
     # Saved tensors.
 
     def note(self, recorder: Recorder, handle: ReplayHandle, tensor: Tensor) -> None:
@@ -120,10 +136,10 @@ class Checks:
         if recording.path is not None:
             recording.recent.append((handle, tensor))
         self._add(recorder, handle, tensor)
-        if self._verified is not None and is_subclass(tensor):
-            self._verified.has_subclasses = True
+        if self.verified is not None and is_subclass(tensor):
+            self.verified.has_subclasses = True
         # Later calls on a verified path skip this check, to save time.
-        is_first = self._verified is not None and recording.path is None
+        is_first = self.verified is not None and recording.path is None
         if is_first or self._is_strict:
             handle.saved_version = _saved_version(tensor)
 
@@ -158,7 +174,7 @@ class Checks:
         Return a function that fingerprints replay inputs (all elements if originals
         were retained, else a sample), or `None` if contents are not compared.
         """
-        verified = self._verified
+        verified = self.verified
         self.recorder = None
         if verified is None:
             return None
@@ -193,8 +209,8 @@ class Checks:
         self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer
     ) -> None:
         """Check a tensor unpacked by a backward pass that runs inside the forward."""
-        if handle.fingerprint is not None and self._verified is not None:
-            BackwardComparison(self._verified, ()).check(handle, tensor, replayer)
+        if handle.fingerprint is not None and self.verified is not None:
+            BackwardComparison(self.verified, ()).check(handle, tensor, replayer)
 
     def check(self, handle: ReplayHandle, tensor: Tensor, replayer: Replayer) -> None:
         """Compare a recomputed tensor with its fingerprint from the forward, if any."""
@@ -203,8 +219,8 @@ class Checks:
         try:
             self._comparison.compare(handle, tensor, replayer)
         finally:
-            if self._verified is not None:
-                self._count_unrepeatable(self._verified)
+            if self.verified is not None:
+                self._count_unrepeatable(self.verified)
 
     def _count_unrepeatable(self, verified: Verified) -> None:
         if self._statistics is not None:
@@ -221,8 +237,8 @@ class Checks:
             return
         if self._is_strict:
             raise overwritten_error("a saved tensor")
-        if self._verified is not None and not self._verified.has_warned:
-            self._verified.has_warned = True
+        if self.verified is not None and not self.verified.has_warned:
+            self.verified.has_warned = True
             warnings.warn(
                 f"{MODIFIED}: a tensor that autograd saved in a replay region. Plain "
                 "autograd would raise; replay computes the gradient from the values "

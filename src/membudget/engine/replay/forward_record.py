@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -16,7 +15,9 @@ from membudget.engine.candidate import Answer, Candidate
 from membudget.engine.policy import Policy
 from membudget.engine.replay.aliasing import Tracker
 from membudget.engine.replay.execute import call_noting_draws
+from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.living import LiveTensor
+from membudget.engine.replay.routes import Routes
 from membudget.engine.replay.tape import Operation, ReplayHandle
 from membudget.engine.replay.verified import OperatorPath, OutputIndices
 from membudget.engine.stages import CallStages
@@ -44,21 +45,24 @@ class ForwardRecord:
         names: Names of the operators of the recorded call; `None` without one.
         path: The operator sequence of a verified call that this call has followed so
             far; `None` if no verified sequence matches.
-        recent: Tensors that autograd saved since the last operator, while the call
-            follows a verified sequence. Autograd saves an operator's inputs before the
-            recorder sees the operator; if that operator deviates from the verified
-            sequence, these inputs are verified too.
+        recent: Tensors that autograd saved since the last operator of a verified
+            sequence. It saves the inputs of an operator before the recorder sees that;
+            if that deviates, its inputs are verified too.
         taken: The operators of this call so far, if they follow no verified sequence.
-        left_path: Callback for a call that deviates from its verified sequence.
+        left_path: Callback for a call that deviates from its sequence.
         kept: Number of outputs that the policy kept.
         stream: The stream on which the region began; `None` without an accelerator.
         streams: The other streams on which its operators ran.
+        routes: The routes of this call's signature; `None` if it may follow none.
+        survey: What draws up the route of this call; `None` if it gets none.
+        trip: This call's progress on the route; `None` once it has left it.
     """
 
     __slots__ = (
         *("_decisions", "_module_path", "_stages", "_unrepeatable", "kept"),
         *("left_path", "names", "number", "numbers", "path", "place", "policy"),
-        *("reads_arguments", "recent", "stream", "streams", "taken", "tracker"),
+        *("reads_arguments", "recent", "routes", "stream", "streams", "survey"),
+        *("taken", "tracker", "trip"),
     )
 
     def __init__(
@@ -87,6 +91,9 @@ class ForwardRecord:
         self._stages = stages
         self.stream = current_stream()
         self.streams: list[Any] = []
+        self.routes: Routes | None = None
+        self.survey: Any = None
+        self.trip: Any = None
 
     def advance(self, facts: OperatorFacts | None, operator: Any = None) -> None:
         """Count an operator, and check that the call follows its verified sequence.
@@ -121,6 +128,11 @@ class ForwardRecord:
             )
             if self.place != place + 1 and self._stages is not None:
                 self._stages.move(alignment.lost, self.number, self.place)
+
+    def leave_route(self) -> None:
+        """Write the tape, if the call has followed a route so far."""
+        if self.trip is not None:
+            EXTENSION[0].leave(self)
 
     def operation(
         self, func: Any, args: list[Any], kwargs: dict[str, Any]
@@ -286,14 +298,3 @@ class ForwardRecord:
         """Keep a tensor in memory after a write that a replay cannot repeat."""
         entry = self.tracker.entry(tensor)
         self.tracker.after_write(entry.memory, None)
-
-    def warn_if_nothing_is_kept(self) -> None:
-        """Warn if a selective policy kept none of the outputs."""
-        if self.policy.expects_to_keep and self.number and not self.kept:
-            warnings.warn(
-                "the policy of a selective region kept the output of none of its "
-                f"{self.number} operators. A policy function sees overloads, such as "
-                "torch.ops.aten.mm.default; compare with those, or give a list, in "
-                "which torch.ops.aten.mm stands for all of its overloads.",
-                stacklevel=5,
-            )

@@ -20,19 +20,19 @@ from membudget._torch import (
     push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
-from membudget.callsite import running_module
 from membudget.engine import isolation
 from membudget.engine.controls import OPEN_GROUPS, release_in_time
 from membudget.engine.messages import (
     changed_error,
     freed_error,
     inexact_inside_error,
-    module_names,
+    module_path_in,
     name_of,
     names_of,
     weakly,
 )
 from membudget.engine.options import RegionOptions, Statistics
+from membudget.engine.replay import following
 from membudget.engine.replay.checks import Checks, settle_source
 from membudget.engine.replay.execute import SourceChangedError, SourceFreedError
 from membudget.engine.replay.extension import hooks_of
@@ -78,9 +78,11 @@ class ReplayFrame:
             known = verified(options, function, args, kwargs)
         unrepeatable = set() if known is None else known.unrepeatable
         policy = options.policy.begin()
+        label = statistics.label if statistics is not None else ""
+        module_path = module_path_in(function, label)
         stages = CallStages.of(policy.stages, policy.alignment)
         recording = ForwardRecord(
-            policy, options.decisions, unrepeatable, self._module_path(), stages
+            policy, options.decisions, unrepeatable, module_path, stages
         )
         self._replayer = new_replayer(operator_conditions(), stages)
         self._recorder: Recorder | None = Recorder(recording)
@@ -88,6 +90,8 @@ class ReplayFrame:
         self._recorder.sees_subclasses = any(map(is_subclass, tensors)) or (
             known is not None and known.has_subclasses
         )
+        if self._inputs is None and self._checks.is_quiet():
+            recording.routes = following.routes_of(options.policy, function, known)
 
     # The forward.
 
@@ -113,6 +117,8 @@ class ReplayFrame:
         except BaseException:
             pop_saved_tensors_hooks()
             raise
+        if self._outer is None:
+            following.set_out(self._recorder.recording, self._replayer, self._checks)
 
     def is_on_top(self) -> bool:
         """Return whether this call's recorder and hooks are the innermost ones."""
@@ -132,6 +138,7 @@ class ReplayFrame:
         recorder.__exit__(None, None, None)
         pop_saved_tensors_hooks()
         self._recorder = self._function = self._checks.recorder = None
+        recorder.recording.leave_route()  # What was saved may be asked for.
         recorder.recording.tracker.clear()
 
     def end(self) -> None:
@@ -154,11 +161,13 @@ class ReplayFrame:
     def _settle(self, recorder: Recorder) -> None:
         recording, outer = recorder.recording, self._outer
         policy = recording.policy
-        recording.warn_if_nothing_is_kept()
+        following.arrive(recording)
+        policy.warn_if_idle(recording.number, recording.kept)
         policy.end(recording.number)
         recording.tracker.clear()
         # Only the handles own values from here on: unused sources are gone.
         take = self._checks.finish(recorder, self._replayer)
+        following.note_route(recording, self._replayer)
         for reference in recording.tracker.sources:
             source = reference()
             if source is None:
@@ -171,7 +180,7 @@ class ReplayFrame:
     @property
     def has_saved(self) -> bool:
         """Whether autograd saved any tensor in the forward."""
-        return bool(self._replayer.handles)
+        return bool(self._replayer.handles) or self._replayer.trip is not None
 
     def _pack(self, tensor: Tensor) -> ReplayHandle:
         recorder = self._recorder
@@ -188,18 +197,6 @@ class ReplayFrame:
             replayer.stages.put(handle, recording.number, recording.place)
         replayer.handles.append(ref(handle))
         return handle
-
-    def _module_path(self) -> Callable[[], str]:
-        function, statistics = self._function, self._statistics
-        label = statistics.label if statistics is not None else ""
-        names: dict[int, str] = {}
-
-        def module_path() -> str:
-            if not names:
-                names.update(module_names(function, label))
-            return running_module(names)
-
-        return module_path
 
     # The backward.
 
@@ -260,6 +257,13 @@ class ReplayFrame:
         if has_run and self._statistics is not None:
             self._statistics.recomputes += 1
         return has_run
+
+    def note_run(self) -> None:
+        """Count the first replay of a backward pass on a route."""
+        if self._statistics is not None:
+            self._statistics.recomputes += 1
+        if not release_in_time(self):
+            self._replayer.release()
 
     def explained(self, error: BaseException) -> BaseException:
         """Release what a failed replay recomputed; return the error to raise."""

@@ -16,6 +16,18 @@ class NativeReplayer(Replayer):
 
     __slots__ = ()
 
+    def prepare(self) -> None:
+        """Recompute the values of all live handles now."""
+        if self.trip is not None:
+            EXTENSION[0].write_tape(self)
+        super().prepare()
+
+    def release(self) -> None:
+        """Free recomputed values that autograd has not unpacked."""
+        if self.trip is not None:
+            EXTENSION[0].release(self.trip)
+        super().release()
+
     def _count_path(self) -> None:
         EXTENSION[0].count_path(self)
 

@@ -1,7 +1,7 @@
 """The recorder observes a region's operators and writes them to the tape.
 
-The recorder sits below autograd and autocast: it runs each operator on the tensors that
-the backend receives, and records which values each output depends on.
+It sits below autograd and autocast: it runs each operator on what the backend receives,
+and records which values each output depends on.
 
 Four kinds of tensors become *sources*, which stay in memory: tensors from outside the
 region, outputs that the policy keeps, outputs of operators that cannot run again, and
@@ -62,6 +62,7 @@ class Recorder(Observer):
         if facts is not None and facts.is_query:
             return operator(*args, **kwargs)
         recording = self.recording
+        recording.leave_route()
         if facts is None or facts.is_numbered:
             recording.advance(facts, operator)
         if facts is None or facts.is_opaque or self.opaque_depth:
@@ -72,11 +73,9 @@ class Recorder(Observer):
         addresses = recording.record_tensors(facts.tensors, recorded)
         output = operator(*args, **kwargs) if kwargs else operator(*args)
         operation = recording.operation(operator, recorded, kwargs)
-        if type(output) is Tensor:
-            address = address_of(output)
-            if address not in addresses:
-                recording.note_fresh(operation, facts, args, output, 0, address)
-                return output
+        if type(output) is Tensor and (address := address_of(output)) not in addresses:
+            recording.note_fresh(operation, facts, args, output, 0, address)
+            return output
         recording.note_outputs(operation, facts, args, output, addresses)
         return output
 
@@ -157,6 +156,7 @@ class Recorder(Observer):
     @contextmanager
     def suspended(self) -> Iterator[None]:
         """Run operators inside a `with` block without recording them."""
+        self.recording.leave_route()
         before, self.is_suspended = self.is_suspended, True
         try:
             yield

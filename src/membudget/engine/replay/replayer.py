@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 from weakref import ref
 
 import torch
@@ -45,9 +46,10 @@ class Replayer(UseCounter):
         plans_run: Number of plans that ran operations; the stages of one backward pass
             count once.
         stream: The stream on which the region began; `None` without an accelerator.
+        trip: What the call has instead of a tape, if it has followed a route (Rule 11).
     """
 
-    __slots__ = (*("_enter", "_plan_ran", "_task", "plans_run", "stream"),)
+    __slots__ = ("_enter", "_plan_ran", "_task", "plans_run", "stream", "trip")
 
     def __init__(
         self, enter: Callable[[Scope], None], stages: CallStages | None
@@ -59,6 +61,7 @@ class Replayer(UseCounter):
         self._enter = enter
         self.stream = current_stream()
         self._task = -1  # The backward for which the plan was made.
+        self.trip: Any = None
 
     def is_ready(self, handle: ReplayHandle) -> bool:
         """Return whether a handle's tensor is in memory, unchanged and ready to use."""

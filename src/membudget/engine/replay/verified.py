@@ -20,6 +20,7 @@ from torch.nn import Module
 
 from membudget.engine.calls import counted
 from membudget.engine.options import RegionOptions
+from membudget.engine.replay.routes import Routes
 from membudget.engine.sampling import Sampling, is_due_as
 from membudget.state.autocast import autocast_state
 
@@ -55,11 +56,12 @@ class Verified:
         has_subclasses: Whether the region saves tensor subclasses, whose operators are
             observed only by a dispatch mode.
         has_warned: Whether the user was warned about overwritten saved tensors.
+        routes: What is known of the routes of its calls (Rule 11).
     """
 
     __slots__ = (
         *("calls", "has_subclasses", "has_warned", "is_pending", "is_sampled"),
-        *("paths", "sampling", "unrepeatable"),
+        *("paths", "routes", "sampling", "unrepeatable"),
     )
 
     def __init__(self, share: float | None = None) -> None:
@@ -70,6 +72,7 @@ class Verified:
         self.sampling = None if share is None else Sampling(share)
         self.calls = 0
         self.has_subclasses = self.has_warned = False
+        self.routes = Routes()
 
     def add(self, path: OperatorPath) -> None:
         """Mark a sequence of operators as verified."""

@@ -1,0 +1,233 @@
+// Follow a route: each operator and each saved tensor is compared with it.
+
+#pragma once
+
+#include "trip.h"
+
+namespace membudget {
+
+// Meeting tensors.
+
+inline void meet(Met& met, const at::Tensor& tensor) {
+  met.live.emplace(tensor.getIntrusivePtr());
+  met.memory.emplace(tensor.storage().getWeakStorageImpl());
+}
+
+inline const c10::StorageImpl* storage_of(const Met& met) {
+  return met.memory ? met.memory->_unsafe_get_target() : nullptr;
+}
+
+inline bool meet_source(Met& met, const at::Tensor& tensor) {
+  Ref object = wrapped(tensor);
+  if (!is_usual_class(object)) {
+    return false;
+  }
+  meet(met, tensor);
+  if (met.needs > 0) {
+    met.tensor = is_own_alias(tensor, object) ? tensor : detached(tensor);
+  }
+  return true;
+}
+
+// Whether a tensor has the value that the route says, by itself or as an alias that no
+// operator made: autograd saves detached ones.
+inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
+  Met& met = trip.values[number];
+  if (!is_plain(tensor)) {
+    return false;
+  }
+  if (!met.live) {
+    return trip.route->values[number].step < 0 && meet_source(met, tensor);
+  }
+  if (tensor.storage().unsafeGetStorageImpl() != storage_of(met)) {
+    return false;
+  }
+  if (met.live->_unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
+    return true;
+  }
+  auto other = met.live->lock();
+  return other && have_same_geometry(tensor, at::Tensor(std::move(other)));
+}
+
+// Writes to memory that no replay makes.
+
+inline bool is_scratch(const Step& step, size_t argument) {
+  return std::any_of(step.scratch.begin(), step.scratch.end(), [&](const Scratch& scratch) {
+    return scratch.argument == argument;
+  });
+}
+
+// Calls `visit(tensor)` for each tensor outside the route that a step overwrites.
+template <typename Visit>
+void for_each_written(
+    const Step& step, const c10::Stack& stack, size_t first, const Visit& visit) {
+  if (step.writes_held()) {
+    visit(stack[first].toTensor());
+  }
+  for (const Scratch& scratch : step.scratch) {
+    visit(stack[first + scratch.argument].toTensor());
+  }
+}
+
+// Calls `visit(met)` for each value that a replay needs and a write would destroy.
+template <typename Visit>
+void for_each_held_in(Trip& trip, const at::Tensor& written, const Visit& visit) {
+  const auto* memory = written.storage().unsafeGetStorageImpl();
+  for (Met& met : trip.values) {
+    if (met.tensor.defined() && met.tensor.storage().unsafeGetStorageImpl() == memory) {
+      visit(met);
+    }
+  }
+}
+
+// Whether what a step destroys can be copied before, as `is_simple`.
+inline bool may_write(
+    Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
+  bool may = true;
+  for_each_written(step, stack, first, [&](const at::Tensor& written) {
+    may = may && is_plain(written);
+    if (may) {
+      for_each_held_in(trip, written, [&](const Met& met) {
+        may &= span_the_same(met.tensor, written);
+      });
+    }
+  });
+  return may;
+}
+
+// Copies what a step is about to destroy (Rule 6).
+inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
+  for_each_written(step, stack, first, [&](const at::Tensor& written) {
+    at::AutoDispatchBelowADInplaceOrView below_autograd;
+    for_each_held_in(trip, written, [](Met& met) {
+      met.tensor = met.tensor.clone();
+      met.memory.emplace(met.tensor.storage().getWeakStorageImpl());
+      met.live.reset();
+    });
+    trip.written.emplace_back(trip.at, written);
+  });
+}
+
+// Whether an operator is the next step, and reads the values that it read.
+inline bool is_next(
+    Trip& trip, const Operator& known, const c10::Stack& stack, size_t first) {
+  if (trip.at >= trip.route->steps.size()) {
+    return false;
+  }
+  const Step& step = trip.route->steps[trip.at];
+  if (step.known != &known || step.grad_enabled != at::GradMode::is_enabled() ||
+      trip.dtype != c10::typeMetaToScalarType(at::get_default_dtype()) ||
+      (known.is_random && !draws_on_cpu(known, stack, first))) {
+    return false;
+  }
+  if (known.kind == Kind::empty) {
+    return true;  // What it makes is compared instead.
+  }
+  if (!has_arguments(step, stack, first)) {
+    return false;
+  }
+  size_t count = 0;
+  bool is_same = true;
+  for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
+    if (is_scratch(step, place.argument)) {
+      return;
+    }
+    is_same = is_same && count < step.places.size() &&
+        step.places[count].argument == place.argument &&
+        step.places[count].element == place.element &&
+        has_value(trip, step.inputs[count], tensor);
+    ++count;
+  });
+  return is_same && count == step.places.size() && may_write(trip, step, stack, first);
+}
+
+inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {
+  Met& met = trip.values[number];
+  if (is_held(trip, number) && met.needs > 0) {
+    met.tensor = detached(tensor);
+  }
+}
+
+// Notes an output; false if its memory is not what it was: new, or that of its root.
+inline bool meet_output(Trip& trip, const Step& step, size_t number, const at::Tensor& output) {
+  if (!output.defined() || !is_plain(output)) {
+    return false;
+  }
+  Met& met = trip.values[number];
+  meet(met, output);
+  const RouteValue& made = trip.route->values[number];
+  auto shares = [&](size_t other) {
+    return storage_of(trip.values[other]) == storage_of(met);
+  };
+  bool is_usual = made.root >= 0
+      ? shares(made.root)
+      : std::none_of(step.inputs.begin(), step.inputs.end(), shares);
+  hold_kept(trip, number, output);
+  return is_usual;
+}
+
+// Whether uninitialised memory has the geometry that the step would give it.
+inline bool has_geometry(const Step& step, const at::Tensor& tensor) {
+  return tensor.sizes() == step.stack[0].toDimVector() &&
+      tensor.strides() == step.stack[1].toDimVector() &&
+      tensor.scalar_type() == step.stack[2].toScalarType() &&
+      tensor.device() == step.stack[4].toDevice();
+}
+
+inline bool meet_outputs(
+    Trip& trip, const Step& step, const c10::OperatorHandle& target, const c10::Stack& stack) {
+  if (step.writes_held()) {
+    return true;
+  }
+  if (step.writes()) {
+    const at::Tensor& written = stack.back().toTensor();
+    meet(trip.values[step.outputs[1]], written);
+    hold_kept(trip, step.outputs[1], written);
+    return true;
+  }
+  if (step.known->kind == Kind::empty && !has_geometry(step, stack.back().toTensor())) {
+    return false;
+  }
+  auto flat = flat_outputs(stack, target.schema().returns().size());
+  bool is_usual = flat.size() == step.outputs.size();
+  for (size_t i = 0; is_usual && i < flat.size(); ++i) {
+    is_usual = step.outputs[i] < 0 || meet_output(trip, step, step.outputs[i], flat[i]);
+  }
+  return is_usual;
+}
+
+// Runs an operator that is the next step; false if it has made something else.
+inline bool take_step(
+    Trip& trip, const c10::OperatorHandle& target, c10::DispatchKeySet below, c10::Stack& stack) {
+  const Step& step = trip.route->steps[trip.at];
+  trip.recent.clear();
+  copy_written(trip, step, stack, stack.size() - target.schema().arguments().size());
+  {
+    DrawLock lock(step.known->is_random);
+    if (step.known->is_random) {
+      trip.drawn[trip.at] = noted_state();
+    }
+    WithoutGil released(!step.is_view);
+    target.redispatchBoxed(below, &stack);
+  }
+  ++trip.at;
+  return meet_outputs(trip, step, target, stack);
+}
+
+// The placeholder of a tensor that autograd saves; null if the route has another one.
+inline Ref stop_at(PyObject* box, PyObject* object) {
+  Trip& trip = TripBox::of(box);
+  size_t number = trip.stops.size();
+  const Route& route = *trip.route;
+  if (number >= route.saves.size() || route.saves[number].after != trip.at ||
+      !is_usual_class(object) ||
+      !has_value(trip, route.saves[number].value, THPVariable_Unpack(object))) {
+    return Ref();
+  }
+  Ref made = StopBox::make({Ref::to(box), number});
+  trip.stops.push_back(&StopBox::of(made));
+  trip.recent.emplace_back(number, Ref::to(object));
+  return made;
+}
+
+} // namespace membudget

@@ -1,0 +1,114 @@
+// Leave a route: the tape of its call so far is written.
+//
+// In the forward, living tensors get their values, and the recorder goes on from there. In
+// the backward, Python replays what C++ does not: a second time in one pass, for example.
+
+#pragma once
+
+#include "follow.h"
+#include "writer.h"
+
+namespace membudget {
+
+inline PyObject* end_trip;
+
+// Frees what a trip holds, once the tape holds it.
+inline void end(Trip& trip) {
+  trip.is_left = true;
+  auto values = std::move(trip.values);
+  auto drawn = std::move(trip.drawn);
+  trip.recent.clear();
+  trip.written.clear();
+}
+
+inline void note_end_of_trip(PyObject* recording, PyObject* has_arrived) {
+  Ref::made(PyObject_CallFunctionObjArgs(end_trip, recording, has_arrived, nullptr));
+}
+
+// Leaves the route in the forward; the recorder goes on with the tape.
+inline void leave(PyObject* recording) {
+  Ref box = Ref::to(recording::trip.of(recording));
+  recording::trip.set(recording, Py_None);
+  Trip& trip = TripBox::of(box);
+  PyObject* tracker = recording::tracker.of(recording);
+  Ref count = number(static_cast<long>(trip.at));
+  tracker::clock.set(tracker, count);
+  Writer(trip, tracker).write();
+  recording::number.set(recording, count);
+  recording::place.set(recording, count);
+  for (auto& [stop, tensor] : trip.recent) {
+    if (trip.stops[stop] != nullptr) {
+      Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)trip.stops[stop]->handle, (PyObject*)tensor));
+      check(PyList_Append(recording::recent.of(recording), pair));
+    }
+  }
+  long kept = 0;
+  for (size_t i = 0; i < trip.at; ++i) {
+    kept += trip.route->steps[i].kept;
+  }
+  add(recording::kept, recording, kept);
+  replayer::trip.set(trip.replayer, Py_None);
+  end(trip);
+  note_end_of_trip(recording, Py_False);
+}
+
+// leave(recording)
+inline PyObject* leave_route(PyObject*, PyObject* recording) {
+  HANDLE_TH_ERRORS
+  leave(recording);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// Leaves the route once the forward has ended.
+inline void write_tape_of(PyObject* replayer) {
+  Ref box = Ref::to(replayer::trip.of(replayer));
+  replayer::trip.set(replayer, Py_None);
+  Trip& trip = TripBox::of(box);
+  Writer(trip, nullptr).write();
+  end(trip);
+}
+
+// write_tape(replayer): as `leave`, once the forward has ended.
+inline PyObject* write_tape(PyObject*, PyObject* replayer) {
+  HANDLE_TH_ERRORS
+  write_tape_of(replayer);
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+// arrive(recording): ends a trip with its call; false, with the tape written, if the call
+// ended on the way.
+inline PyObject* arrive(PyObject*, PyObject* recording) {
+  HANDLE_TH_ERRORS
+  Ref box = Ref::to(recording::trip.of(recording));
+  Trip& trip = TripBox::of(box);
+  const Route& route = *trip.route;
+  if (trip.at != route.steps.size() || trip.stops.size() != route.saves.size()) {
+    leave(recording);
+    Py_RETURN_FALSE;
+  }
+  long kept = 0;
+  for (const Step& step : route.steps) {
+    kept += step.kept;
+  }
+  for (Met& met : trip.values) {
+    met.live.reset();
+    if (met.tensor.defined()) {
+      met.version = met.tensor._version();
+    } else {
+      met.memory.reset();
+    }
+  }
+  trip.recent.clear();
+  trip.written.clear();
+  recording::trip.set(recording, Py_None);
+  recording::number.set_number(recording, static_cast<long>(trip.at));
+  recording::place.set(recording, recording::number.of(recording));
+  add(recording::kept, recording, kept);
+  note_end_of_trip(recording, Py_True);
+  Py_RETURN_TRUE;
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget

@@ -1,0 +1,223 @@
+// Replay from a route: as `replay.h` and `execute.h` do from a tape.
+
+#pragma once
+
+#include "execute.h"
+#include "leave.h"
+
+namespace torch::autograd {
+// From a header that would take seconds to compile.
+TORCH_API int get_current_graph_task_id();
+} // namespace torch::autograd
+
+namespace membudget {
+
+// Whether a held tensor is what it was at the end of the forward.
+inline bool is_unchanged(const Met& met) {
+  const at::Tensor& tensor = met.tensor;
+  return is_plain(tensor) && tensor.storage().nbytes() > 0 &&
+      static_cast<long>(tensor._version()) == met.version;
+}
+
+// A read by a replay; autograd itself reads what `.data =` has put in a tensor.
+inline bool is_unchanged_source(const Met& met) {
+  return is_unchanged(met) && met.tensor.storage().unsafeGetStorageImpl() == storage_of(met);
+}
+
+inline void forget_recomputed(Trip& trip) {
+  for (size_t i = 0; i < trip.values.size(); ++i) {
+    if (!is_held(trip, i)) {
+      trip.values[i].tensor.reset();
+    }
+  }
+}
+
+// Begins a backward pass: every value will be used by all that needs it.
+inline void plan_for(Trip& trip, long task) {
+  forget_recomputed(trip);
+  trip.task = task;
+  trip.has_run = false;
+  for (Met& met : trip.values) {
+    met.uses = met.needs;
+    met.reads = 0;
+  }
+  for (size_t i = 0; i < trip.steps.size(); ++i) {
+    const Step& step = trip.route->steps[i];
+    for (size_t input : step.inputs) {
+      bool is_read = trip.steps[i] > 0 && !step.is_view;
+      trip.values[root_of(*trip.route, input)].reads += is_read;
+    }
+  }
+  for (Stop* stop : trip.stops) {
+    if (stop != nullptr) {
+      stop->is_served = false;
+    }
+  }
+}
+
+inline void use(Trip& trip, size_t number) {
+  Met& met = trip.values[number];
+  if (--met.uses <= 0 && !is_held(trip, number)) {
+    met.tensor.reset();
+  }
+}
+
+// The steps that make a value, in order; nothing if one of them cannot run.
+inline std::vector<size_t> steps_to(Trip& trip, size_t value) {
+  std::vector<size_t> wanted = {value}, steps;
+  std::vector<bool> seen(trip.steps.size());
+  while (!wanted.empty()) {
+    size_t number = wanted.back();
+    wanted.pop_back();
+    const Met& met = trip.values[number];
+    if (is_held(trip, number) ? !is_unchanged_source(met) : met.uses <= 0) {
+      return {};
+    }
+    if (met.tensor.defined()) {
+      continue;
+    }
+    size_t step = trip.route->values[number].step;
+    if (seen[step]) {
+      continue;
+    }
+    seen[step] = true;
+    steps.push_back(step);
+    const auto& inputs = trip.route->steps[step].inputs;
+    wanted.insert(wanted.end(), inputs.begin(), inputs.end());
+  }
+  std::sort(steps.begin(), steps.end());
+  return steps;
+}
+
+inline c10::Stack arguments(const Trip& trip, const Step& step) {
+  c10::Stack stack = step.stack;
+  for (size_t i = 0; i < step.places.size(); ++i) {
+    const Place& place = step.places[i];
+    const at::Tensor& tensor = trip.values[step.inputs[i]].tensor;
+    if (place.element < 0) {
+      stack[place.argument] = tensor;
+      continue;
+    }
+    if (i == 0 || step.places[i - 1].argument != place.argument) {
+      stack[place.argument] = copied_list(stack[place.argument]);
+    }
+    put_element(stack[place.argument], place.element, tensor);
+  }
+  for (const Scratch& scratch : step.scratch) {
+    stack[scratch.argument] = made_for(scratch);
+  }
+  return stack;
+}
+
+inline void run_step(Trip& trip, size_t number) {
+  const Step& step = trip.route->steps[number];
+  c10::Stack stack = arguments(trip, step);
+  {
+    Redraw redraw(trip.drawn[number] == nullptr ? Py_None : (PyObject*)trip.drawn[number]);
+    at::GradMode::set_enabled(step.grad_enabled);
+    WithoutGil released(!step.is_view);
+    step.target.callBoxed(&stack);
+  }
+  auto flat = flat_outputs(stack, stack.size());
+  stack.clear();
+  if (step.writes()) {
+    flat.insert(flat.begin(), at::Tensor());  // Output 1 is the written memory.
+  }
+  for (size_t i = 0; i < flat.size(); ++i) {
+    long output = step.outputs[i];
+    if (output >= 0 && !is_held(trip, output) && trip.values[output].uses > 0) {
+      trip.values[output].tensor = std::move(flat[i]);
+    }
+  }
+  flat.clear();
+  for (size_t input : step.inputs) {
+    trip.values[root_of(*trip.route, input)].reads -= !step.is_view;
+    use(trip, input);
+  }
+}
+
+// Whether a value's memory lives already, so that only views are to be made.
+inline bool is_view_of_made(const Trip& trip, size_t value) {
+  long root = trip.route->values[value].root;
+  return root >= 0 && trip.values[root].tensor.defined();
+}
+
+// As `materialise`; false, with nothing done, if Python must.
+inline bool recompute(Trip& trip, size_t value) {
+  std::vector<size_t> steps = steps_to(trip, value);
+  if (steps.empty() || c10::typeMetaToScalarType(at::get_default_dtype()) != trip.dtype) {
+    return false;
+  }
+  at::get_num_threads();  // As `materialise`.
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  c10::AutoGradMode restored(at::GradMode::is_enabled());
+  auto run_all = [&] {
+    for (size_t step : steps) {
+      run_step(trip, step);
+    }
+  };
+  if (is_view_of_made(trip, value)) {
+    run_all();
+    return true;
+  }
+  Isolated isolated;
+  c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  Entered settings(trip.replayer);
+  run_all();
+  return true;
+}
+
+inline void release_recomputed(Trip& trip) {
+  forget_recomputed(trip);
+  trip.task = -2;  // Makes the next request count uses anew.
+}
+
+inline bool recompute_or_release(Trip& trip, size_t value) {
+  try {
+    return recompute(trip, value);
+  } catch (...) {
+    release_recomputed(trip);
+    throw;
+  }
+}
+
+// As `taken`; null if Python must.
+inline Ref revisited(PyObject* frame, Stop& stop) {
+  Trip& trip = TripBox::of(stop.trip);
+  size_t number = trip.route->saves[stop.number].value;
+  Met& met = trip.values[number];
+  if (is_held(trip, number)) {
+    return is_unchanged(met) ? wrapped(met.tensor) : Ref();
+  }
+  long task = torch::autograd::get_current_graph_task_id();
+  if (task < 0 || (task == trip.task && stop.is_served)) {
+    return Ref();
+  }
+  if (task != trip.task) {
+    plan_for(trip, task);
+  }
+  bool is_first = !met.tensor.defined() && !trip.has_run;
+  if (!met.tensor.defined() && !recompute_or_release(trip, number)) {
+    return Ref();
+  }
+  trip.has_run |= is_first;
+  Ref tensor = wrapped(met.tensor);
+  stop.is_served = true;
+  use(trip, number);
+  long root = root_of(*trip.route, number);
+  bool is_read_later = !is_held(trip, root) && trip.values[root].reads > 0;
+  if (is_first) {
+    call(frame, note_run_name);
+  }
+  return is_read_later ? Ref::made(PyObject_CallOneArg(copy_of, tensor)) : tensor;
+}
+
+// release(trip): as `Replayer.release`.
+inline PyObject* release_trip(PyObject*, PyObject* box) {
+  HANDLE_TH_ERRORS
+  release_recomputed(TripBox::of(box));
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget

@@ -1,0 +1,173 @@
+// Routes: how a verified call went, operator by operator, without its tensors.
+//
+//   path     addmm   gelu   addmm            the operators, which Python knows
+//   steps    each with its arguments, and which values these were
+//   values   x W b   h = addmm(b, x, W)   g = gelu(h)   ...
+//   saves    x W h g ...                     what autograd saved, and after which step
+//
+// A later call on the same path is a *trip* if its operators read the same values: it
+// writes no tape, for the route is its tape. `survey.h` draws up a route, `trip.h` follows
+// one, `revisit.h` replays from one, and `leave.h` writes the tape of a call that takes
+// another turn, as if it had been recorded from its start.
+
+#pragma once
+
+#include "observe.h"
+
+#include <cstring>
+#include <memory>
+
+namespace membudget {
+
+// One operator call, without its tensors: input i belongs at `places[i]`. As on the tape,
+// uninitialised memory is made by `empty_strided`, whatever `known` is.
+struct Step {
+  const Operator* known;
+  PyObject* overload;  // Borrowed: nothing frees an overload.
+  c10::OperatorHandle target;
+  std::vector<c10::IValue> stack;
+  std::vector<Place> places;
+  std::vector<size_t> inputs;  // The values that it reads,
+  std::vector<long> outputs;  // and makes; -1 for an output that is none.
+  std::vector<Scratch> scratch = {};  // Running statistics that it updates.
+  bool grad_enabled = false;
+  bool is_view = false;
+  long kept = 0;  // How many outputs the policy kept.
+
+  // Whether it overwrites what a replay makes: its output 1 is the written memory.
+  bool writes() const { return known->kind == Kind::in_place && !outputs.empty(); }
+
+  // Whether it overwrites memory that no replay makes, and is not to be run again.
+  bool writes_held() const { return known->kind == Kind::in_place && outputs.empty(); }
+};
+
+// What one tensor holds; a value of no step comes from outside the region.
+struct RouteValue {
+  long step = -1;
+  long root = -1;  // The value that owns the memory; -1 for the value itself.
+  bool is_kept = false;
+
+  bool is_held() const { return step < 0 || is_kept; }
+};
+
+struct Save {
+  size_t value;
+  size_t after;  // How many steps had run.
+};
+
+// How many saved tensors and steps need a value, and how many values need a step.
+struct Needs {
+  std::vector<int> values;
+  std::vector<int> steps;
+};
+
+struct Route {
+  std::vector<Step> steps;
+  std::vector<RouteValue> values;
+  std::vector<Save> saves;
+  Needs needs;
+};
+
+inline long root_of(const Route& route, size_t value) {
+  long root = route.values[value].root;
+  return root < 0 ? static_cast<long>(value) : root;
+}
+
+// Counted from the end: what needs a value comes after it.
+inline Needs needs_of(const Route& route) {
+  Needs needs{std::vector<int>(route.values.size()), std::vector<int>(route.steps.size())};
+  for (const Save& save : route.saves) {
+    ++needs.values[save.value];
+  }
+  for (size_t i = route.steps.size(); i-- > 0;) {
+    for (long output : route.steps[i].outputs) {
+      bool is_made = output >= 0 && !route.values[output].is_kept;
+      needs.steps[i] += is_made && needs.values[output] > 0;
+    }
+    for (size_t input : route.steps[i].inputs) {
+      needs.values[input] += needs.steps[i] > 0;
+    }
+  }
+  return needs;
+}
+
+// Whether a replay can overwrite what each step overwrites, because nothing else needs it.
+inline bool may_overwrite(const Route& route) {
+  std::vector<bool> has_views(route.values.size());
+  for (size_t i = 0; i < route.values.size(); ++i) {
+    if (route.values[i].root >= 0 && route.needs.values[i] > 0) {
+      has_views[route.values[i].root] = true;
+    }
+  }
+  return std::none_of(route.steps.begin(), route.steps.end(), [&](const Step& step) {
+    return step.writes() &&
+        (route.needs.values[step.inputs[0]] > 1 || has_views[step.inputs[0]]);
+  });
+}
+
+// Comparing arguments.
+
+inline bool are_same_bytes(const void* one, const void* other, size_t bytes) {
+  return std::memcmp(one, other, bytes) == 0;
+}
+
+// Whether two arguments that are no tensors of their own are the same: both undefined,
+// or numbers that the dispatcher has wrapped.
+inline bool are_same_numbers(const at::Tensor& one, const at::Tensor& other) {
+  if (!one.defined() || !other.defined()) {
+    return one.defined() == other.defined();
+  }
+  return !is_tensor(one) && !is_tensor(other) && one.dtype() == other.dtype() &&
+      one.is_cpu() && other.is_cpu() &&
+      are_same_bytes(one.const_data_ptr(), other.const_data_ptr(), one.itemsize());
+}
+
+inline bool are_same(const c10::IValue& one, const c10::IValue& other) {
+  if (one.isNone() || other.isNone()) {
+    return one.isNone() && other.isNone();
+  }
+  if (one.isInt()) {
+    return other.isInt() && one.toInt() == other.toInt();
+  }
+  if (one.isBool()) {
+    return other.isBool() && one.toBool() == other.toBool();
+  }
+  if (one.isDouble()) {
+    double first = one.toDouble(), second = other.isDouble() ? other.toDouble() : 0;
+    return other.isDouble() && are_same_bytes(&first, &second, sizeof first);
+  }
+  if (one.isTensor()) {
+    return other.isTensor() && are_same_numbers(one.toTensor(), other.toTensor());
+  }
+  if (one.isList() && other.isList()) {
+    auto here = one.toListRef(), there = other.toListRef();
+    return std::equal(here.begin(), here.end(), there.begin(), there.end(), are_same);
+  }
+  if (one.isDevice()) {
+    return other.isDevice() && one.toDevice() == other.toDevice();
+  }
+  return one.isString() && other.isString() && one.toStringRef() == other.toStringRef();
+}
+
+inline bool is_list_of_tensors(const c10::IValue& value) {
+  return value.isTensorList() || value.isOptionalTensorList();
+}
+
+// Whether the arguments that are no tensors are those of the step.
+inline bool has_arguments(const Step& step, const c10::Stack& stack, size_t first) {
+  for (size_t i = 0; i < step.stack.size(); ++i) {
+    const c10::IValue &then = step.stack[i], &now = stack[first + i];
+    if (now.isTensor() && is_tensor(now.toTensor())) {
+      continue;
+    }
+    bool is_same = is_list_of_tensors(now)
+        ? is_list_of_tensors(then) && then.toListRef().size() == now.toListRef().size()
+        : are_same(then, now);
+    if (!is_same) {
+      return false;
+    }
+  }
+  return true;
+}
+
+} // namespace membudget

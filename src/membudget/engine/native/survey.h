@@ -1,0 +1,143 @@
+// Draw up the route of a call while it is recorded.
+//
+// A route has operators that make tensors, views or uninitialised memory, and writes that a
+// replay can repeat in place. With anything else, the call has no route.
+
+#pragma once
+
+#include <unordered_map>
+
+#include "box.h"
+#include "route.h"
+
+namespace membudget {
+
+struct Survey {
+  std::shared_ptr<Route> route = std::make_shared<Route>();
+  std::unordered_map<PyObject*, size_t> numbers = {};  // Of values on the tape,
+  std::vector<Ref> references = {};  // to each of which this is weak.
+  bool is_whole = true;
+};
+
+using SurveyBox = Box<Survey>;
+using RouteBox = Box<std::shared_ptr<Route>>;
+
+inline size_t number_new(Survey& of, PyObject* value, RouteValue made) {
+  size_t number = of.route->values.size();
+  of.route->values.push_back(made);
+  of.references.push_back(weak(value));
+  of.numbers[value] = number;
+  return number;
+}
+
+// The number of a value on the tape, which is new if it comes from outside; none is known
+// of a value that was made unseen.
+inline size_t number_of(Survey& of, PyObject* value) {
+  auto found = of.numbers.find(value);
+  if (found != of.numbers.end() &&
+      PyWeakref_GET_OBJECT(of.references[found->second]) == value) {
+    return found->second;
+  }
+  of.is_whole &= is_held(value) && !value::is_state.is_true(value);
+  return number_new(of, value, {});
+}
+
+// Numbers what an operation has made.
+inline std::vector<long> number_outputs(Survey& of, PyObject* operation, size_t count) {
+  std::vector<long> numbers(count, -1);
+  long step = static_cast<long>(of.route->steps.size());
+  PyObject* outputs = operation::outputs.of(operation);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
+    Ref value = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(outputs, i)));
+    if (value == Py_None) {
+      continue;
+    }
+    RouteValue made{step, -1, value::operation.is_none(value)};
+    if (!value::root.is_none(value)) {
+      made.root = static_cast<long>(number_of(of, value::root.of(value)));
+    }
+    of.is_whole &= value::packed.is_none(value);
+    numbers[value::index.number(value)] =
+        static_cast<long>(number_new(of, value, made));
+  }
+  return numbers;
+}
+
+inline std::vector<size_t> numbers_of(Survey& of, PyObject* values) {
+  std::vector<size_t> numbers;
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); ++i) {
+    numbers.push_back(number_of(of, PyList_GET_ITEM(values, i)));
+  }
+  return numbers;
+}
+
+inline void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept) {
+  PyObject* noted = recording::survey.of(call.recording);
+  if (noted == Py_None) {
+    return;
+  }
+  Survey& of = SurveyBox::of(noted);
+  long number = recording::number.number(call.recording);
+  of.is_whole &= number == static_cast<long>(of.route->steps.size()) + 1 &&
+      number == recording::place.number(call.recording);
+  auto* recorded = reinterpret_cast<Call*>(operation::native.of(operation));
+  Step step{
+      &call.known, operation::overload.of(operation), recorded->target,
+      recorded->stack, recorded->places, numbers_of(of, call.inputs),
+      number_outputs(of, operation, outputs), recorded->scratch,
+      operation::grad_enabled.is_true(operation), operation::is_view.is_true(operation),
+      recording::kept.number(call.recording) - kept};
+  of.route->steps.push_back(std::move(step));
+}
+
+// Notes a write to memory that no replay makes.
+inline void survey_held_write(const Observed& call) {
+  PyObject* noted = recording::survey.of(call.recording);
+  if (noted != Py_None) {
+    Survey& of = SurveyBox::of(noted);
+    Step step{
+        &call.known, call.known.overload, call.target, kept_arguments(call), call.places,
+        numbers_of(of, call.inputs), {}, {}, at::GradMode::is_enabled()};
+    of.route->steps.push_back(std::move(step));
+  }
+}
+
+// A call that does what a route cannot say has none.
+inline void give_up_survey(PyObject* recording) {
+  recording::survey.set(recording, Py_None);
+}
+
+// Notes a tensor that autograd saved.
+inline void survey_save(PyObject* recording, PyObject* value) {
+  PyObject* noted = recording::survey.of(recording);
+  if (noted != Py_None) {
+    Survey& of = SurveyBox::of(noted);
+    of.route->saves.push_back({number_of(of, value), of.route->steps.size()});
+  }
+}
+
+// survey(): what is handed to a recording whose call gets a route.
+inline PyObject* new_survey(PyObject*, PyObject*) {
+  HANDLE_TH_ERRORS
+  return SurveyBox::make({}).release();
+  END_HANDLE_TH_ERRORS
+}
+
+// route(survey, operators, saved): the route; `None` if not all was seen.
+inline PyObject* route_of(PyObject*, PyObject* const* given, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  Survey& of = SurveyBox::of(given[0]);
+  size_t operators = PyLong_AsSize_t(given[1]), saved = PyLong_AsSize_t(given[2]);
+  if (!of.is_whole || of.route->steps.size() != operators ||
+      of.route->saves.size() != saved) {
+    Py_RETURN_NONE;
+  }
+  of.route->needs = needs_of(*of.route);
+  if (!may_overwrite(*of.route)) {
+    Py_RETURN_NONE;
+  }
+  return RouteBox::make(of.route).release();
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget

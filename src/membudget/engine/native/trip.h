@@ -1,0 +1,109 @@
+// A call that follows a route: what it has met so far, and what it holds for the backward.
+
+#pragma once
+
+#include <optional>
+
+#include "survey.h"
+
+namespace membudget {
+
+using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
+// One value of a trip.
+struct Met {
+  std::optional<Weak> live;  // In the forward: no other tensor gets its address.
+  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;  // Likewise.
+  at::Tensor tensor;  // What is held, or was recomputed.
+  long version = 0;  // Of a held tensor, at the end of the forward.
+  int needs = 0;  // As in the route, less what autograd has freed.
+  int uses = 0;  // What will yet use it in this backward pass,
+  int reads = 0;  // and which of that are operators that read its memory.
+};
+
+struct Stop;
+
+struct Trip {
+  std::shared_ptr<const Route> route;
+  PyObject* replayer;  // It owns the trip.
+  c10::ScalarType dtype;  // The default one.
+  std::vector<Met> values;
+  std::vector<int> steps = {};  // How many values need each.
+  std::vector<Ref> drawn = {};  // The state that each step drew from, or null.
+  std::vector<Stop*> stops = {};  // By number of the saved tensor; null once freed.
+  // What steps have overwritten that no replay makes, by number of the step.
+  std::vector<std::pair<size_t, at::Tensor>> written = {};
+  std::vector<std::pair<size_t, Ref>> recent = {};  // Stops since the last step, and tensors.
+  size_t at = 0;  // How many steps have run.
+  bool is_left = false;
+  long task = -2;  // The backward pass for which uses are counted.
+  bool has_run = false;  // Whether something was recomputed in it.
+};
+
+using TripBox = Box<Trip>;
+
+inline bool is_held(const Trip& trip, size_t value) {
+  return trip.route->values[value].is_held();
+}
+
+// One saved tensor no longer needs a value: as when the last handle of a `TapeValue` dies.
+inline void release(Trip& trip, size_t value) {
+  std::vector<size_t> released = {value};
+  while (!released.empty()) {
+    size_t number = released.back();
+    released.pop_back();
+    Met& met = trip.values[number];
+    if (--met.needs > 0) {
+      continue;
+    }
+    at::Tensor freed = std::move(met.tensor);
+    long step = trip.route->values[number].step;
+    if (!is_held(trip, number) && --trip.steps[step] == 0) {
+      const auto& inputs = trip.route->steps[step].inputs;
+      released.insert(released.end(), inputs.begin(), inputs.end());
+    }
+  }
+}
+
+// The placeholder that autograd stores instead of a tensor that it saves.
+struct Stop {
+  Ref trip;
+  size_t number;
+  bool is_served = false;  // In this backward pass.
+  Ref handle = {};  // The `ReplayHandle`, once the tape is written.
+
+  Stop(Ref trip, size_t number) : trip(std::move(trip)), number(number) {}
+  Stop(Stop&&) = default;
+  ~Stop() {
+    if (trip == nullptr) {
+      return;  // It was moved.
+    }
+    Trip& of = TripBox::of(trip);
+    of.stops[number] = nullptr;
+    if (!of.is_left) {
+      release(of, of.route->saves[number].value);
+    }
+  }
+};
+
+using StopBox = Box<Stop>;
+
+// trip(route, replayer): a call that begins to follow a route.
+inline PyObject* new_trip(PyObject*, PyObject* const* given, Py_ssize_t) {
+  HANDLE_TH_ERRORS
+  Trip trip{
+      RouteBox::of(given[0]), given[1],
+      c10::typeMetaToScalarType(at::get_default_dtype())};
+  const Route& route = *trip.route;
+  trip.values.resize(route.values.size());
+  for (size_t i = 0; i < route.values.size(); ++i) {
+    trip.values[i].needs = route.needs.values[i];
+  }
+  trip.steps = route.needs.steps;
+  trip.drawn.resize(route.steps.size());
+  trip.stops.reserve(route.saves.size());
+  return TripBox::make(std::move(trip)).release();
+  END_HANDLE_TH_ERRORS
+}
+
+} // namespace membudget

@@ -1,0 +1,223 @@
+// Write the tape of a call that has followed a route, as if it had been recorded.
+
+#pragma once
+
+#include "trip.h"
+
+namespace membudget {
+
+inline Ref new_handle(Ref value) {
+  Ref made = unvisited(handle_class.make());
+  handle::value.set(made, std::move(value));
+  handle::served.set(made, zero);
+  handle::stage.set_number(made, -1);
+  handle::fingerprint.set(made, Py_None);
+  handle::saved_version.set(made, Py_None);
+  return made;
+}
+
+class Writer {
+ public:
+  // `tracker` is null in the backward.
+  Writer(Trip& trip, PyObject* tracker)
+      : trip_(trip), route_(*trip.route), tracker_(tracker), made_(route_.values.size()) {}
+
+  void write() {
+    c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::Python);
+    for (size_t i = 0; i < trip_.at; ++i) {
+      if (tracker_ != nullptr || trip_.steps[i] > 0) {
+        write_step(i);
+      }
+      write_outside(i);
+    }
+    for (size_t i = 0; i < trip_.stops.size(); ++i) {
+      if (Stop* stop = trip_.stops[i]) {
+        stop->handle = new_handle(read(route_.saves[i].value));
+        check(PyList_Append(replayer::handles.of(trip_.replayer), weak(stop->handle)));
+      }
+    }
+  }
+
+ private:
+  // The tensor of a value, if it lives.
+  at::Tensor living(size_t number) {
+    const Met& met = trip_.values[number];
+    return tracker_ != nullptr && met.live ? at::Tensor(met.live->lock()) : at::Tensor();
+  }
+
+  // What to hold for a value that no step makes again; undefined if it is gone.
+  at::Tensor kept(size_t number) {
+    at::Tensor tensor = trip_.values[number].tensor;
+    if (!tensor.defined() && (tensor = living(number)).defined()) {
+      return is_own_alias(tensor, wrapped(tensor)) ? tensor : detached(tensor);
+    }
+    return tensor;
+  }
+
+  // The memory that a step makes, or that of its root.
+  Ref memory_of(size_t number, PyObject* root, PyObject* dtype) {
+    const RouteValue& known = route_.values[number];
+    Ref& memory = memories_[storage_of(trip_.values[number])];
+    bool is_made = known.root < 0 && !route_.steps[known.step].writes();
+    if (memory == nullptr || is_made) {
+      memory = new_memory(root, dtype);
+    }
+    return memory;
+  }
+
+  void hold_kept(size_t number, PyObject* value, const at::Tensor& tensor) {
+    hold(value, wrapped(tensor));
+    if (tracker_ == nullptr) {
+      value::version.set_number(value, trip_.values[number].version);
+      value::address.set_number(value, reinterpret_cast<long>(storage_of(trip_.values[number])));
+    } else if (is_own_alias(tensor, wrapped(tensor))) {
+      value::address.set_number(value, address_of(tensor));
+    }
+  }
+
+  void enter_living(size_t number, PyObject* value, PyObject* memory) {
+    at::Tensor tensor = living(number);
+    if (tensor.defined()) {
+      auto address = membudget::number(address_of(tensor));
+      enter(tracker_, tensor, wrapped(tensor), value, memory, address);
+    }
+  }
+
+  // A value that stays in memory; none if that is gone.
+  void write_held(size_t number, Ref value) {
+    at::Tensor tensor = kept(number);
+    if (!tensor.defined()) {
+      return;
+    }
+    hold_kept(number, value, tensor);
+    if (tracker_ != nullptr && route_.values[number].step >= 0) {
+      Ref memory = memory_of(number, Py_None, Py_None);
+      memory::root.set(memory, Py_None);
+      append(memory::sources, memory, weak(value));
+      enter_living(number, value, memory);
+    }
+    made_[number] = std::move(value);
+  }
+
+  // A value from outside the region; none if it is gone.
+  void write_source(size_t number) {
+    at::Tensor tensor = living(number);
+    if (tensor.defined()) {
+      made_[number] = Ref::to(entry::value.of(entry_of(tracker_, tensor, wrapped(tensor))));
+      return;
+    }
+    Ref source = new_value(Py_None, 0, Py_None);
+    value::is_input.set(source, Py_True);
+    write_held(number, std::move(source));
+  }
+
+  PyObject* value_at(size_t number) {
+    if (made_[number] == nullptr && route_.values[number].step < 0) {
+      write_source(number);
+    } else if (made_[number] == nullptr && tracker_ == nullptr && is_held(trip_, number)) {
+      write_held(number, new_value(Py_None, 0, Py_None));  // Its step is not needed.
+    }
+    return made_[number];
+  }
+
+  // A value that a replay may read.
+  Ref read(size_t number) {
+    Ref value = Ref::to(value_at(number));
+    TORCH_CHECK(value != nullptr, "a saved tensor has lost its value");
+    if (tracker_ != nullptr && !value::is_used.is_true(value)) {
+      value::is_used.set(value, Py_True);
+      need(tracker_, value);
+      need(tracker_, root_of(value));
+    }
+    return value;
+  }
+
+  // The values that a step reads; null if one is gone, so that it cannot run again.
+  Ref inputs_of(const Step& step) {
+    for (size_t input : step.inputs) {
+      if (value_at(input) == nullptr) {
+        return Ref();
+      }
+    }
+    Ref inputs = new_list();
+    for (size_t input : step.inputs) {
+      bool is_read = !step.is_view && !(step.writes() && input == step.inputs[0]);
+      check(PyList_Append(inputs, is_read ? read(input) : Ref::to(made_[input])));
+    }
+    return inputs;
+  }
+
+  void write_step(size_t i) {
+    const Step& step = route_.steps[i];
+    Ref inputs = inputs_of(step);
+    Ref operation;
+    if (step.writes_held()) {
+      return;
+    }
+    if (inputs != nullptr) {
+      Ref place = membudget::number(static_cast<long>(i) + 1);
+      operation = new_operation(
+          step.overload, inputs,
+          new_call(step.target, step.stack, step.places, step.scratch),
+          place, place);
+      operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
+      operation::default_dtype.set(operation, python_dtype(trip_.dtype));
+      if (trip_.drawn[i] != nullptr) {
+        operation::drawn.set(operation, trip_.drawn[i]);
+      }
+    }
+    if (step.writes()) {
+      write_target(operation, step.inputs[0]);
+    }
+    for (size_t output = 0; output < step.outputs.size(); ++output) {
+      if (step.outputs[output] >= 0) {
+        write_output(operation, static_cast<long>(output), step.outputs[output]);
+      }
+    }
+  }
+
+  // Notes what a step has overwritten that no replay makes.
+  void write_outside(size_t i) {
+    for (const auto& [step, tensor] : trip_.written) {
+      if (step == i && tracker_ != nullptr) {
+        Ref entry = entry_of(tracker_, tensor, wrapped(tensor));
+        after_write(entry::memory.of(entry), Py_None);
+      }
+    }
+  }
+
+  // As `observe_write`, of the value that is overwritten.
+  void write_target(const Ref& operation, size_t number) {
+    if (operation != nullptr) {
+      Ref pair = Ref::made(PyTuple_Pack(2, value_at(number), (PyObject*)membudget::number(1)));
+      operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
+    }
+    if (tracker_ != nullptr) {
+      after_write(memory_of(number, Py_None, Py_None), Py_None);
+    }
+  }
+
+  void write_output(const Ref& operation, long index, size_t number) {
+    const RouteValue& known = route_.values[number];
+    if (operation == nullptr || known.is_kept) {
+      write_held(number, new_value(Py_None, index, Py_None));
+      return;
+    }
+    PyObject* root = known.root < 0 ? Py_None : value_at(known.root);
+    Ref value = new_output(operation, index, root);
+    made_[number] = value;
+    if (tracker_ != nullptr && trip_.values[number].live) {
+      at::Tensor tensor = living(number);
+      PyObject* dtype = tensor.defined() ? python_dtype(tensor.scalar_type()) : Py_None;
+      enter_living(number, value, memory_of(number, value, dtype));
+    }
+  }
+
+  Trip& trip_;
+  const Route& route_;
+  PyObject* tracker_;
+  std::vector<Ref> made_;
+  std::unordered_map<const c10::StorageImpl*, Ref> memories_;
+};
+
+} // namespace membudget

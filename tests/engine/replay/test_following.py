@@ -1,0 +1,373 @@
+"""Calls that follow the route of an earlier call, and calls that leave it (Rule 11)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import membudget as mb
+from membudget import policies
+from membudget.engine.replay import following
+from membudget.engine.replay.extension import EXTENSION
+from membudget.engine.replay.routes import Routes
+from membudget.errors import ChangedSinceForwardError
+from tests.oracles import CountedOperators
+
+Function = Callable[..., Any]
+Trips = list[bool]
+
+
+@pytest.fixture
+def trips(monkeypatch: pytest.MonkeyPatch) -> Trips:
+    """Return a list of all trips: whether each has arrived."""
+    mb.checkpoint(torch.sin, torch.ones(1, requires_grad=True), engine="replay")
+    if not EXTENSION:
+        pytest.skip("the extension has not been built")
+    found: Trips = []
+    end_trip = Routes.end_trip
+
+    def noted(routes: Routes, has_arrived: bool) -> None:
+        found.append(has_arrived)
+        end_trip(routes, has_arrived)
+
+    monkeypatch.setattr(Routes, "end_trip", noted)
+    following._UNVERIFIED.clear()
+    return found
+
+
+def replayed(function: Function, keep: Any = None, **options: Any) -> Function:
+    """Return a function as a region that replays."""
+    options = {"verify": False, "keep": keep} | options
+    region: Function = mb.checkpoint(engine="replay", **options)(function)
+    return region
+
+
+def input_of(seed: int) -> Tensor:
+    """Return another input for each seed."""
+    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def gradient_of(function: Function, seed: int, *args: Any) -> Tensor:
+    """Return the gradient of the input, after one backward pass."""
+    x = input_of(seed).requires_grad_()
+    torch.manual_seed(seed)
+    function(x, *args).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def check(function: Function, region: Function, arguments: list[Any]) -> None:
+    """Compare calls with the plain function, each with another input and argument."""
+    for seed, argument in enumerate(arguments):
+        expected = gradient_of(function, seed, argument)
+        assert torch.equal(gradient_of(region, seed, argument), expected), seed
+
+
+class Layers(nn.Module):
+    """What the routes of real models have: views, dropout, BatchNorm and writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(self.first(x)).relu_()
+        h = F.dropout(h.unflatten(1, (4, 4)).transpose(1, 2).flatten(1), 0.3)
+        return x + self.second(h).tanh()
+
+
+KEEPS = {
+    "nothing": policies.nothing,
+    "some": policies.operators("addmm", "native_batch_norm"),
+    "everything": policies.everything,
+}
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("verify", [False, True])
+def test_rule11_calls_that_follow_a_route_are_bit_for_bit_as_plain(keep, verify, trips):
+    torch.manual_seed(0)
+    plain = Layers()
+    region = copy.deepcopy(plain)
+    called = replayed(region, KEEPS[keep], verify=verify)
+    for seed in range(9):
+        expected = gradient_of(plain, seed)
+        assert torch.equal(gradient_of(called, seed), expected)
+        for one, other in zip(plain.parameters(), region.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        for name, buffer in plain.named_buffers():
+            assert torch.equal(buffer, region.get_buffer(name))
+    # Of the verified, the 1st is compared, and the 2nd, 4th and 8th are sampled.
+    assert trips == [True] * (5 if verify else 8)
+
+
+def test_rule6_a_buffer_that_calls_on_a_route_read_and_write_is_copied(trips):
+    def stepped(function: Function) -> list[Tensor]:
+        state = torch.ones(8)
+        return [
+            *(gradient_of(lambda x: function(x, state), seed) for seed in range(4)),
+            state,
+        ]
+
+    def function(x: Tensor, state: Tensor) -> Tensor:
+        y = (x + state).sin()
+        state.add_(1)
+        return y * x
+
+    found = stepped(replayed(function))
+    assert all(map(torch.equal, found, stepped(function)))
+    assert trips == [True] * 3
+
+
+def test_rule11_another_function_with_the_same_code_follows_the_route(trips):
+    layers = [nn.Linear(8, 8) for _ in range(3)]
+    for layer in layers:
+
+        def block(x: Tensor, layer: nn.Module = layer) -> Tensor:
+            return layer(x).sin().cos()
+
+        check(lambda x, _, b=block: b(x), replayed(lambda x, _, b=block: b(x)), [0])
+    assert trips == [True, True]
+
+
+def turning(x: Tensor, turn: Any) -> Tensor:
+    """Take another turn on the way if asked to, and then go on as before."""
+    h = (x * 2).sin()
+    if callable(turn):
+        h = turn(h)
+    return (h + x).cos() * x.exp()
+
+
+# Each leaves the route of the others in another way.
+TURNS: dict[str, Callable[[Tensor], Tensor]] = {
+    "another operator": torch.tanh,
+    "another number": lambda h: h * 3,
+    "a view": lambda h: h.flatten().view(6, 8),
+    "a write": lambda h: h.mul_(2),
+    "a write to a view": lambda h: (h[0].mul_(2), h)[1],
+    "no gradient": lambda h: h.detach() * 2,
+    "operators that Python records": lambda h: torch.frac(h).clamp_(0.1).sort(1)[0],
+    "a tensor of its own": lambda h: h + torch.ones(6, 8),
+    "the number of another dtype": lambda h: (h.double() * 2).float(),
+    "random numbers": lambda h: F.dropout(h, 0.5),
+}
+
+
+@pytest.mark.parametrize("turn", TURNS)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_rule11_a_call_that_leaves_its_route_is_recorded_from_its_start(
+    turn, keep, trips
+):
+    arguments = [None, None, TURNS[turn], None, TURNS[turn], TURNS[turn], None]
+    check(turning, replayed(turning, KEEPS[keep]), arguments)
+    assert trips[0] is True
+    assert False in trips
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_rule11_a_verified_call_that_leaves_its_route_is_verified_from_there(
+    turn, trips
+):
+    arguments: list[Any] = [None] * 6 + [TURNS[turn]] + [None] * 3 + [TURNS[turn]]
+    check(turning, replayed(turning, verify=True), arguments)
+    assert True in trips
+
+
+def test_rule11_a_tensor_that_is_kept_by_its_name_leaves_the_route(trips):
+    def function(x: Tensor, is_named: bool) -> Tensor:
+        h = x.sin().exp()
+        return (mb.name(h, "h") if is_named else h).cos() * x
+
+    region = replayed(function, policies.named("h"))
+    check(function, region, [False, False, True, True, False])
+    assert trips == [True, False, False, True]
+
+
+def test_rule11_a_call_that_ends_on_its_way_leaves_the_route(trips):
+    def function(x: Tensor, goes_on: bool) -> Tensor:
+        y = x.sin().exp()
+        return (y.cos() * x) if goes_on else y
+
+    check(function, replayed(function), [True, True, False, True, False])
+    assert trips == [True, False, True, False]
+
+
+def test_rule11_an_argument_that_is_another_tensor_leaves_the_route(trips):
+    def function(x: Tensor, is_swapped: bool) -> Tensor:
+        a, b = x.sin(), x.cos()
+        return (b if is_swapped else a).exp() * b
+
+    check(function, replayed(function), [False, False, True, True, False])
+    assert trips == [True, False, False, True]
+
+
+def test_rule11_a_tensor_that_autograd_saves_elsewhere_leaves_the_route(trips):
+    """The mask needs no gradient in other calls, so that less is saved."""
+    scale = torch.ones(8)
+
+    def function(x: Tensor, trains: bool) -> Tensor:
+        return (x.sin() * scale.requires_grad_(trains)).exp()
+
+    check(function, replayed(function), [False, False, True, False, True])
+    assert trips == [True, False, True, False]
+
+
+def test_rule11_a_route_that_three_calls_in_a_row_leave_is_given_up(trips):
+    def function(x: Tensor, number: float) -> Tensor:
+        return (x * number).sin().exp()
+
+    check(function, replayed(function), [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0])
+    assert trips == [False, False, False, True, True]
+
+
+def test_rule11_signatures_whose_surveys_find_no_route_are_recorded(trips):
+    def function(x: Tensor, _: Any) -> Tensor:
+        y = x.sin()
+        y[0] = 1  # A write to a part, which Python records.
+        return y.exp()
+
+    check(function, replayed(function), [None] * 8)
+    assert trips == []
+
+
+def test_rule11_a_backward_inside_the_forward_leaves_the_route(trips):
+    def function(x: Tensor, is_inside: bool) -> Tensor:
+        y = x.sin().exp()
+        if is_inside:
+            (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return inner * y
+        return y * 2
+
+    check(function, replayed(function), [False, False, True, True, False])
+    assert trips[:2] == [True, False]
+
+
+# The backward of a call that has followed its route.
+
+
+def followed(
+    function: Function, keep: Any = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Return the input and the output of a call on a route."""
+    region = replayed(function, keep, **options)
+    for seed in range(2):
+        x = input_of(seed).requires_grad_()
+        y = region(x)
+        if seed == 0:
+            y.sum().backward()
+    return x, y
+
+
+def wave(x: Tensor) -> Tensor:
+    """Take six operators, four of which save what they make or read."""
+    return (x.sin().exp() * x.cos()).tanh() + x
+
+
+def test_rule11_a_second_backward_replays_as_much_as_the_first(trips):
+    x, y = followed(wave)
+    with CountedOperators() as operators:
+        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        counted = dict(operators.counts)
+        (second,) = torch.autograd.grad(y.sum(), x)
+    assert trips == [True]
+    assert counted["tanh"] == counted["exp"] == 1
+    assert operators.counts["exp"] == 2
+    assert torch.equal(first, second)
+    assert torch.equal(first, torch.autograd.grad(wave(x).sum(), x)[0])
+
+
+def test_rule11_a_double_backward_is_as_plain(trips):
+    def penalty(x: Tensor, y: Tensor) -> Tensor:
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return torch.autograd.grad((gradient**2).sum(), x)[0]
+
+    x, y = followed(wave)
+    assert torch.equal(penalty(x, y), penalty(x, wave(x)))
+
+
+def test_rule11_an_execution_group_shares_what_is_recomputed(trips):
+    x, y = followed(wave)
+    with mb.execution_group(), CountedOperators() as operators:
+        (first,) = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (second,) = torch.autograd.grad(y.sum(), x)
+    assert operators.counts["exp"] == 1
+    assert torch.equal(first, second)
+
+
+def test_rule11_regions_are_recomputed_ahead(trips):
+    region = replayed(wave)
+    gradient_of(region, 0)
+    x = input_of(1).requires_grad_()
+    with mb.collect_regions() as regions:
+        y = region(x)
+    regions.recompute()
+    with CountedOperators() as operators:
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert operators.counts["exp"] == 0
+    assert torch.equal(found, torch.autograd.grad(wave(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_rule5_a_source_that_changes_after_a_call_on_a_route_is_named(exchanges, trips):
+    weight = torch.ones(8, requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return ((x * weight).sin() * x).exp()
+
+    _, y = followed(function)
+    with torch.no_grad():
+        if exchanges:
+            weight.data = weight.data + 1
+        else:
+            weight.add_(1)
+    with pytest.raises(ChangedSinceForwardError, match="weight"):
+        y.sum().backward()
+
+
+def test_rule11_what_fails_while_it_is_recomputed_is_recomputed_again(trips):
+    x, y = followed(wave)
+
+    class Fails(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.exp.default:
+                raise MemoryError("as an allocation that fails")
+            return func(*args, **(kwargs or {}))
+
+    with Fails(), pytest.raises(MemoryError, match="as an allocation"):
+        y.sum().backward(retain_graph=True)
+    x.grad = None
+    y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.autograd.grad(wave(x).sum(), x)[0])
+
+
+def test_rule10_an_abandoned_call_on_a_route_frees_what_it_held(trips):
+
+    held = []
+
+    def function(x: Tensor, fails: bool) -> Tensor:
+        y = x.sin()
+        held.append(ref(y))
+        y = y.exp()
+        if fails:
+            raise ValueError("as a user's error")
+        return y * x
+
+    region = replayed(function, policies.everything)
+    gradient_of(region, 0, False)
+    with pytest.raises(ValueError, match="user's error"):
+        gradient_of(region, 1, True)
+    assert held[-1]() is None
+    assert torch.equal(gradient_of(region, 2, False), gradient_of(function, 2, False))
