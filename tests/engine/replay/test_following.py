@@ -51,7 +51,8 @@ def replayed(function: Function, keep: Any = None, **options: Any) -> Function:
 
 def input_of(seed: int) -> Tensor:
     """Return another input for each seed."""
-    return torch.randn(6, 8, generator=torch.Generator().manual_seed(seed))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+    return torch.randn(6, 8, generator=generator)
 
 
 def gradient_of(function: Function, seed: int, *args: Any) -> Tensor:
@@ -71,7 +72,10 @@ def check(function: Function, region: Function, arguments: list[Any]) -> None:
 
 
 class Layers(nn.Module):
-    """What the routes of real models have: views, dropout, BatchNorm and writes."""
+    """What the routes of real models have: views, dropout, BatchNorm and writes.
+
+    The draws of a device are recorded in Python, so there is no dropout there.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +84,9 @@ class Layers(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(self.first(x)).relu_()
-        h = F.dropout(h.unflatten(1, (4, 4)).transpose(1, 2).flatten(1), 0.3)
+        h = h.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
+        if h.is_cpu:
+            h = F.dropout(h, 0.3)
         return x + self.second(h).tanh()
 
 
@@ -127,6 +133,16 @@ def test_rule6_a_buffer_that_calls_on_a_route_read_and_write_is_copied(trips):
     found = stepped(replayed(function))
     assert all(map(torch.equal, found, stepped(function)))
     assert trips == [True] * 3
+
+
+def test_rule11_a_route_is_left_where_running_statistics_have_another_size(trips):
+    norms = {n: nn.BatchNorm1d(n) for n in (8, 4)}
+
+    def function(x: Tensor, features: int) -> Tensor:
+        return norms[features](x.unflatten(1, (features, -1))).sin().exp()
+
+    check(function, replayed(function), [8, 8, 4, 8, 4])
+    assert trips == [True, False, True, False]
 
 
 def test_rule11_another_function_with_the_same_code_follows_the_route(trips):

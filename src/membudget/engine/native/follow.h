@@ -51,10 +51,21 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
 
 // Writes to memory that no replay makes.
 
-inline bool is_scratch(const Step& step, size_t argument) {
-  return std::any_of(step.scratch.begin(), step.scratch.end(), [&](const Scratch& scratch) {
-    return scratch.argument == argument;
-  });
+// The running statistic that an argument is to a step; null if it is another argument.
+inline const Scratch* scratch_at(const Step& step, size_t argument) {
+  for (const Scratch& scratch : step.scratch) {
+    if (scratch.argument == argument) {
+      return &scratch;
+    }
+  }
+  return nullptr;
+}
+
+// Whether a replay, to which only that matters of a running statistic, makes its like.
+inline bool is_like(const Scratch& scratch, const at::Tensor& tensor) {
+  return tensor.sizes() == scratch.sizes && tensor.strides() == scratch.strides &&
+      tensor.scalar_type() == c10::typeMetaToScalarType(scratch.options.dtype()) &&
+      tensor.device() == scratch.options.device();
 }
 
 // Calls `visit(tensor)` for each tensor outside the route that a step overwrites.
@@ -129,7 +140,8 @@ inline bool is_next(
   size_t count = 0;
   bool is_same = true;
   for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    if (is_scratch(step, place.argument)) {
+    if (const Scratch* scratch = scratch_at(step, place.argument)) {
+      is_same = is_same && is_like(*scratch, tensor);
       return;
     }
     is_same = is_same && count < step.places.size() &&
