@@ -10,6 +10,7 @@ from weakref import ref
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
 import membudget as mb
@@ -18,6 +19,7 @@ from membudget.engine.replay import following
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.routes import Routes
 from membudget.errors import ChangedSinceForwardError
+from tests.devices import settle
 from tests.oracles import CountedOperators
 
 Function = Callable[..., Any]
@@ -236,6 +238,25 @@ def test_rule11_a_tensor_that_autograd_saves_elsewhere_leaves_the_route(trips):
 
     check(function, replayed(function), [False, False, True, False, True])
     assert trips == [True, False, True, False]
+
+
+def test_rule11_a_call_that_saves_nothing_holds_nothing_for_a_backward(trips):
+    alive: list[bool] = []
+
+    def function(x: Tensor, _: Any) -> Tensor:
+        y = x.exp()
+        made = StorageWeakRef(y.untyped_storage())
+        y = y.sin().cos()
+        settle()
+        alive.append(not made.expired())
+        return y.tanh()
+
+    region = replayed(function, policies.everything)
+    for seed in range(2):
+        gradient_of(region, seed, None)
+    region(input_of(2), None)
+    assert alive == [True, True, False]
+    assert trips == [True, False]
 
 
 def test_rule11_a_route_that_three_calls_in_a_row_leave_is_given_up(trips):

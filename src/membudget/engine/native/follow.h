@@ -119,10 +119,18 @@ inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, 
   });
 }
 
+// Whether autograd has saved all that it saves before the next step. A call that saves
+// less, as its parameters need no gradient now, would hold what nobody asks for.
+inline bool has_saved_all(const Trip& trip) {
+  const auto& saves = trip.route->saves;
+  size_t next = trip.stops.size();
+  return next == saves.size() || saves[next].after > trip.at;
+}
+
 // Whether an operator is the next step, and reads the values that it read.
 inline bool is_next(
     Trip& trip, const Operator& known, const c10::Stack& stack, size_t first) {
-  if (trip.at >= trip.route->steps.size()) {
+  if (trip.at >= trip.route->steps.size() || !has_saved_all(trip)) {
     return false;
   }
   const Step& step = trip.route->steps[trip.at];

@@ -45,5 +45,5 @@ Rule 11. Calls whose operators read what they read in an earlier call, and save 
     they saved there, write no tape: the *route* of that call is theirs, too. They hold
     no tensor that no replay needs. A call that leaves its route is recorded as if from
     its start. This takes the extension in C++, one stream, a backward pass in one
-    stage, no autocast, and no saved-tensor hooks around the region.
+    stage, and no saved-tensor hooks around the region.
 """

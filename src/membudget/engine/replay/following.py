@@ -16,7 +16,6 @@ from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.replayer import Replayer
 from membudget.engine.replay.routes import Routes
 from membudget.engine.replay.verified import Verified
-from membudget.state.autocast import autocast_state
 
 # The routes of calls that are not verified, and so have no signature.
 _UNVERIFIED: dict[Any, Routes] = {}
@@ -31,8 +30,7 @@ def routes_of(
     Calls that are not verified share them by policy and by code: a route that is not
     theirs is left at the first operator that differs.
     """
-    # Under autocast, a budget was once exceeded by 0.1 %: not yet understood.
-    if not EXTENSION or may_offload(policy) or autocast_state():
+    if not EXTENSION or may_offload(policy):
         return None
     if known is not None:
         return known.routes
