@@ -19,7 +19,6 @@ from membudget.engine.replay import following
 from membudget.engine.replay.extension import EXTENSION
 from membudget.engine.replay.routes import Routes
 from membudget.errors import ChangedSinceForwardError
-from tests.devices import settle
 from tests.oracles import CountedOperators
 
 Function = Callable[..., Any]
@@ -247,7 +246,6 @@ def test_rule11_a_call_that_saves_nothing_holds_nothing_for_a_backward(trips):
         y = x.exp()
         made = StorageWeakRef(y.untyped_storage())
         y = y.sin().cos()
-        settle()
         alive.append(not made.expired())
         return y.tanh()
 
