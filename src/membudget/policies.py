@@ -172,8 +172,7 @@ class _PlannedCall(Policy):
         self._has_differed = False
 
     def keeps(self, candidate: Candidate) -> Answer:
-        has_left = self.alignment is not None and self.alignment.has_left
-        if has_left or self._has_differed:
+        if self.differs:
             return False
         number = candidate.index
         expected = self._names.get(number)
@@ -192,10 +191,13 @@ class _PlannedCall(Policy):
         self._differ(number, str(candidate.operator))
         return False
 
-    def followed(self, operators: int) -> bool:
-        self._awaited = {number for number in self._awaited if number > operators}
+    @property
+    def differs(self) -> bool:
         has_left = self.alignment is not None and self.alignment.has_left
-        return not (has_left or self._has_differed)
+        return has_left or self._has_differed
+
+    def followed(self, operators: int) -> None:
+        self._awaited = {number for number in self._awaited if number > operators}
 
     def end(self, operators: int) -> None:
         if self._awaited:

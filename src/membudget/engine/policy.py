@@ -69,12 +69,13 @@ class Policy:
     def end(self, operators: int) -> None:
         """React to the end of a call, which ran so many operators; here, do nothing."""
 
-    def followed(self, operators: int) -> bool:
-        """Note that so many operators of a call were as in an earlier one, unasked.
+    @property
+    def differs(self) -> bool:
+        """Whether the call has run operators that the policy does not expect."""
+        return False
 
-        Return whether all operators of this call so far were as the policy expects.
-        """
-        return True
+    def followed(self, operators: int) -> None:
+        """Note that so many operators of a call were as in an earlier one, unasked."""
 
     def keeps_name(self, name: str) -> Answer:
         """Return the answer for tensors to which `membudget.name` gave this name."""

@@ -1,4 +1,4 @@
-// A Python object around a C++ one, which Python only passes on.
+// A Python object around a C++ one.
 
 #pragma once
 
@@ -15,9 +15,10 @@ struct Box {
 
   static inline PyTypeObject type = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-  static Ref make(Content content) {
+  template <typename... Arguments>
+  static Ref make(Arguments&&... arguments) {
     auto* made = PyObject_New(Box, &type);
-    new (&made->content) Content(std::move(content));
+    new (&made->content) Content{std::forward<Arguments>(arguments)...};
     return Ref::made(reinterpret_cast<PyObject*>(made));
   }
 
@@ -30,11 +31,12 @@ struct Box {
     PyObject_Free(object);
   }
 
-  static void ready(const char* name) {
+  static void ready(const char* name, PyMethodDef* methods = nullptr) {
     type.tp_name = name;
     type.tp_basicsize = sizeof(Box);
     type.tp_flags = Py_TPFLAGS_DEFAULT;
     type.tp_dealloc = free;
+    type.tp_methods = methods;
     check(PyType_Ready(&type));
   }
 };

@@ -5,15 +5,15 @@
 
 #pragma once
 
+#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/stack.h>
 #include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/utils/tensor_dtypes.h>
 
-#include <new>
 #include <vector>
 
-#include "python.h"
+#include "box.h"
 
 namespace torch::jit {
 // From a header that would take seconds to compile.
@@ -38,12 +38,13 @@ struct Scratch {
 
 // A call without its tensors: input i of the operation belongs at `places[i]`.
 struct Call {
-  PyObject_HEAD
   c10::OperatorHandle target;
   std::vector<c10::IValue> stack;
   std::vector<Place> places;
   std::vector<Scratch> scratch = {};
 };
+
+using CallBox = Box<Call>;
 
 // Puts a tensor, or none, where it belongs in a list that no other call shares.
 inline void put_element(const c10::IValue& list, int element, const at::Tensor& tensor) {
@@ -59,28 +60,26 @@ inline c10::IValue copied_list(const c10::IValue& list) {
                              : c10::IValue(list.toOptionalTensorList().copy());
 }
 
-inline PyTypeObject call_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
-
-inline Ref new_call(
-    const c10::OperatorHandle& target,
-    std::vector<c10::IValue> stack,
-    std::vector<Place> places,
-    std::vector<Scratch> scratch = {}) {
-  auto* made = PyObject_New(Call, &call_type);
-  new (&made->target) c10::OperatorHandle(target);
-  new (&made->stack) std::vector<c10::IValue>(std::move(stack));
-  new (&made->places) std::vector<Place>(std::move(places));
-  new (&made->scratch) std::vector<Scratch>(std::move(scratch));
-  return Ref::made(reinterpret_cast<PyObject*>(made));
-}
-
-inline void free_call(PyObject* object) {
-  auto* call = reinterpret_cast<Call*>(object);
-  call->target.~OperatorHandle();
-  call->stack.~vector();
-  call->places.~vector();
-  call->scratch.~vector();
-  PyObject_Free(object);
+// The arguments of a call, with `tensor_of(i)` where it had its tensors.
+template <typename TensorOf>
+c10::Stack filled(const Call& call, const TensorOf& tensor_of) {
+  c10::Stack stack = call.stack;
+  for (size_t i = 0; i < call.places.size(); ++i) {
+    const Place& place = call.places[i];
+    if (place.element < 0) {
+      stack[place.argument] = tensor_of(i);
+      continue;
+    }
+    if (i == 0 || call.places[i - 1].argument != place.argument) {
+      stack[place.argument] = copied_list(stack[place.argument]);
+    }
+    put_element(stack[place.argument], place.element, tensor_of(i));
+  }
+  for (const Scratch& scratch : call.scratch) {
+    stack[scratch.argument] =
+        at::empty_strided(scratch.sizes, scratch.strides, scratch.options).zero_();
+  }
+  return stack;
 }
 
 inline PyObject* python_dtype(c10::ScalarType dtype) {
@@ -103,10 +102,10 @@ inline Ref python_argument(const c10::Argument& argument, const c10::IValue& val
 }
 
 // Puts input i where the call had a tensor.
-inline void put_input(PyObject* object, PyObject* args, PyObject* kwargs, PyObject* inputs, size_t i) {
-  auto* call = reinterpret_cast<Call*>(object);
-  const Place& place = call->places[i];
-  const auto& argument = call->target.schema().arguments()[place.argument];
+inline void put_input(
+    const Call& call, PyObject* args, PyObject* kwargs, PyObject* inputs, size_t i) {
+  const Place& place = call.places[i];
+  const auto& argument = call.target.schema().arguments()[place.argument];
   PyObject* input = PyList_GetItem(inputs, i);
   if (place.element >= 0) {
     PyObject* list = argument.kwarg_only()
@@ -123,19 +122,19 @@ inline void put_input(PyObject* object, PyObject* args, PyObject* kwargs, PyObje
 // call.arguments(inputs): the positional and keyword arguments, with inputs in place.
 inline PyObject* arguments_of(PyObject* object, PyObject* inputs) {
   HANDLE_TH_ERRORS
-  auto* call = reinterpret_cast<Call*>(object);
-  const auto& schema = call->target.schema().arguments();
+  const Call& call = CallBox::of(object);
+  const auto& schema = call.target.schema().arguments();
   Ref args = Ref::made(PyList_New(0));
   Ref kwargs = Ref::made(PyDict_New());
   for (size_t i = 0; i < schema.size(); ++i) {
-    Ref made = python_argument(schema[i], call->stack[i]);
+    Ref made = python_argument(schema[i], call.stack[i]);
     check(
         schema[i].kwarg_only()
             ? PyDict_SetItemString(kwargs, schema[i].name().c_str(), made)
             : PyList_Append(args, made));
   }
-  for (size_t i = 0; i < call->places.size(); ++i) {
-    put_input(object, args, kwargs, inputs, i);
+  for (size_t i = 0; i < call.places.size(); ++i) {
+    put_input(call, args, kwargs, inputs, i);
   }
   return PyTuple_Pack(2, (PyObject*)args, (PyObject*)kwargs);
   END_HANDLE_TH_ERRORS
@@ -145,14 +144,5 @@ inline PyMethodDef call_methods[] = {
     {"arguments", arguments_of, METH_O, "Return the arguments, as lists and a dict."},
     {nullptr, nullptr, 0, nullptr},
 };
-
-inline void make_call_type() {
-  call_type.tp_name = "membudget.engine.native.Call";
-  call_type.tp_basicsize = sizeof(Call);
-  call_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  call_type.tp_dealloc = free_call;
-  call_type.tp_methods = call_methods;
-  check(PyType_Ready(&call_type));
-}
 
 } // namespace membudget

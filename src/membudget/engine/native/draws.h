@@ -19,13 +19,12 @@ inline PyObject *acquire_name, *release_name;
 
 // The state of torch's CPU generator.
 struct State {
-  PyObject_HEAD
   at::mt19937 engine;
   std::optional<float> next_float;
   std::optional<double> next_double;
 };
 
-inline PyTypeObject state_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+using StateBox = Box<State>;
 
 inline std::pair<at::CPUGeneratorImpl*, std::unique_lock<std::mutex>> locked_generator() {
   at::Generator generator = at::detail::getDefaultCPUGenerator();
@@ -37,20 +36,18 @@ inline std::pair<at::CPUGeneratorImpl*, std::unique_lock<std::mutex>> locked_gen
 // note(), as `Source.note`.
 inline Ref noted_state() {
   auto [generator, lock] = locked_generator();
-  auto* made = PyObject_New(State, &state_type);
-  new (&made->engine) at::mt19937(generator->engine());
-  new (&made->next_float) auto(generator->next_float_normal_sample());
-  new (&made->next_double) auto(generator->next_double_normal_sample());
-  return Ref::made(reinterpret_cast<PyObject*>(made));
+  return StateBox::make(
+      generator->engine(), generator->next_float_normal_sample(),
+      generator->next_double_normal_sample());
 }
 
 // bring_back(state), as `Source.bring_back`.
 inline void bring_back(PyObject* noted) {
   auto [generator, lock] = locked_generator();
-  auto* state = reinterpret_cast<State*>(noted);
-  generator->set_engine(state->engine);
-  generator->set_next_float_normal_sample(state->next_float);
-  generator->set_next_double_normal_sample(state->next_double);
+  const State& state = StateBox::of(noted);
+  generator->set_engine(state.engine);
+  generator->set_next_float_normal_sample(state.next_float);
+  generator->set_next_double_normal_sample(state.next_double);
 }
 
 // Whether an operator with these arguments draws from torch's CPU generator.
@@ -106,18 +103,5 @@ class Redraw {
   DrawLock lock_;
   Ref now_;
 };
-
-// No member owns anything, so freeing the memory is enough.
-inline void free_state(PyObject* object) {
-  PyObject_Free(object);
-}
-
-inline void make_state_type() {
-  state_type.tp_name = "membudget.engine.native.State";
-  state_type.tp_basicsize = sizeof(State);
-  state_type.tp_flags = Py_TPFLAGS_DEFAULT;
-  state_type.tp_dealloc = free_state;
-  check(PyType_Ready(&state_type));
-}
 
 } // namespace membudget

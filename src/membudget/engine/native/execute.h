@@ -114,27 +114,11 @@ inline void note(
 
 // The recorded arguments, with tensors where the forward had them.
 inline c10::Stack arguments(PyObject* of, PyObject* operation, const Ref& written) {
-  auto* recorded = reinterpret_cast<Call*>(operation::native.of(operation));
   PyObject* inputs = operation::inputs.of(operation);
-  c10::Stack stack = recorded->stack;
-  for (size_t i = 0; i < recorded->places.size(); ++i) {
-    const Place& place = recorded->places[i];
-    at::Tensor tensor = i == 0 && written != nullptr
-        ? THPVariable_Unpack((PyObject*)written)
-        : argument(of, PyList_GET_ITEM(inputs, i));
-    if (place.element < 0) {
-      stack[place.argument] = std::move(tensor);
-      continue;
-    }
-    if (i == 0 || recorded->places[i - 1].argument != place.argument) {
-      stack[place.argument] = copied_list(stack[place.argument]);
-    }
-    put_element(stack[place.argument], place.element, tensor);
-  }
-  for (const Scratch& scratch : recorded->scratch) {
-    stack[scratch.argument] = made_for(scratch);
-  }
-  return stack;
+  return filled(CallBox::of(operation::native.of(operation)), [&](size_t i) -> at::Tensor {
+    return i == 0 && written != nullptr ? THPVariable_Unpack((PyObject*)written)
+                                        : argument(of, PyList_GET_ITEM(inputs, i));
+  });
 }
 
 // As `Executor._is_made`.
@@ -171,7 +155,7 @@ inline void run(PyObject* of, PyObject* operation) {
   {
     Redraw redraw(operation::drawn.of(operation));
     WithoutGil released(!is_view);
-    reinterpret_cast<Call*>(operation::native.of(operation))->target.callBoxed(&stack);
+    CallBox::of(operation::native.of(operation)).target.callBoxed(&stack);
   }
   note(of, operation, stack, written);
   stack.clear();
@@ -256,6 +240,23 @@ inline bool is_on_one_stream(PyObject* operation) {
   return true;
 }
 
+// Runs operators again under the settings of the forward. Views compute nothing, so that
+// no setting matters to them.
+template <typename Run>
+void run_below_autograd(PyObject* of, bool are_views, const Run& run) {
+  // A new thread would use all cores for matrix products until it has asked once.
+  at::get_num_threads();
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+  if (are_views) {
+    run();
+    return;
+  }
+  Isolated isolated;
+  c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
+  Entered settings(of);
+  run();
+}
+
 // As `Replayer._materialise`, but for the count; false, with nothing done, if Python must.
 inline bool materialise(PyObject* of, PyObject* value) {
   if (value::operation.is_none(value)) {
@@ -274,18 +275,9 @@ inline bool materialise(PyObject* of, PyObject* value) {
       return false;
     }
   }
-  // A new thread would use all cores for matrix products until it has asked once.
-  at::get_num_threads();
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
   PyObject* root = value::root.of(value);
-  if (root != Py_None && !value::tensor.is_none(root)) {
-    run_path(of, path);  // Views compute nothing, so no setting matters.
-    return true;
-  }
-  Isolated isolated;
-  c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-  Entered settings(of);
-  run_path(of, path);
+  bool is_view = root != Py_None && !value::tensor.is_none(root);
+  run_below_autograd(of, is_view, [&] { run_path(of, path); });
   return true;
 }
 

@@ -53,7 +53,7 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
 
 // The running statistic that an argument is to a step; null if it is another argument.
 inline const Scratch* scratch_at(const Step& step, size_t argument) {
-  for (const Scratch& scratch : step.scratch) {
+  for (const Scratch& scratch : step.call.scratch) {
     if (scratch.argument == argument) {
       return &scratch;
     }
@@ -75,7 +75,7 @@ void for_each_written(
   if (step.writes_held()) {
     visit(stack[first].toTensor());
   }
-  for (const Scratch& scratch : step.scratch) {
+  for (const Scratch& scratch : step.call.scratch) {
     visit(stack[first + scratch.argument].toTensor());
   }
 }
@@ -152,13 +152,13 @@ inline bool is_next(
       is_same = is_same && is_like(*scratch, tensor);
       return;
     }
-    is_same = is_same && count < step.places.size() &&
-        step.places[count].argument == place.argument &&
-        step.places[count].element == place.element &&
+    is_same = is_same && count < step.call.places.size() &&
+        step.call.places[count].argument == place.argument &&
+        step.call.places[count].element == place.element &&
         has_value(trip, step.inputs[count], tensor);
     ++count;
   });
-  return is_same && count == step.places.size() && may_write(trip, step, stack, first);
+  return is_same && count == step.call.places.size() && may_write(trip, step, stack, first);
 }
 
 inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {
@@ -188,10 +188,10 @@ inline bool meet_output(Trip& trip, const Step& step, size_t number, const at::T
 
 // Whether uninitialised memory has the geometry that the step would give it.
 inline bool has_geometry(const Step& step, const at::Tensor& tensor) {
-  return tensor.sizes() == step.stack[0].toDimVector() &&
-      tensor.strides() == step.stack[1].toDimVector() &&
-      tensor.scalar_type() == step.stack[2].toScalarType() &&
-      tensor.device() == step.stack[4].toDevice();
+  return tensor.sizes() == step.call.stack[0].toDimVector() &&
+      tensor.strides() == step.call.stack[1].toDimVector() &&
+      tensor.scalar_type() == step.call.stack[2].toScalarType() &&
+      tensor.device() == step.call.stack[4].toDevice();
 }
 
 inline bool meet_outputs(
@@ -244,7 +244,7 @@ inline Ref stop_at(PyObject* box, PyObject* object) {
       !has_value(trip, route.saves[number].value, THPVariable_Unpack(object))) {
     return Ref();
   }
-  Ref made = StopBox::make({Ref::to(box), number});
+  Ref made = StopBox::make(Ref::to(box), number);
   trip.stops.push_back(&StopBox::of(made));
   trip.recent.emplace_back(number, Ref::to(object));
   return made;

@@ -21,6 +21,17 @@ inline void end(Trip& trip) {
   trip.written.clear();
 }
 
+// Counts the steps of a trip among the operators of its recording.
+inline void note_steps(PyObject* recording, const Trip& trip) {
+  recording::number.set_number(recording, static_cast<long>(trip.at));
+  recording::place.set(recording, recording::number.of(recording));
+  long kept = 0;
+  for (size_t i = 0; i < trip.at; ++i) {
+    kept += trip.route->steps[i].kept;
+  }
+  add(recording::kept, recording, kept);
+}
+
 inline void note_end_of_trip(PyObject* recording, PyObject* has_arrived) {
   Ref::made(PyObject_CallFunctionObjArgs(end_trip, recording, has_arrived, nullptr));
 }
@@ -31,22 +42,15 @@ inline void leave(PyObject* recording) {
   recording::trip.set(recording, Py_None);
   Trip& trip = TripBox::of(box);
   PyObject* tracker = recording::tracker.of(recording);
-  Ref count = number(static_cast<long>(trip.at));
-  tracker::clock.set(tracker, count);
+  tracker::clock.set_number(tracker, static_cast<long>(trip.at));
   Writer(trip, tracker).write();
-  recording::number.set(recording, count);
-  recording::place.set(recording, count);
+  note_steps(recording, trip);
   for (auto& [stop, tensor] : trip.recent) {
     if (trip.stops[stop] != nullptr) {
       Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)trip.stops[stop]->handle, (PyObject*)tensor));
       check(PyList_Append(recording::recent.of(recording), pair));
     }
   }
-  long kept = 0;
-  for (size_t i = 0; i < trip.at; ++i) {
-    kept += trip.route->steps[i].kept;
-  }
-  add(recording::kept, recording, kept);
   replayer::trip.set(trip.replayer, Py_None);
   end(trip);
   note_end_of_trip(recording, Py_False);
@@ -88,10 +92,6 @@ inline PyObject* arrive(PyObject*, PyObject* recording) {
     leave(recording);
     Py_RETURN_FALSE;
   }
-  long kept = 0;
-  for (const Step& step : route.steps) {
-    kept += step.kept;
-  }
   for (Met& met : trip.values) {
     met.live.reset();
     if (met.tensor.defined()) {
@@ -103,9 +103,7 @@ inline PyObject* arrive(PyObject*, PyObject* recording) {
   trip.recent.clear();
   trip.written.clear();
   recording::trip.set(recording, Py_None);
-  recording::number.set_number(recording, static_cast<long>(trip.at));
-  recording::place.set(recording, recording::number.of(recording));
-  add(recording::kept, recording, kept);
+  note_steps(recording, trip);
   note_end_of_trip(recording, Py_True);
   Py_RETURN_TRUE;
   END_HANDLE_TH_ERRORS

@@ -171,8 +171,8 @@ PyObject* bind(PyObject*, PyObject* object) {
   bind_tracking(names);
   bind_recording(names);
   bind_replay(names);
-  make_call_type();
-  make_state_type();
+  CallBox::ready("membudget.engine.native.Call", call_methods);
+  StateBox::ready("membudget.engine.native.State");
   RouteBox::ready("membudget.engine.native.Route");
   StopBox::ready("membudget.engine.native.Stop");
   SurveyBox::ready("membudget.engine.native.Survey");

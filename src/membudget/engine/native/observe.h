@@ -182,7 +182,7 @@ inline Ref record_operation(Observed& call, std::vector<c10::IValue> kept) {
   add(tracker::clock, call.tracker, 1);
   return new_operation(
       call.known.overload, call.inputs,
-      new_call(call.target, std::move(kept), call.places, std::move(call.scratch)),
+      CallBox::make(call.target, std::move(kept), call.places, std::move(call.scratch)),
       tracker::clock.of(call.tracker), recording::place.of(call.recording));
 }
 

@@ -126,11 +126,6 @@ inline bool is_scratch(const Observed& call, Place place) {
       call.stack[call.first + 5].toBool();
 }
 
-// What a replay passes instead: its content affects no output.
-inline at::Tensor made_for(const Scratch& scratch) {
-  return at::empty_strided(scratch.sizes, scratch.strides, scratch.options).zero_();
-}
-
 // As `ForwardRecord.record_tensors`; a view reads nothing, a write is noted apart.
 inline void record_arguments(Observed& call) {
   call.inputs = new_list();

@@ -32,35 +32,32 @@ inline bool is_common(
       decided(recording, known) != Py_None;
 }
 
-// Whether an operator is the next step of a call's route; if not, the call leaves it.
-inline bool follows(
-    PyObject* of, const Operator& known, const c10::Stack& stack, size_t first) {
-  PyObject* recording = recorder::recording.of(of);
-  if (recording::trip.is_none(recording)) {
-    return false;
-  }
-  Trip& trip = TripBox::of(recording::trip.of(recording));
-  bool is_on_route = is_idle(of) && is_current(recording::stream.of(recording)) &&
-      is_next(trip, known, stack, first);
-  if (!is_on_route) {
-    leave(recording);
-  }
-  return is_on_route;
-}
-
-// Takes the next step of a route; what it makes stays in memory if it is not as before.
-inline void keep_to_route(
-    PyObject* recording,
+// Runs an operator that is the next step of a call's route, and returns whether it was;
+// if not, or if the step makes something else, the call leaves its route.
+inline bool follow(
+    PyObject* of,
+    const Operator& known,
     const c10::OperatorHandle& target,
     c10::DispatchKeySet below,
     c10::Stack& stack) {
+  PyObject* recording = recorder::recording.of(of);
+  if (recorder::is_suspended.is_true(of) || recording::trip.is_none(recording)) {
+    return false;
+  }
   Trip& trip = TripBox::of(recording::trip.of(recording));
+  size_t first = stack.size() - target.schema().arguments().size();
+  if (!is_idle(of) || !is_current(recording::stream.of(recording)) ||
+      !is_next(trip, known, stack, first)) {
+    leave(recording);
+    return false;
+  }
   if (!take_step(trip, target, below, stack)) {
     --trip.at;
     leave(recording);
     add(recording::number, recording, 1);
     add(recording::place, recording, 1);
   }
+  return true;
 }
 
 // Runs and records one operator; false, with nothing done, if Python must.
@@ -70,11 +67,10 @@ inline bool observe(
     const c10::OperatorHandle& target,
     c10::DispatchKeySet below,
     c10::Stack* stack) {
-  size_t first = stack->size() - target.schema().arguments().size();
-  if (!recorder::is_suspended.is_true(of) && follows(of, known, *stack, first)) {
-    keep_to_route(recorder::recording.of(of), target, below, *stack);
+  if (follow(of, known, target, below, *stack)) {
     return true;
   }
+  size_t first = stack->size() - target.schema().arguments().size();
   if (!is_common(of, known, *stack, first)) {
     return false;
   }

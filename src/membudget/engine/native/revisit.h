@@ -89,34 +89,15 @@ inline std::vector<size_t> steps_to(Trip& trip, size_t value) {
   return steps;
 }
 
-inline c10::Stack arguments(const Trip& trip, const Step& step) {
-  c10::Stack stack = step.stack;
-  for (size_t i = 0; i < step.places.size(); ++i) {
-    const Place& place = step.places[i];
-    const at::Tensor& tensor = trip.values[step.inputs[i]].tensor;
-    if (place.element < 0) {
-      stack[place.argument] = tensor;
-      continue;
-    }
-    if (i == 0 || step.places[i - 1].argument != place.argument) {
-      stack[place.argument] = copied_list(stack[place.argument]);
-    }
-    put_element(stack[place.argument], place.element, tensor);
-  }
-  for (const Scratch& scratch : step.scratch) {
-    stack[scratch.argument] = made_for(scratch);
-  }
-  return stack;
-}
-
 inline void run_step(Trip& trip, size_t number) {
   const Step& step = trip.route->steps[number];
-  c10::Stack stack = arguments(trip, step);
+  c10::Stack stack = filled(
+      step.call, [&](size_t i) { return trip.values[step.inputs[i]].tensor; });
   {
     Redraw redraw(trip.drawn[number] == nullptr ? Py_None : (PyObject*)trip.drawn[number]);
     at::GradMode::set_enabled(step.grad_enabled);
     WithoutGil released(!step.is_view);
-    step.target.callBoxed(&stack);
+    step.call.target.callBoxed(&stack);
   }
   auto flat = flat_outputs(stack, stack.size());
   stack.clear();
@@ -148,22 +129,12 @@ inline bool recompute(Trip& trip, size_t value) {
   if (steps.empty() || c10::typeMetaToScalarType(at::get_default_dtype()) != trip.dtype) {
     return false;
   }
-  at::get_num_threads();  // As `materialise`.
-  at::AutoDispatchBelowADInplaceOrView below_autograd;
-  c10::AutoGradMode restored(at::GradMode::is_enabled());
-  auto run_all = [&] {
+  run_below_autograd(trip.replayer, is_view_of_made(trip, value), [&] {
+    c10::AutoGradMode restored(at::GradMode::is_enabled());
     for (size_t step : steps) {
       run_step(trip, step);
     }
-  };
-  if (is_view_of_made(trip, value)) {
-    run_all();
-    return true;
-  }
-  Isolated isolated;
-  c10::impl::ExcludeDispatchKeyGuard without_autocast(c10::autocast_dispatch_keyset);
-  Entered settings(trip.replayer);
-  run_all();
+  });
   return true;
 }
 

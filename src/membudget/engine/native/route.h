@@ -19,17 +19,14 @@
 
 namespace membudget {
 
-// One operator call, without its tensors: input i belongs at `places[i]`. As on the tape,
-// uninitialised memory is made by `empty_strided`, whatever `known` is.
+// One operator call. As on the tape, uninitialised memory is made by `empty_strided`,
+// whatever `known` is.
 struct Step {
   const Operator* known;
   PyObject* overload;  // Borrowed: nothing frees an overload.
-  c10::OperatorHandle target;
-  std::vector<c10::IValue> stack;
-  std::vector<Place> places;
+  Call call;
   std::vector<size_t> inputs;  // The values that it reads,
   std::vector<long> outputs;  // and makes; -1 for an output that is none.
-  std::vector<Scratch> scratch = {};  // Running statistics that it updates.
   bool grad_enabled = false;
   bool is_view = false;
   long kept = 0;  // How many outputs the policy kept.
@@ -155,8 +152,8 @@ inline bool is_list_of_tensors(const c10::IValue& value) {
 
 // Whether the arguments that are no tensors are those of the step.
 inline bool has_arguments(const Step& step, const c10::Stack& stack, size_t first) {
-  for (size_t i = 0; i < step.stack.size(); ++i) {
-    const c10::IValue &then = step.stack[i], &now = stack[first + i];
+  for (size_t i = 0; i < step.call.stack.size(); ++i) {
+    const c10::IValue &then = step.call.stack[i], &now = stack[first + i];
     if (now.isTensor() && is_tensor(now.toTensor())) {
       continue;
     }

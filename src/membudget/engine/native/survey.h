@@ -80,11 +80,10 @@ inline void survey_step(const Observed& call, PyObject* operation, size_t output
   long number = recording::number.number(call.recording);
   of.is_whole &= number == static_cast<long>(of.route->steps.size()) + 1 &&
       number == recording::place.number(call.recording);
-  auto* recorded = reinterpret_cast<Call*>(operation::native.of(operation));
   Step step{
-      &call.known, operation::overload.of(operation), recorded->target,
-      recorded->stack, recorded->places, numbers_of(of, call.inputs),
-      number_outputs(of, operation, outputs), recorded->scratch,
+      &call.known, operation::overload.of(operation),
+      CallBox::of(operation::native.of(operation)), numbers_of(of, call.inputs),
+      number_outputs(of, operation, outputs),
       operation::grad_enabled.is_true(operation), operation::is_view.is_true(operation),
       recording::kept.number(call.recording) - kept};
   of.route->steps.push_back(std::move(step));
@@ -96,8 +95,9 @@ inline void survey_held_write(const Observed& call) {
   if (noted != Py_None) {
     Survey& of = SurveyBox::of(noted);
     Step step{
-        &call.known, call.known.overload, call.target, kept_arguments(call), call.places,
-        numbers_of(of, call.inputs), {}, {}, at::GradMode::is_enabled()};
+        &call.known, call.known.overload,
+        {call.target, kept_arguments(call), call.places}, numbers_of(of, call.inputs), {},
+        at::GradMode::is_enabled()};
     of.route->steps.push_back(std::move(step));
   }
 }
@@ -119,7 +119,7 @@ inline void survey_save(PyObject* recording, PyObject* value) {
 // survey(): what is handed to a recording whose call gets a route.
 inline PyObject* new_survey(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
-  return SurveyBox::make({}).release();
+  return SurveyBox::make().release();
   END_HANDLE_TH_ERRORS
 }
 

@@ -27,7 +27,7 @@ struct Trip {
   std::shared_ptr<const Route> route;
   PyObject* replayer;  // It owns the trip.
   c10::ScalarType dtype;  // The default one.
-  std::vector<Met> values;
+  std::vector<Met> values = {};
   std::vector<int> steps = {};  // How many values need each.
   std::vector<Ref> drawn = {};  // The state that each step drew from, or null.
   std::vector<Stop*> stops = {};  // By number of the saved tensor; null once freed.
@@ -72,12 +72,7 @@ struct Stop {
   bool is_served = false;  // In this backward pass.
   Ref handle = {};  // The `ReplayHandle`, once the tape is written.
 
-  Stop(Ref trip, size_t number) : trip(std::move(trip)), number(number) {}
-  Stop(Stop&&) = default;
   ~Stop() {
-    if (trip == nullptr) {
-      return;  // It was moved.
-    }
     Trip& of = TripBox::of(trip);
     of.stops[number] = nullptr;
     if (!of.is_left) {
@@ -91,9 +86,10 @@ using StopBox = Box<Stop>;
 // trip(route, replayer): a call that begins to follow a route.
 inline PyObject* new_trip(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
-  Trip trip{
+  Ref made = TripBox::make(
       RouteBox::of(given[0]), given[1],
-      c10::typeMetaToScalarType(at::get_default_dtype())};
+      c10::typeMetaToScalarType(at::get_default_dtype()));
+  Trip& trip = TripBox::of(made);
   const Route& route = *trip.route;
   trip.values.resize(route.values.size());
   for (size_t i = 0; i < route.values.size(); ++i) {
@@ -102,7 +98,7 @@ inline PyObject* new_trip(PyObject*, PyObject* const* given, Py_ssize_t) {
   trip.steps = route.needs.steps;
   trip.drawn.resize(route.steps.size());
   trip.stops.reserve(route.saves.size());
-  return TripBox::make(std::move(trip)).release();
+  return made.release();
   END_HANDLE_TH_ERRORS
 }
 

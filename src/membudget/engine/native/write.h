@@ -146,7 +146,7 @@ inline Ref empty_call(const at::Tensor& output) {
   std::vector<c10::IValue> kept = {
       output.sizes(), output.strides(), output.scalar_type(), c10::IValue(),
       output.device(), c10::IValue()};
-  return new_call(target, std::move(kept), {});
+  return CallBox::make(target, std::move(kept));
 }
 
 // As `Recorder._run_empty`, for a plain output that is new.

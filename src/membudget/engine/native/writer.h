@@ -158,7 +158,7 @@ class Writer {
       Ref place = membudget::number(static_cast<long>(i) + 1);
       operation = new_operation(
           step.overload, inputs,
-          new_call(step.target, step.stack, step.places, step.scratch),
+          CallBox::make(step.call),
           place, place);
       operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
       operation::default_dtype.set(operation, python_dtype(trip_.dtype));

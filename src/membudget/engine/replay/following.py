@@ -77,6 +77,6 @@ def note_route(recording: ForwardRecord, replayer: Replayer) -> None:
     if recording.survey is None or routes is None or not replayer.handles:
         return
     is_whole = recording.taken is None and (path is None or number == len(path))
-    if is_whole and recording.policy.followed(number):
+    if is_whole and not recording.policy.differs:
         route = EXTENSION[0].route(recording.survey, number, len(replayer.handles))
         routes.note(path, route)

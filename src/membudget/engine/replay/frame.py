@@ -246,24 +246,19 @@ class ReplayFrame:
         except BaseException:
             replayer.release()
             raise
-        # A new plan has run; leftovers are freed when the backward ends.
-        if self._has_run_since(before) and not release_in_time(self):
-            replayer.release()
+        if replayer.plans_run != before:
+            self.note_run()
         return tensor
 
-    def _has_run_since(self, before: int) -> bool:
-        """Return whether a plan has run since there were so many; count it."""
-        has_run = self._replayer.plans_run != before
-        if has_run and self._statistics is not None:
-            self._statistics.recomputes += 1
-        return has_run
-
     def note_run(self) -> None:
-        """Count the first replay of a backward pass on a route."""
-        if self._statistics is not None:
-            self._statistics.recomputes += 1
+        """Count a new plan that has run; free leftovers when the backward ends."""
+        self._count_run()
         if not release_in_time(self):
             self._replayer.release()
+
+    def _count_run(self) -> None:
+        if self._statistics is not None:
+            self._statistics.recomputes += 1
 
     def explained(self, error: BaseException) -> BaseException:
         """Release what a failed replay recomputed; return the error to raise."""
@@ -277,7 +272,8 @@ class ReplayFrame:
         with self._lock:
             before = self._replayer.plans_run
             self._replayer.prepare()
-            self._has_run_since(before)
+            if self._replayer.plans_run != before:
+                self._count_run()
 
     def release(self) -> None:
         """Free recomputed tensors that autograd has not unpacked."""
