@@ -191,6 +191,44 @@ def test_rule11_a_call_that_leaves_its_route_is_recorded_from_its_start(
     assert False in trips
 
 
+def overwrites_product(x: Tensor, given: list[Tensor]) -> Tensor:
+    return (given.pop() * 2).add_(1)
+
+
+def overwrites_buffer(x: Tensor, given: list[Tensor]) -> Tensor:
+    product = given[0] * 2
+    given[0].add_(1)
+    return product
+
+
+def overwrites_statistics(x: Tensor, given: list[Tensor]) -> Tensor:
+    product = given[0] * 2
+    F.batch_norm(x.detach(), given[0], given[1], training=True)
+    return product
+
+
+@pytest.mark.parametrize(
+    "product_of", [overwrites_product, overwrites_buffer, overwrites_statistics]
+)
+def test_rule4_a_call_that_leaves_its_route_needs_what_was_overwritten(
+    product_of, trips
+):
+    """No replay of the route reads the product, so that nothing of it is held."""
+    weight = input_of(0)[:, :6]
+
+    def function(x: Tensor, multiplies: bool, given: list[Tensor]) -> Tensor:
+        product = product_of(x, given)
+        y = (weight @ (x + product)).sin()
+        return y * product if multiplies else y + product
+
+    def with_given(call: Function) -> Function:
+        return lambda *args: call(*args, [torch.ones(8), torch.ones(8)])
+
+    region = with_given(replayed(function, policies.matmuls))
+    check(with_given(function), region, [False, False, True, False, True])
+    assert trips == [True, False, True, False]
+
+
 @pytest.mark.parametrize("turn", TURNS)
 def test_rule11_a_verified_call_that_leaves_its_route_is_verified_from_there(
     turn, trips

@@ -80,12 +80,12 @@ void for_each_written(
   }
 }
 
-// Calls `visit(met)` for each value that a replay needs and a write would destroy.
+// Calls `visit(met)` for each value in memory that a step is about to overwrite.
 template <typename Visit>
-void for_each_held_in(Trip& trip, const at::Tensor& written, const Visit& visit) {
+void for_each_met_in(Trip& trip, const at::Tensor& written, const Visit& visit) {
   const auto* memory = written.storage().unsafeGetStorageImpl();
   for (Met& met : trip.values) {
-    if (met.tensor.defined() && met.tensor.storage().unsafeGetStorageImpl() == memory) {
+    if (storage_of(met) == memory) {
       visit(met);
     }
   }
@@ -98,22 +98,24 @@ inline bool may_write(
   for_each_written(step, stack, first, [&](const at::Tensor& written) {
     may = may && is_plain(written);
     if (may) {
-      for_each_held_in(trip, written, [&](const Met& met) {
-        may &= span_the_same(met.tensor, written);
+      for_each_met_in(trip, written, [&](const Met& met) {
+        may &= !met.tensor.defined() || span_the_same(met.tensor, written);
       });
     }
   });
   return may;
 }
 
-// Copies what a step is about to destroy (Rule 6).
+// Copies what a step is about to destroy, if a replay needs it (Rule 6).
 inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
   for_each_written(step, stack, first, [&](const at::Tensor& written) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for_each_held_in(trip, written, [](Met& met) {
-      met.tensor = met.tensor.clone();
-      met.memory.emplace(met.tensor.storage().getWeakStorageImpl());
+    for_each_met_in(trip, written, [](Met& met) {
       met.live.reset();
+      if (met.tensor.defined()) {
+        met.tensor = met.tensor.clone();
+        met.memory.emplace(met.tensor.storage().getWeakStorageImpl());
+      }
     });
     trip.written.emplace_back(trip.at, written);
   });

@@ -24,6 +24,7 @@ class Writer {
 
   void write() {
     c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::Python);
+    forget_overwritten();
     for (size_t i = 0; i < trip_.at; ++i) {
       if (tracker_ != nullptr || trip_.steps[i] > 0) {
         write_step(i);
@@ -39,6 +40,21 @@ class Writer {
   }
 
  private:
+  // A tensor that lives no longer has the value that a step has overwritten.
+  void forget_overwritten() {
+    std::vector<bool> is_overwritten(route_.values.size());
+    for (size_t i = 0; i < trip_.at; ++i) {
+      if (route_.steps[i].writes()) {
+        is_overwritten[root_of(route_, route_.steps[i].inputs[0])] = true;
+      }
+    }
+    for (size_t i = 0; i < trip_.values.size(); ++i) {
+      if (is_overwritten[root_of(route_, i)]) {
+        trip_.values[i].live.reset();
+      }
+    }
+  }
+
   // The tensor of a value, if it lives.
   at::Tensor living(size_t number) {
     const Met& met = trip_.values[number];
@@ -58,8 +74,7 @@ class Writer {
   Ref memory_of(size_t number, PyObject* root, PyObject* dtype) {
     const RouteValue& known = route_.values[number];
     Ref& memory = memories_[storage_of(trip_.values[number])];
-    bool is_made = known.root < 0 && !route_.steps[known.step].writes();
-    if (memory == nullptr || is_made) {
+    if (memory == nullptr || known.root < 0) {
       memory = new_memory(root, dtype);
     }
     return memory;
@@ -157,16 +172,14 @@ class Writer {
     if (inputs != nullptr) {
       Ref place = membudget::number(static_cast<long>(i) + 1);
       operation = new_operation(
-          step.overload, inputs,
-          CallBox::make(step.call),
-          place, place);
+          step.overload, inputs, CallBox::make(step.call), place, place);
       operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
       operation::default_dtype.set(operation, python_dtype(trip_.dtype));
       if (trip_.drawn[i] != nullptr) {
         operation::drawn.set(operation, trip_.drawn[i]);
       }
     }
-    if (step.writes()) {
+    if (step.writes() && operation != nullptr) {
       write_target(operation, step.inputs[0]);
     }
     for (size_t output = 0; output < step.outputs.size(); ++output) {
@@ -188,13 +201,8 @@ class Writer {
 
   // As `observe_write`, of the value that is overwritten.
   void write_target(const Ref& operation, size_t number) {
-    if (operation != nullptr) {
-      Ref pair = Ref::made(PyTuple_Pack(2, value_at(number), (PyObject*)membudget::number(1)));
-      operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
-    }
-    if (tracker_ != nullptr) {
-      after_write(memory_of(number, Py_None, Py_None), Py_None);
-    }
+    Ref pair = Ref::made(PyTuple_Pack(2, value_at(number), (PyObject*)membudget::number(1)));
+    operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
   }
 
   void write_output(const Ref& operation, long index, size_t number) {
