@@ -17,6 +17,7 @@ import membudget as mb
 from membudget import policies
 from membudget.engine.replay import following
 from membudget.engine.replay.extension import EXTENSION
+from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.routes import Routes
 from membudget.errors import ChangedSinceForwardError
 from tests.oracles import CountedOperators
@@ -191,6 +192,75 @@ def test_rule11_a_call_that_leaves_its_route_is_recorded_from_its_start(
     assert False in trips
 
 
+def added_to_view(x: Tensor) -> Tensor:
+    """As a linear layer adds its bias where its input is no contiguous matrix."""
+    h = (x.t() @ x).view(2, 4, 8).add_(x[0])
+    return h.transpose(0, 1).sin()
+
+
+def written_in_turn(x: Tensor) -> Tensor:
+    """As a GRU cell writes its gates, part by part."""
+    gates = x @ x.t()
+    left, right = gates[:, :3], gates[:, 3:]
+    left.add_(1)
+    right.mul_(2)
+    left.neg_()
+    return right.exp() * left
+
+
+def written_to_part_alone(x: Tensor) -> Tensor:
+    return (x @ x.t())[:, 1:].mul_(2).t().add_(1).sin().exp()
+
+
+def written_to_one_of_two(x: Tensor) -> Tensor:
+    """Another part is read after the write, so that there is no route."""
+    sums = x @ x.t()
+    left, right = sums[:, :3], sums[:, 3:]
+    return left.mul_(2) * right.sin()
+
+
+WRITES = [added_to_view, written_in_turn, written_to_part_alone, written_to_one_of_two]
+
+
+@pytest.mark.parametrize("function", WRITES)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_rule4_writes_to_views_are_recorded_and_followed_in_cpp(
+    function, keep, trips, monkeypatch
+):
+    seen: list[str] = []
+    observe = Recorder.observe
+
+    def noted(recorder: Recorder, operator: Any, args: Any, kwargs: Any) -> Any:
+        seen.append(str(operator))
+        return observe(recorder, operator, args, kwargs)
+
+    monkeypatch.setattr(Recorder, "observe", noted)
+
+    def turning_at_the_end(x: Tensor, turns: bool) -> Tensor:
+        y = function(x)
+        return y.cos() if turns else y * 2
+
+    region = replayed(turning_at_the_end, KEEPS[keep])
+    check(turning_at_the_end, region, [False, False, True, False, True, True])
+    assert not seen
+    expected = [True, False, True, False, False]
+    assert trips == (expected if function in WRITES[::2] else trips)
+
+
+def test_rule4_a_call_that_leaves_its_route_reads_around_what_it_wrote(trips):
+    def function(x: Tensor, reads_all: bool) -> Tensor:
+        sums = x @ x.t()
+        left = sums[:, :3].mul_(2)
+        return (sums.sin() if reads_all else left.t().sin()).exp()
+
+    check(function, replayed(function), [False, False, True, False, True])
+    assert trips == [True, False, True, False]
+
+
+def with_given(call: Function) -> Function:
+    return lambda *args: call(*args, [torch.ones(8), torch.ones(8)])
+
+
 def overwrites_product(x: Tensor, given: list[Tensor]) -> Tensor:
     return (given.pop() * 2).add_(1)
 
@@ -221,10 +291,21 @@ def test_rule4_a_call_that_leaves_its_route_needs_what_was_overwritten(
         y = (weight @ (x + product)).sin()
         return y * product if multiplies else y + product
 
-    def with_given(call: Function) -> Function:
-        return lambda *args: call(*args, [torch.ones(8), torch.ones(8)])
-
     region = with_given(replayed(function, policies.matmuls))
+    check(with_given(function), region, [False, False, True, False, True])
+    assert trips == [True, False, True, False]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_rule6_a_call_that_has_left_its_route_copies_what_it_overwrites(is_view, trips):
+    def function(x: Tensor, overwrites: bool, given: list[Tensor]) -> Tensor:
+        buffer = given[0].view(2, 4) if is_view else given[0]
+        y = x * buffer.exp().sum()
+        if overwrites:
+            buffer.mul_(2)
+        return y.sin() * buffer.sum()
+
+    region = with_given(replayed(function))
     check(with_given(function), region, [False, False, True, False, True])
     assert trips == [True, False, True, False]
 

@@ -42,8 +42,7 @@ inline void leave(PyObject* recording) {
   recording::trip.set(recording, Py_None);
   Trip& trip = TripBox::of(box);
   PyObject* tracker = recording::tracker.of(recording);
-  tracker::clock.set_number(tracker, static_cast<long>(trip.at));
-  Writer(trip, tracker).write();
+  tracker::clock.set_number(tracker, Writer(trip, tracker).write());
   note_steps(recording, trip);
   for (auto& [stop, tensor] : trip.recent) {
     if (trip.stops[stop] != nullptr) {

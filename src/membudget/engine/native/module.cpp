@@ -1,6 +1,7 @@
 // The recorder of the replay engine in C++, an optional accelerator.
 
 #include "binding.h"
+#include "dead.h"
 #include "kernel.h"
 #include "sums.h"
 

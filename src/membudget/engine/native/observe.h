@@ -199,9 +199,15 @@ inline Ref run_below(const Observed& call, c10::DispatchKeySet below) {
   return drawn;
 }
 
+// The value of a tensor before and after a write, and then that of all its memory.
+struct Written {
+  Ref before, after, root;
+};
+
 // Notes an operator for the route of its call, if that gets one; `kept` is how many
 // outputs the policy had kept before.
 void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept);
+void survey_write(const Observed& call, PyObject* operation, const Written& written, long kept);
 void survey_held_write(const Observed& call);
 void give_up_survey(PyObject* recording);
 

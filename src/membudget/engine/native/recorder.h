@@ -80,7 +80,7 @@ inline bool observe(
   if (writes && !tracker::writes.is_none(tracker)) {
     return false;  // Verification copies or fingerprints before the write.
   }
-  PyObject* written = nullptr;
+  Ref written;
   if (known.kind == Kind::in_place) {
     written = writable(tracker, known, *stack, first);
     if (written == nullptr && !is_held_memory(tracker, (*stack)[first].toTensor())) {

@@ -31,7 +31,7 @@ struct Step {
   bool is_view = false;
   long kept = 0;  // How many outputs the policy kept.
 
-  // Whether it overwrites what a replay makes: its output 1 is the written memory.
+  // Whether it overwrites what a replay makes: its output 1 is what it has written.
   bool writes() const { return known->kind == Kind::in_place && !outputs.empty(); }
 
   // Whether it overwrites memory that no replay makes, and is not to be run again.
@@ -88,18 +88,28 @@ inline Needs needs_of(const Route& route) {
   return needs;
 }
 
-// Whether a replay can overwrite what each step overwrites, because nothing else needs it.
+// Whether a replay can overwrite what it is to: all that it needs of that memory leads to
+// the write, and to nothing else.
 inline bool may_overwrite(const Route& route) {
-  std::vector<bool> has_views(route.values.size());
+  std::vector<int> needed(route.values.size());  // Of each memory, by its owner.
   for (size_t i = 0; i < route.values.size(); ++i) {
-    if (route.values[i].root >= 0 && route.needs.values[i] > 0) {
-      has_views[route.values[i].root] = true;
+    needed[root_of(route, i)] += route.needs.values[i] > 0;
+  }
+  for (size_t i = 0; i < route.steps.size(); ++i) {
+    if (!route.steps[i].writes() || route.needs.steps[i] == 0) {
+      continue;
+    }
+    size_t value = route.steps[i].inputs[0];
+    int leading = route.needs.values[value] == 1;
+    while (route.values[value].root >= 0) {
+      value = route.steps[route.values[value].step].inputs[0];
+      leading += route.needs.values[value] == 1;
+    }
+    if (leading != needed[value]) {
+      return false;
     }
   }
-  return std::none_of(route.steps.begin(), route.steps.end(), [&](const Step& step) {
-    return step.writes() &&
-        (route.needs.values[step.inputs[0]] > 1 || has_views[step.inputs[0]]);
-  });
+  return true;
 }
 
 // Comparing arguments.

@@ -12,10 +12,15 @@
 
 namespace membudget {
 
+struct Numbered {
+  size_t number;
+  Ref reference;  // Weak, to the value on the tape.
+  bool owns_more = false;  // Than the part of its memory that has the number.
+};
+
 struct Survey {
   std::shared_ptr<Route> route = std::make_shared<Route>();
-  std::unordered_map<PyObject*, size_t> numbers = {};  // Of values on the tape,
-  std::vector<Ref> references = {};  // to each of which this is weak.
+  std::unordered_map<PyObject*, Numbered> numbers = {};  // Of values on the tape.
   bool is_whole = true;
 };
 
@@ -25,68 +30,111 @@ using RouteBox = Box<std::shared_ptr<Route>>;
 inline size_t number_new(Survey& of, PyObject* value, RouteValue made) {
   size_t number = of.route->values.size();
   of.route->values.push_back(made);
-  of.references.push_back(weak(value));
-  of.numbers[value] = number;
+  of.numbers.insert_or_assign(value, Numbered{number, weak(value)});
   return number;
+}
+
+// What is known of a value on the tape, or null.
+inline const Numbered* numbered(const Survey& of, PyObject* value) {
+  auto found = of.numbers.find(value);
+  bool is_known = found != of.numbers.end() &&
+      PyWeakref_GET_OBJECT(found->second.reference) == value;
+  return is_known ? &found->second : nullptr;
 }
 
 // The number of a value on the tape, which is new if it comes from outside; none is known
 // of a value that was made unseen.
 inline size_t number_of(Survey& of, PyObject* value) {
-  auto found = of.numbers.find(value);
-  if (found != of.numbers.end() &&
-      PyWeakref_GET_OBJECT(of.references[found->second]) == value) {
-    return found->second;
+  if (const Numbered* known = numbered(of, value)) {
+    of.is_whole &= !known->owns_more;
+    return known->number;
   }
   of.is_whole &= is_held(value) && !value::is_state.is_true(value);
   return number_new(of, value, {});
 }
 
+// The number of what owns the memory of a view; -1 if the value is no view.
+inline long number_of_root(Survey& of, PyObject* root) {
+  if (root == Py_None) {
+    return -1;
+  }
+  const Numbered* known = numbered(of, root);
+  return static_cast<long>(known == nullptr ? number_of(of, root) : known->number);
+}
+
+// Numbers a value that the next step makes.
+inline size_t number_made(Survey& of, PyObject* value, long root) {
+  of.is_whole &= value::packed.is_none(value);
+  long step = static_cast<long>(of.route->steps.size());
+  return number_new(of, value, {step, root, value::operation.is_none(value)});
+}
+
 // Numbers what an operation has made.
 inline std::vector<long> number_outputs(Survey& of, PyObject* operation, size_t count) {
   std::vector<long> numbers(count, -1);
-  long step = static_cast<long>(of.route->steps.size());
   PyObject* outputs = operation::outputs.of(operation);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
     Ref value = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(outputs, i)));
     if (value == Py_None) {
       continue;
     }
-    RouteValue made{step, -1, value::operation.is_none(value)};
-    if (!value::root.is_none(value)) {
-      made.root = static_cast<long>(number_of(of, value::root.of(value)));
-    }
-    of.is_whole &= value::packed.is_none(value);
-    numbers[value::index.number(value)] =
-        static_cast<long>(number_new(of, value, made));
+    long root = number_of_root(of, value::root.of(value));
+    numbers[value::index.number(value)] = static_cast<long>(number_made(of, value, root));
   }
   return numbers;
 }
 
-inline std::vector<size_t> numbers_of(Survey& of, PyObject* values) {
+// The numbers of an operation's inputs; the first one is the tensor that it writes, if any.
+inline std::vector<size_t> numbers_of(
+    Survey& of, PyObject* inputs, PyObject* written = nullptr) {
   std::vector<size_t> numbers;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(values); ++i) {
-    numbers.push_back(number_of(of, PyList_GET_ITEM(values, i)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
+    bool is_written = i == 0 && written != nullptr;
+    numbers.push_back(number_of(of, is_written ? written : PyList_GET_ITEM(inputs, i)));
   }
   return numbers;
 }
 
-inline void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept) {
-  PyObject* noted = recording::survey.of(call.recording);
-  if (noted == Py_None) {
-    return;
-  }
-  Survey& of = SurveyBox::of(noted);
+inline void add_step(
+    Survey& of,
+    const Observed& call,
+    PyObject* operation,
+    std::vector<size_t> inputs,
+    std::vector<long> outputs,
+    long kept) {
   long number = recording::number.number(call.recording);
   of.is_whole &= number == static_cast<long>(of.route->steps.size()) + 1 &&
       number == recording::place.number(call.recording);
   Step step{
       &call.known, operation::overload.of(operation),
-      CallBox::of(operation::native.of(operation)), numbers_of(of, call.inputs),
-      number_outputs(of, operation, outputs),
+      CallBox::of(operation::native.of(operation)), std::move(inputs), std::move(outputs),
       operation::grad_enabled.is_true(operation), operation::is_view.is_true(operation),
       recording::kept.number(call.recording) - kept};
   of.route->steps.push_back(std::move(step));
+}
+
+inline void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept) {
+  PyObject* noted = recording::survey.of(call.recording);
+  if (noted != Py_None) {
+    Survey& of = SurveyBox::of(noted);
+    auto inputs = numbers_of(of, call.inputs);
+    add_step(of, call, operation, inputs, number_outputs(of, operation, outputs), kept);
+  }
+}
+
+// Notes a write to what a replay makes. What is written owns the memory from then on, be
+// it a part: the route ends where something else of that memory is read.
+inline void survey_write(
+    const Observed& call, PyObject* operation, const Written& written, long kept) {
+  PyObject* noted = recording::survey.of(call.recording);
+  if (noted != Py_None) {
+    Survey& of = SurveyBox::of(noted);
+    auto inputs = numbers_of(of, call.inputs, written.before);
+    size_t number = number_made(of, written.after, -1);
+    of.numbers.insert_or_assign(
+        written.root, Numbered{number, weak(written.root), written.root != written.after});
+    add_step(of, call, operation, inputs, {-1, static_cast<long>(number)}, kept);
+  }
 }
 
 // Notes a write to memory that no replay makes.

@@ -178,6 +178,50 @@ inline Ref meet(PyObject* of, const at::Tensor& tensor, PyObject* object) {
   return enter(of, tensor, object, value, memory, address);
 }
 
+// As `Tracker._rebased`, with operations that `next` numbers; null if Python recorded one
+// of the views.
+template <typename Next>
+Ref rebased(PyObject* value, PyObject* root, const Next& next) {
+  PyObject* made_by = value::operation.of(value);
+  if (value::root.is_none(value) || made_by == Py_None) {
+    return Ref::to(root);
+  }
+  if (operation::native.is_none(made_by)) {
+    return Ref();
+  }
+  Ref inputs = new_list();
+  PyObject* then = operation::inputs.of(made_by);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(then); ++i) {
+    Ref input = rebased(PyList_GET_ITEM(then, i), root, next);
+    if (input == nullptr) {
+      return Ref();
+    }
+    check(PyList_Append(inputs, input));
+  }
+  Ref again = new_operation(
+      operation::overload.of(made_by), inputs, Ref::to(operation::native.of(made_by)),
+      next(), zero);
+  return new_output(again, value::index.number(value), root);
+}
+
+// As `Tracker.meet`, of a tensor that a write has outdated; null if Python must meet it.
+inline Ref meet_again(PyObject* of, const at::Tensor& tensor, PyObject* object, PyObject* old) {
+  Ref address = number(address_of(tensor));
+  PyObject* at = PyDict_GetItemWithError(tracker::places.of(of), address);
+  PyObject* memory = entry::memory.of(old);
+  if (at == nullptr || place::memory.of(at) != memory || memory::root.is_none(memory)) {
+    return Ref();
+  }
+  Ref value = rebased(entry::value.of(old), memory::root.of(memory), [&] {
+    add(tracker::clock, of, 1);
+    return tracker::clock.of(of);
+  });
+  if (value == nullptr) {
+    return Ref();
+  }
+  return enter(of, tensor, object, value, memory, address);
+}
+
 // As `Tracker.entry`.
 inline Ref entry_of(PyObject* of, const at::Tensor& tensor, PyObject* object) {
   PyObject* found = current_entry(of, object, address_of(tensor));
@@ -186,7 +230,8 @@ inline Ref entry_of(PyObject* of, const at::Tensor& tensor, PyObject* object) {
   }
   Ref key = Ref::made(PyLong_FromVoidPtr(object));
   PyObject* old = PyDict_GetItemWithError(tracker::table.of(of), key);
-  Ref met = old == nullptr ? meet(of, tensor, object) : Ref();
+  Ref met = old == nullptr ? meet(of, tensor, object)
+                           : meet_again(of, tensor, object, old);
   return met != nullptr ? met : call(of, meet_name, object, old ? old : Py_None);
 }
 
@@ -207,51 +252,6 @@ inline void after_write(PyObject* memory, PyObject* root) {
     memory::is_state.set(memory, Py_True);
   }
   memory::root.set(memory, root);
-}
-
-// The callbacks of weak references, with the tables of the tracker as `self`.
-
-inline void forget_key(PyObject* table, PyObject* key) {
-  if (PyDict_Contains(table, key) == 1) {
-    check(PyDict_DelItem(table, key));
-  }
-}
-
-// forget(entry): a tensor has died.
-inline PyObject* forget(PyObject* tables, PyObject* dead) {
-  HANDLE_TH_ERRORS
-  Ref entry = Ref::to(dead);  // The table may have the last reference.
-  PyObject* key = entry::key.of(entry);
-  forget_key(PyTuple_GET_ITEM(tables, 0), key);
-  PyObject* at =
-      PyDict_GetItemWithError(PyTuple_GET_ITEM(tables, 1), entry::address.of(entry));
-  if (at != nullptr) {
-    forget_key(place::entries.of(at), key);
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-// freed(place): a storage has died.
-inline PyObject* freed(PyObject* tables, PyObject* object) {
-  HANDLE_TH_ERRORS
-  Ref dead = Ref::to(object);
-  PyObject* places = PyTuple_GET_ITEM(tables, 1);
-  PyObject* address = place::address.of(dead);
-  add(memory::epoch, place::memory.of(dead), 1);
-  if (PyDict_GetItemWithError(places, address) == dead) {
-    check(PyDict_DelItem(places, address));
-  }
-  Py_RETURN_NONE;
-  END_HANDLE_TH_ERRORS
-}
-
-inline PyMethodDef forget_method = {"forget", forget, METH_O, nullptr};
-inline PyMethodDef freed_method = {"freed", freed, METH_O, nullptr};
-
-// callbacks(table, places): both, as functions that hold the tables, not the tracker.
-inline PyObject* callbacks(PyObject*, PyObject* tables) {
-  return bound_pair(&forget_method, &freed_method, tables);
 }
 
 } // namespace membudget

@@ -9,48 +9,77 @@
 
 namespace membudget {
 
-// The entry of a tensor that C++ can write to: the tensor spans its memory, which no
-// replay reads but by the values on the tape. Null if Python must record the write.
-inline PyObject* writable(
+// Whether C++ recorded every view that leads from a value to the one that owns the memory.
+inline bool is_native_view(PyObject* value) {
+  while (!value::root.is_none(value)) {
+    PyObject* made_by = value::operation.of(value);
+    if (operation::native.is_none(made_by) ||
+        PyList_GET_SIZE(operation::inputs.of(made_by)) != 1) {
+      return false;
+    }
+    value = PyList_GET_ITEM(operation::inputs.of(made_by), 0);
+  }
+  return true;
+}
+
+// The entry of a tensor that C++ can write to: a replay recomputes its memory, which no
+// other argument is in. Null if Python must record the write.
+inline Ref writable(
     PyObject* tracker, const Operator& known, const c10::Stack& stack, size_t first) {
   const at::Tensor& target = stack[first].toTensor();
   long address = address_of(target);
-  PyObject* entry = current_entry(tracker, wrapped(target), address);
-  if (entry == nullptr) {
-    return nullptr;
-  }
+  Ref entry = entry_of(tracker, target, wrapped(target));
   PyObject* memory = entry::memory.of(entry);
   PyObject* value = entry::value.of(entry);
-  bool is_whole = value::root.is_none(value) && value == memory::root.of(memory);
-  if (!is_whole) {
-    return nullptr;
+  if (root_of(value) != memory::root.of(memory) || !is_native_view(value)) {
+    return Ref();
   }
+  bool is_alone = true;
   for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    bool is_target = place.argument == 0;
-    entry = is_target || address_of(tensor) != address ? entry : nullptr;
+    is_alone &= place.argument == 0 || address_of(tensor) != address;
   });
-  return entry;
+  return is_alone ? entry : Ref();
+}
+
+// Notes that an operation overwrites its input 0, or what that is a view of: then a replay
+// makes the view, which it finds among the arguments, of what it writes to.
+inline void note_target(PyObject* operation) {
+  PyObject* inputs = operation::inputs.of(operation);
+  Ref root = Ref::to(root_of(PyList_GET_ITEM(inputs, 0)));
+  if (root != PyList_GET_ITEM(inputs, 0)) {
+    Ref arguments = Ref::made(arguments_of(operation::native.of(operation), inputs));
+    operation::args.set(operation, PyTuple_GET_ITEM((PyObject*)arguments, 0));
+    operation::kwargs.set(operation, PyTuple_GET_ITEM((PyObject*)arguments, 1));
+    check(PyList_SetItem(inputs, 0, Ref::to(root).release()));
+  }
+  // Output 0 is the returned tensor, output 1 the written memory.
+  Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)root, (PyObject*)number(1)));
+  operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
 }
 
 // As `run_in_place`.
-inline void observe_write(Observed& call, c10::DispatchKeySet below, PyObject* written) {
-  Ref entry = Ref::to(written);
+inline void observe_write(Observed& call, c10::DispatchKeySet below, const Ref& entry) {
   const at::Tensor target = call.stack[call.first].toTensor();
   record_arguments(call);
   PyObject* memory = entry::memory.of(entry);
   Ref before = Ref::to(entry::value.of(entry));
   long kept = recording::kept.number(call.recording);
   Ref operation = record_operation(call, kept_arguments(call));
-  // Output 0 is the returned tensor, output 1 the written memory.
-  Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)before, (PyObject*)number(1)));
-  operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
+  note_target(operation);
   operation::drawn.set(operation, run_below(call, below));
   Ref root = new_output(operation, 1, Py_None);
   after_write(memory, root);
-  entry::value.set(entry, root);
+  entry::value.set(entry, rebased(before, root, [&] {
+    add(tracker::clock, call.tracker, 1);
+    return tracker::clock.of(call.tracker);
+  }));
   entry::epoch.set(entry, memory::epoch.of(memory));
+  Ref after = Ref::to(entry::value.of(entry));
+  if (memory::dtype.of(memory) != python_dtype(target.scalar_type())) {
+    give_up_survey(call.recording);  // The tape could not be written.
+  }
   hold_if_kept(call, operation, target, entry, 1);
-  survey_step(call, operation, 2, kept);
+  survey_write(call, operation, {before, after, root}, kept);
 }
 
 // Whether a tensor is in memory that no replay recomputes.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "trip.h"
+#include "write.h"
 
 namespace membudget {
 
@@ -22,7 +23,8 @@ class Writer {
   Writer(Trip& trip, PyObject* tracker)
       : trip_(trip), route_(*trip.route), tracker_(tracker), made_(route_.values.size()) {}
 
-  void write() {
+  // Returns how many operations are on the tape.
+  long write() {
     c10::impl::ExcludeDispatchKeyGuard unseen(c10::DispatchKey::Python);
     forget_overwritten();
     for (size_t i = 0; i < trip_.at; ++i) {
@@ -37,6 +39,7 @@ class Writer {
         check(PyList_Append(replayer::handles.of(trip_.replayer), weak(stop->handle)));
       }
     }
+    return clock_;
   }
 
  private:
@@ -70,7 +73,7 @@ class Writer {
     return tensor;
   }
 
-  // The memory that a step makes, or that of its root.
+  // The memory that a step makes, or that of what it is a view of.
   Ref memory_of(size_t number, PyObject* root, PyObject* dtype) {
     const RouteValue& known = route_.values[number];
     Ref& memory = memories_[storage_of(trip_.values[number])];
@@ -90,12 +93,9 @@ class Writer {
     }
   }
 
-  void enter_living(size_t number, PyObject* value, PyObject* memory) {
-    at::Tensor tensor = living(number);
-    if (tensor.defined()) {
-      auto address = membudget::number(address_of(tensor));
-      enter(tracker_, tensor, wrapped(tensor), value, memory, address);
-    }
+  void enter_at(const at::Tensor& tensor, PyObject* value, PyObject* memory) {
+    auto address = membudget::number(address_of(tensor));
+    enter(tracker_, tensor, wrapped(tensor), value, memory, address);
   }
 
   // A value that stays in memory; none if that is gone.
@@ -105,25 +105,30 @@ class Writer {
       return;
     }
     hold_kept(number, value, tensor);
-    if (tracker_ != nullptr && route_.values[number].step >= 0) {
-      Ref memory = memory_of(number, Py_None, Py_None);
+    if (tracker_ != nullptr) {
+      bool is_view = route_.values[number].root >= 0;  // Of what is gone.
+      Ref memory = memory_of(number, is_view ? Py_None : (PyObject*)value, Py_None);
       memory::root.set(memory, Py_None);
       append(memory::sources, memory, weak(value));
-      enter_living(number, value, memory);
+      at::Tensor alive = living(number);
+      enter_at(alive.defined() ? alive : tensor, value, memory);
     }
     made_[number] = std::move(value);
   }
 
   // A value from outside the region; none if it is gone.
   void write_source(size_t number) {
-    at::Tensor tensor = living(number);
-    if (tensor.defined()) {
-      made_[number] = Ref::to(entry::value.of(entry_of(tracker_, tensor, wrapped(tensor))));
-      return;
+    at::Tensor alive = living(number);
+    at::Tensor tensor = alive.defined() ? alive : trip_.values[number].tensor;
+    if (tracker_ != nullptr && tensor.defined()) {
+      Ref entry = entry_of(tracker_, tensor, wrapped(tensor));
+      made_[number] = Ref::to(entry::value.of(entry));
+      memories_[storage_of(trip_.values[number])] = Ref::to(entry::memory.of(entry));
+    } else if (tracker_ == nullptr) {
+      Ref source = new_value(Py_None, 0, Py_None);
+      value::is_input.set(source, Py_True);
+      write_held(number, std::move(source));
     }
-    Ref source = new_value(Py_None, 0, Py_None);
-    value::is_input.set(source, Py_True);
-    write_held(number, std::move(source));
   }
 
   PyObject* value_at(size_t number) {
@@ -170,17 +175,18 @@ class Writer {
       return;
     }
     if (inputs != nullptr) {
-      Ref place = membudget::number(static_cast<long>(i) + 1);
       operation = new_operation(
-          step.overload, inputs, CallBox::make(step.call), place, place);
+          step.overload, inputs, CallBox::make(step.call), membudget::number(++clock_),
+          membudget::number(static_cast<long>(i) + 1));
       operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
       operation::default_dtype.set(operation, python_dtype(trip_.dtype));
       if (trip_.drawn[i] != nullptr) {
         operation::drawn.set(operation, trip_.drawn[i]);
       }
     }
-    if (step.writes() && operation != nullptr) {
-      write_target(operation, step.inputs[0]);
+    if (step.writes()) {
+      write_written(operation, step);
+      return;
     }
     for (size_t output = 0; output < step.outputs.size(); ++output) {
       if (step.outputs[output] >= 0) {
@@ -199,10 +205,18 @@ class Writer {
     }
   }
 
-  // As `observe_write`, of the value that is overwritten.
-  void write_target(const Ref& operation, size_t number) {
-    Ref pair = Ref::made(PyTuple_Pack(2, value_at(number), (PyObject*)membudget::number(1)));
-    operation::targets.set(operation, Ref::made(PyTuple_Pack(1, (PyObject*)pair)));
+  // As `observe_write`.
+  void write_written(const Ref& operation, const Step& step) {
+    size_t number = step.outputs[1];
+    if (operation == nullptr || route_.values[number].is_kept) {
+      write_held(number, new_value(Py_None, 1, Py_None));
+      return;
+    }
+    Ref before = Ref::to(made_[step.inputs[0]]);
+    note_target(operation);
+    Ref root = new_output(operation, 1, Py_None);
+    Ref after = rebased(before, root, [&] { return membudget::number(++clock_); });
+    write_made(number, after, root);
   }
 
   void write_output(const Ref& operation, long index, size_t number) {
@@ -211,19 +225,29 @@ class Writer {
       write_held(number, new_value(Py_None, index, Py_None));
       return;
     }
-    PyObject* root = known.root < 0 ? Py_None : value_at(known.root);
+    PyObject* root = known.root < 0 ? Py_None : root_of(value_at(known.root));
     Ref value = new_output(operation, index, root);
+    write_made(number, value, value);
+  }
+
+  // A value that its step makes again, and the one that owns new memory.
+  void write_made(size_t number, const Ref& value, const Ref& root) {
     made_[number] = value;
-    if (tracker_ != nullptr && trip_.values[number].live) {
-      at::Tensor tensor = living(number);
-      PyObject* dtype = tensor.defined() ? python_dtype(tensor.scalar_type()) : Py_None;
-      enter_living(number, value, memory_of(number, value, dtype));
+    if (tracker_ == nullptr || !trip_.values[number].live) {
+      return;
+    }
+    at::Tensor tensor = living(number);
+    PyObject* dtype = tensor.defined() ? python_dtype(tensor.scalar_type()) : Py_None;
+    Ref memory = memory_of(number, root, dtype);
+    if (tensor.defined()) {
+      enter_at(tensor, value, memory);
     }
   }
 
   Trip& trip_;
   const Route& route_;
   PyObject* tracker_;
+  long clock_ = 0;
   std::vector<Ref> made_;
   std::unordered_map<const c10::StorageImpl*, Ref> memories_;
 };
