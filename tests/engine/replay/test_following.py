@@ -222,20 +222,25 @@ def written_to_one_of_two(x: Tensor) -> Tensor:
 WRITES = [added_to_view, written_in_turn, written_to_part_alone, written_to_one_of_two]
 
 
-@pytest.mark.parametrize("function", WRITES)
-@pytest.mark.parametrize("keep", KEEPS)
-def test_rule4_writes_to_views_are_recorded_and_followed_in_cpp(
-    function, keep, trips, monkeypatch
-):
-    seen: list[str] = []
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of all operators that Python records."""
+    found: list[str] = []
     observe = Recorder.observe
 
     def noted(recorder: Recorder, operator: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(str(operator))
+        found.append(str(operator))
         return observe(recorder, operator, args, kwargs)
 
     monkeypatch.setattr(Recorder, "observe", noted)
+    return found
 
+
+@pytest.mark.parametrize("function", WRITES)
+@pytest.mark.parametrize("keep", KEEPS)
+def test_rule4_writes_to_views_are_recorded_and_followed_in_cpp(
+    function, keep, trips, seen
+):
     def turning_at_the_end(x: Tensor, turns: bool) -> Tensor:
         y = function(x)
         return y.cos() if turns else y * 2
@@ -245,6 +250,18 @@ def test_rule4_writes_to_views_are_recorded_and_followed_in_cpp(
     assert not seen
     expected = [True, False, True, False, False]
     assert trips == (expected if function in WRITES[::2] else trips)
+
+
+def test_rule11_constants_are_recorded_and_followed_in_cpp(trips, seen):
+    def function(x: Tensor, like: Tensor) -> Tensor:
+        zeros = x.new_zeros(8).add_(x.detach().sum(0))
+        halves = torch.full_like(like, 0.5, dtype=torch.float64)
+        return (x.sin() * zeros).exp() * halves.sum().float()
+
+    one, other = torch.ones(6, 2), torch.ones(2, 3)
+    check(function, replayed(function), [one, one + 1, other, one, other])
+    assert trips == [True, False, True, False]
+    assert not seen
 
 
 def test_rule4_a_call_that_leaves_its_route_reads_around_what_it_wrote(trips):

@@ -28,12 +28,19 @@ struct Place {
   int element = -1;
 };
 
-// An argument that is overwritten, and whose old content affects no output.
-struct Scratch {
+// What a replay passes for an argument whose content affects no output, as `Scratch` and
+// `Outline` in Python: to be overwritten, or only asked for its geometry.
+struct StandIn {
   size_t argument;
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;  // A kernel may be chosen by them.
   at::TensorOptions options;
+  bool is_outline = false;
+
+  at::Tensor made() const {
+    return is_outline ? at::empty_strided(sizes, strides, options.device(at::kMeta))
+                      : at::empty_strided(sizes, strides, options).zero_();
+  }
 };
 
 // A call without its tensors: input i of the operation belongs at `places[i]`.
@@ -41,7 +48,7 @@ struct Call {
   c10::OperatorHandle target;
   std::vector<c10::IValue> stack;
   std::vector<Place> places;
-  std::vector<Scratch> scratch = {};
+  std::vector<StandIn> stand_ins = {};
 };
 
 using CallBox = Box<Call>;
@@ -75,9 +82,8 @@ c10::Stack filled(const Call& call, const TensorOf& tensor_of) {
     }
     put_element(stack[place.argument], place.element, tensor_of(i));
   }
-  for (const Scratch& scratch : call.scratch) {
-    stack[scratch.argument] =
-        at::empty_strided(scratch.sizes, scratch.strides, scratch.options).zero_();
+  for (const StandIn& stand_in : call.stand_ins) {
+    stack[stand_in.argument] = stand_in.made();
   }
   return stack;
 }

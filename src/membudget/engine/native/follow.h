@@ -51,21 +51,21 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
 
 // Writes to memory that no replay makes.
 
-// The running statistic that an argument is to a step; null if it is another argument.
-inline const Scratch* scratch_at(const Step& step, size_t argument) {
-  for (const Scratch& scratch : step.call.scratch) {
-    if (scratch.argument == argument) {
-      return &scratch;
+// What stands in for an argument of a step; null if it is another argument.
+inline const StandIn* stand_in_at(const Step& step, size_t argument) {
+  for (const StandIn& stand_in : step.call.stand_ins) {
+    if (stand_in.argument == argument) {
+      return &stand_in;
     }
   }
   return nullptr;
 }
 
-// Whether a replay, to which only that matters of a running statistic, makes its like.
-inline bool is_like(const Scratch& scratch, const at::Tensor& tensor) {
-  return tensor.sizes() == scratch.sizes && tensor.strides() == scratch.strides &&
-      tensor.scalar_type() == c10::typeMetaToScalarType(scratch.options.dtype()) &&
-      tensor.device() == scratch.options.device();
+// Whether a replay makes the like of an argument.
+inline bool is_like(const StandIn& stand_in, const at::Tensor& tensor) {
+  return tensor.sizes() == stand_in.sizes && tensor.strides() == stand_in.strides &&
+      tensor.scalar_type() == c10::typeMetaToScalarType(stand_in.options.dtype()) &&
+      tensor.device() == stand_in.options.device();
 }
 
 // Calls `visit(tensor)` for each tensor outside the route that a step overwrites.
@@ -75,8 +75,10 @@ void for_each_written(
   if (step.writes_held()) {
     visit(stack[first].toTensor());
   }
-  for (const Scratch& scratch : step.call.scratch) {
-    visit(stack[first + scratch.argument].toTensor());
+  for (const StandIn& stand_in : step.call.stand_ins) {
+    if (!stand_in.is_outline) {
+      visit(stack[first + stand_in.argument].toTensor());
+    }
   }
 }
 
@@ -150,8 +152,8 @@ inline bool is_next(
   size_t count = 0;
   bool is_same = true;
   for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    if (const Scratch* scratch = scratch_at(step, place.argument)) {
-      is_same = is_same && is_like(*scratch, tensor);
+    if (const StandIn* stand_in = stand_in_at(step, place.argument)) {
+      is_same = is_same && is_like(*stand_in, tensor);
       return;
     }
     is_same = is_same && count < step.call.places.size() &&

@@ -182,7 +182,7 @@ inline Ref record_operation(Observed& call, std::vector<c10::IValue> kept) {
   add(tracker::clock, call.tracker, 1);
   return new_operation(
       call.known.overload, call.inputs,
-      CallBox::make(call.target, std::move(kept), call.places, std::move(call.scratch)),
+      CallBox::make(call.target, std::move(kept), call.places, std::move(call.stand_ins)),
       tracker::clock.of(call.tracker), recording::place.of(call.recording));
 }
 
@@ -211,11 +211,19 @@ void survey_write(const Observed& call, PyObject* operation, const Written& writ
 void survey_held_write(const Observed& call);
 void give_up_survey(PyObject* recording);
 
+// Where an operator takes the device of what it makes.
+inline int device_argument(const c10::OperatorHandle& target) {
+  return target.schema().argumentIndexWithName("device").value();
+}
+
 // Runs and records an operator whose arguments have been recorded.
 inline void run_fresh(Observed& call, c10::DispatchKeySet below) {
   auto arguments = kept_arguments(call);
   long kept = recording::kept.number(call.recording);
   Ref drawn = run_below(call, below);
+  if (call.known.kind == Kind::constant) {
+    arguments[device_argument(call.target)] = call.stack.back().toTensor().device();
+  }
   Ref operation = record_operation(call, std::move(arguments));
   operation::drawn.set(operation, std::move(drawn));
   auto flat = flat_outputs(call.stack, returns(call));

@@ -11,7 +11,7 @@
 namespace membudget {
 
 // How the recorder treats an operator; `other` is left to Python.
-enum class Kind { unknown, other, fresh, view, in_place, empty, normalisation };
+enum class Kind { unknown, other, fresh, view, in_place, empty, constant, normalisation };
 
 struct Operator {
   Kind kind = Kind::unknown;
@@ -32,6 +32,7 @@ inline Kind kind_named(PyObject* name) {
       {"view", Kind::view},
       {"in_place", Kind::in_place},
       {"empty", Kind::empty},
+      {"constant", Kind::constant},
       {"normalisation", Kind::normalisation}};
   for (auto [known, kind] : kinds) {
     if (PyUnicode_CompareWithASCIIString(name, known) == 0) {

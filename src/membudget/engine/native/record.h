@@ -33,7 +33,7 @@ struct Observed {
   std::vector<Ref> tensors = {}; // The arguments that are tensors,
   std::vector<Place> places = {}; // their places among the arguments,
   std::vector<long> addresses = {}; // and their storages.
-  std::vector<Scratch> scratch = {}; // The arguments that a replay overwrites.
+  std::vector<StandIn> stand_ins = {}; // For arguments whose content does not matter.
   Ref inputs = {}; // Their tape values, as a list.
   bool reads_floats = false;
   bool reads_device = false;
@@ -119,8 +119,12 @@ inline void note_argument(
   call.reads_device |= !tensor.is_cpu();
 }
 
-// Whether an argument is a running statistic that a normalisation in training updates.
-inline bool is_scratch(const Observed& call, Place place) {
+// Whether the content of an argument does not matter: a constant is only made in its
+// shape, or it is a running statistic that a normalisation in training updates.
+inline bool has_stand_in(const Observed& call, Place place) {
+  if (call.known.kind == Kind::constant) {
+    return place.argument == 0;
+  }
   return call.known.kind == Kind::normalisation &&
       (place.argument == 3 || place.argument == 4) &&
       call.stack[call.first + 5].toBool();
@@ -130,9 +134,12 @@ inline bool is_scratch(const Observed& call, Place place) {
 inline void record_arguments(Observed& call) {
   call.inputs = new_list();
   auto visit = [&](const at::Tensor& tensor, Place place) {
-    if (is_scratch(call, place)) {
-      call.scratch.push_back(
-          {place.argument, tensor.sizes().vec(), tensor.strides().vec(), tensor.options()});
+    if (has_stand_in(call, place)) {
+      bool is_outline = call.known.kind == Kind::constant;
+      call.reads_floats |= tensor.is_floating_point() || tensor.is_complex();
+      call.stand_ins.push_back(
+          {place.argument, tensor.sizes().vec(), tensor.strides().vec(), tensor.options(),
+           is_outline});
       return;
     }
     Ref object = wrapped(tensor);
@@ -149,8 +156,8 @@ inline void record_arguments(Observed& call) {
 // The arguments without their tensors, to be kept with the operation.
 inline std::vector<c10::IValue> kept_arguments(const Observed& call) {
   std::vector<c10::IValue> kept(call.stack.begin() + call.first, call.stack.end());
-  for (const Scratch& scratch : call.scratch) {
-    kept[scratch.argument] = c10::IValue();
+  for (const StandIn& stand_in : call.stand_ins) {
+    kept[stand_in.argument] = c10::IValue();
   }
   for (size_t i = 0; i < call.places.size(); ++i) {
     const Place& place = call.places[i];

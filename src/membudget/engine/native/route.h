@@ -160,6 +160,13 @@ inline bool is_list_of_tensors(const c10::IValue& value) {
   return value.isTensorList() || value.isOptionalTensorList();
 }
 
+// Whether a constant is made on the device of the first argument, which the step names.
+inline bool is_own_device(
+    const Step& step, const c10::IValue& then, const c10::IValue& now, const c10::IValue& like) {
+  return step.known->kind == Kind::constant && then.isDevice() && now.isNone() &&
+      then.toDevice() == like.toTensor().device();
+}
+
 // Whether the arguments that are no tensors are those of the step.
 inline bool has_arguments(const Step& step, const c10::Stack& stack, size_t first) {
   for (size_t i = 0; i < step.call.stack.size(); ++i) {
@@ -169,7 +176,7 @@ inline bool has_arguments(const Step& step, const c10::Stack& stack, size_t firs
     }
     bool is_same = is_list_of_tensors(now)
         ? is_list_of_tensors(then) && then.toListRef().size() == now.toListRef().size()
-        : are_same(then, now);
+        : are_same(then, now) || is_own_device(step, then, now, stack[first]);
     if (!is_same) {
       return false;
     }

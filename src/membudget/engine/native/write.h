@@ -156,8 +156,8 @@ inline void observe_held_write(Observed& call, c10::DispatchKeySet below) {
 inline void observe_normalisation(Observed& call, c10::DispatchKeySet below) {
   record_arguments(call);
   std::vector<Ref> memories;
-  for (const Scratch& scratch : call.scratch) {
-    const at::Tensor& tensor = call.stack[call.first + scratch.argument].toTensor();
+  for (const StandIn& stand_in : call.stand_ins) {
+    const at::Tensor& tensor = call.stack[call.first + stand_in.argument].toTensor();
     Ref entry = entry_of(call.tracker, tensor, wrapped(tensor));
     before_held_write(call, tensor, entry);
     memories.push_back(Ref::to(entry::memory.of(entry)));

@@ -87,7 +87,6 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
         facts.is_query
         or not facts.is_numbered
         or facts.written_names
-        or facts.is_constant
         or facts.is_opaque
         or facts.is_foreign
         or operator is AS_STRIDED  # It depends on whose storage it views.
@@ -97,6 +96,8 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
     if facts.statistics:
         is_usual = operator._schema.name in _NORMALISATIONS and not facts.written
         return "normalisation" if is_usual else "other"
+    if facts.is_constant:
+        return "constant"
     if facts.is_plain_view:
         return "view"
     if facts.is_in_place:
