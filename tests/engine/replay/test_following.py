@@ -1,9 +1,8 @@
-"""Calls that follow the route of an earlier call, and calls that leave it (Rule 11)."""
+"""Calls that follow the route of an earlier call (Rule 11)."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -15,62 +14,16 @@ from torch.nn import functional as F
 
 import membudget as mb
 from membudget import policies
-from membudget.engine.replay import following
-from membudget.engine.replay.extension import EXTENSION
-from membudget.engine.replay.recorder import Recorder
-from membudget.engine.replay.routes import Routes
 from membudget.errors import ChangedSinceForwardError
+from tests.engine.replay.followed import (
+    KEEPS,
+    Function,
+    check,
+    gradient_of,
+    input_of,
+    replayed,
+)
 from tests.oracles import CountedOperators
-
-Function = Callable[..., Any]
-Trips = list[bool]
-
-
-@pytest.fixture
-def trips(monkeypatch: pytest.MonkeyPatch) -> Trips:
-    """Return a list of all trips: whether each has arrived."""
-    mb.checkpoint(torch.sin, torch.ones(1, requires_grad=True), engine="replay")
-    if not EXTENSION:
-        pytest.skip("the extension has not been built")
-    found: Trips = []
-    end_trip = Routes.end_trip
-
-    def noted(routes: Routes, has_arrived: bool) -> None:
-        found.append(has_arrived)
-        end_trip(routes, has_arrived)
-
-    monkeypatch.setattr(Routes, "end_trip", noted)
-    following._UNVERIFIED.clear()
-    return found
-
-
-def replayed(function: Function, keep: Any = None, **options: Any) -> Function:
-    """Return a function as a region that replays."""
-    options = {"verify": False, "keep": keep} | options
-    region: Function = mb.checkpoint(engine="replay", **options)(function)
-    return region
-
-
-def input_of(seed: int) -> Tensor:
-    """Return another input for each seed."""
-    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
-    return torch.randn(6, 8, generator=generator)
-
-
-def gradient_of(function: Function, seed: int, *args: Any) -> Tensor:
-    """Return the gradient of the input, after one backward pass."""
-    x = input_of(seed).requires_grad_()
-    torch.manual_seed(seed)
-    function(x, *args).sum().backward()
-    assert x.grad is not None
-    return x.grad
-
-
-def check(function: Function, region: Function, arguments: list[Any]) -> None:
-    """Compare calls with the plain function, each with another input and argument."""
-    for seed, argument in enumerate(arguments):
-        expected = gradient_of(function, seed, argument)
-        assert torch.equal(gradient_of(region, seed, argument), expected), seed
 
 
 class Layers(nn.Module):
@@ -90,13 +43,6 @@ class Layers(nn.Module):
         if h.is_cpu:
             h = F.dropout(h, 0.3)
         return x + self.second(h).tanh()
-
-
-KEEPS = {
-    "nothing": policies.nothing,
-    "some": policies.operators("addmm", "native_batch_norm"),
-    "everything": policies.everything,
-}
 
 
 @pytest.mark.parametrize("keep", KEEPS)
@@ -137,16 +83,6 @@ def test_rule6_a_buffer_that_calls_on_a_route_read_and_write_is_copied(trips):
     assert trips == [True] * 3
 
 
-def test_rule11_a_route_is_left_where_running_statistics_have_another_size(trips):
-    norms = {n: nn.BatchNorm1d(n) for n in (8, 4)}
-
-    def function(x: Tensor, features: int) -> Tensor:
-        return norms[features](x.unflatten(1, (features, -1))).sin().exp()
-
-    check(function, replayed(function), [8, 8, 4, 8, 4])
-    assert trips == [True, False, True, False]
-
-
 def test_rule11_another_function_with_the_same_code_follows_the_route(trips):
     layers = [nn.Linear(8, 8) for _ in range(3)]
     for layer in layers:
@@ -156,40 +92,6 @@ def test_rule11_another_function_with_the_same_code_follows_the_route(trips):
 
         check(lambda x, _, b=block: b(x), replayed(lambda x, _, b=block: b(x)), [0])
     assert trips == [True, True]
-
-
-def turning(x: Tensor, turn: Any) -> Tensor:
-    """Take another turn on the way if asked to, and then go on as before."""
-    h = (x * 2).sin()
-    if callable(turn):
-        h = turn(h)
-    return (h + x).cos() * x.exp()
-
-
-# Each leaves the route of the others in another way.
-TURNS: dict[str, Callable[[Tensor], Tensor]] = {
-    "another operator": torch.tanh,
-    "another number": lambda h: h * 3,
-    "a view": lambda h: h.flatten().view(6, 8),
-    "a write": lambda h: h.mul_(2),
-    "a write to a view": lambda h: (h[0].mul_(2), h)[1],
-    "no gradient": lambda h: h.detach() * 2,
-    "operators that Python records": lambda h: torch.frac(h).clamp_(0.1).sort(1)[0],
-    "a tensor of its own": lambda h: h + torch.ones(6, 8),
-    "the number of another dtype": lambda h: (h.double() * 2).float(),
-    "random numbers": lambda h: F.dropout(h, 0.5),
-}
-
-
-@pytest.mark.parametrize("turn", TURNS)
-@pytest.mark.parametrize("keep", KEEPS)
-def test_rule11_a_call_that_leaves_its_route_is_recorded_from_its_start(
-    turn, keep, trips
-):
-    arguments = [None, None, TURNS[turn], None, TURNS[turn], TURNS[turn], None]
-    check(turning, replayed(turning, KEEPS[keep]), arguments)
-    assert trips[0] is True
-    assert False in trips
 
 
 def added_to_view(x: Tensor) -> Tensor:
@@ -222,20 +124,6 @@ def written_to_one_of_two(x: Tensor) -> Tensor:
 WRITES = [added_to_view, written_in_turn, written_to_part_alone, written_to_one_of_two]
 
 
-@pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list of all operators that Python records."""
-    found: list[str] = []
-    observe = Recorder.observe
-
-    def noted(recorder: Recorder, operator: Any, args: Any, kwargs: Any) -> Any:
-        found.append(str(operator))
-        return observe(recorder, operator, args, kwargs)
-
-    monkeypatch.setattr(Recorder, "observe", noted)
-    return found
-
-
 @pytest.mark.parametrize("function", WRITES)
 @pytest.mark.parametrize("keep", KEEPS)
 def test_rule4_writes_to_views_are_recorded_and_followed_in_cpp(
@@ -264,141 +152,22 @@ def test_rule11_constants_are_recorded_and_followed_in_cpp(trips, seen):
     assert not seen
 
 
-def test_rule4_a_call_that_leaves_its_route_reads_around_what_it_wrote(trips):
-    def function(x: Tensor, reads_all: bool) -> Tensor:
-        sums = x @ x.t()
-        left = sums[:, :3].mul_(2)
-        return (sums.sin() if reads_all else left.t().sin()).exp()
-
-    check(function, replayed(function), [False, False, True, False, True])
-    assert trips == [True, False, True, False]
-
-
-def with_given(call: Function) -> Function:
-    return lambda *args: call(*args, [torch.ones(8), torch.ones(8)])
-
-
-def overwrites_product(x: Tensor, given: list[Tensor]) -> Tensor:
-    return (given.pop() * 2).add_(1)
-
-
-def overwrites_buffer(x: Tensor, given: list[Tensor]) -> Tensor:
-    product = given[0] * 2
-    given[0].add_(1)
-    return product
-
-
-def overwrites_statistics(x: Tensor, given: list[Tensor]) -> Tensor:
-    product = given[0] * 2
-    F.batch_norm(x.detach(), given[0], given[1], training=True)
-    return product
-
-
-@pytest.mark.parametrize(
-    "product_of", [overwrites_product, overwrites_buffer, overwrites_statistics]
-)
-def test_rule4_a_call_that_leaves_its_route_needs_what_was_overwritten(
-    product_of, trips
-):
-    """No replay of the route reads the product, so that nothing of it is held."""
-    weight = input_of(0)[:, :6]
-
-    def function(x: Tensor, multiplies: bool, given: list[Tensor]) -> Tensor:
-        product = product_of(x, given)
-        y = (weight @ (x + product)).sin()
-        return y * product if multiplies else y + product
-
-    region = with_given(replayed(function, policies.matmuls))
-    check(with_given(function), region, [False, False, True, False, True])
-    assert trips == [True, False, True, False]
-
-
-@pytest.mark.parametrize("is_view", [False, True])
-def test_rule6_a_call_that_has_left_its_route_copies_what_it_overwrites(is_view, trips):
-    def function(x: Tensor, overwrites: bool, given: list[Tensor]) -> Tensor:
-        buffer = given[0].view(2, 4) if is_view else given[0]
-        y = x * buffer.exp().sum()
-        if overwrites:
-            buffer.mul_(2)
-        return y.sin() * buffer.sum()
-
-    region = with_given(replayed(function))
-    check(with_given(function), region, [False, False, True, False, True])
-    assert trips == [True, False, True, False]
-
-
-@pytest.mark.parametrize("turn", TURNS)
-def test_rule11_a_verified_call_that_leaves_its_route_is_verified_from_there(
-    turn, trips
-):
-    arguments: list[Any] = [None] * 6 + [TURNS[turn]] + [None] * 3 + [TURNS[turn]]
-    check(turning, replayed(turning, verify=True), arguments)
-    assert True in trips
-
-
-def test_rule11_a_tensor_that_is_kept_by_its_name_leaves_the_route(trips):
-    def function(x: Tensor, is_named: bool) -> Tensor:
-        h = x.sin().exp()
-        return (mb.name(h, "h") if is_named else h).cos() * x
-
-    region = replayed(function, policies.named("h"))
-    check(function, region, [False, False, True, True, False])
-    assert trips == [True, False, False, True]
-
-
-def test_rule11_a_call_that_ends_on_its_way_leaves_the_route(trips):
-    def function(x: Tensor, goes_on: bool) -> Tensor:
-        y = x.sin().exp()
-        return (y.cos() * x) if goes_on else y
-
-    check(function, replayed(function), [True, True, False, True, False])
-    assert trips == [True, False, True, False]
-
-
-def test_rule11_an_argument_that_is_another_tensor_leaves_the_route(trips):
-    def function(x: Tensor, is_swapped: bool) -> Tensor:
-        a, b = x.sin(), x.cos()
-        return (b if is_swapped else a).exp() * b
-
-    check(function, replayed(function), [False, False, True, True, False])
-    assert trips == [True, False, False, True]
-
-
-def test_rule11_a_tensor_that_autograd_saves_elsewhere_leaves_the_route(trips):
-    """The mask needs no gradient in other calls, so that less is saved."""
-    scale = torch.ones(8)
-
-    def function(x: Tensor, trains: bool) -> Tensor:
-        return (x.sin() * scale.requires_grad_(trains)).exp()
-
-    check(function, replayed(function), [False, False, True, False, True])
-    assert trips == [True, False, True, False]
-
-
-def test_rule11_a_call_that_saves_nothing_holds_nothing_for_a_backward(trips):
+def test_rule11_what_a_call_kept_and_overwrote_is_freed_with_its_tensor(trips):
     alive: list[bool] = []
 
     def function(x: Tensor, _: Any) -> Tensor:
-        y = x.exp()
-        made = StorageWeakRef(y.untyped_storage())
-        y = y.sin().cos()
+        h = x * 2
+        made = StorageWeakRef(h.mul_(3).untyped_storage())
+        x = x + h
+        del h
         alive.append(not made.expired())
-        return y.tanh()
+        return x.sin()
 
     region = replayed(function, policies.everything)
-    for seed in range(2):
+    for seed in range(3):
         gradient_of(region, seed, None)
-    region(input_of(2), None)
-    assert alive == [True, True, False]
-    assert trips == [True, False]
-
-
-def test_rule11_a_route_that_three_calls_in_a_row_leave_is_given_up(trips):
-    def function(x: Tensor, number: float) -> Tensor:
-        return (x * number).sin().exp()
-
-    check(function, replayed(function), [1.0, 2.0, 3.0, 4.0, 5.0, 5.0, 5.0])
-    assert trips == [False, False, False, True, True]
+    assert trips == [True, True]
+    assert alive == [False] * 3
 
 
 def test_rule11_signatures_whose_surveys_find_no_route_are_recorded(trips):
@@ -409,21 +178,6 @@ def test_rule11_signatures_whose_surveys_find_no_route_are_recorded(trips):
 
     check(function, replayed(function), [None] * 8)
     assert trips == []
-
-
-def test_rule11_a_backward_inside_the_forward_leaves_the_route(trips):
-    def function(x: Tensor, is_inside: bool) -> Tensor:
-        y = x.sin().exp()
-        if is_inside:
-            (inner,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-            return inner * y
-        return y * 2
-
-    check(function, replayed(function), [False, False, True, True, False])
-    assert trips[:2] == [True, False]
-
-
-# The backward of a call that has followed its route.
 
 
 def followed(

@@ -7,7 +7,7 @@ of the other tensors, which a backward pass needs as they were at that moment.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -68,7 +68,9 @@ class Statement(NamedTuple):
 
 
 def drawn_statement(draw: random.Random) -> Statement:
-    kind = draw.choice([VIEWS, VIEWS, WRITES, FRESH, [None]])
+    kinds: list[Sequence[Callable[[Tensor], Tensor] | None]]
+    kinds = [VIEWS, VIEWS, WRITES, FRESH, [None]]
+    kind = draw.choice(kinds)
     return Statement(draw.choice(kind), draw.randrange(LATEST))
 
 

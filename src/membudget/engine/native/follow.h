@@ -17,9 +17,24 @@ inline const c10::StorageImpl* storage_of(const Met& met) {
   return met.memory ? met.memory->_unsafe_get_target() : nullptr;
 }
 
-inline bool meet_source(Met& met, const at::Tensor& tensor) {
+// Whether a tensor is in the memory that the route says. Two tensors in one memory are so
+// in every call, and two that are not, in none: what a write destroys depends on it.
+inline bool is_in(Trip& trip, size_t memory, const at::Tensor& tensor) {
+  auto& known = trip.memories[memory];
+  if (known) {
+    return known->_unsafe_get_target() == storage_of(tensor);
+  }
+  known.emplace(tensor.storage().getWeakStorageImpl());
+  return trip.numbers.emplace(storage_of(tensor), memory).second;
+}
+
+inline bool meet_source(Trip& trip, size_t number, const at::Tensor& tensor) {
+  const RouteValue& known = trip.route->values[number];
+  Met& met = trip.values[number];
   Ref object = wrapped(tensor);
-  if (!is_usual_class(object)) {
+  if (known.step >= 0 || met.memory || !is_usual_class(object) ||
+      tensor.scalar_type() != known.dtype || tensor.device() != known.device ||
+      !is_in(trip, known.memory, tensor)) {
     return false;
   }
   meet(met, tensor);
@@ -37,9 +52,9 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
     return false;
   }
   if (!met.live) {
-    return trip.route->values[number].step < 0 && meet_source(met, tensor);
+    return meet_source(trip, number, tensor);
   }
-  if (tensor.storage().unsafeGetStorageImpl() != storage_of(met)) {
+  if (storage_of(tensor) != storage_of(met)) {
     return false;
   }
   if (met.live->_unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
@@ -51,21 +66,20 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
 
 // Writes to memory that no replay makes.
 
-// What stands in for an argument of a step; null if it is another argument.
-inline const StandIn* stand_in_at(const Step& step, size_t argument) {
-  for (const StandIn& stand_in : step.call.stand_ins) {
-    if (stand_in.argument == argument) {
-      return &stand_in;
-    }
-  }
-  return nullptr;
+// The number of what stands in for an argument of a step; that of all if nothing does.
+inline size_t stand_in_at(const Step& step, size_t argument) {
+  const auto& all = step.call.stand_ins;
+  auto is_for = [&](const StandIn& stand_in) { return stand_in.argument == argument; };
+  return std::find_if(all.begin(), all.end(), is_for) - all.begin();
 }
 
 // Whether a replay makes the like of an argument.
-inline bool is_like(const StandIn& stand_in, const at::Tensor& tensor) {
+inline bool is_like(Trip& trip, const Step& step, size_t number, const at::Tensor& tensor) {
+  const StandIn& stand_in = step.call.stand_ins[number];
   return tensor.sizes() == stand_in.sizes && tensor.strides() == stand_in.strides &&
       tensor.scalar_type() == c10::typeMetaToScalarType(stand_in.options.dtype()) &&
-      tensor.device() == stand_in.options.device();
+      tensor.device() == stand_in.options.device() &&
+      (stand_in.is_outline || is_in(trip, step.statistics[number], tensor));
 }
 
 // Calls `visit(tensor)` for each tensor outside the route that a step overwrites.
@@ -85,9 +99,8 @@ void for_each_written(
 // Calls `visit(met)` for each value in memory that a step is about to overwrite.
 template <typename Visit>
 void for_each_met_in(Trip& trip, const at::Tensor& written, const Visit& visit) {
-  const auto* memory = written.storage().unsafeGetStorageImpl();
   for (Met& met : trip.values) {
-    if (storage_of(met) == memory) {
+    if (storage_of(met) == storage_of(written)) {
       visit(met);
     }
   }
@@ -119,7 +132,10 @@ inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, 
         met.memory.emplace(met.tensor.storage().getWeakStorageImpl());
       }
     });
-    trip.written.emplace_back(trip.at, written);
+    auto memory = trip.numbers.find(storage_of(written));
+    if (memory == trip.numbers.end() || !trip.route->makes_memory[memory->second]) {
+      trip.written.emplace_back(trip.at, written);
+    }
   });
 }
 
@@ -152,8 +168,9 @@ inline bool is_next(
   size_t count = 0;
   bool is_same = true;
   for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    if (const StandIn* stand_in = stand_in_at(step, place.argument)) {
-      is_same = is_same && is_like(*stand_in, tensor);
+    size_t stand_in = stand_in_at(step, place.argument);
+    if (stand_in < step.call.stand_ins.size()) {
+      is_same = is_same && is_like(trip, step, stand_in, tensor);
       return;
     }
     is_same = is_same && count < step.call.places.size() &&
@@ -173,21 +190,13 @@ inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {
 }
 
 // Notes an output; false if its memory is not what it was: new, or that of its root.
-inline bool meet_output(Trip& trip, const Step& step, size_t number, const at::Tensor& output) {
+inline bool meet_output(Trip& trip, size_t number, const at::Tensor& output) {
   if (!output.defined() || !is_plain(output)) {
     return false;
   }
-  Met& met = trip.values[number];
-  meet(met, output);
-  const RouteValue& made = trip.route->values[number];
-  auto shares = [&](size_t other) {
-    return storage_of(trip.values[other]) == storage_of(met);
-  };
-  bool is_usual = made.root >= 0
-      ? shares(made.root)
-      : std::none_of(step.inputs.begin(), step.inputs.end(), shares);
+  meet(trip.values[number], output);
   hold_kept(trip, number, output);
-  return is_usual;
+  return is_in(trip, trip.route->values[number].memory, output);
 }
 
 // Whether uninitialised memory has the geometry that the step would give it.
@@ -215,7 +224,7 @@ inline bool meet_outputs(
   auto flat = flat_outputs(stack, target.schema().returns().size());
   bool is_usual = flat.size() == step.outputs.size();
   for (size_t i = 0; is_usual && i < flat.size(); ++i) {
-    is_usual = step.outputs[i] < 0 || meet_output(trip, step, step.outputs[i], flat[i]);
+    is_usual = step.outputs[i] < 0 || meet_output(trip, step.outputs[i], flat[i]);
   }
   return is_usual;
 }

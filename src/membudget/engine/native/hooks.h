@@ -80,7 +80,7 @@ inline PyObject* pack(PyObject* of, PyObject* object) {
          recording::number.of(recording), recording::place.of(recording));
   }
   check(PyList_Append(replayer::handles.of(replayer), weak(handle)));
-  survey_save(recording, handle::value.of(handle));
+  survey_save(recording, handle::value.of(handle), THPVariable_Unpack(object));
   return handle.release();
   END_HANDLE_TH_ERRORS
 }

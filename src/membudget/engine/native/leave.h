@@ -45,7 +45,7 @@ inline void leave(PyObject* recording) {
   tracker::clock.set_number(tracker, Writer(trip, tracker).write());
   note_steps(recording, trip);
   for (auto& [stop, tensor] : trip.recent) {
-    if (trip.stops[stop] != nullptr) {
+    if (trip.stops[stop] != nullptr && !recording::path.is_none(recording)) {
       Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)trip.stops[stop]->handle, (PyObject*)tensor));
       check(PyList_Append(recording::recent.of(recording), pair));
     }

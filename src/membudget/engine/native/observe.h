@@ -206,7 +206,8 @@ struct Written {
 
 // Notes an operator for the route of its call, if that gets one; `kept` is how many
 // outputs the policy had kept before.
-void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept);
+void survey_step(
+    const Observed& call, PyObject* operation, const std::vector<at::Tensor>& outputs, long kept);
 void survey_write(const Observed& call, PyObject* operation, const Written& written, long kept);
 void survey_held_write(const Observed& call);
 void give_up_survey(PyObject* recording);
@@ -228,7 +229,7 @@ inline void run_fresh(Observed& call, c10::DispatchKeySet below) {
   operation::drawn.set(operation, std::move(drawn));
   auto flat = flat_outputs(call.stack, returns(call));
   note_outputs(call, operation, flat);
-  survey_step(call, operation, flat.size(), kept);
+  survey_step(call, operation, flat, kept);
 }
 
 // Operators that return fresh tensors, or views of an argument.

@@ -33,7 +33,8 @@ struct Observed {
   std::vector<Ref> tensors = {}; // The arguments that are tensors,
   std::vector<Place> places = {}; // their places among the arguments,
   std::vector<long> addresses = {}; // and their storages.
-  std::vector<StandIn> stand_ins = {}; // For arguments whose content does not matter.
+  std::vector<StandIn> stand_ins = {}; // For arguments whose content does not matter,
+  std::vector<at::Tensor> stood_in_for = {}; // and these.
   Ref inputs = {}; // Their tape values, as a list.
   bool reads_floats = false;
   bool reads_device = false;
@@ -140,6 +141,7 @@ inline void record_arguments(Observed& call) {
       call.stand_ins.push_back(
           {place.argument, tensor.sizes().vec(), tensor.strides().vec(), tensor.options(),
            is_outline});
+      call.stood_in_for.push_back(tensor);
       return;
     }
     Ref object = wrapped(tensor);

@@ -30,6 +30,7 @@ struct Step {
   bool grad_enabled = false;
   bool is_view = false;
   long kept = 0;  // How many outputs the policy kept.
+  std::vector<size_t> statistics = {};  // The memories of running statistics.
 
   // Whether it overwrites what a replay makes: its output 1 is what it has written.
   bool writes() const { return known->kind == Kind::in_place && !outputs.empty(); }
@@ -43,6 +44,9 @@ struct RouteValue {
   long step = -1;
   long root = -1;  // The value that owns the memory; -1 for the value itself.
   bool is_kept = false;
+  size_t memory = 0;  // The number of its memory: which tensors alias is part of a route.
+  c10::ScalarType dtype = c10::ScalarType::Undefined;  // From outside, as the device:
+  c10::Device device = c10::kCPU;  // those of all others follow.
 
   bool is_held() const { return step < 0 || is_kept; }
 };
@@ -63,6 +67,7 @@ struct Route {
   std::vector<RouteValue> values;
   std::vector<Save> saves;
   Needs needs;
+  std::vector<bool> makes_memory;  // By its number.
 };
 
 inline long root_of(const Route& route, size_t value) {

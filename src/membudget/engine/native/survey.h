@@ -18,17 +18,40 @@ struct Numbered {
   bool owns_more = false;  // Than the part of its memory that has the number.
 };
 
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
 struct Survey {
   std::shared_ptr<Route> route = std::make_shared<Route>();
   std::unordered_map<PyObject*, Numbered> numbers = {};  // Of values on the tape.
+  std::unordered_map<const c10::StorageImpl*, size_t> memories = {};  // Their numbers.
+  std::vector<WeakStorage> storages = {};  // No other one gets the address of these.
   bool is_whole = true;
 };
 
 using SurveyBox = Box<Survey>;
 using RouteBox = Box<std::shared_ptr<Route>>;
 
-inline size_t number_new(Survey& of, PyObject* value, RouteValue made) {
+inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
+inline size_t memory_of(Survey& of, const at::Tensor& tensor) {
+  auto [found, is_new] = of.memories.emplace(storage_of(tensor), of.storages.size());
+  if (is_new) {
+    of.storages.push_back(tensor.storage().getWeakStorageImpl());
+    of.route->makes_memory.push_back(false);
+  }
+  return found->second;
+}
+
+inline size_t number_new(
+    Survey& of, PyObject* value, RouteValue made, const at::Tensor& tensor) {
   size_t number = of.route->values.size();
+  made.memory = memory_of(of, tensor);
+  made.dtype = tensor.scalar_type();
+  made.device = tensor.device();
+  of.route->makes_memory[made.memory] =
+      of.route->makes_memory[made.memory] || (made.step >= 0 && made.root < 0);
   of.route->values.push_back(made);
   of.numbers.insert_or_assign(value, Numbered{number, weak(value)});
   return number;
@@ -44,53 +67,53 @@ inline const Numbered* numbered(const Survey& of, PyObject* value) {
 
 // The number of a value on the tape, which is new if it comes from outside; none is known
 // of a value that was made unseen.
-inline size_t number_of(Survey& of, PyObject* value) {
+inline size_t number_of(Survey& of, PyObject* value, const at::Tensor& tensor) {
   if (const Numbered* known = numbered(of, value)) {
     of.is_whole &= !known->owns_more;
     return known->number;
   }
   of.is_whole &= is_held(value) && !value::is_state.is_true(value);
-  return number_new(of, value, {});
+  return number_new(of, value, {}, tensor);
 }
 
 // The number of what owns the memory of a view; -1 if the value is no view.
 inline long number_of_root(Survey& of, PyObject* root) {
-  if (root == Py_None) {
-    return -1;
-  }
-  const Numbered* known = numbered(of, root);
-  return static_cast<long>(known == nullptr ? number_of(of, root) : known->number);
+  const Numbered* known = root == Py_None ? nullptr : numbered(of, root);
+  of.is_whole &= root == Py_None || known != nullptr;
+  return known == nullptr ? -1 : static_cast<long>(known->number);
 }
 
 // Numbers a value that the next step makes.
-inline size_t number_made(Survey& of, PyObject* value, long root) {
+inline size_t number_made(Survey& of, PyObject* value, long root, const at::Tensor& tensor) {
   of.is_whole &= value::packed.is_none(value);
   long step = static_cast<long>(of.route->steps.size());
-  return number_new(of, value, {step, root, value::operation.is_none(value)});
+  return number_new(of, value, {step, root, value::operation.is_none(value)}, tensor);
 }
 
 // Numbers what an operation has made.
-inline std::vector<long> number_outputs(Survey& of, PyObject* operation, size_t count) {
-  std::vector<long> numbers(count, -1);
+inline std::vector<long> number_outputs(
+    Survey& of, PyObject* operation, const std::vector<at::Tensor>& made) {
+  std::vector<long> numbers(made.size(), -1);
   PyObject* outputs = operation::outputs.of(operation);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(outputs); ++i) {
     Ref value = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(outputs, i)));
     if (value == Py_None) {
       continue;
     }
-    long root = number_of_root(of, value::root.of(value));
-    numbers[value::index.number(value)] = static_cast<long>(number_made(of, value, root));
+    long index = value::index.number(value), root = number_of_root(of, value::root.of(value));
+    numbers[index] = static_cast<long>(number_made(of, value, root, made[index]));
   }
   return numbers;
 }
 
-// The numbers of an operation's inputs; the first one is the tensor that it writes, if any.
+// The numbers of a call's inputs; the first one is what it writes, if that is given.
 inline std::vector<size_t> numbers_of(
-    Survey& of, PyObject* inputs, PyObject* written = nullptr) {
+    Survey& of, const Observed& call, PyObject* written = nullptr) {
   std::vector<size_t> numbers;
-  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(inputs); ++i) {
-    bool is_written = i == 0 && written != nullptr;
-    numbers.push_back(number_of(of, is_written ? written : PyList_GET_ITEM(inputs, i)));
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE((PyObject*)call.inputs); ++i) {
+    PyObject* input = PyList_GET_ITEM((PyObject*)call.inputs, i);
+    PyObject* value = i == 0 && written != nullptr ? written : input;
+    numbers.push_back(number_of(of, value, THPVariable_Unpack((PyObject*)call.tensors[i])));
   }
   return numbers;
 }
@@ -110,14 +133,18 @@ inline void add_step(
       CallBox::of(operation::native.of(operation)), std::move(inputs), std::move(outputs),
       operation::grad_enabled.is_true(operation), operation::is_view.is_true(operation),
       recording::kept.number(call.recording) - kept};
+  for (size_t i = 0; i < call.stood_in_for.size(); ++i) {
+    step.statistics.push_back(memory_of(of, call.stood_in_for[i]));
+  }
   of.route->steps.push_back(std::move(step));
 }
 
-inline void survey_step(const Observed& call, PyObject* operation, size_t outputs, long kept) {
+inline void survey_step(
+    const Observed& call, PyObject* operation, const std::vector<at::Tensor>& outputs, long kept) {
   PyObject* noted = recording::survey.of(call.recording);
   if (noted != Py_None) {
     Survey& of = SurveyBox::of(noted);
-    auto inputs = numbers_of(of, call.inputs);
+    auto inputs = numbers_of(of, call);
     add_step(of, call, operation, inputs, number_outputs(of, operation, outputs), kept);
   }
 }
@@ -129,8 +156,9 @@ inline void survey_write(
   PyObject* noted = recording::survey.of(call.recording);
   if (noted != Py_None) {
     Survey& of = SurveyBox::of(noted);
-    auto inputs = numbers_of(of, call.inputs, written.before);
-    size_t number = number_made(of, written.after, -1);
+    auto inputs = numbers_of(of, call, written.before);
+    const at::Tensor& target = THPVariable_Unpack((PyObject*)call.tensors[0]);
+    size_t number = number_made(of, written.after, -1, target);
     of.numbers.insert_or_assign(
         written.root, Numbered{number, weak(written.root), written.root != written.after});
     add_step(of, call, operation, inputs, {-1, static_cast<long>(number)}, kept);
@@ -144,7 +172,7 @@ inline void survey_held_write(const Observed& call) {
     Survey& of = SurveyBox::of(noted);
     Step step{
         &call.known, call.known.overload,
-        {call.target, kept_arguments(call), call.places}, numbers_of(of, call.inputs), {},
+        {call.target, kept_arguments(call), call.places}, numbers_of(of, call), {},
         at::GradMode::is_enabled()};
     of.route->steps.push_back(std::move(step));
   }
@@ -156,11 +184,11 @@ inline void give_up_survey(PyObject* recording) {
 }
 
 // Notes a tensor that autograd saved.
-inline void survey_save(PyObject* recording, PyObject* value) {
+inline void survey_save(PyObject* recording, PyObject* value, const at::Tensor& tensor) {
   PyObject* noted = recording::survey.of(recording);
   if (noted != Py_None) {
     Survey& of = SurveyBox::of(noted);
-    of.route->saves.push_back({number_of(of, value), of.route->steps.size()});
+    of.route->saves.push_back({number_of(of, value, tensor), of.route->steps.size()});
   }
 }
 

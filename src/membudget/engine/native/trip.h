@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <c10/util/flat_hash_map.h>
+
 #include <optional>
 
 #include "survey.h"
@@ -13,7 +15,7 @@ using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
 // One value of a trip.
 struct Met {
   std::optional<Weak> live;  // In the forward: no other tensor gets its address.
-  std::optional<c10::weak_intrusive_ptr<c10::StorageImpl>> memory;  // Likewise.
+  std::optional<WeakStorage> memory;  // Likewise.
   at::Tensor tensor;  // What is held, or was recomputed.
   long version = 0;  // Of a held tensor, at the end of the forward.
   int needs = 0;  // As in the route, less what autograd has freed.
@@ -28,6 +30,8 @@ struct Trip {
   PyObject* replayer;  // It owns the trip.
   c10::ScalarType dtype;  // The default one.
   std::vector<Met> values = {};
+  std::vector<std::optional<WeakStorage>> memories = {};  // By their numbers,
+  ska::flat_hash_map<const c10::StorageImpl*, size_t> numbers = {};  // and reversed.
   std::vector<int> steps = {};  // How many values need each.
   std::vector<Ref> drawn = {};  // The state that each step drew from, or null.
   std::vector<Stop*> stops = {};  // By number of the saved tensor; null once freed.
@@ -92,6 +96,8 @@ inline PyObject* new_trip(PyObject*, PyObject* const* given, Py_ssize_t) {
   Trip& trip = TripBox::of(made);
   const Route& route = *trip.route;
   trip.values.resize(route.values.size());
+  trip.memories.resize(route.makes_memory.size());
+  trip.numbers.reserve(route.makes_memory.size());
   for (size_t i = 0; i < route.values.size(); ++i) {
     trip.values[i].needs = route.needs.values[i];
   }

@@ -195,7 +195,7 @@ inline void observe_empty(Observed& call, c10::DispatchKeySet below) {
   Ref value = new_output(operation, 0, Py_None);
   Ref memory = new_memory(value, python_dtype(output.scalar_type()));
   enter(call.tracker, output, object, value, memory, number(address_of(output)));
-  survey_step(call, operation, 1, recording::kept.number(call.recording));
+  survey_step(call, operation, {output}, recording::kept.number(call.recording));
 }
 
 } // namespace membudget

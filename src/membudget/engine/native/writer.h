@@ -58,10 +58,19 @@ class Writer {
     }
   }
 
-  // The tensor of a value, if it lives.
+  // The tensor of a value, if it lives, in the memory that it was in.
   at::Tensor living(size_t number) {
     const Met& met = trip_.values[number];
-    return tracker_ != nullptr && met.live ? at::Tensor(met.live->lock()) : at::Tensor();
+    if (tracker_ == nullptr || !met.live) {
+      return at::Tensor();
+    }
+    at::Tensor tensor(met.live->lock());
+    return tensor.defined() && is_where_it_was(number, tensor) ? tensor : at::Tensor();
+  }
+
+  // False after `.data =`.
+  bool is_where_it_was(size_t number, const at::Tensor& tensor) {
+    return storage_of(tensor) == storage_of(trip_.values[number]);
   }
 
   // What to hold for a value that no step makes again; undefined if it is gone.
@@ -87,9 +96,9 @@ class Writer {
     hold(value, wrapped(tensor));
     if (tracker_ == nullptr) {
       value::version.set_number(value, trip_.values[number].version);
+    }
+    if (tracker_ == nullptr || is_own_alias(tensor, wrapped(tensor))) {
       value::address.set_number(value, reinterpret_cast<long>(storage_of(trip_.values[number])));
-    } else if (is_own_alias(tensor, wrapped(tensor))) {
-      value::address.set_number(value, address_of(tensor));
     }
   }
 
@@ -105,7 +114,7 @@ class Writer {
       return;
     }
     hold_kept(number, value, tensor);
-    if (tracker_ != nullptr) {
+    if (tracker_ != nullptr && is_where_it_was(number, tensor)) {
       bool is_view = route_.values[number].root >= 0;  // Of what is gone.
       Ref memory = memory_of(number, is_view ? Py_None : (PyObject*)value, Py_None);
       memory::root.set(memory, Py_None);
@@ -120,11 +129,11 @@ class Writer {
   void write_source(size_t number) {
     at::Tensor alive = living(number);
     at::Tensor tensor = alive.defined() ? alive : trip_.values[number].tensor;
-    if (tracker_ != nullptr && tensor.defined()) {
+    if (tracker_ != nullptr && tensor.defined() && is_where_it_was(number, tensor)) {
       Ref entry = entry_of(tracker_, tensor, wrapped(tensor));
       made_[number] = Ref::to(entry::value.of(entry));
       memories_[storage_of(trip_.values[number])] = Ref::to(entry::memory.of(entry));
-    } else if (tracker_ == nullptr) {
+    } else {
       Ref source = new_value(Py_None, 0, Py_None);
       value::is_input.set(source, Py_True);
       write_held(number, std::move(source));
