@@ -3,6 +3,7 @@
 //   path     addmm   gelu   addmm            the operators, which Python knows
 //   steps    each with its arguments, and which values these were
 //   values   x W b   h = addmm(b, x, W)   g = gelu(h)   ...
+//   memories 0 1 2   3                   4   of which two values share one or do not
 //   saves    x W h g ...                     what autograd saved, and after which step
 //
 // A later call on the same path is a *trip* if its operators read the same values: it

@@ -41,9 +41,10 @@ Rule 9. Tensors that a replay reads, except parameters, are packed by any saved-
     a later write in the region waits for its copy.
 Rule 10. Only the handles in the autograd graph own the tape, which has no reference
     cycles: when the graph is freed, so is the tape.
-Rule 11. Calls whose operators read what they read in an earlier call, and save what
-    they saved there, write no tape: the *route* of that call is theirs, too. They hold
-    no tensor that no replay needs. A call that leaves its route is recorded as if from
-    its start. This takes the extension in C++, one stream, a backward pass in one
-    stage, and no saved-tensor hooks around the region.
+Rule 11. Calls whose operators read what they read in an earlier call, from tensors that
+    share memory as they did there, and save what they saved, write no tape: the *route*
+    of that call is theirs, too. They hold no tensor that no replay needs. A call that
+    leaves its route is recorded as if from its start: what it has overwritten since is
+    gone, so the values made of that are kept instead. This takes the extension in C++,
+    one stream, a backward pass in one stage, and no saved-tensor hooks around the region.
 """
