@@ -47,11 +47,14 @@ inline size_t memory_of(Survey& of, const at::Tensor& tensor) {
 inline size_t number_new(
     Survey& of, PyObject* value, RouteValue made, const at::Tensor& tensor) {
   size_t number = of.route->values.size();
-  made.memory = memory_of(of, tensor);
-  made.dtype = tensor.scalar_type();
-  made.device = tensor.device();
-  of.route->makes_memory[made.memory] =
-      of.route->makes_memory[made.memory] || (made.step >= 0 && made.root < 0);
+  of.is_whole &= is_plain(tensor);
+  if (of.is_whole) {
+    made.memory = memory_of(of, tensor);
+    made.dtype = tensor.scalar_type();
+    made.device = tensor.device();
+    of.route->makes_memory[made.memory] =
+        of.route->makes_memory[made.memory] || (made.step >= 0 && made.root < 0);
+  }
   of.route->values.push_back(made);
   of.numbers.insert_or_assign(value, Numbered{number, weak(value)});
   return number;
