@@ -79,7 +79,7 @@ inline bool is_like(Trip& trip, const Step& step, size_t number, const at::Tenso
   return tensor.sizes() == stand_in.sizes && tensor.strides() == stand_in.strides &&
       tensor.scalar_type() == c10::typeMetaToScalarType(stand_in.options.dtype()) &&
       tensor.device() == stand_in.options.device() &&
-      (stand_in.is_outline || is_in(trip, step.statistics[number], tensor));
+      (stand_in.is_outline || is_in(trip, step.stood_in_for[number], tensor));
 }
 
 // Calls `visit(tensor)` for each tensor outside the route that a step overwrites.

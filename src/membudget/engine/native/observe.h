@@ -179,11 +179,10 @@ inline void note_outputs(
 
 // As `ForwardRecord.operation`.
 inline Ref record_operation(Observed& call, std::vector<c10::IValue> kept) {
-  add(tracker::clock, call.tracker, 1);
   return new_operation(
       call.known.overload, call.inputs,
       CallBox::make(call.target, std::move(kept), call.places, std::move(call.stand_ins)),
-      tracker::clock.of(call.tracker), recording::place.of(call.recording));
+      next_number(call.tracker), recording::place.of(call.recording));
 }
 
 inline size_t returns(const Observed& call) {

@@ -80,19 +80,18 @@ inline bool observe(
   if (writes && !tracker::writes.is_none(tracker)) {
     return false;  // Verification copies or fingerprints before the write.
   }
-  Ref written;
+  Ref entry;  // Of what is overwritten.
   if (known.kind == Kind::in_place) {
-    written = writable(tracker, known, *stack, first);
-    if (written == nullptr && !is_held_memory(tracker, (*stack)[first].toTensor())) {
+    const at::Tensor& target = (*stack)[first].toTensor();
+    entry = entry_of(tracker, target, wrapped(target));
+    if (!is_held_memory(entry) && !is_writable(entry, known, *stack, first)) {
       return false;
     }
   }
   advance(recording, known);
   Observed call{of, recording, tracker, known, target, *stack, first};
-  if (written != nullptr) {
-    observe_write(call, below, written);
-  } else if (known.kind == Kind::in_place) {
-    observe_held_write(call, below);
+  if (known.kind == Kind::in_place) {
+    (is_held_memory(entry) ? observe_held_write : observe_write)(call, below, entry);
   } else if (known.kind == Kind::normalisation) {
     observe_normalisation(call, below);
   } else if (known.kind == Kind::empty) {

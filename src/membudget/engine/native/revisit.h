@@ -21,7 +21,7 @@ inline bool is_unchanged(const Met& met) {
 
 // A read by a replay; autograd itself reads what `.data =` has put in a tensor.
 inline bool is_unchanged_source(const Met& met) {
-  return is_unchanged(met) && met.tensor.storage().unsafeGetStorageImpl() == storage_of(met);
+  return is_unchanged(met) && storage_of(met.tensor) == storage_of(met);
 }
 
 inline void forget_recomputed(Trip& trip) {

@@ -31,7 +31,7 @@ struct Step {
   bool grad_enabled = false;
   bool is_view = false;
   long kept = 0;  // How many outputs the policy kept.
-  std::vector<size_t> statistics = {};  // The memories of running statistics.
+  std::vector<size_t> stood_in_for = {};  // The memory of each argument with a stand-in.
 
   // Whether it overwrites what a replay makes: its output 1 is what it has written.
   bool writes() const { return known->kind == Kind::in_place && !outputs.empty(); }

@@ -31,10 +31,6 @@ struct Survey {
 using SurveyBox = Box<Survey>;
 using RouteBox = Box<std::shared_ptr<Route>>;
 
-inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
-  return tensor.storage().unsafeGetStorageImpl();
-}
-
 inline size_t memory_of(Survey& of, const at::Tensor& tensor) {
   auto [found, is_new] = of.memories.emplace(storage_of(tensor), of.storages.size());
   if (is_new) {
@@ -137,7 +133,7 @@ inline void add_step(
       operation::grad_enabled.is_true(operation), operation::is_view.is_true(operation),
       recording::kept.number(call.recording) - kept};
   for (size_t i = 0; i < call.stood_in_for.size(); ++i) {
-    step.statistics.push_back(memory_of(of, call.stood_in_for[i]));
+    step.stood_in_for.push_back(memory_of(of, call.stood_in_for[i]));
   }
   of.route->steps.push_back(std::move(step));
 }

@@ -64,9 +64,13 @@ inline Ref wrapped(const at::Tensor& tensor) {
   return Ref::made(THPVariable_Wrap(tensor));
 }
 
+inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
+  return tensor.storage().unsafeGetStorageImpl();
+}
+
 // What `address_of` returns in Python.
 inline long address_of(const at::Tensor& tensor) {
-  return reinterpret_cast<long>(tensor.storage().unsafeGetStorageImpl());
+  return reinterpret_cast<long>(storage_of(tensor));
 }
 
 inline PyObject* root_of(PyObject* of) {

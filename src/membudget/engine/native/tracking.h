@@ -178,6 +178,12 @@ inline Ref meet(PyObject* of, const at::Tensor& tensor, PyObject* object) {
   return enter(of, tensor, object, value, memory, address);
 }
 
+// Counts one more operation on the tape; returns its number.
+inline PyObject* next_number(PyObject* of) {
+  add(tracker::clock, of, 1);
+  return tracker::clock.of(of);
+}
+
 // As `Tracker._rebased`, with operations that `next` numbers; null if Python recorded one
 // of the views.
 template <typename Next>
@@ -212,10 +218,8 @@ inline Ref meet_again(PyObject* of, const at::Tensor& tensor, PyObject* object, 
   if (at == nullptr || place::memory.of(at) != memory || memory::root.is_none(memory)) {
     return Ref();
   }
-  Ref value = rebased(entry::value.of(old), memory::root.of(memory), [&] {
-    add(tracker::clock, of, 1);
-    return tracker::clock.of(of);
-  });
+  Ref value = rebased(
+      entry::value.of(old), memory::root.of(memory), [&] { return next_number(of); });
   if (value == nullptr) {
     return Ref();
   }

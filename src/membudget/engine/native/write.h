@@ -22,23 +22,25 @@ inline bool is_native_view(PyObject* value) {
   return true;
 }
 
-// The entry of a tensor that C++ can write to: a replay recomputes its memory, which no
-// other argument is in. Null if Python must record the write.
-inline Ref writable(
-    PyObject* tracker, const Operator& known, const c10::Stack& stack, size_t first) {
-  const at::Tensor& target = stack[first].toTensor();
-  long address = address_of(target);
-  Ref entry = entry_of(tracker, target, wrapped(target));
-  PyObject* memory = entry::memory.of(entry);
+// Whether a tensor is in memory that no replay recomputes.
+inline bool is_held_memory(PyObject* entry) {
+  return memory::root.is_none(entry::memory.of(entry));
+}
+
+// Whether C++ can record a write to memory that a replay recomputes: no other argument is
+// in it.
+inline bool is_writable(
+    PyObject* entry, const Operator& known, const c10::Stack& stack, size_t first) {
   PyObject* value = entry::value.of(entry);
-  if (root_of(value) != memory::root.of(memory) || !is_native_view(value)) {
-    return Ref();
+  if (root_of(value) != memory::root.of(entry::memory.of(entry)) || !is_native_view(value)) {
+    return false;
   }
+  const at::Tensor& target = stack[first].toTensor();
   bool is_alone = true;
   for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    is_alone &= place.argument == 0 || address_of(tensor) != address;
+    is_alone &= place.argument == 0 || storage_of(tensor) != storage_of(target);
   });
-  return is_alone ? entry : Ref();
+  return is_alone;
 }
 
 // Notes that an operation overwrites its input 0, or what that is a view of: then a replay
@@ -69,23 +71,14 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, const Ref& 
   operation::drawn.set(operation, run_below(call, below));
   Ref root = new_output(operation, 1, Py_None);
   after_write(memory, root);
-  entry::value.set(entry, rebased(before, root, [&] {
-    add(tracker::clock, call.tracker, 1);
-    return tracker::clock.of(call.tracker);
-  }));
+  Ref after = rebased(before, root, [&] { return next_number(call.tracker); });
+  entry::value.set(entry, after);
   entry::epoch.set(entry, memory::epoch.of(memory));
-  Ref after = Ref::to(entry::value.of(entry));
   if (memory::dtype.of(memory) != python_dtype(target.scalar_type())) {
     give_up_survey(call.recording);  // The tape could not be written.
   }
   hold_if_kept(call, operation, target, entry, 1);
   survey_write(call, operation, {before, after, root}, kept);
-}
-
-// Whether a tensor is in memory that no replay recomputes.
-inline bool is_held_memory(PyObject* tracker, const at::Tensor& tensor) {
-  Ref entry = entry_of(tracker, tensor, wrapped(tensor));
-  return memory::root.is_none(entry::memory.of(entry));
 }
 
 // Whether a source has content that a replay may read, and that a write would destroy.
@@ -142,10 +135,10 @@ inline void before_held_write(
 }
 
 // As `run_in_place`, of memory that no replay recomputes.
-inline void observe_held_write(Observed& call, c10::DispatchKeySet below) {
+inline void observe_held_write(
+    Observed& call, c10::DispatchKeySet below, const Ref& entry) {
   const at::Tensor target = call.stack[call.first].toTensor();
   record_arguments(call);
-  Ref entry = entry_of(call.tracker, target, wrapped(target));
   before_held_write(call, target, entry);
   survey_held_write(call);
   run_below(call, below);
@@ -188,10 +181,9 @@ inline void observe_empty(Observed& call, c10::DispatchKeySet below) {
     return;
   }
   Ref object = wrapped(output);
-  add(tracker::clock, call.tracker, 1);
   Ref operation = new_operation(
       empty_operator, call.inputs, empty_call(output),
-      tracker::clock.of(call.tracker), recording::place.of(call.recording));
+      next_number(call.tracker), recording::place.of(call.recording));
   Ref value = new_output(operation, 0, Py_None);
   Ref memory = new_memory(value, python_dtype(output.scalar_type()));
   enter(call.tracker, output, object, value, memory, number(address_of(output)));
