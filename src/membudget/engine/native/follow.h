@@ -66,7 +66,7 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
 
 // Writes to memory that no replay makes.
 
-// The number of what stands in for an argument of a step; that of all if nothing does.
+// The index of the stand-in for an argument; how many there are if the argument has none.
 inline size_t stand_in_at(const Step& step, size_t argument) {
   const auto& all = step.call.stand_ins;
   auto is_for = [&](const StandIn& stand_in) { return stand_in.argument == argument; };
@@ -189,7 +189,7 @@ inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {
   }
 }
 
-// Notes an output; false if its memory is not what it was: new, or that of its root.
+// Notes an output; false if it is not in the memory that the route says.
 inline bool meet_output(Trip& trip, size_t number, const at::Tensor& output) {
   if (!output.defined() || !is_plain(output)) {
     return false;

@@ -3,7 +3,7 @@
 //   path     addmm   gelu   addmm            the operators, which Python knows
 //   steps    each with its arguments, and which values these were
 //   values   x W b   h = addmm(b, x, W)   g = gelu(h)   ...
-//   memories 0 1 2   3                   4   of which two values share one or do not
+//   memories 0 1 2   3                   4   which values share one
 //   saves    x W h g ...                     what autograd saved, and after which step
 //
 // A later call on the same path is a *trip* if its operators read the same values: it
@@ -46,8 +46,9 @@ struct RouteValue {
   long root = -1;  // The value that owns the memory; -1 for the value itself.
   bool is_kept = false;
   size_t memory = 0;  // The number of its memory: which tensors alias is part of a route.
-  c10::ScalarType dtype = c10::ScalarType::Undefined;  // From outside, as the device:
-  c10::Device device = c10::kCPU;  // those of all others follow.
+  // Compared for values from outside only: those of all others follow.
+  c10::ScalarType dtype = c10::ScalarType::Undefined;
+  c10::Device device = c10::kCPU;
 
   bool is_held() const { return step < 0 || is_kept; }
 };
@@ -94,8 +95,8 @@ inline Needs needs_of(const Route& route) {
   return needs;
 }
 
-// Whether a replay can overwrite what it is to: all that it needs of that memory leads to
-// the write, and to nothing else.
+// Whether a replay may write in place: of the memory that a step overwrites, it needs only
+// what leads to that step.
 inline bool may_overwrite(const Route& route) {
   std::vector<int> needed(route.values.size());  // Of each memory, by its owner.
   for (size_t i = 0; i < route.values.size(); ++i) {

@@ -148,8 +148,8 @@ inline void survey_step(
   }
 }
 
-// Notes a write to what a replay makes. What is written owns the memory from then on, be
-// it a part: the route ends where something else of that memory is read.
+// Notes a write to what a replay makes. What is written owns the memory from then on, even
+// if it is a part of it: a call that reads anything else of that memory has no route.
 inline void survey_write(
     const Observed& call, PyObject* operation, const Written& written, long kept) {
   PyObject* noted = recording::survey.of(call.recording);
