@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import membudget as mb
-from membudget.memory.counting import Counted
 from tests.field.counting_allocator import restarted, so_far
+from tests.loop.training import live_bytes
 
 MOST_REFUSALS = 6
 
@@ -43,7 +43,7 @@ def begun(limit: int | None) -> tuple[Callable[[], int], int | None]:
     gc.collect()
     before = restarted()
     if limit is not None:
-        limit += Counted(torch.device("cpu")).live_bytes()
+        limit += live_bytes()
     return lambda: so_far() - before, limit
 
 

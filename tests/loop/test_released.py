@@ -98,3 +98,17 @@ def test_a_refused_model_lives_no_longer_than_the_error(budget, rows, makes_stat
         return weakref.ref(model)
 
     assert run()() is None
+
+
+def test_a_budget_that_was_not_stopped_lives_as_long_as_its_model():
+    model = layers()
+    optimizer = torch.optim.SGD(model.parameters())
+    budgeted = weakref.ref(mb.budget(model, "1GiB").start())
+    gc.collect()
+    with pytest.warns(mb.BudgetWarning, match="the forward of Sequential was never"):
+        optimizer.step()
+    found = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert found() is None
+    assert budgeted() is None

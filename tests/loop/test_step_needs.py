@@ -10,8 +10,7 @@ from torch import nn
 
 import membudget as mb
 from membudget.loop.step_needs import StepNeeds
-from membudget.memory.counting import Counted
-from tests.loop.training import counted
+from tests.loop.training import counted, live_bytes
 
 WIDTH = 64
 
@@ -118,7 +117,7 @@ def test_a_step_of_lbfgs_is_refused_before_it_is_over_budget(multiple: int):
 
     error = pytest.raises(mb.BudgetError, match="the next step of LBFGS")
     with counted() as seen:
-        limit = Counted(torch.device("cpu")).live_bytes() + multiple * parameters_bytes
+        limit = live_bytes() + multiple * parameters_bytes
         with mb.budget(model, limit), error:
             for _ in range(20):
                 optimizer.step(closure)

@@ -25,6 +25,16 @@ class Seen:
     most_bytes = 0
 
 
+def live_bytes() -> int:
+    """Return the bytes that live on the CPU, as a budget that begins counts them."""
+    counts = Counted(torch.device("cpu"))
+    counts.start()
+    try:
+        return counts.live_bytes()
+    finally:
+        counts.stop()
+
+
 @contextmanager
 def counted() -> Iterator[Seen]:
     seen, counts = Seen(), Counted(torch.device("cpu"))

@@ -5,24 +5,15 @@ The peak is that of an allocator that shares nothing with `src`, around the whol
 
 from __future__ import annotations
 
-import gc
-
 import pytest
-import torch
 
 from membudget.engine import native
-from membudget.memory.counting import Counted
 from tests.field.counting_allocator import NoCompilerError, peak_bytes
+from tests.loop.training import live_bytes
 from tests.loops.held import check
 from tests.loops.loop import drawn
 
 FIRST, FEW, SOME, MANY = 100, 4, 60, 1000
-
-
-def others_bytes() -> int:
-    """Return the bytes of tensors that other tests hold."""
-    gc.collect()
-    return Counted(torch.device("cpu")).live_bytes()
 
 
 @pytest.mark.cpu_only("the peak is counted by an allocator of the CPU")
@@ -30,7 +21,7 @@ def others_bytes() -> int:
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + FEW))
 def test_a_random_loop_keeps_its_budget_and_its_bits(seed):
     try:
-        check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)
+        check(drawn(seed), peak_bytes, live_bytes, again=seed % 4 == 0)
     except NoCompilerError as error:
         pytest.skip(str(error))
 
@@ -40,11 +31,11 @@ def test_a_random_loop_keeps_its_budget_and_its_bits(seed):
 @pytest.mark.skipif(not native.is_available(), reason="there is no C++ compiler")
 @pytest.mark.parametrize("seed", range(FIRST + FEW, FIRST + SOME))
 def test_more_random_loops_keep_their_budgets_and_their_bits(seed):
-    check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)
+    check(drawn(seed), peak_bytes, live_bytes, again=seed % 4 == 0)
 
 
 @pytest.mark.slow
 @pytest.mark.cpu_only("the peak is counted by an allocator of the CPU")
 @pytest.mark.parametrize("seed", range(FIRST + SOME, FIRST + MANY))
 def test_many_random_loops_keep_their_budgets_and_their_bits(seed):
-    check(drawn(seed), peak_bytes, others_bytes, again=seed % 4 == 0)
+    check(drawn(seed), peak_bytes, live_bytes, again=seed % 4 == 0)

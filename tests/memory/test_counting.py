@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -114,3 +116,73 @@ def test_an_allocation_that_fails_is_counted(counts):
     with pytest.raises(RuntimeError, match="allocate"):
         torch.empty(1 << 52)
     assert counts.failures() == before + 1
+
+
+@pytest.mark.cpu_only("an accelerator's allocator sees every release")
+def test_a_tensor_from_before_counts_until_it_is_freed(counts):
+    counts.stop()
+    x = torch.zeros(MIB)
+    counts.start()
+    before = counts.live_bytes()
+    del x
+    assert counts.live_bytes() == before - 4 * MIB
+
+
+@pytest.mark.cpu_only("an accelerator's allocator sees every release")
+def test_a_storage_from_before_that_is_resized_counts_once(counts):
+    counts.stop()
+    x = torch.zeros(MIB)
+    counts.start()
+    before = counts.live_bytes()
+    x.untyped_storage().resize_(0)
+    assert counts.live_bytes() == before - 4 * MIB
+    x.untyped_storage().resize_(4 * MIB)
+    assert counts.live_bytes() == before
+
+
+@pytest.mark.cpu_only("an accelerator's allocator sees every release")
+def test_who_counts_later_finds_what_lives_although_another_has_counted_on(counts):
+    counts.stop()
+    uncounted = torch.zeros(MIB)
+    counts.start()
+    del uncounted
+    other = Counted(counts.device)
+    other.start()
+    try:
+        alone = Counted(counts.device).live_bytes()  # That of tensors in Python.
+        assert other.live_bytes() == counts.live_bytes() == alone
+    finally:
+        other.stop()
+
+
+@pytest.mark.cpu_only("an accelerator has no counter of ours")
+def test_who_is_not_stopped_counts_no_longer_than_it_lives(counts):
+    counts.stop()
+    other = Counted(counts.device)
+    other.start()
+    extension, before = other._extension, other.live_bytes()
+    del other
+    kept = torch.zeros(MIB)
+    assert extension.live() == before
+    del kept
+
+
+@pytest.mark.cpu_only("it is about the CPU's allocator")
+def test_an_allocator_that_was_put_in_front_while_one_counted_is_left_there(counts):
+    code = (
+        "import torch\n"
+        "from membudget.memory.counting import Counted\n"
+        "from tests.field.counting_allocator import restarted\n"
+        "counts = Counted(torch.device('cpu'))\n"
+        "counts.start()\n"
+        "restarted()\n"
+        "counts.stop()\n"
+        "counts.start()\n"
+        "before = counts.live_bytes()\n"
+        "kept = torch.zeros(1024)\n"
+        "print(counts.is_exact, counts.live_bytes() - before)\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert (run.returncode, run.stdout.split()) == (0, ["True", "4096"]), run.stderr

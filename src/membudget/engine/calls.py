@@ -68,7 +68,7 @@ class Owner:
         """Create a record with no flags set, dropped when an object in `parts` dies."""
         self.differentiates = self.adds_gradients = False
         self.binds = self.replays = False
-        self._refs = _held_weakly(parts, _OWNERS, key)
+        self._refs = held_weakly(parts, _OWNERS, key)
 
 
 class Calls:
@@ -98,7 +98,7 @@ class Calls:
         self.paths: dict[int, SavedPath] = {}
         self.writes_silently = self.fills_late = False
         self.sampling: Sampling | None = None
-        self._refs = _held_weakly(parts, _KNOWN, key)
+        self._refs = held_weakly(parts, _KNOWN, key)
         self._count = 0
         self._is_settled = False
         self._patience = _PATIENCE
@@ -215,7 +215,7 @@ def _first_calls(key: Signature, parts: list[Any], held: int) -> Calls:
     return calls
 
 
-def _held_weakly(
+def held_weakly(
     parts: list[Any], known: dict[Signature, Any], key: Signature
 ) -> list[Any]:
     """Return weak references to `parts`; delete `known[key]` when any part dies."""

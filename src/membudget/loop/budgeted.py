@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
+from weakref import WeakMethod, finalize
 
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
@@ -32,7 +33,8 @@ R = TypeVar("R")
 class Budgeted:
     """A training loop under a budget, from `start()` to `stop()`.
 
-    As a context manager, it is started on entry, and stopped on exit.
+    As a context manager, it is started on entry, and stopped on exit. One that was not
+    stopped, because an error ended the loop, goes with its models.
     """
 
     def __init__(
@@ -55,7 +57,7 @@ class Budgeted:
         for root in roots:
             root.sets.ranks = ranks
         self._file = file
-        self._hooks: list[Any] = []
+        self._hooks: list[Callable[[], Any]] = []
         self._retries = 0
 
     def start(self) -> Budgeted:
@@ -75,20 +77,23 @@ class Budgeted:
         try:
             for root in self._roots:
                 root.meter.peers = [peer.meter for peer in self._roots]
-                root.attach()
+                root.attach(self)
         except BaseException:
             self.stop()
             raise
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._before_step),
-            register_optimizer_step_post_hook(self._after_step),
-        ]
+        # Weakly: torch holds these hooks for good, and they would hold the models.
+        before, after = map(_weakly, (self._before_step, self._after_step))
+        handles = (
+            register_optimizer_step_pre_hook(before),
+            register_optimizer_step_post_hook(after),
+        )
+        self._hooks = [finalize(self, handle.remove) for handle in handles]
         return self
 
     def stop(self) -> None:
         """Remove everything from the models; idempotent."""
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
         self._hooks = []
         for root in self._roots:
             root.detach()
@@ -228,3 +233,14 @@ class Budgeted:
             if self._ranks > 1:
                 note_reason(error)
         self.stop()
+
+
+def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls a method as long as its object lives."""
+    found = WeakMethod(method)
+
+    def called(*args: Any) -> Any:
+        alive = found()
+        return None if alive is None else alive(*args)
+
+    return called

@@ -1,27 +1,31 @@
 """Live bytes of a device and their peak, at any time, without a profiler.
 
 An accelerator's allocator keeps these numbers. For the CPU, a counter in C++ is put in
-front of torch's allocator for as long as somebody counts.
+front of torch's allocator for as long as somebody counts; of tensors from before, it
+sees when they are freed, if Python knew them.
 """
 
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet, finalize
 
 import torch
+from torch import Tensor
 
 from membudget._torch import is_fake
 from membudget._torch_accelerator import FAILURES, is_on_accelerator, memory_stats
 from membudget.engine.native.library import Library, NoExtensionError
 from membudget.memory.peak import storage_bytes
-from membudget.state.bits import living_tensors
+from membudget.state.bits import living_tensors, plain_parts
 
 COUNTER = Library("counter", Path(__file__).parent / "native", "the memory counter")
 
-_OPEN: list[Counted] = []
-"""Who counts; the first of the CPU's knows what was live before."""
+_OPEN: WeakSet[Counted] = WeakSet()
+"""Who counts; one that nobody refers to any more has stopped."""
 
 
 class Counted:
@@ -39,36 +43,33 @@ class Counted:
         self.is_exact = is_on_accelerator(device)
         self.why_not = ""
         self._extension: Any = None
-        self._before_bytes = 0
+        self._end: Callable[[], Any] | None = None
         # Peaks that another's restart has ended: of live, and of bounded bytes.
         self._most_bytes = self._most_bounded_bytes = 0
 
     def start(self) -> None:
         """Begin to count."""
         if is_on_accelerator(self.device):
-            _OPEN.append(self)
+            _OPEN.add(self)
             return
         try:
             self._extension = COUNTER.imported("_counter")
         except (NoExtensionError, ImportError) as error:
             self.why_not = str(error)
             return
-        # What is live already, counted by an earlier opening or not at all.
-        if others := self._all_open():
-            self._before_bytes = others[0]._before_bytes
-        else:
-            gc.collect()  # What it frees later would count for good.
-            self._before_bytes = _visible_bytes() - int(self._extension.live())
+        gc.collect()  # Garbage would count as live until Python collects it.
+        parts = [part for tensor in _visible() for part in plain_parts(tensor)]
+        self._extension.adopt([part.untyped_storage()._cdata for part in parts])
         self.is_exact = self._extension.start()
         self.why_not = "" if self.is_exact else "torch has another allocator in front"
-        _OPEN.append(self)
+        _OPEN.add(self)
+        self._end = finalize(self, _stop_if_last, self._extension)
 
     def stop(self) -> None:
         """Count no more."""
-        if self in _OPEN:
-            _OPEN.remove(self)
-            if not is_on_accelerator(self.device) and not self._all_open():
-                self._extension.stop()
+        _OPEN.discard(self)
+        if self._end is not None:
+            self._end()
         self.is_exact = is_on_accelerator(self.device)
 
     def _all_open(self) -> list[Counted]:
@@ -79,15 +80,15 @@ class Counted:
         if is_on_accelerator(self.device):
             return memory_stats(self.device)["requested_bytes.all.current"]
         if self.is_exact:
-            return self._before_bytes + int(self._extension.live())
-        return _visible_bytes()
+            return int(self._extension.live())
+        return storage_bytes(_visible())
 
     def peak_bytes(self) -> int:
         """Return the most bytes that were live since `restart`; exact counts alone."""
         if is_on_accelerator(self.device):
             found_bytes = memory_stats(self.device)["requested_bytes.all.peak"]
         else:
-            found_bytes = self._before_bytes + int(self._extension.most())
+            found_bytes = int(self._extension.most())
         return max(found_bytes, self._most_bytes)
 
     def bounded_bytes(self) -> tuple[int, int]:
@@ -119,11 +120,17 @@ class Counted:
             self._extension.restart()
 
 
-def _visible_bytes() -> int:
-    """Return the bytes of all tensors on the CPU that Python's collector knows.
+def _stop_if_last(extension: Any) -> None:
+    """Let the CPU's allocator stand alone if nobody counts its bytes."""
+    if all(is_on_accelerator(counted.device) for counted in _OPEN):
+        extension.stop()
 
-    Tensors that only C++ refers to, such as those that autograd saved, are not found.
+
+def _visible() -> Iterator[Tensor]:
+    """Yield all tensors on the CPU that Python's collector knows.
+
+    Those that only C++ refers to, such as what autograd saved, are not found.
     """
-    return storage_bytes(
-        t for t in living_tensors() if t.device.type == "cpu" and not is_fake(t)
-    )
+    for tensor in living_tensors():
+        if tensor.device.type == "cpu" and not is_fake(tensor):
+            yield tensor

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -55,7 +54,6 @@ class EventLog:
             # Starting takes as long as a small step: it looks through all objects.
             self._counted.start()
             self._counts = True
-            weakref.finalize(self, self._counted.stop)
 
     @contextmanager
     def noted(self, action: PipelineAction) -> Iterator[None]:

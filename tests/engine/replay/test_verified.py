@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -171,6 +172,17 @@ def test_the_oldest_signature_is_forgotten_when_there_are_too_many(monkeypatch):
     assert len(records._VERIFIED) == 3
     assert [of(torch.sin, X, number) for number in range(1, 4)] == others
     assert of(torch.sin, X, 0) is not first
+
+
+def test_a_signature_is_forgotten_with_the_modules_that_it_names():
+    model = Model()
+    of(model.one, X)
+    of(functools.partial(model.other), X)
+    of(torch.sin, X)
+    assert len(records._VERIFIED) == 3
+    del model
+    gc.collect()
+    assert len(records._VERIFIED) == 1
 
 
 def test_a_signature_begins_without_pins():

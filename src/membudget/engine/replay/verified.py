@@ -12,13 +12,13 @@ import functools
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import ref
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from membudget.engine.calls import counted
+from membudget.engine.calls import counted, held_weakly
 from membudget.engine.options import RegionOptions
 from membudget.engine.replay.routes import Routes
 from membudget.engine.sampling import Sampling, is_due_as
@@ -60,8 +60,8 @@ class Verified:
     """
 
     __slots__ = (
-        *("calls", "has_subclasses", "has_warned", "is_pending", "is_sampled"),
-        *("paths", "routes", "sampling", "unrepeatable"),
+        *("_refs", "calls", "has_subclasses", "has_warned", "is_pending"),
+        *("is_sampled", "paths", "routes", "sampling", "unrepeatable"),
     )
 
     def __init__(self, share: float | None = None) -> None:
@@ -73,6 +73,11 @@ class Verified:
         self.calls = 0
         self.has_subclasses = self.has_warned = False
         self.routes = Routes()
+        self._refs: list[ReferenceType[Any]] = []
+
+    def live_with(self, modules: list[Any], key: RecordingKey) -> None:
+        """Be forgotten when one of the modules that the signature names dies."""
+        self._refs = held_weakly(modules, _VERIFIED, key)
 
     def add(self, path: OperatorPath) -> None:
         """Mark a sequence of operators as verified."""
@@ -134,6 +139,7 @@ def verified(
     found = _VERIFIED.get(key)
     if found is None:
         found = _VERIFIED[key] = Verified(share)
+        found.live_with(_modules_in(called), key)
         if len(_VERIFIED) > _MOST_KEYS:
             del _VERIFIED[next(iter(_VERIFIED))]
     found.count()
@@ -176,6 +182,14 @@ def _key(value: Any, depth: int) -> Any:
     if isinstance(value, dict):
         return type(value), *(_key(item, depth + 1) for item in value.items())
     return type(value)
+
+
+def _modules_in(key: Any) -> list[Any]:
+    """Return the modules that a key names."""
+    if type(key) is ReferenceType:
+        return [key()]
+    items = key if type(key) is tuple else ()
+    return [module for item in items for module in _modules_in(item)]
 
 
 def _content(cell: Any) -> Any:

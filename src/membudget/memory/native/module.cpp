@@ -2,17 +2,20 @@
 //
 // The counter stands in front of the allocator that was there, which does the work, so
 // that it changes neither addresses nor what torch's profiler sees. Memory that was
-// handed out before it stood there is released past it.
+// handed out before it stood there is released past it: of storages that it is told of
+// (`adopt`), each count looks how much they take by then.
 
 #include <Python.h>
 
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/StorageImpl.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <mutex>
 #include <unordered_map>
+#include <vector>
 
 namespace {
 
@@ -27,6 +30,7 @@ std::int64_t live_bytes = 0;
 std::int64_t most_bytes = 0;
 std::int64_t failed_count = 0;
 c10::Allocator* inner = nullptr;
+thread_local std::int64_t calls_here = 0;
 
 constexpr std::uint8_t priority = 200;
 
@@ -46,6 +50,7 @@ void release(void* memory) {
 
 struct Counter final : c10::Allocator {
   c10::DataPtr allocate(std::size_t bytes) override {
+    ++calls_here;
     void* memory = nullptr;
     try {
       memory = inner->raw_allocate(bytes);
@@ -70,20 +75,74 @@ struct Counter final : c10::Allocator {
   }
 };
 
+using WeakStorage = c10::weak_intrusive_ptr<c10::StorageImpl>;
+
+struct Adopted {
+  WeakStorage storage;  // As long as this is here, no other one has its address.
+  std::int64_t bytes;
+};
+
+std::unordered_map<c10::StorageImpl*, Adopted> adopted;
+
+// The bytes of a storage that are counted in no block.
+std::int64_t uncounted_bytes(c10::StorageImpl* storage) {
+  bool is_counted = blocks.count(storage->_mutable_data_ptr_no_checks().get()) > 0;
+  return is_counted ? 0 : storage->sym_nbytes().maybe_as_int().value_or(0);
+}
+
+void adopt_one(c10::StorageImpl* storage) {
+  std::lock_guard<std::mutex> lock(mutex);
+  std::int64_t bytes = uncounted_bytes(storage);
+  if (bytes > 0 && !adopted.count(storage)) {
+    auto held = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    adopted.emplace(storage, Adopted{WeakStorage(held), bytes});
+    live_bytes += bytes;
+  }
+}
+
+// Looks what adopted storages take by now: they may be gone, or resized.
+void look_again() {
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> held;  // Until the mutex is free:
+  std::lock_guard<std::mutex> lock(mutex);  // what ends a storage takes it.
+  for (auto found = adopted.begin(); found != adopted.end();) {
+    auto storage = found->second.storage.lock();
+    std::int64_t bytes = storage ? uncounted_bytes(storage.get()) : 0;
+    live_bytes += bytes - found->second.bytes;
+    found->second.bytes = bytes;
+    found = storage ? std::next(found) : adopted.erase(found);
+    held.push_back(std::move(storage));
+  }
+  most_bytes = std::max(most_bytes, live_bytes);
+}
+
 // It lives until the process ends: tensors that it counted may outlive the counting.
 Counter& counter() {
   static auto* made = new Counter();
   return *made;
 }
 
+// Whether what an allocator hands out is counted, be it that it asks this one in turn.
+bool is_counted(c10::Allocator* by) {
+  std::int64_t before = calls_here;
+  by->allocate(1);
+  return calls_here > before;
+}
+
 PyObject* start(PyObject*, PyObject*) {
   c10::Allocator* current = c10::GetCPUAllocator();
-  if (current != &counter()) {
+  if (!is_counted(current)) {
     inner = current;
     c10::SetCPUAllocator(&counter(), priority);
   }
-  if (c10::GetCPUAllocator() == &counter()) Py_RETURN_TRUE;
-  Py_RETURN_FALSE;
+  return PyBool_FromLong(is_counted(c10::GetCPUAllocator()));
+}
+
+PyObject* adopt(PyObject*, PyObject* storages) {
+  look_again();
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(storages); ++i) {
+    adopt_one(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(PyList_GET_ITEM(storages, i))));
+  }
+  Py_RETURN_NONE;
 }
 
 PyObject* stop(PyObject*, PyObject*) {
@@ -95,11 +154,13 @@ PyObject* stop(PyObject*, PyObject*) {
 }
 
 PyObject* live(PyObject*, PyObject*) {
+  look_again();
   std::lock_guard<std::mutex> lock(mutex);
   return PyLong_FromLongLong(live_bytes);
 }
 
 PyObject* most(PyObject*, PyObject*) {
+  look_again();
   std::lock_guard<std::mutex> lock(mutex);
   return PyLong_FromLongLong(most_bytes);
 }
@@ -110,12 +171,14 @@ PyObject* failed(PyObject*, PyObject*) {
 }
 
 PyObject* restart(PyObject*, PyObject*) {
+  look_again();
   std::lock_guard<std::mutex> lock(mutex);
   most_bytes = live_bytes;
   Py_RETURN_NONE;
 }
 
 PyMethodDef functions[] = {
+    {"adopt", adopt, METH_O, "Count storages that were allocated uncounted, by address."},
     {"start", start, METH_NOARGS, "Count from now on; return whether that is possible."},
     {"stop", stop, METH_NOARGS, "Count no more allocations."},
     {"live", live, METH_NOARGS, "Return the live bytes that were counted."},
