@@ -186,3 +186,16 @@ def test_an_allocator_that_was_put_in_front_while_one_counted_is_left_there(coun
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
     assert (run.returncode, run.stdout.split()) == (0, ["True", "4096"]), run.stderr
+
+
+@pytest.mark.cpu_only("an accelerator's allocator sees every release")
+def test_what_python_does_not_know_when_counting_begins_does_not_count(counts):
+    x = torch.zeros(MIB, requires_grad=True)
+    loss = x.exp().sum()  # Autograd alone holds 4 MiB.
+    counts.stop()
+    counts.start()
+    before = counts.live_bytes()
+    assert before == Counted(counts.device).live_bytes()
+    del loss
+    assert counts.live_bytes() <= before
+    assert counts.live_bytes() > before - 4 * MIB

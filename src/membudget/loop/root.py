@@ -92,14 +92,13 @@ class Root:
         self._measured: tuple[Situation, History] | None = None
         self._warned: set[Situation] = set()
         self._why_not = ""
-        self._owner: object = None
         self._is_quiet = self._was_out_of_reach = False
         self._failures: int | None = None  # Of allocations, when a forward ended.
         self._shortages = 0
 
     def attach(self, owner: object) -> None:
         """Put this on the model, which keeps the owner alive, and begin to count."""
-        self._owner = owner
+        self._owner: object = owner
         self._room.counted.start()
         put(self.model, self, "")
 

@@ -59,7 +59,8 @@ class Counted:
             return
         gc.collect()  # Garbage would count as live until Python collects it.
         parts = [part for tensor in _visible() for part in plain_parts(tensor)]
-        self._extension.adopt([part.untyped_storage()._cdata for part in parts])
+        storages = [part.untyped_storage()._cdata for part in parts]
+        self._extension.adopt(storages, not self._all_open())
         self.is_exact = self._extension.start()
         self.why_not = "" if self.is_exact else "torch has another allocator in front"
         _OPEN.add(self)

@@ -1,9 +1,10 @@
 // Counts the bytes that torch's CPU allocator hands out and takes back.
 //
 // The counter stands in front of the allocator that was there, which does the work, so
-// that it changes neither addresses nor what torch's profiler sees. Memory that was
-// handed out before it stood there is released past it: of storages that it is told of
-// (`adopt`), each count looks how much they take by then.
+// that it changes neither addresses nor what torch's profiler sees. Of memory that was
+// handed out before, it counts the storages that it is told of when counting begins
+// (`adopt`). Where these were allocated uncounted, they are released past it: each count
+// looks how much they take by then.
 
 #include <Python.h>
 
@@ -22,6 +23,7 @@ namespace {
 struct Block {
   std::int64_t bytes;
   c10::Allocator* from;  // Another may stand there when the block is released.
+  bool is_counted = true;  // Not if nobody told of it when counting began anew.
 };
 
 std::mutex mutex;
@@ -40,7 +42,7 @@ void release(void* memory) {
     std::lock_guard<std::mutex> lock(mutex);
     auto found = blocks.find(memory);
     if (found != blocks.end()) {
-      live_bytes -= found->second.bytes;
+      live_bytes -= found->second.is_counted ? found->second.bytes : 0;
       from = found->second.from;
       blocks.erase(found);
     }
@@ -92,12 +94,25 @@ std::int64_t uncounted_bytes(c10::StorageImpl* storage) {
 
 void adopt_one(c10::StorageImpl* storage) {
   std::lock_guard<std::mutex> lock(mutex);
-  std::int64_t bytes = uncounted_bytes(storage);
-  if (bytes > 0 && !adopted.count(storage)) {
+  auto block = blocks.find(storage->_mutable_data_ptr_no_checks().get());
+  if (block != blocks.end()) {
+    live_bytes += block->second.is_counted ? 0 : block->second.bytes;
+    block->second.is_counted = true;
+  } else if (!adopted.count(storage)) {
     auto held = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
+    std::int64_t bytes = uncounted_bytes(storage);
     adopted.emplace(storage, Adopted{WeakStorage(held), bytes});
     live_bytes += bytes;
   }
+}
+
+void forget_all() {
+  std::lock_guard<std::mutex> lock(mutex);
+  for (auto& [memory, block] : blocks) {
+    block.is_counted = false;
+  }
+  adopted.clear();
+  live_bytes = most_bytes = 0;
 }
 
 // Looks what adopted storages take by now: they may be gone, or resized.
@@ -137,11 +152,20 @@ PyObject* start(PyObject*, PyObject*) {
   return PyBool_FromLong(is_counted(c10::GetCPUAllocator()));
 }
 
-PyObject* adopt(PyObject*, PyObject* storages) {
-  look_again();
+// adopt(storages, anew): counts storages; anew, these alone.
+PyObject* adopt(PyObject*, PyObject* args) {
+  PyObject* storages;
+  int is_anew;
+  if (!PyArg_ParseTuple(args, "O!p", &PyList_Type, &storages, &is_anew)) {
+    return nullptr;
+  }
+  if (is_anew) {
+    forget_all();
+  }
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(storages); ++i) {
     adopt_one(static_cast<c10::StorageImpl*>(PyLong_AsVoidPtr(PyList_GET_ITEM(storages, i))));
   }
+  look_again();
   Py_RETURN_NONE;
 }
 
@@ -178,7 +202,7 @@ PyObject* restart(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
-    {"adopt", adopt, METH_O, "Count storages that were allocated uncounted, by address."},
+    {"adopt", adopt, METH_VARARGS, "Count storages, by address; anew, these alone."},
     {"start", start, METH_NOARGS, "Count from now on; return whether that is possible."},
     {"stop", stop, METH_NOARGS, "Count no more allocations."},
     {"live", live, METH_NOARGS, "Return the live bytes that were counted."},
