@@ -45,6 +45,9 @@ from membudget.report.rank_text import RankBytes
 from membudget.sharding import around_units
 from membudget.step import Step
 
+QUIETER_RUNS = 3
+"""How often ranks repeat a step that was over the budget, on the CPU."""
+
 
 def fit_on_ranks(
     step: Step,
@@ -146,7 +149,7 @@ class _OnRanks:
             schedule, plan = self.ranks.shared(self._planned)
             self._check_shared(plan)
             found, applied = self._tried(plan)
-            (peak_bytes,) = self.ranks.most([found.peak_bytes])
+            peak_bytes, found = self._quieter(applied, found)
             self.attempts.append(Attempt(plan, schedule, peak_bytes, found.memory))
             if peak_bytes <= self.budget.step_bytes:
                 return applied, found.peak_bytes
@@ -192,6 +195,21 @@ class _OnRanks:
             applied.remove()
             raise
         return found, applied
+
+    def _quieter(self, applied: Applied, found: Metered) -> tuple[int, Metered]:
+        """Return the largest peak of all ranks, and this rank's step.
+
+        On the CPU, a step over the budget is repeated: see `_quieter_run`.
+        """
+        runs = 0 if is_on_accelerator(self.step.device) else QUIETER_RUNS
+        while True:
+            (peak_bytes,) = self.ranks.most([found.peak_bytes])
+            if peak_bytes <= self.budget.step_bytes or not runs:
+                return peak_bytes, found
+            runs -= 1
+            with self.ranks.together("measuring the plan again"):
+                again = planned_run(self.step, applied)
+            found = min(found, again, key=attrgetter("peak_bytes"))
 
     def _wrong(self, found: Metered) -> list[list[str]]:
         """Return what each rank computes differently from plain steps that agree."""
