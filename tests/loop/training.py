@@ -26,7 +26,7 @@ class Seen:
 
 
 def live_bytes() -> int:
-    """Return the bytes that live on the CPU, as a budget that begins counts them."""
+    """Return the live bytes of the CPU, as a budget that starts now counts them."""
     counts = Counted(torch.device("cpu"))
     counts.start()
     try:

@@ -118,11 +118,17 @@ def test_an_allocation_that_fails_is_counted(counts):
     assert counts.failures() == before + 1
 
 
+def made_before(counts):
+    """Return a tensor of 4 MiB that was made uncounted, before counting began."""
+    counts.stop()
+    made = torch.zeros(MIB)
+    counts.start()
+    return made
+
+
 @pytest.mark.cpu_only("an accelerator's allocator sees every release")
 def test_a_tensor_from_before_counts_until_it_is_freed(counts):
-    counts.stop()
-    x = torch.zeros(MIB)
-    counts.start()
+    x = made_before(counts)
     before = counts.live_bytes()
     del x
     assert counts.live_bytes() == before - 4 * MIB
@@ -130,9 +136,7 @@ def test_a_tensor_from_before_counts_until_it_is_freed(counts):
 
 @pytest.mark.cpu_only("an accelerator's allocator sees every release")
 def test_a_storage_from_before_that_is_resized_counts_once(counts):
-    counts.stop()
-    x = torch.zeros(MIB)
-    counts.start()
+    x = made_before(counts)
     before = counts.live_bytes()
     x.untyped_storage().resize_(0)
     assert counts.live_bytes() == before - 4 * MIB
@@ -142,10 +146,8 @@ def test_a_storage_from_before_that_is_resized_counts_once(counts):
 
 @pytest.mark.cpu_only("an accelerator's allocator sees every release")
 def test_who_counts_later_finds_what_lives_although_another_has_counted_on(counts):
-    counts.stop()
-    uncounted = torch.zeros(MIB)
-    counts.start()
-    del uncounted
+    x = made_before(counts)
+    del x
     other = Counted(counts.device)
     other.start()
     try:

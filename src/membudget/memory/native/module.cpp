@@ -86,23 +86,24 @@ struct Adopted {
 
 std::unordered_map<c10::StorageImpl*, Adopted> adopted;
 
-// The bytes of a storage that are counted in no block.
-std::int64_t uncounted_bytes(c10::StorageImpl* storage) {
-  bool is_counted = blocks.count(storage->_mutable_data_ptr_no_checks().get()) > 0;
-  return is_counted ? 0 : storage->sym_nbytes().maybe_as_int().value_or(0);
+void* memory_of(c10::StorageImpl* storage) {
+  return storage->_mutable_data_ptr_no_checks().get();
+}
+
+std::int64_t bytes_of(const c10::StorageImpl* storage) {
+  return storage->sym_nbytes().maybe_as_int().value_or(0);
 }
 
 void adopt_one(c10::StorageImpl* storage) {
   std::lock_guard<std::mutex> lock(mutex);
-  auto block = blocks.find(storage->_mutable_data_ptr_no_checks().get());
+  auto block = blocks.find(memory_of(storage));
   if (block != blocks.end()) {
     live_bytes += block->second.is_counted ? 0 : block->second.bytes;
     block->second.is_counted = true;
   } else if (!adopted.count(storage)) {
     auto held = c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage);
-    std::int64_t bytes = uncounted_bytes(storage);
-    adopted.emplace(storage, Adopted{WeakStorage(held), bytes});
-    live_bytes += bytes;
+    adopted.emplace(storage, Adopted{WeakStorage(held), bytes_of(storage)});
+    live_bytes += bytes_of(storage);
   }
 }
 
@@ -121,7 +122,8 @@ void look_again() {
   std::lock_guard<std::mutex> lock(mutex);  // what ends a storage takes it.
   for (auto found = adopted.begin(); found != adopted.end();) {
     auto storage = found->second.storage.lock();
-    std::int64_t bytes = storage ? uncounted_bytes(storage.get()) : 0;
+    bool is_block = storage && blocks.count(memory_of(storage.get()));
+    std::int64_t bytes = storage && !is_block ? bytes_of(storage.get()) : 0;
     live_bytes += bytes - found->second.bytes;
     found->second.bytes = bytes;
     found = storage ? std::next(found) : adopted.erase(found);
@@ -136,20 +138,23 @@ Counter& counter() {
   return *made;
 }
 
-// Whether what an allocator hands out is counted, be it that it asks this one in turn.
-bool is_counted(c10::Allocator* by) {
+// Whether an allocator is the counter, or asks it in turn.
+bool asks_counter(c10::Allocator* allocator) {
   std::int64_t before = calls_here;
-  by->allocate(1);
+  try {
+    allocator->allocate(1);
+  } catch (...) {  // Even so, the counter was asked or was not.
+  }
   return calls_here > before;
 }
 
 PyObject* start(PyObject*, PyObject*) {
   c10::Allocator* current = c10::GetCPUAllocator();
-  if (!is_counted(current)) {
+  if (!asks_counter(current)) {
     inner = current;
     c10::SetCPUAllocator(&counter(), priority);
   }
-  return PyBool_FromLong(is_counted(c10::GetCPUAllocator()));
+  return PyBool_FromLong(asks_counter(c10::GetCPUAllocator()));
 }
 
 // adopt(storages, anew): counts storages; anew, these alone.
