@@ -110,6 +110,11 @@ class CallStages:
         turn = min(len(self._returns), _MOST_TURNS)
         return turn * len(self._plan.firsts) + self._plan.of(operator, saved)
 
+    @property
+    def held(self) -> tuple[tuple[Output, ...], ...]:
+        """What each stage of a turn retains for later ones, by the plan's numbers."""
+        return tuple(map(tuple, self._plan.held))
+
     def held_in(self, stage: int) -> Collection[Output]:
         """Return what a stage retains for later ones, by the numbers of the plan."""
         return self._plan.held[stage % len(self._plan.held)]

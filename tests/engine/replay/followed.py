@@ -10,8 +10,25 @@ from torch import Tensor
 
 import membudget as mb
 from membudget import policies
+from membudget.engine.candidate import Candidate
+from membudget.engine.policy import Policy
+from membudget.engine.stages import Stages
 
 Function = Callable[..., Any]
+Outputs = set[tuple[int, int]]
+
+
+class Staged(Policy):
+    """Keeps nothing, and goes back by stages of two operators."""
+
+    def __init__(self, *held: Outputs) -> None:
+        self.stages = Stages([(2 * n, 0) for n in range(len(held))], list(held))
+
+    def keeps(self, candidate: Candidate) -> bool:
+        return False
+
+    def by_operator(self, operator: Any) -> bool:
+        return False
 
 
 def replayed(function: Function, keep: Any = None, **options: Any) -> Function:
@@ -47,6 +64,7 @@ KEEPS = {
     "nothing": policies.nothing,
     "some": policies.operators("addmm", "native_batch_norm"),
     "everything": policies.everything,
+    "nothing, in stages": Staged(*[set()] * 20),
 }
 
 

@@ -14,19 +14,8 @@ from membudget.engine.candidate import Candidate
 from membudget.engine.policy import Policy
 from membudget.engine.stages import Stages
 from tests.devices import settle
+from tests.engine.replay.followed import Staged
 from tests.oracles import CountedOperators
-
-Outputs = set[tuple[int, int]]
-
-
-class Staged(Policy):
-    """Keeps nothing, and goes back by stages of two operators."""
-
-    def __init__(self, *held: Outputs) -> None:
-        self.stages = Stages([(2 * n, 0) for n in range(len(held))], list(held))
-
-    def keeps(self, candidate: Candidate) -> bool:
-        return False
 
 
 class Nothing(Policy):

@@ -17,6 +17,7 @@ from torch import Tensor
 import membudget as mb
 from membudget import policies
 from membudget.engine.replay import following
+from tests.engine.replay.followed import Staged
 
 Operators = list[Callable[[Tensor], Tensor]]
 
@@ -49,6 +50,9 @@ KEEPS = {
     "some": policies.operators("sin", "mul_", "t", "add_", "mm"),
     "sums": policies.operators("sum"),
     "everything": policies.everything,
+    "nothing, in stages": Staged(*[set()] * 20),
+    "retained": Staged(*({(n, 0) for n in range(1, 40, 3)} for _ in range(20))),
+    "written": Staged(*({(n, 1) for n in range(1, 40, 2)} for _ in range(20))),
 }
 CALLS, LATEST = 8, 4
 

@@ -17,7 +17,8 @@ Of calls that write no tape, as their operators read what they read before:
 
     route.h       what was read and saved   survey.h     a route is drawn up
     trip.h        a call on a route         follow.h     operators are compared with it
-    revisit.h     replays from it           leave.h, writer.h  the tape is written
+    plan.h        what a replay needs       revisit.h    replays from it
+    leave.h, writer.h  the tape is written
 
 Of rerun regions:
 

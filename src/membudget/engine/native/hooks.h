@@ -21,7 +21,7 @@ inline Slot is_strict, originals, verified;
 }
 
 inline PyObject *empty_name;
-inline PyObject *pack_name, *put_name, *unpack_name, *explained_name, *open_groups;
+inline PyObject *pack_name, *unpack_name, *explained_name, *open_groups;
 
 // Packing.
 
@@ -75,12 +75,9 @@ inline PyObject* pack(PyObject* of, PyObject* object) {
     check(PyList_Append(recording::recent.of(recording), pair));
   }
   PyObject* replayer = frame::replayer.of(of);
-  if (!replayer::stages.is_none(replayer)) {
-    call(replayer::stages.of(replayer), put_name, (PyObject*)handle,
-         recording::number.of(recording), recording::place.of(recording));
-  }
+  put_in_stage(recording, replayer, handle);
   check(PyList_Append(replayer::handles.of(replayer), weak(handle)));
-  survey_save(recording, handle::value.of(handle), THPVariable_Unpack(object));
+  survey_save(recording, handle, THPVariable_Unpack(object));
   return handle.release();
   END_HANDLE_TH_ERRORS
 }

@@ -10,7 +10,7 @@
 
 namespace membudget {
 
-inline PyObject* end_trip;
+inline PyObject *end_trip, *put_name;
 
 // Frees what a trip holds, once the tape holds it.
 inline void end(Trip& trip) {
@@ -36,6 +36,14 @@ inline void note_end_of_trip(PyObject* recording, PyObject* has_arrived) {
   Ref::made(PyObject_CallFunctionObjArgs(end_trip, recording, has_arrived, nullptr));
 }
 
+// Assigns a saved tensor to its stage, and counts it among those since the last operator.
+inline void put_in_stage(PyObject* recording, PyObject* replayer, PyObject* handle) {
+  if (!replayer::stages.is_none(replayer)) {
+    call(replayer::stages.of(replayer), put_name, handle, recording::number.of(recording),
+         recording::place.of(recording));
+  }
+}
+
 // Leaves the route in the forward; the recorder goes on with the tape.
 inline void leave(PyObject* recording) {
   Ref box = Ref::to(recording::trip.of(recording));
@@ -45,8 +53,11 @@ inline void leave(PyObject* recording) {
   tracker::clock.set_number(tracker, Writer(trip, tracker).write());
   note_steps(recording, trip);
   for (auto& [stop, tensor] : trip.recent) {
-    if (trip.stops[stop] != nullptr && !recording::path.is_none(recording)) {
-      Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)trip.stops[stop]->handle, (PyObject*)tensor));
+    bool is_alive = trip.stops[stop] != nullptr;
+    Ref handle = is_alive ? trip.stops[stop]->handle : new_handle(Ref::to(Py_None));
+    put_in_stage(recording, trip.replayer, handle);
+    if (is_alive && !recording::path.is_none(recording)) {
+      Ref pair = Ref::made(PyTuple_Pack(2, (PyObject*)handle, (PyObject*)tensor));
       check(PyList_Append(recording::recent.of(recording), pair));
     }
   }

@@ -4,6 +4,7 @@
 
 #include "execute.h"
 #include "leave.h"
+#include "plan.h"
 
 namespace torch::autograd {
 // From a header that would take seconds to compile.
@@ -22,37 +23,6 @@ inline bool is_unchanged(const Met& met) {
 // A read by a replay; autograd itself reads what `.data =` has put in a tensor.
 inline bool is_unchanged_source(const Met& met) {
   return is_unchanged(met) && storage_of(met.tensor) == storage_of(met);
-}
-
-inline void forget_recomputed(Trip& trip) {
-  for (size_t i = 0; i < trip.values.size(); ++i) {
-    if (!is_held(trip, i)) {
-      trip.values[i].tensor.reset();
-    }
-  }
-}
-
-// Begins a backward pass: every value will be used by all that needs it.
-inline void plan_for(Trip& trip, long task) {
-  forget_recomputed(trip);
-  trip.task = task;
-  trip.has_run = false;
-  for (Met& met : trip.values) {
-    met.uses = met.needs;
-    met.reads = 0;
-  }
-  for (size_t i = 0; i < trip.steps.size(); ++i) {
-    const Step& step = trip.route->steps[i];
-    for (size_t input : step.inputs) {
-      bool is_read = trip.steps[i] > 0 && !step.is_view;
-      trip.values[root_of(*trip.route, input)].reads += is_read;
-    }
-  }
-  for (Stop* stop : trip.stops) {
-    if (stop != nullptr) {
-      stop->is_served = false;
-    }
-  }
 }
 
 inline void use(Trip& trip, size_t number) {
@@ -161,11 +131,13 @@ inline Ref revisited(PyObject* frame, Stop& stop) {
     return is_unchanged(met) ? wrapped(met.tensor) : Ref();
   }
   long task = torch::autograd::get_current_graph_task_id();
-  if (task < 0 || (task == trip.task && stop.is_served)) {
+  long stage = trip.route->saves[stop.number].stage;
+  bool is_planned = task == trip.task && stage == trip.stage;
+  if (task < 0 || (is_planned && stop.served == trip.plan)) {
     return Ref();
   }
-  if (task != trip.task) {
-    plan_for(trip, task);
+  if (!is_planned) {
+    plan_for(trip, task, stage);
   }
   bool is_first = !met.tensor.defined() && !trip.has_run;
   if (!met.tensor.defined() && !recompute_or_release(trip, number)) {
@@ -173,14 +145,12 @@ inline Ref revisited(PyObject* frame, Stop& stop) {
   }
   trip.has_run |= is_first;
   Ref tensor = wrapped(met.tensor);
-  stop.is_served = true;
+  stop.served = trip.plan;
   use(trip, number);
-  long root = root_of(*trip.route, number);
-  bool is_read_later = !is_held(trip, root) && trip.values[root].reads > 0;
   if (is_first) {
     call(frame, note_run_name);
   }
-  return is_read_later ? Ref::made(PyObject_CallOneArg(copy_of, tensor)) : tensor;
+  return is_still_read(trip, number) ? Ref::made(PyObject_CallOneArg(copy_of, tensor)) : tensor;
 }
 
 // release(trip): as `Replayer.release`.

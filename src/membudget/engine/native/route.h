@@ -45,6 +45,7 @@ struct RouteValue {
   long step = -1;
   long root = -1;  // The value that owns the memory; -1 for the value itself.
   bool is_kept = false;
+  bool is_part = false;  // Of the memory that the step overwrites.
   size_t memory = 0;  // The number of its memory: which tensors alias is part of a route.
   // Compared for values from outside only: those of all others follow.
   c10::ScalarType dtype = c10::ScalarType::Undefined;
@@ -56,6 +57,7 @@ struct RouteValue {
 struct Save {
   size_t value;
   size_t after;  // How many steps had run.
+  long stage;  // Which stage of the backward pass serves it; -1 if there is only one.
 };
 
 // How many saved tensors and steps need a value, and how many values need a step.
@@ -70,6 +72,9 @@ struct Route {
   std::vector<Save> saves;
   Needs needs;
   std::vector<bool> makes_memory;  // By its number.
+  std::vector<std::vector<bool>> retained;  // The values that each stage leaves to others.
+
+  bool retains(long stage, size_t value) const { return stage >= 0 && retained[stage][value]; }
 };
 
 inline long root_of(const Route& route, size_t value) {
@@ -114,6 +119,27 @@ inline bool may_overwrite(const Route& route) {
     }
     if (leading != needed[value]) {
       return false;
+    }
+  }
+  return true;
+}
+
+// Whether what stages retain is whole, and not overwritten by any step.
+inline bool may_retain(const Route& route) {
+  std::vector<bool> may(route.values.size());
+  for (size_t i = 0; i < route.values.size(); ++i) {
+    may[i] = !route.values[i].is_part;
+  }
+  for (const Step& step : route.steps) {
+    if (step.writes()) {
+      may[root_of(route, step.inputs[0])] = false;
+    }
+  }
+  for (const auto& of_stage : route.retained) {
+    for (size_t i = 0; i < of_stage.size(); ++i) {
+      if (of_stage[i] && !may[root_of(route, i)]) {
+        return false;
+      }
     }
   }
   return true;

@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "box.h"
+#include "replay.h"
 #include "route.h"
 
 namespace membudget {
@@ -158,8 +159,9 @@ inline void survey_write(
     auto inputs = numbers_of(of, call, written.before);
     const at::Tensor& target = THPVariable_Unpack((PyObject*)call.tensors[0]);
     size_t number = number_made(of, written.after, -1, target);
+    bool is_part = of.route->values[number].is_part = written.root != written.after;
     of.numbers.insert_or_assign(
-        written.root, Numbered{number, weak(written.root), written.root != written.after});
+        written.root, Numbered{number, weak(written.root), is_part});
     add_step(of, call, operation, inputs, {-1, static_cast<long>(number)}, kept);
   }
 }
@@ -182,12 +184,13 @@ inline void give_up_survey(PyObject* recording) {
   recording::survey.set(recording, Py_None);
 }
 
-// Notes a tensor that autograd saved.
-inline void survey_save(PyObject* recording, PyObject* value, const at::Tensor& tensor) {
+// Notes a tensor that autograd saved, by its handle.
+inline void survey_save(PyObject* recording, PyObject* handle, const at::Tensor& tensor) {
   PyObject* noted = recording::survey.of(recording);
   if (noted != Py_None) {
     Survey& of = SurveyBox::of(noted);
-    of.route->saves.push_back({number_of(of, value, tensor), of.route->steps.size()});
+    size_t number = number_of(of, handle::value.of(handle), tensor);
+    of.route->saves.push_back({number, of.route->steps.size(), handle::stage.number(handle)});
   }
 }
 
@@ -198,7 +201,33 @@ inline PyObject* new_survey(PyObject*, PyObject*) {
   END_HANDLE_TH_ERRORS
 }
 
-// route(survey, operators, saved): the route; `None` if not all was seen.
+// The values that a stage retains, of the outputs that the plan names for it.
+inline std::vector<bool> retained_of(const Route& route, PyObject* outputs) {
+  std::vector<bool> found(route.values.size());
+  Ref named = Ref::made(PySequence_Fast(outputs, "outputs"));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE((PyObject*)named); ++i) {
+    PyObject* output = PySequence_Fast_GET_ITEM((PyObject*)named, i);
+    size_t step = PyLong_AsSize_t(PyTuple_GET_ITEM(output, 0)) - 1;
+    size_t index = PyLong_AsSize_t(PyTuple_GET_ITEM(output, 1));
+    bool is_known = step < route.steps.size() && index < route.steps[step].outputs.size();
+    long value = is_known ? route.steps[step].outputs[index] : -1;
+    if (value >= 0 && !route.values[value].is_held()) {
+      found[value] = true;
+    }
+  }
+  return found;
+}
+
+inline std::vector<std::vector<bool>> retained_by(const Route& route, PyObject* stages) {
+  std::vector<std::vector<bool>> found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(stages); ++i) {
+    found.push_back(retained_of(route, PyTuple_GET_ITEM(stages, i)));
+  }
+  return found;
+}
+
+// route(survey, operators, saved, stages): the route; `None` if not all was seen. For each
+// stage of the backward pass, `stages` holds the outputs that it retains.
 inline PyObject* route_of(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Survey& of = SurveyBox::of(given[0]);
@@ -208,7 +237,8 @@ inline PyObject* route_of(PyObject*, PyObject* const* given, Py_ssize_t) {
     Py_RETURN_NONE;
   }
   of.route->needs = needs_of(*of.route);
-  if (!may_overwrite(*of.route)) {
+  of.route->retained = retained_by(*of.route, given[3]);
+  if (!may_overwrite(*of.route) || !may_retain(*of.route)) {
     Py_RETURN_NONE;
   }
   return RouteBox::make(of.route).release();

@@ -19,8 +19,9 @@ struct Met {
   at::Tensor tensor;  // What is held, or was recomputed.
   long version = 0;  // Of a held tensor, at the end of the forward.
   int needs = 0;  // As in the route, less what autograd has freed.
-  int uses = 0;  // What will yet use it in this backward pass,
+  int uses = 0;  // What will yet use it in the plan,
   int reads = 0;  // and which of that are operators that read its memory.
+  bool is_carried = false;  // Whether the stage retains it for later ones.
 };
 
 struct Stop;
@@ -40,8 +41,11 @@ struct Trip {
   std::vector<std::pair<size_t, Ref>> recent = {};  // Stops since the last step, and tensors.
   size_t at = 0;  // How many steps have run.
   bool is_left = false;
-  long task = -2;  // The backward pass for which uses are counted.
-  bool has_run = false;  // Whether something was recomputed in it.
+  // The plan, by which uses are counted: its number, and whom it serves.
+  long plan = 0;
+  long task = -2;  // The backward pass,
+  long stage = -1;  // and the stage of it; -1 if there is only one.
+  bool has_run = false;  // Whether something was recomputed in the backward pass.
 };
 
 using TripBox = Box<Trip>;
@@ -73,7 +77,7 @@ inline void release(Trip& trip, size_t value) {
 struct Stop {
   Ref trip;
   size_t number;
-  bool is_served = false;  // In this backward pass.
+  long served = 0;  // The plan that has served it.
   Ref handle = {};  // The `ReplayHandle`, once the tape is written.
 
   ~Stop() {

@@ -36,6 +36,7 @@ class Writer {
     for (size_t i = 0; i < trip_.stops.size(); ++i) {
       if (Stop* stop = trip_.stops[i]) {
         stop->handle = new_handle(read(route_.saves[i].value));
+        handle::stage.set_number(stop->handle, route_.saves[i].stage);
         check(PyList_Append(replayer::handles.of(trip_.replayer), weak(stop->handle)));
       }
     }

@@ -46,5 +46,6 @@ Rule 11. Calls whose operators read what they read in an earlier call, from tens
     of that call is theirs, too. They hold no tensor that no replay needs. A call that
     leaves its route is recorded as if from its start: what it has overwritten since is
     gone, so the values made of that are kept instead. A route takes the extension in
-    C++, one stream, one stage, and no saved-tensor hooks around the region.
+    C++, one stream, and no saved-tensor hooks around the region; its stages retain
+    nothing that an operator overwrites.
 """

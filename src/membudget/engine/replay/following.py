@@ -50,7 +50,7 @@ def _code_of(function: Any) -> Any:
 def set_out(recording: ForwardRecord, replayer: Replayer, checks: Checks) -> None:
     """Let a call follow the route of its path, or survey it for later calls."""
     routes = recording.routes
-    if routes is None or replayer.stages is not None:
+    if routes is None:
         return
     if not checks.is_sampled:
         recording.trip = replayer.trip = routes.trip(recording.path, replayer)
@@ -78,5 +78,6 @@ def note_route(recording: ForwardRecord, replayer: Replayer) -> None:
         return
     is_whole = recording.taken is None and (path is None or number == len(path))
     if is_whole and not recording.policy.differs:
-        route = EXTENSION[0].route(recording.survey, number, len(replayer.handles))
-        routes.note(path, route)
+        saved, stages = len(replayer.handles), replayer.stages
+        held = () if stages is None else stages.held
+        routes.note(path, EXTENSION[0].route(recording.survey, number, saved, held))

@@ -1,0 +1,137 @@
+// Plans of replays from a route: what one backward pass, or one stage of it, needs.
+
+#pragma once
+
+#include "trip.h"
+
+namespace membudget {
+
+inline void forget_recomputed(Trip& trip) {
+  for (size_t i = 0; i < trip.values.size(); ++i) {
+    if (!is_held(trip, i)) {
+      trip.values[i].tensor.reset();
+    }
+  }
+}
+
+// Counts the uses of a plan. As `UseCounter`, of a call in one turn.
+class Planned {
+ public:
+  explicit Planned(Trip& trip) : trip_(trip), route_(*trip.route), is_run_(trip.steps.size()) {
+    for (Met& met : trip_.values) {
+      met.uses = met.reads = 0;
+      met.is_carried = false;
+    }
+  }
+
+  void count() {
+    for (const Stop* stop : trip_.stops) {
+      if (stop != nullptr && route_.saves[stop->number].stage == trip_.stage) {
+        use(route_.saves[stop->number].value);
+      }
+    }
+    while (!wanted_.empty()) {
+      size_t step = route_.values[wanted_.back()].step;
+      wanted_.pop_back();
+      if (!is_run_[step]) {
+        is_run_[step] = true;
+        count_step(route_.steps[step]);
+      }
+    }
+    for (size_t i = 0; i < trip_.values.size(); ++i) {
+      if (!is_held(trip_, i) && trip_.values[i].tensor.defined()) {
+        carry_retained(i);  // From an earlier stage.
+      }
+    }
+  }
+
+ private:
+  void use(size_t number) {
+    Met& met = trip_.values[number];
+    ++met.uses;
+    if (!is_held(trip_, number) && !met.tensor.defined()) {
+      wanted_.push_back(number);
+    }
+  }
+
+  void count_step(const Step& step) {
+    for (size_t input : step.inputs) {
+      use(input);
+      trip_.values[root_of(route_, input)].reads += !step.is_view;
+    }
+    for (long output : step.outputs) {
+      if (output >= 0) {
+        carry_retained(output);
+      }
+    }
+  }
+
+  void carry_retained(size_t number) {
+    if (route_.retains(trip_.stage, number)) {
+      ++trip_.values[number].uses;
+      trip_.values[number].is_carried = true;
+    }
+  }
+
+  Trip& trip_;
+  const Route& route_;
+  std::vector<bool> is_run_;  // The steps of the plan.
+  std::vector<size_t> wanted_;
+};
+
+// Begins a backward pass, or a stage of it, which finds what others have retained.
+inline void plan_for(Trip& trip, long task, long stage) {
+  if (task != trip.task) {
+    forget_recomputed(trip);
+    trip.has_run = false;
+  }
+  ++trip.plan;
+  trip.task = task;
+  trip.stage = stage;
+  Planned(trip).count();
+  for (size_t i = 0; i < trip.values.size(); ++i) {
+    if (!is_held(trip, i) && trip.values[i].uses == 0) {
+      trip.values[i].tensor.reset();
+    }
+  }
+}
+
+// As `is_read_later`: whether another stage may read memory that this one retains.
+inline bool may_be_read_later(const Trip& trip, long owner) {
+  const Route& route = *trip.route;
+  std::vector<size_t> pending;
+  std::vector<bool> seen(trip.steps.size());
+  for (const Stop* stop : trip.stops) {
+    if (stop != nullptr && route.saves[stop->number].stage != trip.stage) {
+      pending.push_back(route.saves[stop->number].value);
+    }
+  }
+  while (!pending.empty()) {
+    size_t number = pending.back();
+    pending.pop_back();
+    long step = route.values[number].step;
+    bool is_live = trip.values[number].tensor.defined() &&
+        trip.values[root_of(route, number)].is_carried;
+    if (is_held(trip, number) || is_live || seen[step]) {
+      continue;
+    }
+    seen[step] = true;
+    for (size_t input : route.steps[step].inputs) {
+      if (!route.steps[step].is_view && root_of(route, input) == owner) {
+        return true;
+      }
+      pending.push_back(input);
+    }
+  }
+  return false;
+}
+
+// Whether the memory of a value that autograd gets, and may overwrite, is read later.
+inline bool is_still_read(const Trip& trip, size_t value) {
+  long owner = root_of(*trip.route, value);
+  const Met& met = trip.values[owner];
+  return !is_held(trip, owner) &&
+      (met.reads > 0 || (met.is_carried && may_be_read_later(trip, owner)));
+}
+
+} // namespace membudget
