@@ -121,6 +121,15 @@ def written_to_one_of_two(x: Tensor) -> Tensor:
     return left.mul_(2) * right.sin()
 
 
+def put_at_indices(x: Tensor) -> Tensor:
+    """As a mixture of experts puts together what they have made."""
+    rows = torch.tensor([1, 3, 4])
+    h = x * 2
+    h[rows] = x[rows].sin()
+    h[:, rows] += 1
+    return h.index_put((rows,), x[:3], accumulate=True).exp()
+
+
 WRITES = [added_to_view, written_in_turn, written_to_part_alone, written_to_one_of_two]
 
 
@@ -138,6 +147,49 @@ def test_rule4_writes_to_views_are_recorded_and_followed_in_cpp(
     assert not seen
     expected = [True, False, True, False, False]
     assert trips == (expected if function in WRITES[::2] else trips)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_rule4_writes_at_indices_are_recorded_and_followed_in_cpp(keep, trips, seen):
+    def function(x: Tensor, _: Any) -> Tensor:
+        return put_at_indices(x)
+
+    check(function, replayed(function, KEEPS[keep]), [None] * 4)
+    assert trips == [True] * 3
+    assert not seen
+
+
+def copied_before(x: Tensor) -> Tensor:
+    """As `silu_` has its input copied by autograd."""
+    h = x * 2
+    before = h.clone()
+    h.sigmoid_()
+    return before * h.sin()
+
+
+def viewed_before(x: Tensor) -> Tensor:
+    """The row is made again where it is asked for: after the write."""
+    h = x @ x.t()
+    row = h[0] * 2
+    h.add_(1)
+    return row.sin() * h.sin()
+
+
+def overwritten_twice(x: Tensor) -> Tensor:
+    h = x * 2
+    before = h * 3
+    h.mul_(2)
+    between = h * 5
+    h.sigmoid_()
+    return before.sin() * between.cos() * h.tanh()
+
+
+@pytest.mark.parametrize("function", [copied_before, viewed_before, overwritten_twice])
+@pytest.mark.parametrize("keep", KEEPS)
+def test_rule4_a_replay_copies_what_it_overwrites_and_needs(function, keep, trips):
+    region = replayed(lambda x, _: function(x), KEEPS[keep])
+    check(lambda x, _: function(x), region, [None] * 4)
+    assert trips == [True] * 3
 
 
 def test_rule11_constants_are_recorded_and_followed_in_cpp(trips, seen):

@@ -59,10 +59,26 @@ inline std::vector<size_t> steps_to(Trip& trip, size_t value) {
   return steps;
 }
 
+// The memory that a step overwrites, or a copy if anything else needs it.
+inline at::Tensor writable(const Trip& trip, size_t target) {
+  const at::Tensor& tensor = trip.values[target].tensor;
+  int uses = 0;
+  for (size_t i = 0; i < trip.values.size(); ++i) {
+    if (root_of(*trip.route, i) == static_cast<long>(target)) {
+      uses += trip.values[i].uses;
+    }
+  }
+  return uses <= 1 ? tensor
+                   : THPVariable_Unpack((PyObject*)Ref::made(
+                         PyObject_CallOneArg(copy_of, wrapped(tensor))));
+}
+
 inline void run_step(Trip& trip, size_t number) {
   const Step& step = trip.route->steps[number];
-  c10::Stack stack = filled(
-      step.call, [&](size_t i) { return trip.values[step.inputs[i]].tensor; });
+  c10::Stack stack = filled(step.call, [&](size_t i) {
+    size_t input = step.inputs[i];
+    return i == 0 && step.writes() ? writable(trip, input) : trip.values[input].tensor;
+  });
   {
     Redraw redraw(trip.drawn[number] == nullptr ? Py_None : (PyObject*)trip.drawn[number]);
     at::GradMode::set_enabled(step.grad_enabled);

@@ -100,15 +100,20 @@ inline Needs needs_of(const Route& route) {
   return needs;
 }
 
-// Whether a replay may write in place: of the memory that a step overwrites, it needs only
-// what leads to that step.
+// Whether a step overwrites memory by a view of it.
+inline bool writes_to_view(const Route& route, const Step& step) {
+  return step.writes() && route.values[step.inputs[0]].root >= 0;
+}
+
+// Whether a replay may write to views in place: of the memory that a step overwrites, it
+// needs only what leads to that step. Other memory is copied if it is needed.
 inline bool may_overwrite(const Route& route) {
   std::vector<int> needed(route.values.size());  // Of each memory, by its owner.
   for (size_t i = 0; i < route.values.size(); ++i) {
     needed[root_of(route, i)] += route.needs.values[i] > 0;
   }
   for (size_t i = 0; i < route.steps.size(); ++i) {
-    if (!route.steps[i].writes() || route.needs.steps[i] == 0) {
+    if (!writes_to_view(route, route.steps[i]) || route.needs.steps[i] == 0) {
       continue;
     }
     size_t value = route.steps[i].inputs[0];
@@ -124,14 +129,14 @@ inline bool may_overwrite(const Route& route) {
   return true;
 }
 
-// Whether what stages retain is whole, and not overwritten by any step.
+// Whether what stages retain is whole, and not overwritten by a view of it.
 inline bool may_retain(const Route& route) {
   std::vector<bool> may(route.values.size());
   for (size_t i = 0; i < route.values.size(); ++i) {
     may[i] = !route.values[i].is_part;
   }
   for (const Step& step : route.steps) {
-    if (step.writes()) {
+    if (writes_to_view(route, step)) {
       may[root_of(route, step.inputs[0])] = false;
     }
   }
