@@ -142,7 +142,11 @@ def test_the_bound_of_a_plan_is_one_where_nothing_is_known():
     # No schedule fits.
     assert planning._bound(graph, -5) == planning._bound(graph, 1) == 1.0
     assert planning._bound(graph, 10**9) == 1.0
-    assert 1.0 < planning._bound(graph, profiled().peak_bytes * 6 // 10) < math.inf
+    budget_bytes = profiled().peak_bytes * 6 // 10
+    whole = planning._bound(graph, budget_bytes)
+    assert 1.0 < whole < math.inf
+    # A replay takes half of what the forward takes.
+    assert planning._bound(graph, budget_bytes, 0.5) == 1.0 + 0.5 * (whole - 1.0)
 
 
 # The next schedule of `auto`.

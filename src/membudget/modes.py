@@ -18,7 +18,6 @@ such as routing decisions, are always kept.
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from operator import attrgetter
 
 import torch
@@ -62,10 +61,8 @@ def schedule_of_mode(mode: str, graph: StepGraph, overheads: Overheads) -> Sched
     calls = _calls(mode, graph)
     policy = _KEPT.get(mode, nothing)
     choices = tuple(_choice(graph, call, policy) for call in calls)
-    schedule = Simulator(graph).schedule(calls, choices)
-    overhead_s = sum(overheads.region_of_s(graph, choice) for choice in choices)
-    overhead_s += overheads.all_again_s(schedule.simulation.replayed)
-    return replace(schedule, overhead_s=overhead_s)
+    simulator = Simulator(graph, overheads)
+    return simulator.with_plain_times(simulator.schedule(calls, choices))
 
 
 def _calls(mode: str, graph: StepGraph) -> tuple[ModuleCall, ...]:

@@ -249,7 +249,7 @@ def make_plan(
         plain_peak_bytes=profile.peak_bytes + unseen,
         peak_bytes=schedule.peak_bytes + unseen,
         slowdown=schedule.slowdown,
-        bound=_known_bound(graph, budget_bytes),
+        bound=_known_bound(profile, budget_bytes),
         cost=profile.cost,
         regions=region_plans(graph, schedule.calls, schedule.choices, absent),
         device=device_type(model),
@@ -269,17 +269,20 @@ def _host_plan(moves: Moves, host: Host | None) -> HostPlan:
     )
 
 
-def _known_bound(graph: StepGraph, budget_bytes: int) -> float:
+def _known_bound(profile: Profile, budget_bytes: int) -> float:
     """Return the bound of a recorded step, which all its plans for a budget share."""
-    known = graph.known.setdefault(f"{__name__}.bound", {})
+    known = profile.graph.known.setdefault(f"{__name__}.bound", {})
     if budget_bytes not in known:
-        known[budget_bytes] = _bound(smoothed(graph), budget_bytes)
+        share = overheads_of(profile).again_share
+        known[budget_bytes] = _bound(smoothed(profile.graph), budget_bytes, share)
     found: float = known[budget_bytes]
     return found
 
 
-def _bound(graph: StepGraph, budget_bytes: int) -> float:
+def _bound(graph: StepGraph, budget_bytes: int, again_share: float = 1.0) -> float:
     """Return a lower bound on the slowdown of any schedule within the budget."""
-    least = least_seconds(graph, max(0, budget_bytes))
+    least_s = least_seconds(graph, max(0, budget_bytes))
     # The bound is infinite if no schedule can fit, and JSON has no infinity.
-    return least / graph.seconds if graph.seconds and math.isfinite(least) else 1.0
+    if not graph.seconds or not math.isfinite(least_s):
+        return 1.0
+    return 1.0 + again_share * (least_s / graph.seconds - 1.0)

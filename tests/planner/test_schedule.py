@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import RERUN, Choice
+from membudget.planner.choice import REPLAY, RERUN, Choice
 from membudget.planner.schedule import (
     CPU_OVERHEADS,
     FITTED_LAUNCH_S,
@@ -108,7 +108,6 @@ def test_an_operator_that_moves_more_than_the_cache_holds_costs_more():
     found = [OVERHEADS.region_of_s(graph, Choice(i, i + 1)) for i in range(4)]
     assert found == [1.0, 1.0, 10.0, 10.0]
     assert OVERHEADS.region_of_s(graph, Choice(1, 4)) == 21.0
-    assert OVERHEADS.all_again_s([0, 2, 2]) == 6.0
 
 
 def test_a_view_costs_nothing_to_record():
@@ -135,11 +134,26 @@ def test_a_write_to_a_part_of_a_storage_or_to_older_memory_costs_more():
     assert found == [1.0, 1.0, 0.0, 201.0, 201.0]
 
 
-def test_the_overhead_is_added_to_the_forward_alone():
+def test_a_replay_takes_a_share_of_the_forward_and_its_overhead():
     graph = moving((5, 0), (0, 6))
-    added = OVERHEADS.added_to_forward(graph)
-    assert [o.seconds for o in added.operators] == [3.0, 3.0, 1.0, 1.0]
-    assert added.backward_start == graph.backward_start
+    prices = replace(OVERHEADS, again_share=0.5)
+    found = prices.with_replayed_forward(graph)
+    assert [o.seconds for o in found.operators] == [2.5, 2.5, 1.0, 1.0]
+    assert found.backward_start == graph.backward_start
+    # So do the times of schedules: both operators are replayed, or rerun in full.
+    simulator, call = Simulator(graph, prices), ModuleCall("0", 0, 2)
+    schedules = [
+        simulator.schedule([call], [Choice(0, 2, engine=engine)])
+        for engine in (REPLAY, RERUN)
+    ]
+    replayed, reran = map(simulator.with_plain_times, schedules)
+    count, again = len(replayed.simulation.replayed), len(reran.simulation.reran)
+    assert replayed.simulation.seconds == graph.seconds + 0.5 * count
+    assert replayed.overhead_s == simulator.region_s(replayed.choices[0]) + 2.0 * count
+    assert reran.simulation.seconds == graph.seconds + again
+    assert count
+    assert again
+    assert replayed.again_share == 0.5
 
 
 def test_overheads_are_in_proportion_to_what_a_launch_takes():
@@ -170,12 +184,13 @@ def test_a_region_pays_for_itself_and_for_what_it_runs_and_saves():
         record_region_s=200.0,
         record_saved_s=0.125,
         replay_region_s=5.0,
+        replay_saved_s=0.5,
     )
     rerun = Choice(0, 2, engine=RERUN)
     assert prices.region_of_s(graph, rerun) == 100 + 2 * 1000 + 50 + 2 * 0.25
     forward_s = 200 + (1 + 10) + 2 * 0.125
     assert prices.forward_of_s(graph, Choice(0, 2)) == forward_s
-    assert prices.region_of_s(graph, Choice(0, 2)) == forward_s + 5
+    assert prices.region_of_s(graph, Choice(0, 2)) == forward_s + 5 + 2 * 0.5
 
 
 def test_a_schedule_pays_for_what_its_blocks_record_and_recompute():

@@ -6,7 +6,7 @@ blocks with their simulation, and a `Plan` is a schedule stored as a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, fields, replace
 
@@ -32,8 +32,9 @@ class Overheads:
     in Python takes longest for a write to a part of a storage, as by recurrent cells to
     their gates, and to memory from before the step, as by BatchNorm to its running
     statistics, because it keeps apart which content each tensor has. In the backward,
-    an operator that runs again takes its time of the forward, autograd's and Python's
-    included, and a little more.
+    each saved tensor is asked for, and an operator that runs again takes a share of its
+    time in the forward, and a little more: it does without autograd and Python, in
+    memory that is still in the cache.
 
     A rerun region records no operator. It notes the state that its modules reach,
     restores it, and gives each saved tensor a handle.
@@ -55,7 +56,9 @@ class Overheads:
     record_write_s: float = 0.0  # More, of a write to a part, or to older memory.
     # And in the backward.
     replay_region_s: float = 0.0
-    again_s: float = 0.0  # Of each operator that runs again.
+    replay_saved_s: float = 0.0  # Of each saved tensor.
+    again_s: float = 0.0  # Of each operator that runs again, beside
+    again_share: float = 1.0  # this share of its time in the forward.
     # Of a rerun region, in both.
     rerun_region_s: float = 0.0
     rerun_module_s: float = 0.0  # Of each module call in it.
@@ -90,26 +93,24 @@ class Overheads:
     def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return the overhead of a region, apart from that of what it replays."""
         if choice.engine != RERUN:
-            return self.forward_of_s(graph, choice) + self.replay_region_s
+            asked_s = self.replay_saved_s * len(saved_in(graph, choice))
+            return self.forward_of_s(graph, choice) + self.replay_region_s + asked_s
         inside = sum(is_inside(call, choice) for call in graph.calls)
         nested_s = self.rerun_nested_s if inside > 1 else 0.0
         region_s = self.rerun_region_s + self.rerun_module_s * inside + nested_s
         return region_s + self.rerun_saved_s * len(saved_in(graph, choice))
 
-    def all_again_s(self, recomputed: Sized) -> float:
-        """Return the overhead of running recomputed operators."""
-        return self.again_s * len(recomputed)
+    def with_replayed_forward(self, graph: StepGraph) -> StepGraph:
+        """Return the step with what a replay of it takes for each forward operator.
 
-    def added_to_forward(self, graph: StepGraph) -> StepGraph:
-        """Return the step with what a replay costs added to each forward operator.
-
-        In the resulting graph, a recomputed operator costs its own time plus the
-        engine's overhead, which is the cost that solvers must compare. The time of the
-        plain forward grows by a constant, the same for all schedules.
+        That is the cost that solvers must compare. The time of the plain forward
+        differs by a constant, the same for all schedules.
         """
-        until, again_s = graph.backward_start, self.again_s
-        forward = [replace(o, seconds=o.seconds + again_s) for o in graph.operators]
-        return replace(graph, operators=(*forward[:until], *graph.operators[until:]))
+        until, share, again_s = graph.backward_start, self.again_share, self.again_s
+        times = (share * operator.seconds + again_s for operator in graph.operators)
+        pairs = zip(graph.operators[:until], times, strict=False)
+        forward = [replace(operator, seconds=seconds) for operator, seconds in pairs]
+        return replace(graph, operators=(*forward, *graph.operators[until:]))
 
 
 def _writes_apart(graph: StepGraph, index: int) -> bool:
@@ -143,21 +144,20 @@ CPU_OVERHEADS = Overheads(
 
 NATIVE_OVERHEADS = Overheads(
     cache_bytes=1 << 19,
-    record_region_s=80e-6,
-    record_s=3.6e-6,
-    record_cold_s=8.5e-6,
-    record_saved_s=3.9e-6,
-    replay_region_s=70e-6,
-    again_s=9.5e-6,
+    record_region_s=195e-6,
+    record_s=1.6e-6,
+    record_cold_s=2.8e-6,
+    record_saved_s=1.8e-6,
+    replay_region_s=40e-6,
+    replay_saved_s=2.7e-6,
+    again_s=3.2e-6,
+    again_share=0.9,
     rerun_region_s=70e-6,
     rerun_module_s=17.5e-6,
     rerun_nested_s=39e-6,
     rerun_saved_s=3.8e-6,
 )
-"""With the recorder in C++.
-
-Calls that follow a route take 0.55 of what recording them took, of which these are.
-"""
+"""With the recorder in C++, of calls that follow a route."""
 
 
 def is_inside(call: ModuleCall, block: Block) -> bool:
@@ -175,6 +175,7 @@ class Schedule:
     overhead_s: float  # The engine's own time.
     plain_s: float  # The time of the plain step.
     is_smallest: bool = False  # Whether no schedule with a smaller peak was found.
+    again_share: float = 1.0  # What replayed operators take, of their time before.
     host: Host | None = None  # Where storages may be moved to.
 
     @property
@@ -198,7 +199,7 @@ class Simulator:
 
     Attributes:
         plain: The step.
-        graph: The step, with the engine's overhead added to each forward operator.
+        graph: The step, with what a replay takes for each forward operator.
         candidates: Number of distinct sets of choices simulated so far.
         operators: Total number of operators that the simulations ran.
         known: What is known of the step's blocks.
@@ -213,7 +214,7 @@ class Simulator:
         """Create a simulator with an empty cache, whose schedules move nothing."""
         self.plain = graph
         self.host: Host | None = None
-        self.graph = overheads.added_to_forward(graph)
+        self.graph = overheads.with_replayed_forward(graph)
         self._overheads = overheads
         self._plain = PlainStep(self.graph)
         self.known = KnownBlocks(self.graph, self._plain)
@@ -235,9 +236,10 @@ class Simulator:
         found = self._known.get(key)
         if found is None:
             found = simulate(self.graph, key, self._plain, self.host, self._orders)
-            # A rerun runs operators without the overhead that the graph adds to them.
-            saved_s = self._overheads.all_again_s(found.reran)
-            found = replace(found, seconds=found.seconds - saved_s)
+            # A rerun takes an operator's time in the forward, not that in a replay.
+            replay_s = self._seconds(self.graph, found.reran)
+            rerun_s = self._seconds(self.plain, found.reran)
+            found = replace(found, seconds=found.seconds - replay_s + rerun_s)
             self._known[key] = found
             self.candidates += 1
             self.operators += len(self.graph.operators) + len(found.recomputed)
@@ -256,9 +258,10 @@ class Simulator:
 
     def with_plain_times(self, schedule: Schedule) -> Schedule:
         """Return a schedule that counts the engine's overhead only in `overhead_s`."""
-        found = schedule.simulation
-        again_s = sum(self.plain.operators[index].seconds for index in found.recomputed)
-        replayed_s = self._overheads.all_again_s(found.replayed)
+        found, share = schedule.simulation, self._overheads.again_share
+        again_s = share * self._seconds(self.plain, found.replayed)
+        again_s += self._seconds(self.plain, found.reran)
+        replayed_s = self._overheads.again_s * len(found.replayed)
         overhead_s = schedule.overhead_s + replayed_s
         plain_s = self.plain.seconds
         if found.moves.out_bytes:  # What hides copies is what the device computes.
@@ -266,7 +269,11 @@ class Simulator:
         seconds = plain_s + again_s + found.moves.wait_s
         simulation = replace(found, seconds=seconds)
         return replace(
-            schedule, simulation=simulation, overhead_s=overhead_s, plain_s=plain_s
+            schedule,
+            simulation=simulation,
+            overhead_s=overhead_s,
+            plain_s=plain_s,
+            again_share=share,
         )
 
     def region_s(self, choice: Choice) -> float:
@@ -279,8 +286,11 @@ class Simulator:
     def rerun_s(self, block: Block) -> float:
         """Return the time in which a block's operators run again as a whole."""
         again = rerun_operators(self.graph, block, saved_in(self.graph, block))
-        seconds = sum(self.graph.operators[index].seconds for index in again)
-        return seconds - self._overheads.all_again_s(again)
+        return self._seconds(self.plain, again)
+
+    @staticmethod
+    def _seconds(graph: StepGraph, operators: Iterable[int]) -> float:
+        return sum(graph.operators[index].seconds for index in operators)
 
     def changed(self, schedule: Schedule, choices: Sequence[Choice]) -> Schedule:
         """Return a schedule with new choices for the same module calls."""

@@ -24,7 +24,8 @@ def region_table(graph: StepGraph, schedule: Schedule) -> str:
     """Return a table of the operators whose outputs each region keeps or recomputes."""
     pairs = zip(schedule.calls, schedule.choices, strict=True)
     again = schedule.simulation.recomputed
-    regions = [_region_line(graph, call.path, choice, again) for call, choice in pairs]
+    share = schedule.again_share
+    regions = [_region_line(graph, c.path, choice, again, share) for c, choice in pairs]
     # Adjacent regions with the same content share a row, which sums their costs.
     rows = [_row(list(alike), graph) for _, alike in groupby(regions, key=_content)]
     titles = ["region", "keeps", "recomputes", "operators", "kept", "of the step"]
@@ -61,7 +62,11 @@ def _content(region: _RegionLine) -> tuple[object, ...]:
 
 
 def _region_line(
-    graph: StepGraph, path: str, choice: Choice, recomputed: Iterable[int]
+    graph: StepGraph,
+    path: str,
+    choice: Choice,
+    recomputed: Iterable[int],
+    again_share: float,
 ) -> _RegionLine:
     again = [index for index in recomputed if choice.start <= index < choice.end]
     # A plan may keep storages that nothing reads after all; they are not reported.
@@ -72,7 +77,8 @@ def _region_line(
         _counted(graph, sorted({graph.storages[storage].birth for storage in kept})),
         sum(graph.storages[storage].bytes for storage in kept),
         EVERYTHING if choice.engine == RERUN else _counted(graph, again),
-        sum(graph.operators[index].seconds for index in again),
+        sum(graph.operators[index].seconds for index in again)
+        * (1.0 if choice.engine == RERUN else again_share),
         _counted(graph, sorted(graph.storages[s].birth for s in choice.offloaded)),
     )
 

@@ -47,5 +47,5 @@ Rule 11. Calls whose operators read what they read in an earlier call, from tens
     leaves its route is recorded as if from its start: what it has overwritten since is
     gone, so the values made of that are kept instead. A route takes the extension in
     C++, one stream, and no saved-tensor hooks around the region; its stages retain
-    nothing that an operator overwrites.
+    nothing that is overwritten through a view.
 """
