@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.graph import ModuleCall
 from membudget.planner.choice import Choice
-from membudget.planner.schedule import Schedule, Simulator
+from membudget.planner.schedule import Overheads, Schedule, Simulator
 from membudget.report.region_table import region_table
 from tests.planner.drafts import keeping
 
@@ -90,6 +90,19 @@ def test_recomputation_and_overhead_of_regions_are_separate_times(found):
         f"recomputation takes {share} of the plain step, "
         "and the regions' overhead 50.0%"
     )
+
+
+def test_a_region_takes_the_share_of_the_forward_that_its_replay_takes(found):
+    call = next(call for call in found.graph.calls if call.path == "0")
+    simulator = Simulator(found.graph, Overheads(again_share=0.5))
+    replayed = simulator.schedule([call], [Choice(call.start, call.end)])
+
+    table = region_table(found.graph, simulator.with_plain_times(replayed))
+
+    seconds = (found.graph.operators[i].seconds for i in replayed.simulation.replayed)
+    share = f"{0.5 * sum(seconds) / found.graph.seconds:.1%}"
+    assert rows_of(table)[0][-1] == share
+    assert f"recomputation takes {share} of the plain step" in table
 
 
 def test_a_kept_output_that_nothing_reads_is_not_counted(found):

@@ -42,8 +42,10 @@ class Overheads:
     The overheads are fitted to the times of forward and backward passes of the half of
     the field suite that may be tuned on, plain and under regions, on one AMD EPYC core
     under Python 3.11, where torch launches an operator in `FITTED_LAUNCH_S`; elsewhere,
-    they are in proportion. A step that is timed shows by what factor recording, or
-    rerunning, is off for it (`membudget.terms`).
+    they are in proportion. Those of replays in C++ were measured on an Intel Xeon,
+    where it takes 1.245 times as long, with the models of `benchmarks/predicted.py`
+    beside. A step that is timed shows by what factor recording, or rerunning, is off
+    for it (`membudget.terms`).
     On an accelerator, kernels mostly hide the host's time, so no overhead is counted.
     """
 
