@@ -14,6 +14,7 @@ from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, BlockEngine, Choice, saved_in
 from membudget.planner.known_blocks import KnownBlocks
 from membudget.planner.moved import Host
+from membudget.planner.overwrites import reads_around_write, writes_apart
 from membudget.planner.second_run import rerun_operators
 from membudget.planner.simulate import AskedOrders, Simulation, simulate
 from membudget.planner.timeline import PlainStep
@@ -59,6 +60,7 @@ class Overheads:
     # And in the backward.
     replay_region_s: float = 0.0
     replay_saved_s: float = 0.0  # Of each saved tensor.
+    tape_factor: float = 1.0  # Of all that, and of the forward's, without a route.
     again_s: float = 0.0  # Of each operator that runs again, beside
     again_share: float = 1.0  # this share of its time in the forward.
     # Of a rerun region, in both.
@@ -81,7 +83,7 @@ class Overheads:
             return 0.0
         is_cold = operator.read_bytes + operator.written_bytes > self.cache_bytes
         seconds = self.record_cold_s if is_cold else self.record_s
-        return seconds + self.record_write_s * _writes_apart(graph, index)
+        return seconds + self.record_write_s * writes_apart(graph, index)
 
     def forward_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return how much of a region's overhead the forward takes."""
@@ -90,17 +92,24 @@ class Overheads:
         recorded = range(choice.start, choice.end)
         recorded_s = sum(self._record_of_s(graph, index) for index in recorded)
         saved_s = self.record_saved_s * len(saved_in(graph, choice))
-        return self.record_region_s + recorded_s + saved_s
+        seconds = self.record_region_s + recorded_s + saved_s
+        return seconds * self._factor(graph, choice)
 
     def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return the overhead of a region, apart from that of what it replays."""
         if choice.engine != RERUN:
             asked_s = self.replay_saved_s * len(saved_in(graph, choice))
-            return self.forward_of_s(graph, choice) + self.replay_region_s + asked_s
+            backward_s = self.replay_region_s + asked_s
+            backward_s *= self._factor(graph, choice)
+            return self.forward_of_s(graph, choice) + backward_s
         inside = sum(is_inside(call, choice) for call in graph.calls)
         nested_s = self.rerun_nested_s if inside > 1 else 0.0
         region_s = self.rerun_region_s + self.rerun_module_s * inside + nested_s
         return region_s + self.rerun_saved_s * len(saved_in(graph, choice))
+
+    def _factor(self, graph: StepGraph, block: Block) -> float:
+        """Return by what calls of a block take longer that cannot follow a route."""
+        return self.tape_factor if reads_around_write(graph, block) else 1.0
 
     def with_replayed_forward(self, graph: StepGraph) -> StepGraph:
         """Return the step with what a replay of it takes for each forward operator.
@@ -113,16 +122,6 @@ class Overheads:
         pairs = zip(graph.operators[:until], times, strict=False)
         forward = [replace(operator, seconds=seconds) for operator, seconds in pairs]
         return replace(graph, operators=(*forward, *graph.operators[until:]))
-
-
-def _writes_apart(graph: StepGraph, index: int) -> bool:
-    """Return whether an operator writes to a part of a storage, or to older memory."""
-    for value in map(graph.values.__getitem__, graph.operators[index].outputs):
-        storage = graph.storages[value.storage]
-        is_part = storage.birth < index and value.bytes < storage.bytes
-        if storage.birth < 0 or is_part:
-            return True
-    return False
 
 
 FITTED_LAUNCH_S = 5.5e-6
@@ -152,6 +151,7 @@ NATIVE_OVERHEADS = Overheads(
     record_saved_s=1.8e-6,
     replay_region_s=32e-6,
     replay_saved_s=3.2e-6,
+    tape_factor=3.0,
     again_s=3.6e-6,
     again_share=0.87,
     rerun_region_s=70e-6,
