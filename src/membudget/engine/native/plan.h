@@ -14,12 +14,17 @@ inline void forget_recomputed(Trip& trip) {
   }
 }
 
-// Counts the uses of a plan. As `UseCounter`, of a call in one turn.
-class Planned {
+inline void add_use(Trip& trip, size_t number, int count) {
+  trip.values[number].uses += count;
+  trip.values[root_of(*trip.route, number)].memory_uses += count;
+}
+
+// Counts what will use each value in a plan, as in Python, of a call in one turn.
+class UseCounter {
  public:
-  explicit Planned(Trip& trip) : trip_(trip), route_(*trip.route), is_run_(trip.steps.size()) {
+  explicit UseCounter(Trip& trip) : trip_(trip), route_(*trip.route), is_run_(trip.steps.size()) {
     for (Met& met : trip_.values) {
-      met.uses = met.reads = 0;
+      met.uses = met.memory_uses = met.reads = 0;
       met.is_carried = false;
     }
   }
@@ -47,8 +52,8 @@ class Planned {
 
  private:
   void use(size_t number) {
-    Met& met = trip_.values[number];
-    ++met.uses;
+    const Met& met = trip_.values[number];
+    add_use(trip_, number, 1);
     if (!is_held(trip_, number) && !met.tensor.defined()) {
       wanted_.push_back(number);
     }
@@ -68,7 +73,7 @@ class Planned {
 
   void carry_retained(size_t number) {
     if (route_.retains(trip_.stage, number)) {
-      ++trip_.values[number].uses;
+      add_use(trip_, number, 1);
       trip_.values[number].is_carried = true;
     }
   }
@@ -88,7 +93,7 @@ inline void plan_for(Trip& trip, long task, long stage) {
   ++trip.plan;
   trip.task = task;
   trip.stage = stage;
-  Planned(trip).count();
+  UseCounter(trip).count();
   for (size_t i = 0; i < trip.values.size(); ++i) {
     if (!is_held(trip, i) && trip.values[i].uses == 0) {
       trip.values[i].tensor.reset();

@@ -26,9 +26,9 @@ inline bool is_unchanged_source(const Met& met) {
 }
 
 inline void use(Trip& trip, size_t number) {
-  Met& met = trip.values[number];
-  if (--met.uses <= 0 && !is_held(trip, number)) {
-    met.tensor.reset();
+  add_use(trip, number, -1);
+  if (trip.values[number].uses <= 0 && !is_held(trip, number)) {
+    trip.values[number].tensor.reset();
   }
 }
 
@@ -61,16 +61,12 @@ inline std::vector<size_t> steps_to(Trip& trip, size_t value) {
 
 // The memory that a step overwrites, or a copy if anything else needs it.
 inline at::Tensor writable(const Trip& trip, size_t target) {
-  const at::Tensor& tensor = trip.values[target].tensor;
-  int uses = 0;
-  for (size_t i = 0; i < trip.values.size(); ++i) {
-    if (root_of(*trip.route, i) == static_cast<long>(target)) {
-      uses += trip.values[i].uses;
-    }
+  const Met& met = trip.values[target];
+  if (met.memory_uses <= 1) {
+    return met.tensor;
   }
-  return uses <= 1 ? tensor
-                   : THPVariable_Unpack((PyObject*)Ref::made(
-                         PyObject_CallOneArg(copy_of, wrapped(tensor))));
+  Ref copy = Ref::made(PyObject_CallOneArg(copy_of, wrapped(met.tensor)));
+  return THPVariable_Unpack((PyObject*)copy);
 }
 
 inline void run_step(Trip& trip, size_t number) {

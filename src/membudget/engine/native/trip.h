@@ -20,6 +20,7 @@ struct Met {
   long version = 0;  // Of a held tensor, at the end of the forward.
   int needs = 0;  // As in the route, less what autograd has freed.
   int uses = 0;  // What will yet use it in the plan,
+  int memory_uses = 0;  // what will use it or a view of it,
   int reads = 0;  // and which of that are operators that read its memory.
   bool is_carried = false;  // Whether the stage retains it for later ones.
 };

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-import torch
 from torch.nn import Parameter
 
 from membudget._torch import hide_from_dynamo
@@ -101,15 +100,13 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
         return "constant"
     if facts.is_plain_view:
         return "view"
-    if facts.is_in_place or operator in _WITH_LISTS:
+    writes_first = facts.written == (0,) and 0 in facts.tensors  # No list of tensors.
+    if writes_first and not (facts.returns_fresh or facts.has_tensor_keywords):
         return "in_place"
     if facts.is_empty:
         return "empty"
     return "other" if facts.is_view or facts.written else "fresh"
 
-
-# They write to their first argument alone, too, and take lists of tensors beside it.
-_WITH_LISTS = (torch.ops.aten.index_put_.default,)
 
 # Their running statistics are arguments 3 and 4, and argument 5 says whether it trains.
 _NORMALISATIONS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
