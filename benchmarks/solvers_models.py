@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 import membudget as mb
 from membudget.graph import StepGraph
-from membudget.planner.schedule import CPU_OVERHEADS, NO_OVERHEADS, Overheads
+from membudget.planner.overheads import CPU_OVERHEADS, NO_OVERHEADS, Overheads
 from membudget.profile.cost import roofline
 from membudget.profile.devices import Device
 

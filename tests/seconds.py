@@ -17,7 +17,7 @@ import pytest
 
 from membudget import planning
 from membudget.graph import StepGraph
-from membudget.planner.schedule import FITTED_LAUNCH_S
+from membudget.planner.overheads import FITTED_LAUNCH_S
 from membudget.profile import cost, devices, profiling
 from membudget.profile.devices import Device
 from membudget.profile.events import TimerEvents

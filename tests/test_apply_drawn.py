@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import membudget as mb
 from membudget.modes import schedule_of_mode
-from membudget.planner.schedule import NO_OVERHEADS, Simulator
+from membudget.planner.overheads import NO_OVERHEADS
+from membudget.planner.schedule import Simulator
 from membudget.planning import make_plan
 from tests.drawn import drawn_schedule
 from tests.planner.models import MODELS, Made, measured_peak

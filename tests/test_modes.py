@@ -19,7 +19,7 @@ from membudget.errors import BudgetError, OptionError
 from membudget.fit import fit
 from membudget.modes import MODES, check_mode, schedule_of_mode
 from membudget.outcome import Metered
-from membudget.planner.schedule import NO_OVERHEADS, Overheads
+from membudget.planner.overheads import NO_OVERHEADS, Overheads
 from membudget.planning import plan_for
 from tests.devices import held_bytes
 from tests.planner.models import MODELS, gpt

@@ -19,13 +19,9 @@ from membudget.attempt import MOST_PLANS, Attempt
 from membudget.engine import native
 from membudget.errors import BudgetError
 from membudget.modes import AUTO, schedule_of_mode
+from membudget.planner.overheads import CPU_OVERHEADS, NATIVE_OVERHEADS, NO_OVERHEADS
 from membudget.planner.planner import Planner, plain_schedule
-from membudget.planner.schedule import (
-    CPU_OVERHEADS,
-    NATIVE_OVERHEADS,
-    NO_OVERHEADS,
-    Schedule,
-)
+from membudget.planner.schedule import Schedule
 from membudget.planning import (
     make_plan,
     next_schedules,

@@ -11,7 +11,7 @@ import torch
 import membudget as mb
 from membudget import planning, terms
 from membudget.fitted import Fitted
-from membudget.planner.schedule import NO_OVERHEADS, RERUN_FORWARD, Overheads
+from membudget.planner.overheads import NO_OVERHEADS, RERUN_FORWARD, Overheads
 from membudget.race import Slowdown
 from membudget.terms import DOUBT, MOST_OFF, repriced, term_off
 from tests.planner.models import MODELS

@@ -26,7 +26,8 @@ from membudget.errors import OptionError
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.blocks import module_blocks
 from membudget.planner.choice import RERUN, Block, Choice, made_in, storages_saved_in
-from membudget.planner.schedule import Overheads, Schedule, Simulator
+from membudget.planner.overheads import Overheads
+from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.second_run import communicates
 from membudget.policies import Policy, attention, convolutions, matmuls, nothing
 

@@ -22,6 +22,12 @@ from membudget.outcome import Metered
 from membudget.planned import device_type, model_parameters
 from membudget.planner.bound import least_seconds
 from membudget.planner.moved import Host, Moves
+from membudget.planner.overheads import (
+    CPU_OVERHEADS,
+    NATIVE_OVERHEADS,
+    NO_OVERHEADS,
+    Overheads,
+)
 from membudget.planner.plan import NO_HOST, HostPlan, Plan
 from membudget.planner.planner import (
     Planner,
@@ -30,13 +36,7 @@ from membudget.planner.planner import (
     smoothed,
 )
 from membudget.planner.region_plans import region_plans
-from membudget.planner.schedule import (
-    CPU_OVERHEADS,
-    NATIVE_OVERHEADS,
-    NO_OVERHEADS,
-    Overheads,
-    Schedule,
-)
+from membudget.planner.schedule import Schedule
 from membudget.planner.search import never
 from membudget.profile import Profile
 from membudget.profile.devices import launch_seconds, this_processor
@@ -280,7 +280,10 @@ def _known_bound(profile: Profile, budget_bytes: int) -> float:
 
 
 def _bound(graph: StepGraph, budget_bytes: int, again_share: float = 1.0) -> float:
-    """Return a lower bound on the slowdown of any schedule within the budget."""
+    """Return a lower bound on the slowdown of any schedule within the budget.
+
+    What runs again takes `again_share` of its time in the forward.
+    """
     least_s = least_seconds(graph, max(0, budget_bytes))
     # The bound is infinite if no schedule can fit, and JSON has no infinity.
     if not graph.seconds or not math.isfinite(least_s):

@@ -16,7 +16,7 @@ import membudget as mb
 from membudget import planning
 from membudget._torch import current_graph_task_id
 from membudget.loop import regions
-from membudget.planner.schedule import NO_OVERHEADS
+from membudget.planner.overheads import NO_OVERHEADS
 from tests.loops.models import Images, Language
 from tests.rows.test_row_b04_out_of_memory import FailsAtOne
 from tests.rows.test_row_b11_failing_allocations import thread_state

@@ -17,7 +17,8 @@ from membudget.planner.chain import COARSEST, FINEST, SegmentChoice
 from membudget.planner.choice import Choice
 from membudget.planner.nested import ChainNumbers, deeply_nested, nested
 from membudget.planner.nests import Checkpoint
-from membudget.planner.schedule import Overheads, Simulator
+from membudget.planner.overheads import Overheads
+from membudget.planner.schedule import Simulator
 from membudget.planner.simulate import Simulation, simulate
 from membudget.planner.timeline import timeline
 from tests.planner.drafts import Draft, chain_of

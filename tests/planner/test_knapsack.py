@@ -25,7 +25,8 @@ from membudget.planner.knapsack import (
     cheapest_choices,
     relax,
 )
-from membudget.planner.schedule import Overheads, Simulator
+from membudget.planner.overheads import Overheads
+from membudget.planner.schedule import Simulator
 from membudget.planner.solver import Solver
 from tests.planner.drafts import chain_of
 

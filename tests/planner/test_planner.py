@@ -15,8 +15,9 @@ from membudget.errors import BudgetError, MembudgetError
 from membudget.graph import ModuleCall, StaticBytes, StepGraph
 from membudget.planner import search
 from membudget.planner.choice import RERUN, Choice, saved_in
+from membudget.planner.overheads import Overheads
 from membudget.planner.planner import Planner, plain_schedule, smoothed
-from membudget.planner.schedule import Overheads, Schedule
+from membudget.planner.schedule import Schedule
 from membudget.planner.simulate import simulate
 from membudget.planner.solver import Solver
 from tests.planner.drafts import chain_of

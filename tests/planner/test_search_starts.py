@@ -15,7 +15,8 @@ from membudget.graph import StepGraph
 from membudget.planner import annealing, search
 from membudget.planner.annealing import anneal, is_too_large
 from membudget.planner.choice import Choice, Stage
-from membudget.planner.schedule import Overheads, Schedule, Simulator
+from membudget.planner.overheads import Overheads
+from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.search import fill, improved
 from tests.planner.drafts import Draft, chain_of
 

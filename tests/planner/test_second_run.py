@@ -9,7 +9,8 @@ import torch
 
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import RERUN, Block, Choice, saved_in
-from membudget.planner.schedule import Overheads, Simulator
+from membudget.planner.overheads import Overheads
+from membudget.planner.schedule import Simulator
 from membudget.planner.second_run import (
     SMALL_BUFFER_BYTES,
     may_rerun,

@@ -7,8 +7,9 @@ import re
 import membudget as mb
 from membudget.modes import schedule_of_mode
 from membudget.planner.choice import Choice, bytes_of
+from membudget.planner.overheads import NO_OVERHEADS
 from membudget.planner.planner import plain_schedule
-from membudget.planner.schedule import NO_OVERHEADS, Simulator
+from membudget.planner.schedule import Simulator
 from membudget.planner.slices import useful_kept
 from membudget.report.kept_text import kept_text
 from tests.planner.models import gpt, mlp

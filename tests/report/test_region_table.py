@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import membudget as mb
 from membudget.graph import ModuleCall
 from membudget.planner.choice import Choice
-from membudget.planner.schedule import Overheads, Schedule, Simulator
+from membudget.planner.overheads import Overheads
+from membudget.planner.schedule import Schedule, Simulator
 from membudget.report.region_table import region_table
 from tests.planner.drafts import keeping
 

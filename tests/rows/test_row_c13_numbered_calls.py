@@ -13,7 +13,7 @@ import membudget as mb
 from membudget import planning
 from membudget.allowance import Budget
 from membudget.fitted import Fitted
-from membudget.planner.schedule import Overheads
+from membudget.planner.overheads import Overheads
 from membudget.profile import profile_step
 from membudget.recorded import fit_recorded
 from membudget.step import step_of

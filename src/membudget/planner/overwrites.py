@@ -31,37 +31,6 @@ _Writes = dict[int, list[tuple[int, int]]]
 """In-place writes by storage: op indices, and the written values."""
 
 
-def writes_apart(graph: StepGraph, index: int) -> bool:
-    """Return whether an operator writes to a part of a storage, or to older memory."""
-    for value in map(graph.values.__getitem__, graph.operators[index].outputs):
-        storage = graph.storages[value.storage]
-        is_part = storage.birth < index and value.bytes < storage.bytes
-        if storage.birth < 0 or is_part:
-            return True
-    return False
-
-
-@once
-def reads_around_write(graph: StepGraph, block: Block) -> bool:
-    """Return whether a block writes to a part of what it makes, then reads the whole.
-
-    Its calls follow no route (`engine.replay`, Rule 11).
-    """
-    parts: set[int] = set()
-    for index in range(block.start, block.end):
-        operator = graph.operators[index]
-        for value in map(graph.values.__getitem__, operator.inputs):
-            is_whole = value.bytes == graph.storages[value.storage].bytes
-            if is_whole and value.storage in parts:
-                return True
-        for value in map(graph.values.__getitem__, operator.outputs):
-            storage = graph.storages[value.storage]
-            is_part = value.bytes < storage.bytes and not operator.is_view
-            if is_part and block.start <= storage.birth < index:
-                parts.add(value.storage)
-    return False
-
-
 class SourceCopy(NamedTuple):
     """A copy of a source: from a write until the last tensor that depends on it."""
 

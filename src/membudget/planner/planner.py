@@ -21,13 +21,9 @@ from membudget.planner.knapsack import by_block, by_rerun
 from membudget.planner.moved import Host
 from membudget.planner.mover import Mover
 from membudget.planner.nested import deeply_nested, nested
+from membudget.planner.overheads import NO_OVERHEADS, Overheads
 from membudget.planner.prices import priced
-from membudget.planner.schedule import (
-    NO_OVERHEADS,
-    Overheads,
-    Schedule,
-    Simulator,
-)
+from membudget.planner.schedule import Schedule, Simulator
 from membudget.planner.search import improved, never
 from membudget.planner.second_run import communicates
 from membudget.planner.solver import Solver
