@@ -114,8 +114,7 @@ def test_rule4_stages_retain_what_an_operator_overwrites(retained, of_view, trip
 
     region = replayed(function, Staged(*[{retained}] * 4))
     check(function, region, [None] * 4)
-    # A route says nothing of a part of what a stage retains.
-    assert trips == [True] * (0 if of_view else 3)
+    assert trips == [True] * 3
 
 
 @pytest.mark.parametrize("turns", range(8))

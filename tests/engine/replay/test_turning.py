@@ -29,6 +29,8 @@ VIEWS: Operators = [
     lambda t: t.detach(),
     lambda t: t.view(1, -1) if t.is_contiguous() else t.t(),
     lambda t: t.unbind(0)[0].unsqueeze(0),
+    lambda t: t.chunk(2, 1)[-1],
+    lambda t: t.as_strided((2, 2), (2, 1)) if t.numel() > 3 else t,
 ]
 WRITES: Operators = [
     lambda t: t.mul_(0.5),
@@ -37,6 +39,9 @@ WRITES: Operators = [
     lambda t: t.copy_(t.clone() * 3),
     lambda t: t.add_(t[:1].clone()),
     lambda t: t.sigmoid_(),
+    lambda t: t[:1].mul_(t[-1:]),
+    lambda t: t.split(1)[0].add_(2).unsqueeze(0)[0],
+    lambda t: t.t_(),
 ]
 FRESH: Operators = [
     lambda t: t.sin(),

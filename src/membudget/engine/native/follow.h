@@ -6,6 +6,13 @@
 
 namespace membudget {
 
+// No operator takes these steps.
+inline void pass_rebased(Trip& trip, size_t until) {
+  while (trip.at < until && trip.route->steps[trip.at].is_rebased) {
+    ++trip.at;
+  }
+}
+
 // Meeting tensors.
 
 inline void meet(Met& met, const at::Tensor& tensor) {
@@ -44,12 +51,26 @@ inline bool meet_source(Trip& trip, size_t number, const at::Tensor& tensor) {
   return true;
 }
 
+// A view is told by where its elements lie, whoever has made it.
+inline bool meet_rebased(Trip& trip, size_t number, const at::Tensor& tensor) {
+  const RouteValue& known = trip.route->values[number];
+  bool is_there = storage_of(tensor) == storage_of(trip.values[known.root]) &&
+      *known.geometry == Geometry::of(tensor);
+  if (is_there) {
+    meet(trip.values[number], tensor);
+  }
+  return is_there;
+}
+
 // Whether a tensor has the value that the route says, by itself or as an alias that no
 // operator made: autograd saves detached ones.
 inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
   Met& met = trip.values[number];
   if (!is_plain(tensor)) {
     return false;
+  }
+  if (trip.route->values[number].is_rebased) {
+    return meet_rebased(trip, number, tensor);
   }
   if (!met.live) {
     return meet_source(trip, number, tensor);
@@ -106,17 +127,11 @@ void for_each_met_in(Trip& trip, const at::Tensor& written, const Visit& visit) 
   }
 }
 
-// Whether what a step destroys can be copied before, as `is_simple`.
-inline bool may_write(
-    Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
+// Whether what a step destroys can be copied before.
+inline bool may_write(const Step& step, const c10::Stack& stack, size_t first) {
   bool may = true;
   for_each_written(step, stack, first, [&](const at::Tensor& written) {
     may = may && is_plain(written);
-    if (may) {
-      for_each_met_in(trip, written, [&](const Met& met) {
-        may &= !met.tensor.defined() || span_the_same(met.tensor, written);
-      });
-    }
   });
   return may;
 }
@@ -125,10 +140,10 @@ inline bool may_write(
 inline void copy_written(Trip& trip, const Step& step, const c10::Stack& stack, size_t first) {
   for_each_written(step, stack, first, [&](const at::Tensor& written) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
-    for_each_met_in(trip, written, [](Met& met) {
+    for_each_met_in(trip, written, [&](Met& met) {
       met.live.reset();
-      if (met.tensor.defined()) {
-        met.tensor = met.tensor.clone();
+      if (met.tensor.defined() && !are_apart(met.tensor, written)) {
+        met.tensor = copied(met.tensor);
         met.memory.emplace(met.tensor.storage().getWeakStorageImpl());
       }
     });
@@ -150,6 +165,7 @@ inline bool has_saved_all(const Trip& trip) {
 // Whether an operator is the next step, and reads the values that it read.
 inline bool is_next(
     Trip& trip, const Operator& known, const c10::Stack& stack, size_t first) {
+  pass_rebased(trip, trip.route->steps.size());
   if (trip.at >= trip.route->steps.size() || !has_saved_all(trip)) {
     return false;
   }
@@ -176,10 +192,10 @@ inline bool is_next(
     is_same = is_same && count < step.call.places.size() &&
         step.call.places[count].argument == place.argument &&
         step.call.places[count].element == place.element &&
-        has_value(trip, step.inputs[count], tensor);
+        has_value(trip, step.given(count), tensor);
     ++count;
   });
-  return is_same && count == step.call.places.size() && may_write(trip, step, stack, first);
+  return is_same && count == step.call.places.size() && may_write(step, stack, first);
 }
 
 inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {
@@ -196,7 +212,9 @@ inline bool meet_output(Trip& trip, size_t number, const at::Tensor& output) {
   }
   meet(trip.values[number], output);
   hold_kept(trip, number, output);
-  return is_in(trip, trip.route->values[number].memory, output);
+  const RouteValue& known = trip.route->values[number];
+  return is_in(trip, known.memory, output) &&
+      (!known.geometry || *known.geometry == Geometry::of(output));
 }
 
 // Whether uninitialised memory has the geometry that the step would give it.
@@ -207,15 +225,25 @@ inline bool has_geometry(const Step& step, const at::Tensor& tensor) {
       tensor.device() == step.call.stack[4].toDevice();
 }
 
+// Notes what a write has made: all of its memory, or the part that is kept.
+inline void meet_written(Trip& trip, const Step& step, const at::Tensor& written) {
+  size_t number = step.outputs[1];
+  if (step.part < 0 || trip.route->values[number].is_kept) {
+    meet(trip.values[number], written);
+    hold_kept(trip, number, written);
+  } else {
+    trip.values[number].live = trip.values[step.inputs[0]].live;
+    trip.values[number].memory = trip.values[step.inputs[0]].memory;
+  }
+}
+
 inline bool meet_outputs(
     Trip& trip, const Step& step, const c10::OperatorHandle& target, const c10::Stack& stack) {
   if (step.writes_held()) {
     return true;
   }
   if (step.writes()) {
-    const at::Tensor& written = stack.back().toTensor();
-    meet(trip.values[step.outputs[1]], written);
-    hold_kept(trip, step.outputs[1], written);
+    meet_written(trip, step, stack.back().toTensor());
     return true;
   }
   if (step.known->kind == Kind::empty && !has_geometry(step, stack.back().toTensor())) {
@@ -252,6 +280,9 @@ inline Ref stop_at(PyObject* box, PyObject* object) {
   Trip& trip = TripBox::of(box);
   size_t number = trip.stops.size();
   const Route& route = *trip.route;
+  if (number < route.saves.size()) {
+    pass_rebased(trip, route.saves[number].after);
+  }
   if (number >= route.saves.size() || route.saves[number].after != trip.at ||
       !is_usual_class(object) ||
       !has_value(trip, route.saves[number].value, THPVariable_Unpack(object))) {

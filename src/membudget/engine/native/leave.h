@@ -23,7 +23,8 @@ inline void end(Trip& trip) {
 
 // Counts the steps of a trip among the operators of its recording.
 inline void note_steps(PyObject* recording, const Trip& trip) {
-  recording::number.set_number(recording, static_cast<long>(trip.at));
+  long number = trip.at == 0 ? 0 : trip.route->steps[trip.at - 1].number;
+  recording::number.set_number(recording, number);
   recording::place.set(recording, recording::number.of(recording));
   long kept = 0;
   for (size_t i = 0; i < trip.at; ++i) {

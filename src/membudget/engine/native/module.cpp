@@ -162,6 +162,7 @@ PyObject* bind(PyObject*, PyObject* object) {
   zero = number(0).release();
   no_targets = PyTuple_New(0);
   empty_operator = names("EMPTY");
+  view_operator = names("AS_STRIDED");
   find_operator = names("find_operator");
   operator_lock = names("OPERATOR_LOCK");
   first_task = PyLong_AsLong(names("FIRST_TASK"));

@@ -10,8 +10,11 @@
 
 namespace membudget {
 
-// How the recorder treats an operator; `other` is left to Python.
-enum class Kind { unknown, other, fresh, view, in_place, empty, constant, normalisation };
+// How the recorder treats an operator; `other` is left to Python. `reshape` changes the
+// geometry of its argument, in place.
+enum class Kind {
+  unknown, other, fresh, view, in_place, reshape, empty, constant, normalisation
+};
 
 struct Operator {
   Kind kind = Kind::unknown;
@@ -21,6 +24,8 @@ struct Operator {
   std::vector<size_t> tensors; // Positions of arguments that are tensors or lists.
   bool is_copy = false;
   bool is_random = false;
+
+  bool writes_first() const { return kind == Kind::in_place || kind == Kind::reshape; }
 };
 
 // Python's `find_operator(name, overload)`.
@@ -31,6 +36,7 @@ inline Kind kind_named(PyObject* name) {
       {"fresh", Kind::fresh},
       {"view", Kind::view},
       {"in_place", Kind::in_place},
+      {"reshape", Kind::reshape},
       {"empty", Kind::empty},
       {"constant", Kind::constant},
       {"normalisation", Kind::normalisation}};

@@ -19,6 +19,16 @@ inline void add_use(Trip& trip, size_t number, int count) {
   trip.values[root_of(*trip.route, number)].memory_uses += count;
 }
 
+// As `sharing`: calls `visit(other)` for the values that own the memory of one that owns it.
+template <typename Visit>
+void for_each_sharing(const Trip& trip, size_t owner, const Visit& visit) {
+  for (size_t other : trip.route->owners[trip.route->values[owner].memory]) {
+    if (trip.values[other].place == trip.values[owner].place) {
+      visit(other);
+    }
+  }
+}
+
 // Counts what will use each value in a plan, as in Python, of a call in one turn.
 class UseCounter {
  public:
@@ -131,12 +141,21 @@ inline bool may_be_read_later(const Trip& trip, long owner) {
   return false;
 }
 
-// Whether the memory of a value that autograd gets, and may overwrite, is read later.
-inline bool is_still_read(const Trip& trip, size_t value) {
-  long owner = root_of(*trip.route, value);
+// As `_is_still_read`.
+inline bool is_still_read(const Trip& trip, long owner) {
   const Met& met = trip.values[owner];
-  return !is_held(trip, owner) &&
-      (met.reads > 0 || (met.is_carried && may_be_read_later(trip, owner)));
+  return met.reads > 0 || (met.is_carried && may_be_read_later(trip, owner));
+}
+
+// Whether the memory of a value that autograd gets, and may overwrite, is read later.
+inline bool is_lent_as_copy(const Trip& trip, size_t value) {
+  long owner = root_of(*trip.route, value);
+  if (is_held(trip, owner)) {
+    return false;
+  }
+  bool is_read = is_still_read(trip, owner);
+  for_each_sharing(trip, owner, [&](size_t other) { is_read = is_read || is_still_read(trip, other); });
+  return is_read;
 }
 
 } // namespace membudget

@@ -147,7 +147,7 @@ inline void record_arguments(Observed& call) {
     Ref object = wrapped(tensor);
     Ref entry = entry_of(call.tracker, tensor, object);
     bool is_read = call.known.kind != Kind::view &&
-        (call.known.kind != Kind::in_place || place.argument > 0);
+        (!call.known.writes_first() || place.argument > 0);
     Ref value = is_read ? mark_read(call.tracker, object, entry)
                         : Ref::to(entry::value.of(entry));
     note_argument(call, tensor, std::move(object), place, std::move(value));

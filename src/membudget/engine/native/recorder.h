@@ -60,6 +60,13 @@ inline bool follow(
   return true;
 }
 
+// Whether `as_strided`, which counts from the start of the storage, views memory that no
+// replay makes: hooks around the region may return that in another storage.
+inline bool is_view_of_held(PyObject* tracker, const c10::Stack& stack, size_t first) {
+  const at::Tensor& tensor = stack[first].toTensor();
+  return is_held_memory(entry_of(tracker, tensor, wrapped(tensor)));
+}
+
 // Runs and records one operator; false, with nothing done, if Python must.
 inline bool observe(
     PyObject* of,
@@ -76,22 +83,28 @@ inline bool observe(
   }
   PyObject* recording = recorder::recording.of(of);
   PyObject* tracker = recording::tracker.of(recording);
-  bool writes = known.kind == Kind::in_place || known.kind == Kind::normalisation;
+  bool writes = known.writes_first() || known.kind == Kind::normalisation;
   if (writes && !tracker::writes.is_none(tracker)) {
     return false;  // Verification copies or fingerprints before the write.
   }
   Ref entry;  // Of what is overwritten.
-  if (known.kind == Kind::in_place) {
+  if (known.writes_first()) {
     const at::Tensor& target = (*stack)[first].toTensor();
     entry = entry_of(tracker, target, wrapped(target));
-    if (!is_held_memory(entry) && !is_writable(entry, known, *stack, first)) {
+    if (known.kind == Kind::in_place && !is_held_memory(entry) &&
+        !is_writable(entry, known, *stack, first)) {
       return false;
     }
   }
+  if (known.overload == view_operator && is_view_of_held(tracker, *stack, first)) {
+    return false;
+  }
   advance(recording, known);
   Observed call{of, recording, tracker, known, target, *stack, first};
-  if (known.kind == Kind::in_place) {
-    (is_held_memory(entry) ? observe_held_write : observe_write)(call, below, entry);
+  if (known.kind == Kind::in_place && !is_held_memory(entry)) {
+    observe_write(call, below, entry);
+  } else if (known.writes_first()) {
+    observe_held_write(call, below, entry);
   } else if (known.kind == Kind::normalisation) {
     observe_normalisation(call, below);
   } else if (known.kind == Kind::empty) {

@@ -22,7 +22,7 @@ namespace handle {
 inline Slot fingerprint, saved_version, served, stage, value;
 }
 
-inline PyObject *copy_of, *held_in_name, *is_current_name, *lent_name, *may_overwrite_name, *note_run_name, *run_name, *share, *source_name;
+inline PyObject *held_in_name, *is_current_name, *lent_name, *may_overwrite_name, *note_run_name, *run_name, *share, *source_name;
 
 // Counting.
 

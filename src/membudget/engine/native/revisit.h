@@ -4,7 +4,7 @@
 
 #include "execute.h"
 #include "leave.h"
-#include "plan.h"
+#include "overwrite.h"
 
 namespace torch::autograd {
 // From a header that would take seconds to compile.
@@ -59,21 +59,15 @@ inline std::vector<size_t> steps_to(Trip& trip, size_t value) {
   return steps;
 }
 
-// The memory that a step overwrites, or a copy if anything else needs it.
-inline at::Tensor writable(const Trip& trip, size_t target) {
-  const Met& met = trip.values[target];
-  if (met.memory_uses <= 1) {
-    return met.tensor;
-  }
-  Ref copy = Ref::made(PyObject_CallOneArg(copy_of, wrapped(met.tensor)));
-  return THPVariable_Unpack((PyObject*)copy);
-}
-
 inline void run_step(Trip& trip, size_t number) {
   const Step& step = trip.route->steps[number];
+  if (step.is_view && is_made(trip, step)) {
+    return;
+  }
+  at::Tensor written = step.writes() ? writable(trip, step) : at::Tensor();
   c10::Stack stack = filled(step.call, [&](size_t i) {
-    size_t input = step.inputs[i];
-    return i == 0 && step.writes() ? writable(trip, input) : trip.values[input].tensor;
+    bool is_target = i == 0 && step.writes();
+    return is_target ? part_of(*trip.route, step, written) : trip.values[step.inputs[i]].tensor;
   });
   {
     Redraw redraw(trip.drawn[number] == nullptr ? Py_None : (PyObject*)trip.drawn[number]);
@@ -84,11 +78,12 @@ inline void run_step(Trip& trip, size_t number) {
   auto flat = flat_outputs(stack, stack.size());
   stack.clear();
   if (step.writes()) {
-    flat.insert(flat.begin(), at::Tensor());  // Output 1 is the written memory.
+    flat = {at::Tensor(), std::move(written)};
   }
   for (size_t i = 0; i < flat.size(); ++i) {
     long output = step.outputs[i];
     if (output >= 0 && !is_held(trip, output) && trip.values[output].uses > 0) {
+      trip.values[output].place = place_of(trip, step, output, flat[i]);
       trip.values[output].tensor = std::move(flat[i]);
     }
   }
@@ -162,7 +157,7 @@ inline Ref revisited(PyObject* frame, Stop& stop) {
   if (is_first) {
     call(frame, note_run_name);
   }
-  return is_still_read(trip, number) ? Ref::made(PyObject_CallOneArg(copy_of, tensor)) : tensor;
+  return is_lent_as_copy(trip, number) ? Ref::made(PyObject_CallOneArg(copy_of, tensor)) : tensor;
 }
 
 // release(trip): as `Replayer.release`.

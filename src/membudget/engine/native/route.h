@@ -13,17 +13,20 @@
 
 #pragma once
 
+#include "geometry.h"
 #include "observe.h"
 
 #include <cstring>
 #include <memory>
+#include <optional>
 
 namespace membudget {
 
 // One operator call. As on the tape, uninitialised memory is made by `empty_strided`,
-// whatever `known` is.
+// whatever `known` is, and what was a view of memory before a write is *rebased*: viewed
+// again by a step that no operator takes.
 struct Step {
-  const Operator* known;
+  const Operator* known;  // Null for a view that is rebased.
   PyObject* overload;  // Borrowed: nothing frees an overload.
   Call call;
   std::vector<size_t> inputs;  // The values that it reads,
@@ -32,12 +35,20 @@ struct Step {
   bool is_view = false;
   long kept = 0;  // How many outputs the policy kept.
   std::vector<size_t> stood_in_for = {};  // The memory of each argument with a stand-in.
+  long number = 0;  // Of the operator among those of the call, or of the latest one.
+  bool is_rebased = false;
+  long part = -1;  // The view of input 0 that it overwrites; -1 if all of it.
 
-  // Whether it overwrites what a replay makes: its output 1 is what it has written.
-  bool writes() const { return known->kind == Kind::in_place && !outputs.empty(); }
+  bool is_in_place() const { return !is_rebased && known->writes_first(); }
+
+  // Whether it overwrites what a replay makes: input 0, which is output 1 from then on.
+  bool writes() const { return is_in_place() && !outputs.empty(); }
 
   // Whether it overwrites memory that no replay makes, and is not to be run again.
-  bool writes_held() const { return known->kind == Kind::in_place && outputs.empty(); }
+  bool writes_held() const { return is_in_place() && outputs.empty(); }
+
+  // The value that the operator got as a tensor.
+  size_t given(size_t input) const { return input == 0 && part >= 0 ? part : inputs[input]; }
 };
 
 // What one tensor holds; a value of no step comes from outside the region.
@@ -45,11 +56,12 @@ struct RouteValue {
   long step = -1;
   long root = -1;  // The value that owns the memory; -1 for the value itself.
   bool is_kept = false;
-  bool is_part = false;  // Of the memory that the step overwrites.
   size_t memory = 0;  // The number of its memory: which tensors alias is part of a route.
   // Compared for values from outside only: those of all others follow.
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::Device device = c10::kCPU;
+  std::optional<Geometry> geometry = {};  // Of memory that is viewed again, and of its parts.
+  bool is_rebased = false;
 
   bool is_held() const { return step < 0 || is_kept; }
 };
@@ -72,6 +84,8 @@ struct Route {
   std::vector<Save> saves;
   Needs needs;
   std::vector<bool> makes_memory;  // By its number.
+  std::vector<std::vector<size_t>> views;  // Of each value, in their order,
+  std::vector<std::vector<size_t>> owners;  // and the values that own each memory in turn.
   std::vector<std::vector<bool>> retained;  // The values that each stage leaves to others.
 
   bool retains(long stage, size_t value) const { return stage >= 0 && retained[stage][value]; }
@@ -100,54 +114,43 @@ inline Needs needs_of(const Route& route) {
   return needs;
 }
 
-// Whether a step overwrites memory by a view of it.
-inline bool writes_to_view(const Route& route, const Step& step) {
-  return step.writes() && route.values[step.inputs[0]].root >= 0;
-}
-
-// Whether a replay may write to views in place: of the memory that a step overwrites, it
-// needs only what leads to that step. Other memory is copied if it is needed.
-inline bool may_overwrite(const Route& route) {
-  std::vector<int> needed(route.values.size());  // Of each memory, by its owner.
-  for (size_t i = 0; i < route.values.size(); ++i) {
-    needed[root_of(route, i)] += route.needs.values[i] > 0;
-  }
-  for (size_t i = 0; i < route.steps.size(); ++i) {
-    if (!writes_to_view(route, route.steps[i]) || route.needs.steps[i] == 0) {
-      continue;
-    }
-    size_t value = route.steps[i].inputs[0];
-    int leading = route.needs.values[value] == 1;
-    while (route.values[value].root >= 0) {
-      value = route.steps[route.values[value].step].inputs[0];
-      leading += route.needs.values[value] == 1;
-    }
-    if (leading != needed[value]) {
-      return false;
-    }
-  }
-  return true;
-}
-
-// Whether what stages retain is whole, and not overwritten by a view of it.
-inline bool may_retain(const Route& route) {
-  std::vector<bool> may(route.values.size());
-  for (size_t i = 0; i < route.values.size(); ++i) {
-    may[i] = !route.values[i].is_part;
-  }
+// Notes which values own memory that steps overwrite, and their views.
+inline void note_written(Route& route) {
+  std::vector<bool> is_written(route.makes_memory.size());
   for (const Step& step : route.steps) {
-    if (writes_to_view(route, step)) {
-      may[root_of(route, step.inputs[0])] = false;
+    if (step.writes()) {
+      is_written[route.values[step.outputs[1]].memory] = true;
     }
   }
-  for (const auto& of_stage : route.retained) {
-    for (size_t i = 0; i < of_stage.size(); ++i) {
-      if (of_stage[i] && !may[root_of(route, i)]) {
-        return false;
-      }
+  route.views.resize(route.values.size());
+  route.owners.resize(route.makes_memory.size());
+  for (size_t i = 0; i < route.values.size(); ++i) {
+    const RouteValue& value = route.values[i];
+    if (is_written[value.memory]) {
+      (value.root < 0 ? route.owners[value.memory] : route.views[value.root]).push_back(i);
     }
   }
-  return true;
+}
+
+// Keeps the geometry of the parts that steps overwrite, and that of memory that is viewed
+// again, which a call must have: that of most views follows.
+inline void forget_geometry(Route& route) {
+  std::vector<bool> is_viewed(route.makes_memory.size()), is_part(route.values.size());
+  for (const Step& step : route.steps) {
+    if (step.is_rebased || step.part >= 0) {
+      is_viewed[route.values[step.inputs[0]].memory] = true;
+    }
+    if (step.part >= 0) {
+      is_part[step.part] = true;
+    }
+  }
+  for (size_t i = 0; i < route.values.size(); ++i) {
+    RouteValue& value = route.values[i];
+    bool is_used = value.root < 0 ? is_viewed[value.memory] : value.is_rebased || is_part[i];
+    if (!is_used) {
+      value.geometry.reset();
+    }
+  }
 }
 
 // Comparing arguments.

@@ -50,7 +50,7 @@ inline Slot clock, forget, freed, places, sources, table, writes;
 }
 
 inline PyObject *no_targets, *zero;
-inline PyObject* empty_operator = nullptr;
+inline PyObject *empty_operator, *view_operator;
 
 inline Ref number(long value) {
   return Ref::made(PyLong_FromLong(value));

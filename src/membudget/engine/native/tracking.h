@@ -6,7 +6,7 @@
 
 namespace membudget {
 
-inline PyObject *meet_name, *mark_read_name;
+inline PyObject *copy_of, *meet_name, *mark_read_name;
 inline PyTypeObject* parameter_type = nullptr;
 
 inline bool is_usual_class(PyObject* tensor) {
@@ -134,6 +134,15 @@ inline bool span_the_same(const at::Tensor& one, const at::Tensor& other) {
   return one.dtype() == other.dtype() && one.numel() == other.numel() &&
       one.is_contiguous() && other.is_contiguous() && one.storage_offset() == 0 &&
       other.storage_offset() == 0;
+}
+
+// As `copy_of`.
+inline at::Tensor copied(const at::Tensor& tensor) {
+  if (is_plain(tensor) && tensor.is_contiguous() && tensor.storage_offset() == 0) {
+    return tensor.detach().clone();
+  }
+  Ref copy = Ref::made(PyObject_CallOneArg(copy_of, wrapped(tensor)));
+  return THPVariable_Unpack((PyObject*)copy);
 }
 
 // As `LiveStorage.entry_like`, among the entries that no write has outdated.

@@ -22,6 +22,7 @@ struct Met {
   int uses = 0;  // What will yet use it in the plan,
   int memory_uses = 0;  // what will use it or a view of it,
   int reads = 0;  // and which of that are operators that read its memory.
+  size_t place = 0;  // The value for which a replay made the memory that it owns.
   bool is_carried = false;  // Whether the stage retains it for later ones.
 };
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "geometry.h"
 #include "observe.h"
 
 namespace membudget {
@@ -27,8 +28,8 @@ inline bool is_held_memory(PyObject* entry) {
   return memory::root.is_none(entry::memory.of(entry));
 }
 
-// Whether C++ can record a write to memory that a replay recomputes: no other argument is
-// in it.
+// Whether C++ can record a write to memory that a replay recomputes: it overwrites nothing
+// that another argument reads.
 inline bool is_writable(
     PyObject* entry, const Operator& known, const c10::Stack& stack, size_t first) {
   PyObject* value = entry::value.of(entry);
@@ -38,7 +39,8 @@ inline bool is_writable(
   const at::Tensor& target = stack[first].toTensor();
   bool is_alone = true;
   for_each_tensor(known, stack, first, [&](const at::Tensor& tensor, Place place) {
-    is_alone &= place.argument == 0 || storage_of(tensor) != storage_of(target);
+    is_alone &= place.argument == 0 || storage_of(tensor) != storage_of(target) ||
+        are_apart(tensor, target);
   });
   return is_alone;
 }
@@ -87,7 +89,17 @@ inline bool must_be_copied(PyObject* source) {
       !value::tensor.is_none(source);
 }
 
-// Whether a source can be copied here, or forgotten: what it holds spans what is written.
+// Whether a write surely leaves what a source holds as it is.
+inline bool is_left(PyObject* source, const at::Tensor& written) {
+  if (!must_be_copied(source) || !value::packed.is_none(source)) {
+    return false;
+  }
+  const at::Tensor& held = THPVariable_Unpack(value::tensor.of(source));
+  return is_plain(held) && is_plain(written) && are_apart(held, written);
+}
+
+// Whether a source can be copied here, or forgotten. Python looks at the views of one that is
+// not used itself.
 inline bool is_simple(PyObject* source, const at::Tensor& written) {
   if (source == Py_None) {
     return true;
@@ -96,7 +108,7 @@ inline bool is_simple(PyObject* source, const at::Tensor& written) {
     return value::packed.is_none(source);
   }
   const at::Tensor& held = THPVariable_Unpack(value::tensor.of(source));
-  return is_plain(held) && span_the_same(held, written);
+  return is_plain(held) && (span_the_same(held, written) || value::is_used.is_true(source));
 }
 
 // As `_survives`, of a simple source.
@@ -104,7 +116,7 @@ inline void put_aside(PyObject* source) {
   if (must_be_copied(source)) {
     at::AutoDispatchBelowADInplaceOrView below_autograd;
     const at::Tensor& held = THPVariable_Unpack(value::tensor.of(source));
-    value::tensor.set(source, wrapped(held.clone()));
+    value::tensor.set(source, wrapped(copied(held)));
     value::address.set(source, Py_None);
   }
 }
@@ -117,15 +129,24 @@ inline void before_held_write(
     return;
   }
   std::vector<Ref> sources;
+  Ref left;
   bool are_simple = true;
   PyObject* noted = memory::sources.of(memory);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(noted); ++i) {
-    sources.push_back(Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(noted, i))));
-    are_simple &= is_simple(sources.back(), tensor);
+    Ref source = Ref::to(PyWeakref_GET_OBJECT(PyList_GET_ITEM(noted, i)));
+    if (is_left(source, tensor)) {
+      if (left == nullptr) {
+        left = new_list();
+      }
+      check(PyList_Append(left, PyList_GET_ITEM(noted, i)));
+    } else {
+      are_simple &= is_simple(source, tensor);
+      sources.push_back(std::move(source));
+    }
   }
   if (are_simple) {
     std::for_each(sources.begin(), sources.end(), put_aside);
-    memory::sources.set(memory, Py_None);
+    memory::sources.set(memory, left == nullptr ? Ref::to(Py_None) : std::move(left));
   } else {
     Ref written = Ref::made(PyList_New(0));
     check(PyList_Append(written, wrapped(tensor)));

@@ -44,16 +44,18 @@ class Writer {
   }
 
  private:
-  // A tensor that lives no longer has the value that a step has overwritten.
+  // A tensor that lives no longer has a value that a later step has overwritten, or that it
+  // had before.
   void forget_overwritten() {
-    std::vector<bool> is_overwritten(route_.values.size());
+    std::vector<long> last(route_.makes_memory.size(), -1);  // The step that wrote to each.
     for (size_t i = 0; i < trip_.at; ++i) {
       if (route_.steps[i].writes()) {
-        is_overwritten[root_of(route_, route_.steps[i].inputs[0])] = true;
+        last[route_.values[route_.steps[i].outputs[1]].memory] = static_cast<long>(i);
       }
     }
     for (size_t i = 0; i < trip_.values.size(); ++i) {
-      if (is_overwritten[root_of(route_, i)]) {
+      const RouteValue& known = route_.values[i];
+      if (!known.is_held() && known.step < last[known.memory]) {
         trip_.values[i].live.reset();
       }
     }
@@ -185,9 +187,13 @@ class Writer {
       return;
     }
     if (inputs != nullptr) {
+      if (step.part >= 0) {
+        Ref memory = Ref::to(made_[step.inputs[0]]);
+        check(PyList_SetItem(inputs, 0, part_of(step, memory).release()));
+      }
       operation = new_operation(
           step.overload, inputs, CallBox::make(step.call), membudget::number(++clock_),
-          membudget::number(static_cast<long>(i) + 1));
+          membudget::number(step.is_rebased ? 0 : step.number));
       operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
       operation::default_dtype.set(operation, python_dtype(trip_.dtype));
       if (trip_.drawn[i] != nullptr) {
@@ -215,6 +221,16 @@ class Writer {
     }
   }
 
+  // A view of memory: the part of it that a step overwrites.
+  Ref part_of(const Step& step, const Ref& memory) {
+    Ref inputs = new_list();
+    check(PyList_Append(inputs, memory));
+    Ref operation = new_operation(
+        view_operator, inputs, CallBox::make(view_call(*route_.values[step.part].geometry)),
+        membudget::number(++clock_), zero);
+    return new_output(operation, 0, root_of(memory));
+  }
+
   // As `observe_write`.
   void write_written(const Ref& operation, const Step& step) {
     size_t number = step.outputs[1];
@@ -222,11 +238,8 @@ class Writer {
       write_held(number, new_value(Py_None, 1, Py_None));
       return;
     }
-    Ref before = Ref::to(made_[step.inputs[0]]);
     note_target(operation);
-    Ref root = new_output(operation, 1, Py_None);
-    Ref after = rebased(before, root, [&] { return membudget::number(++clock_); });
-    write_made(number, after, root);
+    write_made(number, new_output(operation, 1, Py_None));
   }
 
   void write_output(const Ref& operation, long index, size_t number) {
@@ -236,19 +249,18 @@ class Writer {
       return;
     }
     PyObject* root = known.root < 0 ? Py_None : root_of(value_at(known.root));
-    Ref value = new_output(operation, index, root);
-    write_made(number, value, value);
+    write_made(number, new_output(operation, index, root));
   }
 
-  // A value that its step makes again, and the one that owns new memory.
-  void write_made(size_t number, const Ref& value, const Ref& root) {
+  // A value that its step makes again.
+  void write_made(size_t number, const Ref& value) {
     made_[number] = value;
     if (tracker_ == nullptr || !trip_.values[number].live) {
       return;
     }
     at::Tensor tensor = living(number);
-    PyObject* dtype = tensor.defined() ? python_dtype(tensor.scalar_type()) : Py_None;
-    Ref memory = memory_of(number, root, dtype);
+    PyObject* dtype = python_dtype(route_.values[number].dtype);
+    Ref memory = memory_of(number, root_of(value), dtype);
     if (tensor.defined()) {
       enter_at(tensor, value, memory);
     }

@@ -83,13 +83,14 @@ def find_operator(name: str, overload: str) -> tuple[Any, Any, str, tuple[int, .
 
 def _kind(operator: Any, facts: OperatorFacts) -> str:
     """Return how the extension records an operator; `other` is left to Python."""
+    if operator._schema.name in _RESHAPES:
+        return "reshape"
     is_special = (
         facts.is_query
         or not facts.is_numbered
         or facts.written_names
         or facts.is_opaque
         or facts.is_foreign
-        or operator is AS_STRIDED  # It depends on whose storage it views.
     )
     if is_special:
         return "other"
@@ -108,6 +109,12 @@ def _kind(operator: Any, facts: OperatorFacts) -> str:
     return "other" if facts.is_view or facts.written else "fresh"
 
 
+# They change the geometry of their argument: its memory is held from then on.
+_RESHAPES = (
+    *("aten::as_strided_", "aten::squeeze_", "aten::swapaxes_", "aten::t_"),
+    *("aten::transpose_", "aten::unsqueeze_"),
+)
+
 # Their running statistics are arguments 3 and 4, and argument 5 says whether it trains.
 _NORMALISATIONS = ("aten::native_batch_norm", "aten::cudnn_batch_norm")
 
@@ -125,6 +132,7 @@ _BOUND: tuple[Any, ...] = (
     ),
 )
 _NAMED: dict[str, Any] = {
+    "AS_STRIDED": AS_STRIDED,
     "EMPTY": EMPTY,
     "FIRST_TASK": FIRST_TASK,
     "OPEN_GROUPS": OPEN_GROUPS,

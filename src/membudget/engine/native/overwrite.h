@@ -1,0 +1,79 @@
+// Replay writes from a route: in place where nothing else needs what they overwrite.
+
+#pragma once
+
+#include "plan.h"
+
+namespace membudget {
+
+inline void run_step(Trip& trip, size_t number);
+
+// As `derived`: the part of memory that a step overwrites.
+inline at::Tensor part_of(const Route& route, const Step& step, const at::Tensor& memory) {
+  if (step.part < 0) {
+    return memory;
+  }
+  const Geometry& part = *route.values[step.part].geometry;
+  return memory.as_strided(part.sizes, part.strides, part.offset);
+}
+
+// As `Executor._is_made`: whether views were made early, for a write to their memory.
+inline bool is_made(const Trip& trip, const Step& step) {
+  return std::all_of(step.outputs.begin(), step.outputs.end(), [&](long output) {
+    return output < 0 || trip.values[output].uses <= 0 || trip.values[output].tensor.defined();
+  });
+}
+
+// As `Executor._make_views`.
+inline void make_views(Trip& trip, size_t owner) {
+  for (size_t view : trip.route->views[owner]) {
+    if (trip.values[view].uses > 0 && !trip.values[view].tensor.defined()) {
+      run_step(trip, trip.route->values[view].step);
+    }
+  }
+}
+
+// As `leaves_views`.
+inline bool leaves_views(const Trip& trip, const Step& step) {
+  size_t owner = step.inputs[0];
+  const at::Tensor& memory = trip.values[owner].tensor;
+  at::Tensor written = part_of(*trip.route, step, memory);
+  bool leaves = true;
+  for_each_sharing(trip, owner, [&](size_t other) {
+    for (size_t view : trip.route->views[other]) {
+      const at::Tensor& tensor = trip.values[view].tensor;
+      leaves = leaves && (!tensor.defined() || are_apart(tensor, written));
+    }
+  });
+  return leaves;
+}
+
+// As `_may_overwrite`.
+inline bool may_overwrite(Trip& trip, const Step& step) {
+  size_t owner = step.inputs[0];
+  const Met& met = trip.values[owner];
+  if (is_held(trip, owner)) {
+    return false;
+  }
+  if (met.memory_uses <= 1 && met.place == owner) {
+    return true;
+  }
+  make_views(trip, owner);
+  return met.uses <= 1 && leaves_views(trip, step);
+}
+
+// The memory that a step overwrites, or a copy if anything else needs it.
+inline at::Tensor writable(Trip& trip, const Step& step) {
+  const at::Tensor& tensor = trip.values[step.inputs[0]].tensor;
+  return may_overwrite(trip, step) ? tensor : copied(tensor);
+}
+
+// Where the memory is that a step has made: where it was, after a write in place.
+inline size_t place_of(
+    const Trip& trip, const Step& step, size_t output, const at::Tensor& made) {
+  const Met& before = trip.values[step.inputs.empty() ? output : step.inputs[0]];
+  bool is_in_place = step.writes() && before.tensor.is_same(made);
+  return is_in_place ? before.place : output;
+}
+
+} // namespace membudget
