@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from membudget.graph import ModuleCall, StepGraph
 from membudget.planner.choice import REPLAY, RERUN, Choice
 from membudget.planner.overheads import (
@@ -61,24 +59,6 @@ def test_a_write_to_a_part_of_a_storage_or_to_older_memory_costs_more():
     regions = [Choice(i, i + 1) for i in range(graph.backward_start)]
     found = [prices.region_of_s(graph, region) for region in regions]
     assert found == [1.0, 1.0, 0.0, 201.0, 201.0]
-
-
-@pytest.mark.parametrize("reads_whole", [False, True])
-def test_a_region_without_a_route_takes_longer(reads_whole):
-    draft = Draft()
-    (a,) = draft.run(draft.outside(), makes=[4])
-    part = draft.view(a)
-    draft.values[part] = replace(draft.values[part], bytes=2)
-    (written,) = draft.run(draft.outside(), writes=[part])
-    draft.values[written] = replace(draft.values[written], bytes=2)
-    draft.run(a if reads_whole else written, makes=[4])
-    graph = draft.finish()
-    prices = replace(OVERHEADS, replay_region_s=5.0)
-    block = Choice(0, graph.backward_start)
-    factor = 3.0 if reads_whole else 1.0
-    for price_of in (Overheads.forward_of_s, Overheads.region_of_s):
-        expected = factor * price_of(prices, graph, block)
-        assert price_of(replace(prices, tape_factor=3.0), graph, block) == expected
 
 
 def test_a_replay_takes_a_share_of_the_forward_and_its_overhead():

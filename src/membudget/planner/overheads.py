@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from membudget.graph import ModuleCall, StepGraph
-from membudget.planner.choice import RERUN, Block, Choice, made_in, once, saved_in
+from membudget.planner.choice import RERUN, Block, Choice, saved_in
 
 RERUN_FORWARD = 0.5
 """The share of a rerun region's overhead that the forward takes."""
@@ -52,7 +52,6 @@ class Overheads:
     # And in the backward.
     replay_region_s: float = 0.0
     replay_saved_s: float = 0.0  # Of each saved tensor.
-    tape_factor: float = 1.0  # Of all that, and of the forward's, without a route.
     again_s: float = 0.0  # Of each operator that runs again, beside
     again_share: float = 1.0  # this share of its time in the forward.
     # Of a rerun region, in both.
@@ -84,24 +83,17 @@ class Overheads:
         recorded = range(choice.start, choice.end)
         recorded_s = sum(self._record_of_s(graph, index) for index in recorded)
         saved_s = self.record_saved_s * len(saved_in(graph, choice))
-        seconds = self.record_region_s + recorded_s + saved_s
-        return seconds * self._factor(graph, choice)
+        return self.record_region_s + recorded_s + saved_s
 
     def region_of_s(self, graph: StepGraph, choice: Choice) -> float:
         """Return the overhead of a region, apart from that of what it replays."""
         if choice.engine != RERUN:
             asked_s = self.replay_saved_s * len(saved_in(graph, choice))
-            backward_s = self.replay_region_s + asked_s
-            backward_s *= self._factor(graph, choice)
-            return self.forward_of_s(graph, choice) + backward_s
+            return self.forward_of_s(graph, choice) + self.replay_region_s + asked_s
         inside = sum(is_inside(call, choice) for call in graph.calls)
         nested_s = self.rerun_nested_s if inside > 1 else 0.0
         region_s = self.rerun_region_s + self.rerun_module_s * inside + nested_s
         return region_s + self.rerun_saved_s * len(saved_in(graph, choice))
-
-    def _factor(self, graph: StepGraph, block: Block) -> float:
-        """Return by what calls of a block take longer that cannot follow a route."""
-        return self.tape_factor if reads_around_write(graph, block) else 1.0
 
     def with_replayed_forward(self, graph: StepGraph) -> StepGraph:
         """Return the step with what a replay of it takes for each forward operator.
@@ -118,38 +110,12 @@ class Overheads:
 
 def writes_apart(graph: StepGraph, index: int) -> bool:
     """Return whether an operator writes to a part of a storage, or to older memory."""
-    written = (graph.values[v].storage for v in graph.operators[index].outputs)
-    is_older = any(graph.storages[storage].birth < 0 for storage in written)
-    return is_older or any(_parts_written(graph, index))
-
-
-@once
-def reads_around_write(graph: StepGraph, block: Block) -> bool:
-    """Return whether a block writes to a part of what it makes, then reads the whole.
-
-    Its calls follow no route (`engine.replay`, Rule 11).
-    """
-    parts: set[int] = set()
-    for index in range(block.start, block.end):
-        operator = graph.operators[index]
-        for value in map(graph.values.__getitem__, operator.inputs):
-            is_whole = value.bytes == graph.storages[value.storage].bytes
-            if is_whole and value.storage in parts:
-                return True
-        if not operator.is_view:
-            parts.update(_parts_written(graph, index) & made_in(graph, block))
+    for value in map(graph.values.__getitem__, graph.operators[index].outputs):
+        storage = graph.storages[value.storage]
+        is_part = value.bytes < storage.bytes and storage.birth < index
+        if is_part or storage.birth < 0:
+            return True
     return False
-
-
-def _parts_written(graph: StepGraph, index: int) -> set[int]:
-    """Return the storages of which an operator that is no view writes a part."""
-    values = [graph.values[v] for v in graph.operators[index].outputs]
-    return {
-        value.storage
-        for value in values
-        if value.bytes < graph.storages[value.storage].bytes
-        and graph.storages[value.storage].birth < index
-    }
 
 
 FITTED_LAUNCH_S = 5.5e-6
@@ -179,7 +145,6 @@ NATIVE_OVERHEADS = Overheads(
     record_saved_s=1.8e-6,
     replay_region_s=32e-6,
     replay_saved_s=3.2e-6,
-    tape_factor=3.0,
     again_s=3.6e-6,
     again_share=0.87,
     rerun_region_s=70e-6,
