@@ -46,6 +46,5 @@ Rule 11. Calls whose operators read what they read in an earlier call, from tens
     of that call is theirs, too. They hold no tensor that no replay needs. A call that
     leaves its route is recorded as if from its start: what it has overwritten since is
     gone, so the values made of that are kept instead. A route takes the extension in
-    C++, one stream, and no saved-tensor hooks around the region; its stages retain
-    nothing that is overwritten through a view.
+    C++, one stream, and no saved-tensor hooks around the region.
 """
