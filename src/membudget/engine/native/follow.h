@@ -6,7 +6,7 @@
 
 namespace membudget {
 
-// No operator takes these steps.
+// Views that are rebased are steps that no operator takes.
 inline void pass_rebased(Trip& trip, size_t until) {
   while (trip.at < until && trip.route->steps[trip.at].is_rebased) {
     ++trip.at;

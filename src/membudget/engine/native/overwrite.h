@@ -1,4 +1,12 @@
 // Replay writes from a route: in place where nothing else needs what they overwrite.
+//
+//   memory         step                         values
+//   sum0  sum1     addmm                        sums, and its parts
+//   gate0 sum1     sigmoid_ (part 0 of sums)    sums', of which part 0 is viewed again
+//   gate0 gate1    sigmoid_ (part 1 of sums')   sums'', of which part 1 is viewed again
+//
+// As on the tape, each write makes all of the memory anew, but the values share it: they have
+// one *place*. A write whose part overlaps what is needed of an older value gets a copy.
 
 #pragma once
 
@@ -36,8 +44,7 @@ inline void make_views(Trip& trip, size_t owner) {
 // As `leaves_views`.
 inline bool leaves_views(const Trip& trip, const Step& step) {
   size_t owner = step.inputs[0];
-  const at::Tensor& memory = trip.values[owner].tensor;
-  at::Tensor written = part_of(*trip.route, step, memory);
+  at::Tensor written = part_of(*trip.route, step, trip.values[owner].tensor);
   bool leaves = true;
   for_each_sharing(trip, owner, [&](size_t other) {
     for (size_t view : trip.route->views[other]) {

@@ -19,7 +19,7 @@ inline void add_use(Trip& trip, size_t number, int count) {
   trip.values[root_of(*trip.route, number)].memory_uses += count;
 }
 
-// As `sharing`: calls `visit(other)` for the values that own the memory of one that owns it.
+// As `sharing`: calls `visit(other)` for each value that owns the memory that `owner` owns.
 template <typename Visit>
 void for_each_sharing(const Trip& trip, size_t owner, const Visit& visit) {
   for (size_t other : trip.route->owners[trip.route->values[owner].memory]) {
@@ -154,7 +154,9 @@ inline bool is_lent_as_copy(const Trip& trip, size_t value) {
     return false;
   }
   bool is_read = is_still_read(trip, owner);
-  for_each_sharing(trip, owner, [&](size_t other) { is_read = is_read || is_still_read(trip, other); });
+  for_each_sharing(trip, owner, [&](size_t other) {
+    is_read = is_read || is_still_read(trip, other);
+  });
   return is_read;
 }
 

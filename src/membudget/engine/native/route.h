@@ -84,8 +84,9 @@ struct Route {
   std::vector<Save> saves;
   Needs needs;
   std::vector<bool> makes_memory;  // By its number.
-  std::vector<std::vector<size_t>> views;  // Of each value, in their order,
-  std::vector<std::vector<size_t>> owners;  // and the values that own each memory in turn.
+  // Of memory that steps overwrite: the views of each value, and the values that own it.
+  std::vector<std::vector<size_t>> views;
+  std::vector<std::vector<size_t>> owners;  // By the number of the memory.
   std::vector<std::vector<bool>> retained;  // The values that each stage leaves to others.
 
   bool retains(long stage, size_t value) const { return stage >= 0 && retained[stage][value]; }

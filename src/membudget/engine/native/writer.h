@@ -44,8 +44,7 @@ class Writer {
   }
 
  private:
-  // A tensor that lives no longer has a value that a later step has overwritten, or that it
-  // had before.
+  // A tensor that lives no longer has a value from before the last write to its memory.
   void forget_overwritten() {
     std::vector<long> last(route_.makes_memory.size(), -1);  // The step that wrote to each.
     for (size_t i = 0; i < trip_.at; ++i) {
