@@ -6,9 +6,9 @@
 
 namespace membudget {
 
-// Views that are rebased are steps that no operator takes.
+// Skips views that were rebased, which no operator makes.
 inline void pass_rebased(Trip& trip, size_t until) {
-  while (trip.at < until && trip.route->steps[trip.at].is_rebased) {
+  while (trip.at < until && trip.route->steps[trip.at].is_rebased()) {
     ++trip.at;
   }
 }
@@ -69,20 +69,19 @@ inline bool has_value(Trip& trip, size_t number, const at::Tensor& tensor) {
   if (!is_plain(tensor)) {
     return false;
   }
-  if (trip.route->values[number].is_rebased) {
+  if (met.live && storage_of(tensor) == storage_of(met)) {
+    if (met.live->_unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
+      return true;
+    }
+    auto other = met.live->lock();
+    if (other && have_same_geometry(tensor, at::Tensor(std::move(other)))) {
+      return true;
+    }
+  }
+  if (is_rebased(*trip.route, number)) {
     return meet_rebased(trip, number, tensor);
   }
-  if (!met.live) {
-    return meet_source(trip, number, tensor);
-  }
-  if (storage_of(tensor) != storage_of(met)) {
-    return false;
-  }
-  if (met.live->_unsafe_get_target() == tensor.unsafeGetTensorImpl()) {
-    return true;
-  }
-  auto other = met.live->lock();
-  return other && have_same_geometry(tensor, at::Tensor(std::move(other)));
+  return !met.live && meet_source(trip, number, tensor);
 }
 
 // Writes to memory that no replay makes.
@@ -100,7 +99,8 @@ inline bool is_like(Trip& trip, const Step& step, size_t number, const at::Tenso
   return tensor.sizes() == stand_in.sizes && tensor.strides() == stand_in.strides &&
       tensor.scalar_type() == c10::typeMetaToScalarType(stand_in.options.dtype()) &&
       tensor.device() == stand_in.options.device() &&
-      (stand_in.is_outline || is_in(trip, step.stood_in_for[number], tensor));
+      (stand_in.is_outline ||
+       (is_plain(tensor) && is_in(trip, step.stood_in_for[number], tensor)));
 }
 
 // Calls `visit(tensor)` for each tensor outside the route that a step overwrites.
@@ -125,15 +125,6 @@ void for_each_met_in(Trip& trip, const at::Tensor& written, const Visit& visit) 
       visit(met);
     }
   }
-}
-
-// Whether what a step destroys can be copied before.
-inline bool may_write(const Step& step, const c10::Stack& stack, size_t first) {
-  bool may = true;
-  for_each_written(step, stack, first, [&](const at::Tensor& written) {
-    may = may && is_plain(written);
-  });
-  return may;
 }
 
 // Copies what a step is about to destroy, if a replay needs it (Rule 6).
@@ -195,7 +186,7 @@ inline bool is_next(
         has_value(trip, step.given(count), tensor);
     ++count;
   });
-  return is_same && count == step.call.places.size() && may_write(step, stack, first);
+  return is_same && count == step.call.places.size();
 }
 
 inline void hold_kept(Trip& trip, size_t number, const at::Tensor& tensor) {

@@ -46,6 +46,7 @@ inline size_t number_new(
     made.memory = memory_of(of, tensor);
     made.dtype = tensor.scalar_type();
     made.device = tensor.device();
+    made.geometry = Geometry::of(tensor);
     of.route->makes_memory[made.memory] =
         of.route->makes_memory[made.memory] || (made.step >= 0 && made.root < 0);
   }
@@ -69,8 +70,8 @@ inline Call view_call(const Geometry& geometry) {
   return {target, {c10::IValue(), geometry.sizes, geometry.strides, geometry.offset}, {{0}}};
 }
 
-// Numbers a tensor that no operator has made from what its memory holds now: it was made before
-// a write, or unseen. -1 if that is not known, or is of another kind.
+// Numbers a view that was made unseen, or before the last write to its memory; -1 if the memory
+// is unknown, or of another dtype.
 inline long number_rebased(Survey& of, PyObject* value, const at::Tensor& tensor) {
   const Numbered* owner = numbered(of, value::root.of(value));
   Route& route = *of.route;
@@ -80,11 +81,9 @@ inline long number_rebased(Survey& of, PyObject* value, const at::Tensor& tensor
   }
   long step = static_cast<long>(route.steps.size()), root = static_cast<long>(owner->number);
   size_t number = number_new(of, value, {step, root}, tensor);
-  auto geometry = route.values[number].geometry = Geometry::of(tensor);
-  Step view{nullptr, view_operator, view_call(*geometry), {owner->number},
+  Step view{nullptr, view_operator, view_call(Geometry::of(tensor)), {owner->number},
             {static_cast<long>(number)}, at::GradMode::is_enabled(), true};
   view.number = of.operators;
-  route.values[number].is_rebased = view.is_rebased = true;
   route.steps.push_back(std::move(view));
   return static_cast<long>(number);
 }
@@ -114,11 +113,7 @@ inline long number_of_root(Survey& of, PyObject* root) {
 inline size_t number_made(Survey& of, PyObject* value, long root, const at::Tensor& tensor) {
   of.is_whole &= value::packed.is_none(value);
   long step = static_cast<long>(of.route->steps.size());
-  size_t number = number_new(of, value, {step, root, value::operation.is_none(value)}, tensor);
-  if (is_plain(tensor)) {
-    of.route->values[number].geometry = Geometry::of(tensor);
-  }
-  return number;
+  return number_new(of, value, {step, root, value::operation.is_none(value)}, tensor);
 }
 
 // Numbers what an operation has made.

@@ -68,7 +68,7 @@ inline at::Tensor argument(PyObject* of, PyObject* value) {
 // As `Executor._bases`, for the one value that a recorded write overwrites.
 inline Ref writable_copy(PyObject* of, PyObject* operation, PyObject* root) {
   if (value::operation.is_none(root)) {
-    return Ref::made(PyObject_CallOneArg(copy_of, wrapped(argument(of, root))));
+    return copied(wrapped(argument(of, root)));
   }
   Ref tensor = wrapped(argument(of, root));
   bool is_last_use = value::sharing.is_none(root) && value::uses.number(root) <= 1 &&
@@ -76,7 +76,7 @@ inline Ref writable_copy(PyObject* of, PyObject* operation, PyObject* root) {
   if (is_last_use || call(of, may_overwrite_name, operation, root) == Py_True) {
     return tensor;
   }
-  return Ref::made(PyObject_CallOneArg(copy_of, tensor));
+  return copied(tensor);
 }
 
 // As `derived`, of a view that C++ recorded.

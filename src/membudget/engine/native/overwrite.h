@@ -5,8 +5,8 @@
 //   gate0 sum1     sigmoid_ (part 0 of sums)    sums', of which part 0 is viewed again
 //   gate0 gate1    sigmoid_ (part 1 of sums')   sums'', of which part 1 is viewed again
 //
-// As on the tape, each write makes all of the memory anew, but the values share it: they have
-// one *place*. A write whose part overlaps what is needed of an older value gets a copy.
+// As on the tape, each write gives the memory a new value. The values share it, at one *place*,
+// until a write would destroy what is still needed: that write works on a copy.
 
 #pragma once
 
@@ -44,12 +44,13 @@ inline void make_views(Trip& trip, size_t owner) {
 // As `leaves_views`.
 inline bool leaves_views(const Trip& trip, const Step& step) {
   size_t owner = step.inputs[0];
-  at::Tensor written = part_of(*trip.route, step, trip.values[owner].tensor);
+  auto written = step.part < 0 ? Geometry::of(trip.values[owner].tensor)
+                               : *trip.route->values[step.part].geometry;
   bool leaves = true;
   for_each_sharing(trip, owner, [&](size_t other) {
     for (size_t view : trip.route->views[other]) {
       const at::Tensor& tensor = trip.values[view].tensor;
-      leaves = leaves && (!tensor.defined() || are_apart(tensor, written));
+      leaves = leaves && (!tensor.defined() || are_apart(Geometry::of(tensor), written));
     }
   });
   return leaves;
@@ -78,9 +79,11 @@ inline at::Tensor writable(Trip& trip, const Step& step) {
 // Where the memory is that a step has made: where it was, after a write in place.
 inline size_t place_of(
     const Trip& trip, const Step& step, size_t output, const at::Tensor& made) {
-  const Met& before = trip.values[step.inputs.empty() ? output : step.inputs[0]];
-  bool is_in_place = step.writes() && before.tensor.is_same(made);
-  return is_in_place ? before.place : output;
+  if (!step.writes()) {
+    return output;
+  }
+  const Met& before = trip.values[step.inputs[0]];
+  return before.tensor.is_same(made) ? before.place : output;
 }
 
 } // namespace membudget

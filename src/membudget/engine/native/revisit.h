@@ -157,7 +157,7 @@ inline Ref revisited(PyObject* frame, Stop& stop) {
   if (is_first) {
     call(frame, note_run_name);
   }
-  return is_lent_as_copy(trip, number) ? Ref::made(PyObject_CallOneArg(copy_of, tensor)) : tensor;
+  return is_lent_as_copy(trip, number) ? copied(tensor) : tensor;
 }
 
 // release(trip): as `Replayer.release`.

@@ -36,10 +36,11 @@ struct Step {
   long kept = 0;  // How many outputs the policy kept.
   std::vector<size_t> stood_in_for = {};  // The memory of each argument with a stand-in.
   long number = 0;  // Of the operator among those of the call, or of the latest one.
-  bool is_rebased = false;
   long part = -1;  // The view of input 0 that it overwrites; -1 if all of it.
 
-  bool is_in_place() const { return !is_rebased && known->writes_first(); }
+  bool is_rebased() const { return known == nullptr; }
+
+  bool is_in_place() const { return !is_rebased() && known->writes_first(); }
 
   // Whether it overwrites what a replay makes: input 0, which is output 1 from then on.
   bool writes() const { return is_in_place() && !outputs.empty(); }
@@ -61,7 +62,6 @@ struct RouteValue {
   c10::ScalarType dtype = c10::ScalarType::Undefined;
   c10::Device device = c10::kCPU;
   std::optional<Geometry> geometry = {};  // Of memory that is viewed again, and of its parts.
-  bool is_rebased = false;
 
   bool is_held() const { return step < 0 || is_kept; }
 };
@@ -84,7 +84,7 @@ struct Route {
   std::vector<Save> saves;
   Needs needs;
   std::vector<bool> makes_memory;  // By its number.
-  // Of memory that steps overwrite: the views of each value, and the values that own it.
+  // For memory that steps overwrite: the views of each value, and the values that own it.
   std::vector<std::vector<size_t>> views;
   std::vector<std::vector<size_t>> owners;  // By the number of the memory.
   std::vector<std::vector<bool>> retained;  // The values that each stage leaves to others.
@@ -95,6 +95,11 @@ struct Route {
 inline long root_of(const Route& route, size_t value) {
   long root = route.values[value].root;
   return root < 0 ? static_cast<long>(value) : root;
+}
+
+inline bool is_rebased(const Route& route, size_t value) {
+  long step = route.values[value].step;
+  return step >= 0 && route.steps[step].is_rebased();
 }
 
 // Counted from the end: what needs a value comes after it.
@@ -138,7 +143,7 @@ inline void note_written(Route& route) {
 inline void forget_geometry(Route& route) {
   std::vector<bool> is_viewed(route.makes_memory.size()), is_part(route.values.size());
   for (const Step& step : route.steps) {
-    if (step.is_rebased || step.part >= 0) {
+    if (step.is_rebased() || step.part >= 0) {
       is_viewed[route.values[step.inputs[0]].memory] = true;
     }
     if (step.part >= 0) {
@@ -147,7 +152,7 @@ inline void forget_geometry(Route& route) {
   }
   for (size_t i = 0; i < route.values.size(); ++i) {
     RouteValue& value = route.values[i];
-    bool is_used = value.root < 0 ? is_viewed[value.memory] : value.is_rebased || is_part[i];
+    bool is_used = value.root < 0 ? is_viewed[value.memory] : is_rebased(route, i) || is_part[i];
     if (!is_used) {
       value.geometry.reset();
     }

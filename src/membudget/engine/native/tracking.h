@@ -136,13 +136,16 @@ inline bool span_the_same(const at::Tensor& one, const at::Tensor& other) {
       other.storage_offset() == 0;
 }
 
-// As `copy_of`.
+inline Ref copied(const Ref& tensor) {
+  return Ref::made(PyObject_CallOneArg(copy_of, tensor));
+}
+
+// As `copy_of`, without Python in the common case.
 inline at::Tensor copied(const at::Tensor& tensor) {
   if (is_plain(tensor) && tensor.is_contiguous() && tensor.storage_offset() == 0) {
     return tensor.detach().clone();
   }
-  Ref copy = Ref::made(PyObject_CallOneArg(copy_of, wrapped(tensor)));
-  return THPVariable_Unpack((PyObject*)copy);
+  return THPVariable_Unpack((PyObject*)copied(wrapped(tensor)));
 }
 
 // As `LiveStorage.entry_like`, among the entries that no write has outdated.
@@ -193,10 +196,8 @@ inline PyObject* next_number(PyObject* of) {
   return tracker::clock.of(of);
 }
 
-// As `Tracker._rebased`, with operations that `next` numbers; null if Python recorded one
-// of the views.
-template <typename Next>
-Ref rebased(PyObject* value, PyObject* root, const Next& next) {
+// As `Tracker._rebased`; null if Python recorded one of the views.
+inline Ref rebased(PyObject* of, PyObject* value, PyObject* root) {
   PyObject* made_by = value::operation.of(value);
   if (value::root.is_none(value) || made_by == Py_None) {
     return Ref::to(root);
@@ -207,7 +208,7 @@ Ref rebased(PyObject* value, PyObject* root, const Next& next) {
   Ref inputs = new_list();
   PyObject* then = operation::inputs.of(made_by);
   for (Py_ssize_t i = 0; i < PyList_GET_SIZE(then); ++i) {
-    Ref input = rebased(PyList_GET_ITEM(then, i), root, next);
+    Ref input = rebased(of, PyList_GET_ITEM(then, i), root);
     if (input == nullptr) {
       return Ref();
     }
@@ -215,7 +216,7 @@ Ref rebased(PyObject* value, PyObject* root, const Next& next) {
   }
   Ref again = new_operation(
       operation::overload.of(made_by), inputs, Ref::to(operation::native.of(made_by)),
-      next(), zero);
+      next_number(of), zero);
   return new_output(again, value::index.number(value), root);
 }
 
@@ -227,8 +228,7 @@ inline Ref meet_again(PyObject* of, const at::Tensor& tensor, PyObject* object, 
   if (at == nullptr || place::memory.of(at) != memory || memory::root.is_none(memory)) {
     return Ref();
   }
-  Ref value = rebased(
-      entry::value.of(old), memory::root.of(memory), [&] { return next_number(of); });
+  Ref value = rebased(of, entry::value.of(old), memory::root.of(memory));
   if (value == nullptr) {
     return Ref();
   }

@@ -73,7 +73,7 @@ inline void observe_write(Observed& call, c10::DispatchKeySet below, const Ref& 
   operation::drawn.set(operation, run_below(call, below));
   Ref root = new_output(operation, 1, Py_None);
   after_write(memory, root);
-  Ref after = rebased(before, root, [&] { return next_number(call.tracker); });
+  Ref after = rebased(call.tracker, before, root);
   entry::value.set(entry, after);
   entry::epoch.set(entry, memory::epoch.of(memory));
   if (memory::dtype.of(memory) != python_dtype(target.scalar_type())) {

@@ -192,7 +192,7 @@ class Writer {
       }
       operation = new_operation(
           step.overload, inputs, CallBox::make(step.call), membudget::number(++clock_),
-          membudget::number(step.is_rebased ? 0 : step.number));
+          membudget::number(step.is_rebased() ? 0 : step.number));
       operation::grad_enabled.set(operation, step.grad_enabled ? Py_True : Py_False);
       operation::default_dtype.set(operation, python_dtype(trip_.dtype));
       if (trip_.drawn[i] != nullptr) {
