@@ -25,7 +25,7 @@ ENGINES = pytest.mark.parametrize("engine", ["rerun", "replay"])
 @pytest.fixture(autouse=True)
 def nothing_verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test begin with nothing verified."""
-    monkeypatch.setattr(verified, "_VERIFIED", {})
+    verified.VERIFIED.clear()
 
 
 def due(found: Sampling, signatures: Iterable[Any]) -> list[int]:

@@ -112,7 +112,7 @@ def region(**options: Any) -> Way:
     """Return the way that runs a call as one region, for the first time."""
 
     def way(call: Call) -> Any:
-        verified._VERIFIED.clear()
+        verified.VERIFIED.clear()
         return mb.checkpoint(**options)(call.function)(*call.args, **call.kwargs)
 
     return way

@@ -113,7 +113,7 @@ def replay_in_rerun(call: Call) -> Any:
 @pytest.fixture(autouse=True)
 def nothing_verified() -> None:
     """Forget what earlier tests verified, so that no test depends on another."""
-    verified._VERIFIED.clear()
+    verified.VERIFIED.clear()
 
 
 @functools.cache

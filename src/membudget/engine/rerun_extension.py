@@ -74,13 +74,13 @@ _HIDDEN: tuple[Any, ...] = (
 
 def new_frame(*given: Any) -> RerunFrame:
     """Return `RerunFrame(*given)`, made in C++ where that has been built."""
-    extension = RERUN[0] if RERUN else _bound()
+    extension = RERUN[0] if RERUN else bind_rerun()
     make = RerunFrame if extension is None else extension.begun
     frame: RerunFrame = make(*given)
     return frame
 
 
-def _bound() -> Any:
+def bind_rerun() -> Any:
     """Bind the extension to the classes of this engine, if there is one."""
     extension = native.built_extension()
     if extension is not None:

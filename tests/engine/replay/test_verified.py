@@ -22,11 +22,11 @@ from tests.devices import device_type
 @pytest.fixture(autouse=True)
 def nothing_verified() -> Iterator[None]:
     """Let each test begin with nothing verified, and leave nothing behind."""
-    before = dict(records._VERIFIED)
-    records._VERIFIED.clear()
+    before = dict(records.VERIFIED)
+    records.VERIFIED.clear()
     yield
-    records._VERIFIED.clear()
-    records._VERIFIED.update(before)
+    records.VERIFIED.clear()
+    records.VERIFIED.update(before)
 
 
 def of(function: Any = torch.sin, *args: Any, **kwargs: Any) -> Any:
@@ -169,7 +169,7 @@ def test_a_list_that_holds_itself_has_a_signature():
 def test_the_oldest_signature_is_forgotten_when_there_are_too_many(monkeypatch):
     monkeypatch.setattr(records, "_MOST_KEYS", 3)
     first, *others = (of(torch.sin, X, number) for number in range(4))
-    assert len(records._VERIFIED) == 3
+    assert len(records.VERIFIED) == 3
     assert [of(torch.sin, X, number) for number in range(1, 4)] == others
     assert of(torch.sin, X, 0) is not first
 
@@ -179,10 +179,10 @@ def test_a_signature_is_forgotten_with_the_modules_that_it_names():
     of(model.one, X)
     of(functools.partial(model.other), X)
     of(torch.sin, X)
-    assert len(records._VERIFIED) == 3
+    assert len(records.VERIFIED) == 3
     del model
     gc.collect()
-    assert len(records._VERIFIED) == 1
+    assert len(records.VERIFIED) == 1
 
 
 def test_a_signature_begins_without_pins():

@@ -20,11 +20,11 @@ from tests.oracles import CountedOperators
 @pytest.fixture(autouse=True)
 def nothing_verified() -> Iterator[None]:
     """Let each test begin with nothing verified, and leave nothing behind."""
-    before = dict(verified._VERIFIED)
-    verified._VERIFIED.clear()
+    before = dict(verified.VERIFIED)
+    verified.VERIFIED.clear()
     yield
-    verified._VERIFIED.clear()
-    verified._VERIFIED.update(before)
+    verified.VERIFIED.clear()
+    verified.VERIFIED.update(before)
 
 
 @pytest.fixture(scope="module")

@@ -67,9 +67,10 @@ inline void bind_frames(const Names& names) {
        {"surroundings", &region::surroundings}, {"trace", &region::trace}});
   region_options.bind(
       names("RegionOptions"),
-      {{"early_stop", &options::early_stop}, {"guards", &options::guards},
-       {"is_instrumented", &options::is_instrumented}, {"offload", &options::offload},
-       {"preserve_rng_state", &options::preserve_rng_state},
+      {{"decisions", &options::decisions}, {"early_stop", &options::early_stop},
+       {"guards", &options::guards}, {"is_instrumented", &options::is_instrumented},
+       {"offload", &options::offload}, {"policy", &options::policy},
+       {"preserve_rng_state", &options::preserve_rng_state}, {"strict", &options::strict},
        {"use_reentrant", &options::use_reentrant}, {"verify", &options::verify}});
   region_calls.bind(
       names("Calls"),
@@ -78,7 +79,8 @@ inline void bind_frames(const Names& names) {
        {"owner", &calls::owner}, {"paths", &calls::paths},
        {"sampling", &calls::sampling}});
   region_statistics.bind(
-      names("Statistics"), {{"recomputes", &statistics::recomputes}});
+      names("Statistics"),
+      {{"label", &statistics::label}, {"recomputes", &statistics::recomputes}});
   calls_owner.bind(
       names("Owner"),
       {{"adds_gradients", &owner::adds_gradients},

@@ -56,14 +56,17 @@ inline bool describe_callee(PyObject* value, Entries& key) {
   return is_module(value) && describe(value, key);
 }
 
+inline Ref autocast_key() {
+  return is_autocast_on() ? Ref::made(PyObject_CallNoArgs(autocast_state))
+                          : Ref::to(no_targets);
+}
+
 // signature(function, args, kwargs): as `signature_of`; `None` if Python must.
 inline PyObject* signature(PyObject*, PyObject* const* given, Py_ssize_t) {
   HANDLE_TH_ERRORS
   Entries key;
   key.reserve(16);
-  key.push_back(
-      is_autocast_on() ? Ref::made(PyObject_CallNoArgs(autocast_state))
-                       : Ref::to(no_targets));
+  key.push_back(autocast_key());
   bool is_known = PyDict_GET_SIZE(given[2]) == 0 && describe_callee(given[0], key);
   for (Py_ssize_t i = 0; is_known && i < PyTuple_GET_SIZE(given[1]); ++i) {
     is_known = describe(PyTuple_GET_ITEM(given[1], i), key);

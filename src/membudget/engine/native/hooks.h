@@ -10,14 +10,14 @@ namespace membudget {
 
 inline Class frame_class;
 namespace frame {
-inline Slot checks, lock, recorder, replayer;
+inline Slot arguments, checks, function, inputs, lock, named, recorder, replayer, statistics;
 }
 
 inline long first_task;  // As `replayer.FIRST_TASK`.
 
 inline Class checks_class;
 namespace checks {
-inline Slot is_strict, originals, verified;
+inline Slot comparison, is_strict, originals, recorder, served, statistics, verified, verify;
 }
 
 inline PyObject *empty_name;

@@ -2,6 +2,7 @@
 
 #include "binding.h"
 #include "dead.h"
+#include "frame.h"
 #include "kernel.h"
 #include "sums.h"
 
@@ -81,10 +82,13 @@ void bind_recording(const Names& names) {
   forward_record.bind(
       names("ForwardRecord"),
       {{"_decisions", &recording::decisions}, {"kept", &recording::kept},
+       {"left_path", &recording::left_path}, {"_module_path", &recording::module_path},
        {"names", &recording::names}, {"number", &recording::number},
        {"numbers", &recording::numbers}, {"path", &recording::path}, {"place", &recording::place},
-       {"reads_arguments", &recording::reads_arguments}, {"recent", &recording::recent},
-       {"stream", &recording::stream}, {"survey", &recording::survey},
+       {"policy", &recording::policy}, {"reads_arguments", &recording::reads_arguments},
+       {"recent", &recording::recent}, {"routes", &recording::routes},
+       {"_stages", &recording::stages}, {"stream", &recording::stream},
+       {"streams", &recording::streams}, {"survey", &recording::survey},
        {"taken", &recording::taken}, {"tracker", &recording::tracker},
        {"trip", &recording::trip}, {"_unrepeatable", &recording::unrepeatable}});
   recorder_class.bind(
@@ -100,6 +104,7 @@ void bind_replay(const Names& names) {
       {{"begins", &replayer::begins}, {"_enter", &replayer::enter},
        {"_entries", &replayer::entries}, {"_memoised", &replayer::memoised},
        {"_plan", &replayer::plan}, {"_plan_ran", &replayer::plan_ran},
+       {"plans_run", &replayer::plans_run},
        {"_stage", &replayer::stage}, {"_task", &replayer::task},
        {"handles", &replayer::handles}, {"stages", &replayer::stages},
        {"stream", &replayer::stream}, {"trip", &replayer::trip}});
@@ -110,12 +115,16 @@ void bind_replay(const Names& names) {
        {"value", &handle::value}});
   frame_class.bind(
       names("ReplayFrame"),
-      {{"_checks", &frame::checks}, {"_lock", &frame::lock},
-       {"_recorder", &frame::recorder}, {"_replayer", &frame::replayer}});
+      {{"_arguments", &frame::arguments}, {"_checks", &frame::checks},
+       {"_function", &frame::function}, {"_inputs", &frame::inputs}, {"_lock", &frame::lock},
+       {"_named", &frame::named}, {"_recorder", &frame::recorder},
+       {"_replayer", &frame::replayer}, {"_statistics", &frame::statistics}});
   checks_class.bind(
       names("Checks"),
-      {{"_is_strict", &checks::is_strict}, {"_originals", &checks::originals},
-       {"verified", &checks::verified}});
+      {{"_comparison", &checks::comparison}, {"_is_strict", &checks::is_strict},
+       {"_originals", &checks::originals}, {"recorder", &checks::recorder},
+       {"_served", &checks::served}, {"_statistics", &checks::statistics},
+       {"verified", &checks::verified}, {"_verify", &checks::verify}});
   copy_of = names("copy_of");
   end_trip = names("end_trip");
   share = names("share");
@@ -123,8 +132,42 @@ void bind_replay(const Names& names) {
   parameter_type = reinterpret_cast<PyTypeObject*>(names("Parameter"));
 }
 
+void bind_frame_parts(const Names& names) {
+  native_replayer.bind(names("NativeReplayer"), {});
+  verified_class.bind(
+      names("Verified"),
+      {{"calls", &verified::calls}, {"has_subclasses", &verified::has_subclasses},
+       {"is_pending", &verified::is_pending}, {"is_sampled", &verified::is_sampled},
+       {"paths", &verified::paths}, {"sampling", &verified::sampling},
+       {"unrepeatable", &verified::unrepeatable}});
+  sampling_class.bind(
+      names("Sampling"),
+      {{"_calls", &sampling::calls}, {"_every", &sampling::every},
+       {"is_due", &sampling::is_due}, {"_seen", &sampling::seen}});
+  all_verified = names("VERIFIED");
+  call_stages = names("CallStages");
+  current_stream = names("current_stream");
+  is_subclass = names("is_subclass");
+  key_in_python = names("key_of");
+  module_path_in = names("module_path_in");
+  most_key_depth = PyLong_AsLong(names("MAX_DEPTH"));
+  new_lock = names("RLock");
+  operator_conditions = names("operator_conditions");
+  routes_of = names("routes_of");
+  switches = names("SWITCHES");
+  verified_by_python = names("verified");
+  weakly_in_python = names("weakly");
+}
+
 // The names of methods that C++ calls, interned, so that look-ups compare pointers.
 const std::initializer_list<std::pair<const char*, PyObject**>> method_names = {
+    {"_leave_path", &leave_path_name}, {"alignment", &alignment_name},
+    {"count", &count_name}, {"device", &device_name},
+    {"enter_for_operators", &enter_for_operators_name}, {"hooks", &hooks_name},
+    {"key", &key_name}, {"names", &names_name}, {"numbers", &numbers_name},
+    {"postponed", &postponed_name}, {"reads_arguments", &reads_arguments_name},
+    {"requires_grad", &requires_grad_name}, {"sees_subclasses", &sees_subclasses_name},
+    {"stages", &stages_name},
     {"_note_new", &note_new_name}, {"note_run", &note_run_name}, {"_run_begun", &run_begun_name}, {"begin", &begin_name},
     {"dtype", &dtype_name}, {"finish", &finish_name}, {"pack", &drop_name},
     {"note_forward_end", &note_forward_end_name}, {"training", &training_name},
@@ -173,6 +216,7 @@ PyObject* bind(PyObject*, PyObject* object) {
   bind_tracking(names);
   bind_recording(names);
   bind_replay(names);
+  bind_frame_parts(names);
   CallBox::ready("membudget.engine.native.Call", call_methods);
   StateBox::ready("membudget.engine.native.State");
   RouteBox::ready("membudget.engine.native.Route");
@@ -205,6 +249,8 @@ PyMethodDef functions[] = {
     {"note_reads", (PyCFunction)(void*)note_reads, METH_FASTCALL, "As `Reads._note`."},
     {"path_to", (PyCFunction)(void*)path_to, METH_FASTCALL, "As `Replayer._path_to`."},
     {"release", release_trip, METH_O, "Free what a trip has recomputed."},
+    {"replay_frame", (PyCFunction)(void*)new_replay_frame, METH_FASTCALL,
+     "Return a new `ReplayFrame`."},
     {"route", (PyCFunction)(void*)route_of, METH_FASTCALL, "Return what was surveyed."},
     {"run", (PyCFunction)(void*)run_frame, METH_FASTCALL, "As `RerunFrame.run`."},
     {"run_all", (PyCFunction)(void*)run_all, METH_FASTCALL, "Run operations again."},

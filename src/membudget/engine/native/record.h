@@ -14,8 +14,9 @@ inline Slot fingerprinter, is_suspended, late, opaque_depth, recording;
 
 inline Class forward_record;
 namespace recording {
-inline Slot decisions, kept, names, number, numbers, path, place, reads_arguments, recent, stream,
-    survey, taken, tracker, trip, unrepeatable;
+inline Slot decisions, kept, left_path, module_path, names, number, numbers, path, place, policy,
+    reads_arguments, recent, routes, stages, stream, streams, survey, taken, tracker, trip,
+    unrepeatable;
 }
 
 inline PyObject *advance_name, *align_name, *asks_name, *before_write_name, *decided_name, *hold_name,

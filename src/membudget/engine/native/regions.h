@@ -33,7 +33,8 @@ inline Slot calls, contexts, fingerprints, finished, function, handles, holds, i
 
 inline Class region_options;
 namespace options {
-inline Slot early_stop, guards, is_instrumented, offload, preserve_rng_state, use_reentrant, verify;
+inline Slot decisions, early_stop, guards, is_instrumented, offload, policy, preserve_rng_state,
+    strict, use_reentrant, verify;
 }
 
 inline Class surroundings_class;
@@ -64,7 +65,7 @@ inline Slot count, fills_late, is_settled, owner, paths, sampling;
 
 inline Class region_statistics;
 namespace statistics {
-inline Slot recomputes;
+inline Slot label, recomputes;
 }
 
 inline Class calls_owner;

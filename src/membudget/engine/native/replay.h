@@ -14,7 +14,7 @@ namespace membudget {
 
 inline Class replayer_class;
 namespace replayer {
-inline Slot begins, enter, entries, handles, memoised, plan, plan_ran, stage, stages, stream, task, trip;
+inline Slot begins, enter, entries, handles, memoised, plan, plan_ran, plans_run, stage, stages, stream, task, trip;
 }
 
 inline Class handle_class;

@@ -6,31 +6,46 @@ The first region that replays decides which recorder serves the process.
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import RLock
 from types import SimpleNamespace
 from typing import Any
 
 from torch.nn import Parameter
 
 from membudget._torch import hide_from_dynamo
+from membudget._torch_accelerator import current_stream
 from membudget._torch_observing import operator_of
 from membudget.engine import isolation, native
-from membudget.engine.controls import OPEN_GROUPS
+from membudget.engine.controls import OPEN_GROUPS, SWITCHES
+from membudget.engine.messages import module_path_in, weakly
 from membudget.engine.options import RegionOptions, Statistics
 from membudget.engine.replay.aliasing import AS_STRIDED, EMPTY, Tracker
 from membudget.engine.replay.checks import Checks
 from membudget.engine.replay.extension import EXTENSION
-from membudget.engine.replay.following import end_trip
+from membudget.engine.replay.following import end_trip, routes_of
 from membudget.engine.replay.forward_record import ForwardRecord
 from membudget.engine.replay.frame import ReplayFrame
 from membudget.engine.replay.living import LiveStorage, LiveTensor, RecordedMemory
+from membudget.engine.replay.native_replayer import NativeReplayer
 from membudget.engine.replay.recorder import Recorder
 from membudget.engine.replay.replayer import FIRST_TASK, Replayer
 from membudget.engine.replay.shared_memory import share
 from membudget.engine.replay.tape import Operation, ReplayHandle, TapeValue
+from membudget.engine.replay.verified import (
+    MAX_DEPTH,
+    VERIFIED,
+    Verified,
+    key_of,
+    verified,
+)
+from membudget.engine.rerun_extension import bind_rerun
+from membudget.engine.sampling import Sampling
 from membudget.engine.stages import CallStages
+from membudget.engine.surroundings import operator_conditions
 from membudget.observer import accelerate
 from membudget.ops import OperatorFacts, facts_of
 from membudget.scope import Scope
+from membudget.state.bits import is_subclass
 from membudget.state.copies import copy_of
 
 _IS_DECIDED: list[bool] = []
@@ -50,7 +65,9 @@ def replay_frame(
             serve()
     if statistics is not None:
         statistics.has_replayed = True
-    return ReplayFrame(function, args, kwargs, options, statistics)
+    make = EXTENSION[0].replay_frame if EXTENSION else ReplayFrame
+    frame: ReplayFrame = make(function, args, kwargs, options, statistics)
+    return frame
 
 
 def serve() -> bool:
@@ -59,6 +76,7 @@ def serve() -> bool:
     if extension is None:
         return False
     if not EXTENSION:
+        bind_rerun()
         names = {item.__name__: item for item in _BOUND}
         extension.bind(SimpleNamespace(**names, **_NAMED))
         for function in _CALLED:
@@ -130,13 +148,19 @@ _BOUND: tuple[Any, ...] = (
         isolation.leave,
         share,
     ),
+    *(CallStages, NativeReplayer, RLock, Sampling, Verified, current_stream),
+    *(is_subclass, module_path_in, operator_conditions, routes_of, verified, weakly),
 )
 _NAMED: dict[str, Any] = {
     "AS_STRIDED": AS_STRIDED,
     "EMPTY": EMPTY,
     "FIRST_TASK": FIRST_TASK,
+    "MAX_DEPTH": MAX_DEPTH,
     "OPEN_GROUPS": OPEN_GROUPS,
     "OPERATOR_LOCK": isolation.OPERATOR_LOCK,
+    "SWITCHES": SWITCHES,
+    "VERIFIED": VERIFIED,
+    "key_of": key_of,
 }
 
 # In a thread that is compiling, a Python function called from C++ would be traced.

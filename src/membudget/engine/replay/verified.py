@@ -29,7 +29,7 @@ OperatorPath = tuple[Any, ...]
 RecordingKey = tuple[Any, ...]
 
 _LEAVES = (int, float, bool, str, type(None), torch.dtype, torch.device)
-_MAX_DEPTH = 4
+MAX_DEPTH = 4
 # Bounds of the caches; the oldest entry is dropped first.
 _MOST_KEYS = 4096
 _MOST_PATHS = 64
@@ -77,7 +77,7 @@ class Verified:
 
     def live_with(self, modules: list[Any], key: RecordingKey) -> None:
         """Be forgotten when one of the modules that the signature names dies."""
-        self._refs = held_weakly(modules, _VERIFIED, key)
+        self._refs = held_weakly(modules, VERIFIED, key)
 
     def add(self, path: OperatorPath) -> None:
         """Mark a sequence of operators as verified."""
@@ -115,7 +115,7 @@ class Verified:
         self.calls, self.is_sampled = counted(self.calls)
 
 
-_VERIFIED: dict[RecordingKey, Verified] = {}
+VERIFIED: dict[RecordingKey, Verified] = {}
 
 
 def verified(
@@ -129,19 +129,19 @@ def verified(
     If a share of calls is sampled, sizes of tensors and numbers are not part of it.
     """
     called = (
-        _key(function, 0),
-        *(_key(argument, 0) for argument in args),
-        *((name, _key(argument, 0)) for name, argument in kwargs.items()),
+        key_of(function, 0),
+        *(key_of(argument, 0) for argument in args),
+        *((name, key_of(argument, 0)) for name, argument in kwargs.items()),
     )
     share = options.share
     alike = called if share is None else _without_sizes(called)
     key = options.policy.key, share, autocast_state(), alike
-    found = _VERIFIED.get(key)
+    found = VERIFIED.get(key)
     if found is None:
-        found = _VERIFIED[key] = Verified(share)
+        found = VERIFIED[key] = Verified(share)
         found.live_with(_modules_in(called), key)
-        if len(_VERIFIED) > _MOST_KEYS:
-            del _VERIFIED[next(iter(_VERIFIED))]
+        if len(VERIFIED) > _MOST_KEYS:
+            del VERIFIED[next(iter(VERIFIED))]
     found.count()
     if found.sampling is not None:
         found.sampling.count(called)
@@ -158,29 +158,29 @@ def _without_sizes(key: Any) -> Any:
     return int if kind is int else key
 
 
-def _key(value: Any, depth: int) -> Any:
+def key_of(value: Any, depth: int) -> Any:
     """Return a hashable key of the argument properties that a recording depends on."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, value.device, value.requires_grad
     if isinstance(value, _LEAVES):
         return type(value), value
     # Deeper values count by type alone, to bound the cost of each call.
-    if depth >= _MAX_DEPTH:
+    if depth >= MAX_DEPTH:
         return type(value)
     if isinstance(value, Module):
         return ref(value), value.training  # Weak: the cache owns no model.
     if isinstance(value, types.MethodType):
-        return _key(value.__self__, depth + 1), value.__func__
+        return key_of(value.__self__, depth + 1), value.__func__
     if isinstance(value, types.FunctionType):
         cells = [_content(cell) for cell in value.__closure__ or ()]
-        return value.__code__, *(_key(cell, depth + 1) for cell in cells)
+        return value.__code__, *(key_of(cell, depth + 1) for cell in cells)
     if isinstance(value, functools.partial):
         inner = (value.func, *value.args, *value.keywords.items())
-        return ("partial", *(_key(item, depth + 1) for item in inner))
+        return ("partial", *(key_of(item, depth + 1) for item in inner))
     if isinstance(value, list | tuple):
-        return type(value), *(_key(item, depth + 1) for item in value)
+        return type(value), *(key_of(item, depth + 1) for item in value)
     if isinstance(value, dict):
-        return type(value), *(_key(item, depth + 1) for item in value.items())
+        return type(value), *(key_of(item, depth + 1) for item in value.items())
     return type(value)
 
 
